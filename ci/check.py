@@ -1,0 +1,151 @@
+"""The one check command: lint, types, imports, tests, then a table of what passed.
+
+    python ci/check.py                      everything
+    python ci/check.py --only lint --only types
+    python ci/check.py --only tests -- tests/unit -k matmul
+
+Arguments after ``--`` go to pytest. Exits 1 if anything failed. The last line is
+pytest's own closing line (of the last pytest run), so that a log's tail says how
+many tests ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTEST_CLOSING = re.compile(r"^=+ .*\bin \d[\d.]*s\b.* =+$")
+NUMBER_TESTS = ("tests/oracle",)
+"""What is run a second time on the pure numpy path."""
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Test workers share the CPUs; a BLAS pool in each would fight over them."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the check.
+
+    ``group`` is what ``--only`` selects; ``environment`` is added to the process's own.
+    """
+
+    name: str
+    group: str
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one step ended; ``closing`` is pytest's last line, empty for other tools."""
+
+    step: Step
+    seconds: float
+    exit_code: int
+    closing: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the command succeeded."""
+        return self.exit_code == 0
+
+
+def pytest_step(name: str, arguments: Sequence[str], environment: dict[str, str]) -> Step:
+    """A pytest run on several worker processes, unless the arguments say how many."""
+    given = any(a.startswith(("-n", "--numprocesses")) for a in arguments)
+    workers = () if given else ("-n", jobs())
+    command = (sys.executable, "-m", "pytest", *workers, *arguments)
+    return Step(name, "tests", command, ONE_THREAD | environment)
+
+
+def jobs() -> str:
+    """How many test processes to run: one per CPU that this process may use, four at most."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return str(min(cpus, 4))
+
+
+def steps(pytest_arguments: Sequence[str]) -> list[Step]:
+    """Every step, cheapest first; given pytest arguments, the numpy-only run is left out."""
+    python = (sys.executable, "-m")
+    listed = [
+        Step("ruff check", "lint", (*python, "ruff", "check", ".")),
+        Step("ruff format", "lint", (*python, "ruff", "format", "--check", ".")),
+        Step("mypy", "types", (*python, "mypy")),
+        Step("lint-imports", "imports", (sys.executable, "-c", LINT_IMPORTS)),
+    ]
+    if not pytest_arguments:
+        listed.append(pytest_step("pytest, numpy path", NUMBER_TESTS, {"EXTENSOR_CORE": "0"}))
+    listed.append(pytest_step("pytest", pytest_arguments, {"EXTENSOR_REQUIRE_CORE": "1"}))
+    return listed
+
+
+# The console script may not be on the PATH of a virtual environment that is not activated.
+LINT_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+
+def run(step: Step, console: Console) -> Outcome:
+    """Run one step, its output passed through as it comes."""
+    console.rule(f"[bold]{step.name}", align="left")
+    started = time.perf_counter()
+    closing = ""
+    process = subprocess.Popen(
+        step.command,
+        cwd=ROOT,
+        env=os.environ | step.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    with process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            if PYTEST_CLOSING.match(line):
+                closing = line.rstrip()
+    return Outcome(step, time.perf_counter() - started, process.returncode, closing)
+
+
+def report(outcomes: Sequence[Outcome], console: Console) -> None:
+    """Print the table, then pytest's closing line, which stays the last."""
+    table = Table(title="extensor checks")
+    table.add_column("check")
+    table.add_column("result")
+    table.add_column("seconds", justify="right")
+    for outcome in outcomes:
+        result = "[green]passed" if outcome.passed else f"[red]failed (exit {outcome.exit_code})"
+        table.add_row(outcome.step.name, result, f"{outcome.seconds:.1f}")
+    console.print(table)
+    closing = [outcome.closing for outcome in outcomes if outcome.closing]
+    if closing:
+        print(closing[-1])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checks asked for; 0 if all passed, 1 otherwise."""
+    parser = argparse.ArgumentParser(description="extensor's checks: lint, types, imports, tests")
+    groups = ["lint", "types", "imports", "tests"]
+    parser.add_argument("--only", action="append", choices=groups, help="may be repeated")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    chosen = parser.parse_args(argv)
+    wanted = chosen.only or groups
+    console = Console()
+    outcomes = [run(step, console) for step in steps(chosen.pytest) if step.group in wanted]
+    report(outcomes, console)
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

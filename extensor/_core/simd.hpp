@@ -1,0 +1,87 @@
+// Vectors of the instruction set this file is compiled for, on the compiler's vector extension.
+//
+// Every kernel source is compiled once per level (EXTENSOR_ISA names it) and lives in a namespace
+// of that name, so that no inline function of one level can stand in for another's. Nothing here
+// may use a standard-library function that is not itself inlined for sure.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#ifndef EXTENSOR_ISA
+#error "compile with -DEXTENSOR_ISA=<level>"
+#endif
+
+#if defined(__AVX512F__)
+#define EXTENSOR_LANES 16
+#elif defined(__AVX2__)
+#define EXTENSOR_LANES 8
+#else
+#define EXTENSOR_LANES 4
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace EXTENSOR_ISA {
+
+constexpr int VL = EXTENSOR_LANES;  // float lanes
+typedef float vf __attribute__((vector_size(4 * VL)));
+typedef int32_t vi __attribute__((vector_size(4 * VL)));
+typedef uint32_t vu __attribute__((vector_size(4 * VL)));
+typedef float vf_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef int32_t vi_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef uint32_t vu_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+
+INLINE vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
+INLINE vu load(const uint32_t* p) { return *reinterpret_cast<const vu_any*>(p); }
+INLINE void store(float* p, vf v) { *reinterpret_cast<vf_any*>(p) = v; }
+INLINE void store(int32_t* p, vi v) { *reinterpret_cast<vi_any*>(p) = v; }
+INLINE void store(uint32_t* p, vu v) { *reinterpret_cast<vu_any*>(p) = v; }
+INLINE vf splat(float x) { return vf{} + x; }
+INLINE vu splat(uint32_t x) { return vu{} + x; }
+
+// The first n lanes (0 <= n <= VL); loads give zero in the others, stores leave memory alone.
+INLINE vf load_part(const float* p, int n) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
+#elif defined(__AVX2__)
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7};
+    return _mm256_maskload_ps(p, reinterpret_cast<__m256i>(lane < n));
+#else
+    vf v = {};
+    for (int i = 0; i < n; ++i) v[i] = p[i];
+    return v;
+#endif
+}
+
+INLINE void store_part(float* p, vf v, int n) {
+#if defined(__AVX512F__)
+    _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), v);
+#elif defined(__AVX2__)
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7};
+    _mm256_maskstore_ps(p, reinterpret_cast<__m256i>(lane < n), v);
+#else
+    for (int i = 0; i < n; ++i) p[i] = v[i];
+#endif
+}
+
+// Sum of the lanes, always in the same order.
+INLINE float sum(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(v);
+#else
+    float total = 0;
+    for (int i = 0; i < VL / 2; ++i) total += v[i] + v[i + VL / 2];
+    return total;
+#endif
+}
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace EXTENSOR_ISA

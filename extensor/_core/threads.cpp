@@ -1,0 +1,136 @@
+#include "threads.hpp"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
+namespace threads {
+namespace {
+
+constexpr int64_t kSmall = 1 << 16;  // below this much work, waking a thread costs more
+constexpr int kSpins = 4000;         // a worker polls this often before it goes to sleep
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+class Pool {
+public:
+    explicit Pool(int workers) {
+        for (int i = 0; i < workers; ++i) threads_.emplace_back([this] { work(); });
+    }
+
+    ~Pool() {
+        {
+            std::lock_guard lock(mutex_);
+            stop_ = true;
+            generation_.fetch_add(1);
+        }
+        wake_.notify_all();
+        for (auto& t : threads_) t.join();
+    }
+
+    void run(int64_t tasks, Body body, void* context) {
+        {
+            std::lock_guard lock(mutex_);
+            body_ = body, context_ = context, tasks_ = tasks;
+            next_.store(0);
+            open_ = true;
+            generation_.fetch_add(1);
+        }
+        wake_.notify_all();
+        drain();
+        {
+            std::lock_guard lock(mutex_);  // a worker that wakes up only now stays out
+            open_ = false;
+        }
+        for (int spin = 0; active_.load(std::memory_order_acquire) > 0; ++spin)
+            spin < kSpins ? relax() : std::this_thread::yield();
+    }
+
+private:
+    void drain() {
+        for (int64_t t; (t = next_.fetch_add(1)) < tasks_;) body_(context_, t);
+    }
+
+    void work() {
+        for (uint64_t seen = 0;;) {
+            for (int spin = 0; generation_.load(std::memory_order_acquire) == seen; ++spin) {
+                if (spin < kSpins) {
+                    relax();
+                    continue;
+                }
+                std::unique_lock lock(mutex_);
+                wake_.wait(lock, [&] { return generation_.load() != seen; });
+            }
+            {
+                std::lock_guard lock(mutex_);
+                seen = generation_.load();
+                if (stop_) return;
+                if (!open_) continue;
+                active_.fetch_add(1);
+            }
+            drain();
+            active_.fetch_sub(1, std::memory_order_release);
+        }
+    }
+
+    std::vector<std::thread> threads_;
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::atomic<uint64_t> generation_{0};
+    std::atomic<int64_t> next_{0};
+    std::atomic<int> active_{0};
+    Body body_ = nullptr;
+    void* context_ = nullptr;
+    int64_t tasks_ = 0;
+    bool open_ = false, stop_ = false;
+};
+
+std::mutex gate;  // held by whoever uses or replaces the pool
+Pool* pool = nullptr;
+std::atomic<int> wanted{1};
+int built = 1;
+
+// In a forked child the worker threads do not exist: forget the pool (its memory is lost on
+// purpose) and build a new one when it is next needed.
+void after_fork() {
+    new (&gate) std::mutex;
+    pool = nullptr;
+    built = 1;
+}
+
+}  // namespace
+
+void set(int count) { wanted.store(count < 1 ? 1 : count); }
+
+int get() { return wanted.load(); }
+
+void run_raw(int64_t tasks, int64_t work, Body body, void* context) {
+    if (tasks > 1 && work > kSmall && wanted.load() > 1 && gate.try_lock()) {
+        std::lock_guard lock(gate, std::adopt_lock);
+        if (built != wanted.load()) {
+#if defined(__unix__) || defined(__APPLE__)
+            static const int registered = pthread_atfork(nullptr, nullptr, after_fork);
+            (void)registered;
+#endif
+            delete pool;
+            pool = nullptr;
+            built = wanted.load();
+            pool = new Pool(built - 1);
+        }
+        pool->run(tasks, body, context);
+        return;
+    }
+    for (int64_t t = 0; t < tasks; ++t) body(context, t);
+}
+
+}  // namespace threads

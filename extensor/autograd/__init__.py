@@ -1,0 +1,1 @@
+"""The gradient engine: primitives, the tape, ExTensor. It knows no operation."""

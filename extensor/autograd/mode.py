@@ -1,0 +1,41 @@
+"""Whether operations are recorded, per thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+__all__ = ["MODE", "enable_grad", "is_grad_enabled", "no_grad"]
+
+
+class _Mode(threading.local):
+    enabled: bool = True  # the class attribute is every new thread's start
+
+
+MODE = _Mode()
+
+
+def is_grad_enabled() -> bool:
+    """Whether operations of this thread are recorded for `backward`."""
+    return MODE.enabled
+
+
+@contextlib.contextmanager
+def no_grad() -> Iterator[None]:
+    """Record nothing inside ``with et.no_grad():``, in this thread. Also a decorator."""
+    before, MODE.enabled = MODE.enabled, False
+    try:
+        yield
+    finally:
+        MODE.enabled = before
+
+
+@contextlib.contextmanager
+def enable_grad() -> Iterator[None]:
+    """Record again inside ``with et.enable_grad():``, in this thread. Also a decorator."""
+    before, MODE.enabled = MODE.enabled, True
+    try:
+        yield
+    finally:
+        MODE.enabled = before

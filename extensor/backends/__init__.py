@@ -1,0 +1,1 @@
+"""Devices: an array module and the few kernels worth writing for it."""

@@ -1,0 +1,78 @@
+"""Every backend method on nothing but an array module.
+
+This is the definition: correct on numpy and cupy, fast on neither. A backend
+subclasses it and overrides what is hot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from extensor.backends import windows
+from extensor.backends.protocol import Array, Window
+from extensor.quant import reference
+from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+
+__all__ = ["GenericBackend"]
+
+
+class GenericBackend:
+    """Implements `extensor.backends.protocol.Backend` on the array module ``xp``."""
+
+    def __init__(self, name: str, xp: Any) -> None:
+        self.name = name
+        self.xp = xp
+
+    def quantize(
+        self,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None = None,
+        previous_amax: Array | None = None,
+    ) -> tuple[QuantArray, QuantStats]:
+        """See the protocol."""
+        return reference.quantize(x, spec, stream, previous_amax, self.xp)
+
+    def dequantize(self, q: QuantArray) -> Array:
+        """See the protocol."""
+        return reference.dequantize(q, self.xp)
+
+    def operand(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> tuple[Array, QuantStats]:
+        """See the protocol."""
+        return reference.operand(x, spec, stream, self.xp)
+
+    def im2col(self, x: Array, window: Window) -> Array:
+        """See the protocol."""
+        return windows.im2col(x, window, self.xp)
+
+    def col2im(self, columns: Array, shape: tuple[int, ...], window: Window) -> Array:
+        """See the protocol."""
+        return windows.col2im(columns, shape, window, self.xp)
+
+    def conv2d(self, x: Array, w: Array, window: Window, groups: int) -> Array:
+        """See the protocol."""
+        return windows.conv2d(x, w, window, groups, self.xp)
+
+    def conv2d_grad_x(
+        self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
+    ) -> Array:
+        """See the protocol."""
+        return windows.conv2d_grad_x(g, w, shape, window, groups, self.xp)
+
+    def conv2d_grad_w(
+        self, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
+    ) -> Array:
+        """See the protocol."""
+        return windows.conv2d_grad_w(g, x, shape, window, groups, self.xp)
+
+    def max_pool2d(self, x: Array, window: Window) -> tuple[Array, Array]:
+        """See the protocol."""
+        return windows.max_pool2d(x, window, self.xp)
+
+    def max_pool2d_grad(self, g: Array, index: Array, shape: tuple[int, ...]) -> Array:
+        """See the protocol."""
+        return windows.max_pool2d_grad(g, index, shape, self.xp)

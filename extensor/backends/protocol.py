@@ -1,0 +1,107 @@
+"""What a backend brings beyond its array module.
+
+Ordinary operations use only the array module (numpy or cupy). The few methods
+here are the ones worth writing a kernel for. `GenericBackend` implements all of
+them on the array module; a backend overrides the hot ones, and
+`tests/test_every_kernel.py` finds each override and compares it with the generic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+
+__all__ = ["Array", "Backend", "Window"]
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sliding window: kernel, stride, padding, dilation, each (height, width)."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+
+    def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width of the output for an input of ``size``; below 1 if it does not fit."""
+        out = [
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(
+                size, self.kernel, self.stride, self.padding, self.dilation, strict=True
+            )
+        ]
+        return out[0], out[1]
+
+
+class Backend(Protocol):
+    """One device's arrays and kernels."""
+
+    name: str
+    xp: Any
+
+    def quantize(
+        self,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None = None,
+        previous_amax: Array | None = None,
+    ) -> tuple[QuantArray, QuantStats]:
+        """Float array -> codes and scales. ``spec`` is resolved; ``stream`` iff stochastic."""
+        ...
+
+    def dequantize(self, q: QuantArray) -> Array:
+        """Codes and scales -> float32 of ``q.shape``, any Hadamard transform undone."""
+        ...
+
+    def operand(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> tuple[Array, QuantStats]:
+        """The float32 values a GEMM multiplies: quantized and decoded, still transformed.
+
+        Same values, bit for bit, as decoding ``quantize``. Along the axis the result has the
+        length the transform padded it to. It carries ``spec.element_scale``.
+        """
+        ...
+
+    def im2col(self, x: Array, window: Window) -> Array:
+        """(N, C, H, W) -> (N * Ho * Wo, C * kh * kw), zero-padded, one row per output pixel."""
+        ...
+
+    def col2im(self, columns: Array, shape: tuple[int, ...], window: Window) -> Array:
+        """The transpose of im2col: (N * Ho * Wo, C * kh * kw) summed back to (N, C, H, W)."""
+        ...
+
+    def conv2d(self, x: Array, w: Array, window: Window, groups: int) -> Array:
+        """(N, C, H, W), (O, C / groups, kh, kw) -> (N, O, Ho, Wo)."""
+        ...
+
+    def conv2d_grad_x(
+        self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
+    ) -> Array:
+        """Gradient of conv2d in x, of ``shape`` (N, C, H, W)."""
+        ...
+
+    def conv2d_grad_w(
+        self, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
+    ) -> Array:
+        """Gradient of conv2d in w, of ``shape`` (O, C / groups, kh, kw)."""
+        ...
+
+    def max_pool2d(self, x: Array, window: Window) -> tuple[Array, Array]:
+        """(N, C, H, W) -> maxima and their int32 flat positions in H * W, both (N, C, Ho, Wo).
+
+        The first maximum in row-major window order wins; NaN wins over everything; padding never
+        wins.
+        """
+        ...
+
+    def max_pool2d_grad(self, g: Array, index: Array, shape: tuple[int, ...]) -> Array:
+        """Scatter-add of g (N, C, Ho, Wo) to the positions in ``index``, giving ``shape``."""
+        ...

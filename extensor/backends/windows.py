@@ -1,0 +1,187 @@
+"""Sliding windows on any array module: im2col, convolution, max pooling.
+
+`GenericBackend` forwards to these functions. Each takes the array module ``xp``
+last, works for any stride, padding, dilation and number of groups, and is as fast as
+strided views and batched matmul make it. They are what the kernels are compared with.
+
+All of them look at the input through one view, ``_patches``: (N, C, kh, kw, Ho, Wo).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from extensor.backends.protocol import Array, Window
+
+__all__ = [
+    "col2im",
+    "conv2d",
+    "conv2d_grad_w",
+    "conv2d_grad_x",
+    "im2col",
+    "max_pool2d",
+    "max_pool2d_grad",
+]
+
+
+def im2col(x: Array, window: Window, xp: Any) -> Array:
+    """(N, C, H, W) -> (N * Ho * Wo, C * kh * kw), zero-padded, one row per output pixel."""
+    patches = _patches(x, window, xp)
+    n, c, kh, kw, ho, wo = patches.shape
+    return patches.transpose(0, 4, 5, 1, 2, 3).reshape(n * ho * wo, c * kh * kw)
+
+
+def col2im(columns: Array, shape: tuple[int, ...], window: Window, xp: Any) -> Array:
+    """The transpose of im2col: (N * Ho * Wo, C * kh * kw) summed back to (N, C, H, W).
+
+    Every output adds its contributions in row-major window order.
+    """
+    n, c, h, w = shape
+    ho, wo = _output_size(window, (h, w))
+    patches = columns.reshape(n, ho, wo, c, *window.kernel).transpose(0, 3, 4, 5, 1, 2)
+    return _fold(patches, shape, window, xp)
+
+
+def conv2d(x: Array, w: Array, window: Window, groups: int, xp: Any) -> Array:
+    """(N, C, H, W), (O, C / groups, kh, kw) -> (N, O, Ho, Wo)."""
+    patches = _patches(x, window, xp)
+    n, c, kh, kw, ho, wo = patches.shape
+    outputs, inner = w.shape[0], c // groups * kh * kw
+    columns = patches.reshape(n, groups, inner, ho * wo)
+    out = xp.matmul(w.reshape(groups, outputs // groups, inner), columns)
+    return out.reshape(n, outputs, ho, wo)
+
+
+def conv2d_grad_x(
+    g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int, xp: Any
+) -> Array:
+    """Gradient of conv2d in x, of ``shape`` (N, C, H, W)."""
+    n, outputs, ho, wo = g.shape
+    kh, kw = window.kernel
+    weight = w.reshape(groups, outputs // groups, shape[1] // groups * kh * kw).swapaxes(1, 2)
+    columns = xp.matmul(weight, g.reshape(n, groups, outputs // groups, ho * wo))
+    return _fold(columns.reshape(n, shape[1], kh, kw, ho, wo), shape, window, xp)
+
+
+def conv2d_grad_w(
+    g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int, xp: Any
+) -> Array:
+    """Gradient of conv2d in w, of ``shape`` (O, C / groups, kh, kw)."""
+    patches = _patches(x, window, xp)
+    n, c, kh, kw, ho, wo = patches.shape
+    outputs, inner = shape[0], c // groups * kh * kw
+    # One long GEMM per group over all images and pixels, not one short one per image.
+    rows = g.reshape(n, groups, outputs // groups, ho * wo).transpose(1, 2, 0, 3)
+    split = patches.reshape(n, groups, c // groups, kh, kw, ho, wo)
+    columns = split.transpose(1, 0, 5, 6, 2, 3, 4).reshape(groups, n * ho * wo, inner)
+    out = xp.matmul(rows.reshape(groups, outputs // groups, n * ho * wo), columns)
+    return out.reshape(shape)
+
+
+def max_pool2d(x: Array, window: Window, xp: Any) -> tuple[Array, Array]:
+    """(N, C, H, W) -> maxima and their int32 flat positions in H * W, both (N, C, Ho, Wo).
+
+    The first maximum in row-major window order wins; NaN wins over everything; padding never
+    wins.
+
+    Raises:
+        ValueError: if the window does not fit, or some window would hold padding only.
+    """
+    n, c, h, w = x.shape
+    ho, wo = _output_size(window, (h, w))
+    _check_no_empty_window(window, (h, w), (ho, wo))
+    best = xp.zeros((n, c, ho, wo), dtype=x.dtype)
+    index = xp.full((n, c, ho, wo), -1, dtype=xp.int32)
+    # Padding is only a mask: its value never takes part, so the -inf of an image can win.
+    padded = _pad(x, window, xp)
+    (top, left), (sh, sw) = window.padding, window.stride
+    for _, (dy, dx), rows, columns in _taps(window, (ho, wo)):
+        y = xp.arange(ho, dtype=xp.int32)[:, None] * sh + (dy - top)
+        column = xp.arange(wo, dtype=xp.int32)[None, :] * sw + (dx - left)
+        inside = (y >= 0) & (y < h) & (column >= 0) & (column < w)
+        value = padded[:, :, rows, columns]
+        better = (value > best) | (index < 0) | (xp.isnan(value) & ~xp.isnan(best))
+        take = better & inside
+        best = xp.where(take, value, best)
+        index = xp.where(take, y * w + column, index)
+    return best, index.astype(xp.int32, copy=False)
+
+
+def max_pool2d_grad(g: Array, index: Array, shape: tuple[int, ...], xp: Any) -> Array:
+    """Scatter-add of g (N, C, Ho, Wo) to the positions in ``index``, giving ``shape``."""
+    n, c, h, w = shape
+    out = xp.zeros(n * c * h * w, dtype=g.dtype)
+    plane = xp.arange(n * c, dtype=xp.int64)[:, None] * (h * w)
+    xp.add.at(out, (plane + index.reshape(n * c, -1)).reshape(-1), g.reshape(-1))
+    return out.reshape(shape)
+
+
+def _output_size(window: Window, size: tuple[int, int]) -> tuple[int, int]:
+    ho, wo = window.output_size(size)
+    if min(ho, wo) < 1:
+        raise ValueError(
+            f"window {window} does not fit an image of {size}: the output would be {ho} x {wo}; "
+            "pad more, or use a smaller kernel or dilation"
+        )
+    return ho, wo
+
+
+def _pad(x: Array, window: Window, xp: Any) -> Array:
+    ph, pw = window.padding
+    if ph == pw == 0:
+        return x
+    n, c, h, w = x.shape
+    padded = xp.zeros((n, c, h + 2 * ph, w + 2 * pw), dtype=x.dtype)
+    padded[:, :, ph : ph + h, pw : pw + w] = x
+    return padded
+
+
+def _patches(x: Array, window: Window, xp: Any) -> Array:
+    """A view (N, C, kh, kw, Ho, Wo) of the zero-padded x: patches[..., i, j, y, x]."""
+    ho, wo = _output_size(window, x.shape[2:])
+    padded = _pad(x, window, xp)
+    n, c = x.shape[:2]
+    sn, sc, sh, sw = padded.strides
+    (vh, vw), (dh, dw) = window.stride, window.dilation
+    return xp.lib.stride_tricks.as_strided(
+        padded, (n, c, *window.kernel, ho, wo), (sn, sc, sh * dh, sw * dw, sh * vh, sw * vw)
+    )
+
+
+def _taps(
+    window: Window, out: tuple[int, int]
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], slice, slice]]:
+    """Each kernel element (i, j): its offset, and the padded rows and columns it reads."""
+    (kh, kw), (sh, sw), (dh, dw) = window.kernel, window.stride, window.dilation
+    for i in range(kh):
+        for j in range(kw):
+            rows = slice(i * dh, i * dh + sh * (out[0] - 1) + 1, sh)
+            columns = slice(j * dw, j * dw + sw * (out[1] - 1) + 1, sw)
+            yield (i, j), (i * dh, j * dw), rows, columns
+
+
+def _fold(patches: Array, shape: tuple[int, ...], window: Window, xp: Any) -> Array:
+    """Sum (N, C, kh, kw, Ho, Wo) back to ``shape``: the transpose of ``_patches``."""
+    n, c, h, w = shape
+    ph, pw = window.padding
+    padded = xp.zeros((n, c, h + 2 * ph, w + 2 * pw), dtype=patches.dtype)
+    for (i, j), _, rows, columns in _taps(window, _output_size(window, (h, w))):
+        padded[:, :, rows, columns] += patches[:, :, i, j]
+    return xp.ascontiguousarray(padded[:, :, ph : ph + h, pw : pw + w])
+
+
+def _check_no_empty_window(
+    window: Window, size: tuple[int, int], out: tuple[int, int]
+) -> None:
+    """Raise where a window lies in the padding altogether: it has no maximum."""
+    axes = zip(
+        size, out, window.kernel, window.stride, window.padding, window.dilation, strict=True
+    )
+    for n, windows, k, s, p, d in axes:
+        for o in range(windows):
+            if not any(0 <= o * s - p + t * d < n for t in range(k)):
+                raise ValueError(
+                    f"max_pool2d: window {o} of {window} on an image of {size} holds padding only; "
+                    "use less padding"
+                )

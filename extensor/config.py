@@ -1,0 +1,54 @@
+"""Every EXTENSOR_* flag, in one typed table. Flags never change numerics."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+__all__ = ["FLAGS", "Flag", "num_threads", "require_core", "use_core"]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One environment variable that extensor reads."""
+
+    name: str
+    default: str
+    doc: str
+
+    def read(self) -> str:
+        """The variable's value, or the default where it is not set."""
+        return os.environ.get(self.name, self.default)
+
+
+FLAGS = {
+    "core": Flag("EXTENSOR_CORE", "1", "0 uses the numpy path even where the C++ core is built"),
+    "require_core": Flag(
+        "EXTENSOR_REQUIRE_CORE", "0", "1 makes a missing C++ core an error instead of a slower path"
+    ),
+    "threads": Flag("EXTENSOR_NUM_THREADS", "0", "threads of the C++ core; 0 is one per CPU"),
+}
+"""The flags, by short name."""
+
+
+def use_core() -> bool:
+    """Whether the C++ core may be used."""
+    return FLAGS["core"].read() != "0"
+
+
+def require_core() -> bool:
+    """Whether a missing C++ core is an error."""
+    return FLAGS["require_core"].read() == "1"
+
+
+def num_threads() -> int:
+    """Threads that the C++ core should use, at least 1.
+
+    Raises:
+        ValueError: if EXTENSOR_NUM_THREADS is not a whole number, 0 or more.
+    """
+    flag = FLAGS["threads"]
+    text = flag.read()
+    if not text.isdigit():
+        raise ValueError(f"{flag.name}: wanted a whole number (0: one per CPU), got {text!r}")
+    return int(text) or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [0])

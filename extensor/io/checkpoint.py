@@ -1,0 +1,279 @@
+"""Checkpoints: named tensors, dense or blocked, in one safetensors file, written atomically.
+
+A blocked tensor is stored as its parts, `<name>.codes`, `<name>.scales` and so on, which
+any safetensors reader can see; its spec and logical shape are JSON in the file's metadata.
+The file appears under its name only when every byte of it is on the disk, so that a full
+disk, a crash or a signal leaves the checkpoint that was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from extensor.errors import layout_error
+from extensor.io.safetensors_format import CheckpointError, read, write
+from extensor.quant.array import QuantArray, block_grid, packed_length
+from extensor.quant.spec import Hadamard, QuantSpec
+
+__all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
+
+Array = npt.NDArray[Any]
+Stored = Array | QuantArray
+
+_KEY = "extensor"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a file held.
+
+    Attributes:
+        tensors: numpy arrays and `QuantArray`s by name.
+        metadata: what was given to `save_checkpoint`; for a file that another program wrote, its
+            metadata strings.
+    """
+
+    tensors: dict[str, Stored]
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Write tensors and metadata to ``path``, all or nothing.
+
+    Args:
+        path: the file; its directory must exist. A file already there is replaced at the end.
+        tensors: numpy arrays (bfloat16 included), `QuantArray`s, ExTensors, or arrays of another
+            backend that `get()` copies to the host.
+        metadata: JSON that reads back equal: dicts with string keys, lists, strings, finite
+            numbers, booleans and None.
+
+    Raises:
+        TypeError, ValueError: for a tensor or metadata that cannot be stored; nothing is written.
+        OSError: if the disk is full or the directory cannot be written. An older file under
+            ``path`` is then still there, unchanged, and nothing else is left behind.
+    """
+    arrays: dict[str, Array] = {}
+    blocked: dict[str, Any] = {}
+    for name, value in tensors.items():
+        stored = _to_host(name, value)
+        parts = {name: stored}
+        if isinstance(stored, QuantArray):
+            blocked[name] = {
+                "spec": dataclasses.asdict(stored.spec),
+                "shape": list(stored.shape),
+                "parts": sorted(stored.parts),
+            }
+            parts = {f"{name}.{part}": array for part, array in stored.parts.items()}
+        taken = sorted(arrays.keys() & parts.keys())
+        if taken:
+            raise ValueError(
+                f"{name}: its parts would be stored under names already taken, {taken}; rename one"
+            )
+        arrays.update(parts)  # type: ignore[arg-type]
+    content = {"version": _VERSION, "blocked": blocked, "metadata": dict(metadata or {})}
+    with _replacing(Path(path)) as file:
+        write(file, arrays, {_KEY: _to_json(content)})
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str], like: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """Read a checkpoint after checking all of it.
+
+    Args:
+        path: a file that `save_checkpoint`, or any other safetensors writer, made.
+        like: tensors of the names, shapes and dtypes that are wanted, such as a model's
+            ``state_dict()``; anything else in the file is an error.
+
+    Returns:
+        Fresh arrays that share nothing with the file.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        CheckpointError: if the file is truncated or inconsistent, or differs from ``like``.
+    """
+    arrays, strings = read(path)
+    try:
+        checkpoint = _decode(arrays, strings)
+        if like is not None:
+            _check_like(checkpoint.tensors, like)
+    except CheckpointError as error:
+        raise CheckpointError(f"{os.fspath(path)}: {error}. Nothing was loaded") from None
+    return checkpoint
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file beside ``path`` that takes its place when the block ends well."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: wanted a file name, got a directory")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        file = open(temporary, "xb")  # noqa: SIM115 - closed below, before the rename
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path.parent}: no such directory; create it first") from None
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the rename itself durable, where the system lets a directory be opened."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _to_host(name: str, value: Any) -> Stored:
+    """A numpy array or a QuantArray of numpy arrays."""
+    if not isinstance(name, str):
+        raise TypeError(f"tensor name: wanted a str, got {name!r}")
+    value = getattr(value, "data", value) if hasattr(value, "requires_grad") else value
+    if isinstance(value, QuantArray):
+        parts = {part: _host_array(name, array) for part, array in value.parts.items()}
+        return dataclasses.replace(value, **parts)  # type: ignore[arg-type]
+    return _host_array(name, value)
+
+
+def _host_array(name: str, value: Any) -> Array:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return np.asarray(value)
+    if hasattr(value, "__cuda_array_interface__"):
+        return np.asarray(value.get())
+    raise TypeError(
+        f"{name}: wanted a numpy array, an ExTensor or a QuantArray, got {type(value).__name__}; "
+        "plain values belong in metadata"
+    )
+
+
+def _to_json(content: dict[str, Any]) -> str:
+    wanted = "metadata: wanted JSON that reads back equal (lists, not tuples; string keys; finite "
+    try:
+        text = json.dumps(content, allow_nan=False, sort_keys=True)
+        same = json.loads(text)["metadata"] == content["metadata"]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{wanted}numbers), got {error}") from None
+    if not same:
+        raise ValueError(f"{wanted}numbers), got {content['metadata']!r:.200}")
+    return text
+
+
+def _decode(arrays: dict[str, Array], strings: dict[str, str]) -> Checkpoint:
+    """Put blocked tensors together again."""
+    if _KEY not in strings:
+        return Checkpoint(dict(arrays), dict(strings))
+    try:
+        content = json.loads(strings[_KEY])
+        version, blocked, metadata = content["version"], content["blocked"], content["metadata"]
+        if not isinstance(blocked, dict) or not isinstance(metadata, dict):
+            raise TypeError("blocked and metadata are not both objects")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"bad {_KEY} metadata: {error!r}") from None
+    if version != _VERSION:
+        raise CheckpointError(
+            f"wanted version {_VERSION} of the checkpoint layout, got {version!r}; "
+            "read it with the release that wrote it"
+        )
+    tensors: dict[str, Stored] = {}
+    for name, entry in blocked.items():
+        try:
+            tensors[name] = _decode_blocked(name, entry, arrays)
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"blocked tensor {name!r}: bad spec: {error}") from None
+    clash = sorted(tensors.keys() & arrays.keys())
+    if clash:
+        raise CheckpointError(f"wanted each tensor once, got {clash} both dense and blocked")
+    return Checkpoint({**tensors, **arrays}, metadata)
+
+
+def _decode_blocked(name: str, entry: dict[str, Any], arrays: dict[str, Array]) -> QuantArray:
+    """Take one blocked tensor's parts out of ``arrays``, checked against its spec."""
+    fields = dict(entry["spec"])
+    if fields["transform"] is not None:
+        fields["transform"] = Hadamard(**fields["transform"])
+    if isinstance(fields["tile"], list):
+        fields["tile"] = tuple(fields["tile"])
+    spec, shape = QuantSpec(**fields), tuple(int(n) for n in entry["shape"])
+    if spec != spec.resolve(len(shape)) or min(shape) < 0:
+        raise CheckpointError(f"blocked tensor {name!r}: its spec does not fit the shape {shape}")
+    wanted = _part_layout(spec, shape)
+    missing = sorted(part for part in wanted if f"{name}.{part}" not in arrays)
+    if missing or sorted(wanted) != entry["parts"]:
+        raise CheckpointError(
+            f"blocked tensor {name!r}: wanted the parts {sorted(wanted)}, got {entry['parts']}, "
+            f"of which missing in the file: {missing}"
+        )
+    parts = {part: arrays.pop(f"{name}.{part}") for part in wanted}
+    for part, (dtype, part_shape) in wanted.items():
+        array = parts[part]
+        fits = len(array.shape) == len(part_shape) and all(
+            want in (None, got) for want, got in zip(part_shape, array.shape, strict=True)
+        )
+        if array.dtype != dtype or not fits:
+            raise CheckpointError(
+                f"blocked tensor {name!r}: wanted {part} of {dtype} and shape {part_shape}, "
+                f"got {array.dtype} and {array.shape}"
+            )
+    return QuantArray(spec=spec, shape=shape, **parts)
+
+
+def _part_layout(
+    spec: QuantSpec, shape: tuple[int, ...]
+) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+    """Dtype and shape of each part that a blocked tensor has; None is any length."""
+
+    def along(length: int | None) -> tuple[int | None, ...]:
+        return (*shape[: spec.axis], length, *shape[spec.axis + 1 :])
+
+    # Scales of a numpy dtype are stored as numbers, the others as bytes.
+    scale = spec.scale_name if spec.scale_name.startswith("float") else "uint8"
+    layout: dict[str, tuple[str, tuple[int | None, ...]]] = {
+        "codes": ("uint8", along(packed_length(spec, shape))),
+        "scales": (scale, block_grid(spec, shape)),
+    }
+    if spec.row.tensor_scale:
+        layout["tensor_scale"] = ("float32", ())
+    if not spec.symmetric:
+        layout["zero_points"] = ("int8", block_grid(spec, shape))
+    if spec.row.outliers:
+        layout["row_means"] = ("float32", along(1))
+        layout["outlier_index"] = ("int32", along(None))
+        layout["outlier_value"] = ("float32", along(None))
+    return layout
+
+
+def _check_like(tensors: Mapping[str, Stored], like: Mapping[str, Any]) -> None:
+    wanted = {name: _to_host(name, value) for name, value in like.items()}
+    message = layout_error("this checkpoint", wanted, tensors)
+    if message:
+        raise CheckpointError(message)

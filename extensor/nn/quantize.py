@@ -1,0 +1,50 @@
+"""Putting a recipe to work on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from extensor.nn.module import Module
+from extensor.quant.context import LayerContext, RecipeState
+from extensor.quant.recipe import Recipe
+from extensor.quant.recipes import get_recipe
+
+__all__ = ["apply_recipe", "gemm_layers"]
+
+
+def gemm_layers(model: Module) -> Iterator[tuple[str, Module]]:
+    """(path, layer) of every layer whose GEMMs a recipe can quantize, in model order."""
+    for path, module in model.named_modules():
+        if hasattr(module, "quant"):
+            yield path, module
+
+
+def apply_recipe(model: Module, recipe: Recipe | str, seed: int = 0) -> RecipeState:
+    """Give every Linear and Conv2d of a model its place in a recipe.
+
+    Args:
+        model: the model; its layers' ``quant`` is set.
+        recipe: a recipe or the name of one.
+        seed: seed of all stochastic rounding.
+
+    Returns:
+        The recipe's state: set ``step`` before each optimizer step, read ``telemetry`` after.
+
+    Raises:
+        ValueError: for an unknown name, or a path rule that matches no layer. The model is
+            unchanged then.
+    """
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    layers = list(gemm_layers(model))
+    roles: list[tuple[str, frozenset[str]]] = []
+    for number, (path, module) in enumerate(layers):
+        marks = {f"@{module.role}"} if getattr(module, "role", None) else set()
+        marks |= {"@first"} if number == 0 else set()
+        marks |= {"@last"} if number == len(layers) - 1 else set()
+        roles.append((path, frozenset(marks)))
+    chosen = recipe.assign(roles)
+    state = RecipeState(recipe, seed)
+    for index, (path, module) in enumerate(layers):
+        state.layers[path] = LayerContext(path, index, chosen[path], state)
+        module.quant = state.layers[path]
+    return state

@@ -1,0 +1,352 @@
+"""The low-precision primitives: matrix product and convolution with quantized operands.
+
+Each holds its three GEMMs in plain sight. Every operand is quantized from high
+precision along the contraction axis of the GEMM it enters, so a tensor that
+enters two GEMMs is quantized twice: one copy cannot be derived from the other
+(arXiv 2506.08027, section 3). Products of decoded values are summed in float32.
+
+With x (M, K), w (N, K), g (M, N):
+
+    fprop   y  = x w^T     over K    x in rows,    w in rows
+    dgrad   dx = g w       over N    g in rows,    w in columns
+    wgrad   dw = g^T x     over M    g in columns, x in columns
+
+A convolution is the same three GEMMs on x's patches, M = batch * height * width
+of the output and K = channels * kernel: blocks run along flattened (C, kh, kw),
+in wgrad along (N, Ho, Wo). dgrad contracts over the output channels, and the
+patches' gradients are summed back to x in float32 (docs/adr/0005).
+
+The gradient is straight-through: the float op's VJP at the dequantized operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from extensor.autograd.primitive import BadInput, Sample, primitive
+from extensor.autograd.tape import apply
+from extensor.autograd.tensor import ExTensor
+from extensor.backends.protocol import Array, Backend, Window
+from extensor.ops.conv import conv_window
+from extensor.quant.context import LayerContext, RecipeState
+from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
+from extensor.quant.recipes import get_recipe
+from extensor.quant.spec import QuantSpec
+
+__all__ = ["layer_context", "quantized_conv2d", "quantized_matmul"]
+
+_ONCE = (
+    "a quantized product is piecewise constant in its operands, so its straight-through gradient "
+    "has no derivative of its own; use the fp32 recipe for second derivatives"
+)
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def layer_context(layer: LayerRecipe, seed: int = 0) -> LayerContext:
+    """A context for a layer recipe used by hand, outside a model."""
+    state = RecipeState(Recipe("by hand", "one layer recipe used by hand", layer), seed)
+    context = LayerContext("layer", 0, layer, state)
+    state.layers["layer"] = context
+    return context
+
+
+@lru_cache(maxsize=1024)
+def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
+    """The spec along one axis of a matrix."""
+    return spec.replace(axis=axis).resolve(2)
+
+
+def _dense(x: Array, dtype: str) -> Array:
+    return x if dtype == "float32" else x.astype(_BFLOAT16).astype(np.float32)
+
+
+def _operand(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
+    """The values of matrix x that GEMM ``slot`` multiplies, contracted along ``axis``."""
+    wanted = context.operand(slot)
+    if isinstance(wanted, str):
+        return _dense(x, wanted)
+    spec = _placed(wanted, axis)
+    stream = context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
+    values, stats = backend.operand(x, spec, stream)
+    context.record(slot, stats)
+    return values
+
+
+def _product(backend: Backend, a: Array, b: Array, gemm: Gemm) -> Array:
+    out = backend.xp.matmul(a, b)
+    return out if gemm.output_scale == 1.0 else out * backend.xp.float32(gemm.output_scale)
+
+
+def _fprop(backend: Backend, x: Array, w: Array, context: LayerContext) -> Array:
+    a = _operand(backend, x, context, "fprop.x", 1)
+    b = _operand(backend, w, context, "fprop.w", 1)
+    return _product(backend, a, b.T, context.layer.fprop)
+
+
+def _dgrad(backend: Backend, g: Array, w: Array, context: LayerContext) -> Array:
+    a = _operand(backend, g, context, "dgrad.g", 1)
+    b = _operand(backend, w, context, "dgrad.w", 0)
+    return _product(backend, a, b, context.layer.dgrad)
+
+
+def _wgrad(backend: Backend, g: Array, x: Array, context: LayerContext) -> Array:
+    a = _operand(backend, g, context, "wgrad.g", 0)
+    b = _operand(backend, x, context, "wgrad.x", 0)
+    return _product(backend, a.T, b, context.layer.wgrad)
+
+
+def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
+    if not isinstance(context, LayerContext):
+        raise TypeError(
+            f"{name}: wanted a LayerContext, got {type(context).__name__}; "
+            "nn.apply_recipe(model, recipe) makes them, or layer_context(layer_recipe)"
+        )
+    for tensor, title in ((x, "x"), (w, "w")):
+        if tensor.dtype.name not in ("float32", "float16", "bfloat16"):
+            raise TypeError(
+                f"{name}: {title} is {tensor.dtype.name}; quantized products take float32 or "
+                f"16-bit floats and sum in float32: convert with {title}.to('float32')"
+            )
+
+
+# --- matrix product -----------------------------------------------------------------------------
+
+
+def _matmul_forward(backend: Backend, x: Array, w: Array, context: LayerContext) -> Array:
+    rows = x.reshape(-1, x.shape[-1])
+    return _fprop(backend, rows, w, context).reshape(*x.shape[:-1], w.shape[0])
+
+
+def _matmul_vjp(
+    backend: Backend,
+    g: Array,
+    out: Array,
+    inputs: tuple[Array, Array],
+    needs: tuple[bool, bool],
+    context: LayerContext,
+) -> tuple[Array | None, Array | None]:
+    x, w = inputs
+    rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
+    dx = _dgrad(backend, rows, w, context).reshape(x.shape) if needs[0] else None
+    dw = _wgrad(backend, rows, x.reshape(-1, x.shape[-1]), context) if needs[1] else None
+    return dx, dw
+
+
+def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((5, 40), (3, 40)))
+    yield Sample((x, w, layer_context(get_recipe("fp32").layers)), expected=x @ w.T)
+    yield Sample((x, w, layer_context(get_recipe("mxfp4").layers)))
+
+
+@primitive(
+    forward=_matmul_forward,
+    fused_vjp=_matmul_vjp,
+    once=_ONCE,
+    reads="inputs",
+    check="forward",
+    samples=_matmul_samples,
+    errors=(
+        BadInput(
+            (
+                np.ones((2, 3), np.float32),
+                np.ones((4, 5), np.float32),
+                layer_context(get_recipe("mxfp4").layers),
+            ),
+            ValueError,
+            "quantized_matmul: wanted x (..., K) and w (N, K)",
+        ),
+        BadInput(
+            (np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), "mxfp4"),
+            TypeError,
+            "wanted a LayerContext",
+        ),
+    ),
+)
+def quantized_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTensor:
+    """x w^T with operands quantized by a layer's recipe, in all three GEMMs.
+
+    Args:
+        x: (..., K), float32 or a 16-bit float.
+        w: (N, K), likewise.
+        context: the layer's recipe, random streams and counts.
+
+    Returns:
+        (..., N), summed in float32.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+        TypeError: for other dtypes.
+    """
+    _check("quantized_matmul", x, w, context)
+    if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"quantized_matmul: wanted x (..., K) and w (N, K), got {x.shape} and {w.shape}"
+        )
+    return apply("quantized_matmul", x, w, context=context)
+
+
+# --- convolution --------------------------------------------------------------------------------
+
+
+def _groups(backend: Backend, x: Array, window: Window, groups: int) -> Iterator[Array]:
+    """Each group's patches (N * Ho * Wo, C / groups * kh * kw)."""
+    step = x.shape[1] // groups
+    for i in range(groups):
+        yield backend.im2col(x[:, i * step : (i + 1) * step], window)
+
+
+def _to_rows(g: Array, xp: Any) -> Array:
+    """(N, O, Ho, Wo) -> (N * Ho * Wo, O)."""
+    return xp.ascontiguousarray(xp.transpose(g, (0, 2, 3, 1))).reshape(-1, g.shape[1])
+
+
+def _conv_forward(
+    backend: Backend, x: Array, w: Array, context: LayerContext, window: Window, groups: int
+) -> tuple[Array, list[Array]]:
+    layer, xp = context.layer, backend.xp
+    if layer.fprop.dense:
+        a, b = _dense(x, str(layer.fprop.a)), _dense(w, str(layer.fprop.b))
+        out = backend.conv2d(a, b, window, groups)
+        return _product_scale(out, layer.fprop, xp), []
+    patches = list(_groups(backend, x, window, groups))
+    kernels = w.reshape(groups, w.shape[0] // groups, -1)
+    rows = [_fprop(backend, p, k, context) for p, k in zip(patches, kernels, strict=True)]
+    joined = rows[0] if groups == 1 else xp.concatenate(rows, axis=1)
+    ho, wo = window.output_size(x.shape[2:])
+    out = joined.reshape(x.shape[0], ho, wo, w.shape[0])
+    return xp.ascontiguousarray(xp.transpose(out, (0, 3, 1, 2))), patches
+
+
+def _product_scale(out: Array, gemm: Gemm, xp: Any) -> Array:
+    return out if gemm.output_scale == 1.0 else out * xp.float32(gemm.output_scale)
+
+
+def _conv_vjp(
+    backend: Backend,
+    g: Array,
+    out: Array,
+    inputs: tuple[Array, Array],
+    needs: tuple[bool, bool],
+    context: LayerContext,
+    window: Window,
+    groups: int,
+    saved: list[Array],
+) -> tuple[Array | None, Array | None]:
+    x, w = inputs
+    dx = _conv_dgrad(backend, g, w, x.shape, context, window, groups) if needs[0] else None
+    dw = _conv_wgrad(backend, g, x, w.shape, context, window, groups, saved) if needs[1] else None
+    return dx, dw
+
+
+def _conv_dgrad(
+    backend: Backend,
+    g: Array,
+    w: Array,
+    shape: tuple[int, ...],
+    context: LayerContext,
+    window: Window,
+    groups: int,
+) -> Array:
+    gemm, xp = context.layer.dgrad, backend.xp
+    if gemm.dense:
+        a, b = _dense(g, str(gemm.a)), _dense(w, str(gemm.b))
+        return _product_scale(backend.conv2d_grad_x(a, b, shape, window, groups), gemm, xp)
+    kernels = w.reshape(groups, w.shape[0] // groups, -1)
+    part = (shape[0], shape[1] // groups, *shape[2:])
+    parts = [
+        backend.col2im(_dgrad(backend, rows, kernel, context), part, window)
+        for rows, kernel in zip(_group_rows(g, groups, xp), kernels, strict=True)
+    ]
+    return parts[0] if groups == 1 else xp.concatenate(parts, axis=1)
+
+
+def _conv_wgrad(
+    backend: Backend,
+    g: Array,
+    x: Array,
+    shape: tuple[int, ...],
+    context: LayerContext,
+    window: Window,
+    groups: int,
+    saved: list[Array],
+) -> Array:
+    gemm, xp = context.layer.wgrad, backend.xp
+    if gemm.dense:
+        a, b = _dense(g, str(gemm.a)), _dense(x, str(gemm.b))
+        return _product_scale(backend.conv2d_grad_w(a, b, shape, window, groups), gemm, xp)
+    patches = saved or list(_groups(backend, x, window, groups))
+    parts = [
+        _wgrad(backend, rows, p, context)
+        for rows, p in zip(_group_rows(g, groups, xp), patches, strict=True)
+    ]
+    return xp.concatenate(parts, axis=0).reshape(shape)
+
+
+def _group_rows(g: Array, groups: int, xp: Any) -> Iterator[Array]:
+    step = g.shape[1] // groups
+    for i in range(groups):
+        yield _to_rows(g[:, i * step : (i + 1) * step], xp)
+
+
+def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((2, 4, 7, 7), (6, 2, 3, 3)))
+    for name in ("fp32", "mxfp4"):
+        context = layer_context(get_recipe(name).layers)
+        yield Sample((x, w, context), {"stride": 2, "padding": 1, "groups": 2})
+
+
+@primitive(
+    forward=_conv_forward,
+    fused_vjp=_conv_vjp,
+    once=_ONCE,
+    reads="inputs",
+    saves=True,
+    check="forward",
+    samples=_conv_samples,
+    errors=(
+        BadInput(
+            (
+                np.ones((2, 3, 8, 8), np.float32),
+                np.ones((4, 5, 3, 3), np.float32),
+                layer_context(get_recipe("mxfp4").layers),
+            ),
+            ValueError,
+            "channels",
+        ),
+    ),
+)
+def quantized_conv2d(
+    x: ExTensor,
+    w: ExTensor,
+    context: LayerContext,
+    stride: int | tuple[int, int] = 1,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+) -> ExTensor:
+    """2-D convolution (cross-correlation) with operands quantized by a layer's recipe.
+
+    Args:
+        x: (N, C, H, W), float32 or a 16-bit float.
+        w: (O, C / groups, kh, kw), likewise.
+        context: the layer's recipe, random streams and counts.
+        stride: window step, one number or (height, width).
+        padding: zeros around x, likewise.
+        dilation: spacing of the kernel's elements, likewise.
+        groups: channel groups convolved separately.
+
+    Returns:
+        (N, O, Ho, Wo), summed in float32.
+
+    Raises:
+        ValueError: if shapes, stride, padding, dilation or groups do not fit.
+        TypeError: for other dtypes.
+    """
+    _check("quantized_conv2d", x, w, context)
+    window = conv_window("quantized_conv2d", x, w, stride, padding, dilation, groups)
+    return apply("quantized_conv2d", x, w, context=context, window=window, groups=groups)

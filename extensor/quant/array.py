@@ -1,0 +1,122 @@
+"""QuantArray: codes and scales as they are stored. No arithmetic.
+
+Layout. ``codes`` has the array's shape, but the block axis holds packed bytes:
+its elements (zero-padded to whole blocks) are packed little-endian, the first
+element in the lowest bits, so that two 4-bit codes share a byte (even element
+low) and four 6-bit codes three. ``scales`` has the array's shape with each axis
+divided by the tile's extent on it, rounded up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from extensor.quant.spec import QuantSpec
+
+__all__ = ["QuantArray", "QuantStats", "block_grid", "coded_length", "tile_extent"]
+
+Array = Any
+"""An array of the backend's array module (numpy.ndarray or cupy.ndarray)."""
+
+
+@dataclass(frozen=True)
+class QuantStats:
+    """What quantizing did to the values.
+
+    Attributes:
+        count: how many values went in.
+        saturated: how many round beyond the largest code on the unbounded grid.
+        flushed: how many were not zero and dequantize to zero.
+    """
+
+    count: int = 0
+    saturated: int = 0
+    flushed: int = 0
+
+    def __add__(self, other: QuantStats) -> QuantStats:
+        return QuantStats(
+            self.count + other.count,
+            self.saturated + other.saturated,
+            self.flushed + other.flushed,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class QuantArray:
+    """One array in blocked storage.
+
+    Attributes:
+        codes: uint8, packed along ``spec.axis``.
+        scales: uint8 bits (E8M0, unsigned E4M3) or float16/float32, one per block.
+        spec: the resolved spec.
+        shape: the logical shape; padding never shows in it.
+        tensor_scale: float32 of shape (), for formats with a scale per tensor.
+        zero_points: int8 of the shape of ``scales``, for asymmetric formats.
+        row_means: float32, shape with the axis reduced to 1 (outlier codec).
+        outlier_index: int32, shape with the axis holding k positions (outlier codec).
+        outlier_value: float32, the exact values at those positions (outlier codec).
+    """
+
+    codes: Array
+    scales: Array
+    spec: QuantSpec
+    shape: tuple[int, ...]
+    tensor_scale: Array | None = None
+    zero_points: Array | None = None
+    row_means: Array | None = None
+    outlier_index: Array | None = None
+    outlier_value: Array | None = None
+
+    @property
+    def parts(self) -> dict[str, Array]:
+        """Every stored array, by field name."""
+        names = ("codes", "scales", "tensor_scale", "zero_points")
+        names += ("row_means", "outlier_index", "outlier_value")
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that is stored."""
+        return sum(int(part.nbytes) for part in self.parts.values())
+
+
+def tile_extent(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The block's extent on each axis, for a resolved spec and a coded shape."""
+    if spec.tile == "tensor":
+        return tuple(max(n, 1) for n in shape)
+    extent = [1] * len(shape)
+    if spec.tile == "channel":
+        extent[spec.axis] = max(shape[spec.axis], 1)
+        return tuple(extent)
+    assert isinstance(spec.tile, tuple)
+    rows, columns = spec.tile
+    extent[spec.axis - 1] = rows
+    extent[spec.axis] = columns
+    return tuple(extent)
+
+
+def coded_length(spec: QuantSpec, shape: tuple[int, ...]) -> int:
+    """Elements coded along the axis: its length, padded to the Hadamard size where there is one."""
+    length = shape[spec.axis]
+    size = spec.transform.size if spec.transform else 1
+    return -(-length // size) * size
+
+
+def block_grid(spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of ``scales``: how many blocks there are on each axis."""
+    coded = list(shape)
+    coded[spec.axis] = coded_length(spec, shape)
+    return tuple(
+        -(-n // extent) for n, extent in zip(coded, tile_extent(spec, tuple(coded)), strict=True)
+    )
+
+
+def packed_length(spec: QuantSpec, shape: tuple[int, ...]) -> int:
+    """Bytes along the axis of ``codes``: whole blocks, packed."""
+    coded = list(shape)
+    coded[spec.axis] = coded_length(spec, shape)
+    extent = tile_extent(spec, tuple(coded))[spec.axis]
+    padded = -(-coded[spec.axis] // extent) * extent
+    return math.ceil(padded * spec.row.element.bits / 8)

@@ -1,0 +1,89 @@
+"""Cutting an array into blocks and putting it back.
+
+`BlockLayout` moves the block axis last (and, for tiles of several rows, the row
+axis beside it), pads with zeros and gives a matrix with one block per row. It
+knows each block's position in the scales array, which is what numbers its random
+bits, so that the result does not depend on the order of the rows here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.array import coded_length, tile_extent
+from extensor.quant.spec import QuantSpec
+
+__all__ = ["BlockLayout"]
+
+Array = Any
+
+
+class BlockLayout:
+    """The blocks of one array under one resolved spec.
+
+    Attributes:
+        coded: the array's shape with the block axis padded to the Hadamard size.
+        grid: the shape of the scales.
+    """
+
+    def __init__(self, spec: QuantSpec, shape: tuple[int, ...], xp: Any = np) -> None:
+        self.xp = xp
+        self.axis = spec.axis
+        coded = list(shape)
+        coded[spec.axis] = coded_length(spec, shape)
+        self.coded = tuple(coded)
+        extent = tile_extent(spec, self.coded)
+        self.grid = tuple(-(-n // e) for n, e in zip(self.coded, extent, strict=True))
+        # Axes in the order they take while blocked: others, row axis, block axis.
+        row_axis = (spec.axis - 1) % len(shape)
+        rest = [a for a in range(len(shape)) if a not in (row_axis, spec.axis)]
+        self._order = (*rest, row_axis, spec.axis) if len(shape) > 1 else (0,)
+        self._extent = tuple(extent[a] for a in self._order)
+        self._grid = tuple(self.grid[a] for a in self._order)
+        self._padded = tuple(g * e for g, e in zip(self._grid, self._extent, strict=True))
+        self.blocks = math.prod(self.grid)
+        self.block_size = math.prod(extent)
+
+    def split(self, x: Array) -> Array:
+        """(coded shape) -> (blocks, block_size), padding filled with zeros (False)."""
+        xp = self.xp
+        moved = xp.transpose(x, self._order)
+        pads = [(0, p - n) for p, n in zip(self._padded, moved.shape, strict=True)]
+        moved = xp.pad(moved, pads) if any(after for _, after in pads) else moved
+        fine = [n for pair in zip(self._grid, self._extent, strict=True) for n in pair]
+        ndim = len(self._order)
+        order = [2 * i for i in range(ndim)] + [2 * i + 1 for i in range(ndim)]
+        return xp.transpose(moved.reshape(fine), order).reshape(self.blocks, self.block_size)
+
+    def join(self, blocks: Array) -> Array:
+        """(blocks, block_size) -> the coded shape with the block axis last and padding kept on it."""
+        xp = self.xp
+        ndim = len(self._order)
+        fine = blocks.reshape(self._grid + self._extent)
+        order = [i for pair in zip(range(ndim), range(ndim, 2 * ndim), strict=True) for i in pair]
+        whole = xp.transpose(fine, order).reshape(self._padded)
+        keep = tuple(slice(self.coded[a]) for a in self._order[:-1])
+        return xp.moveaxis(whole[keep], *self._back()) if ndim > 1 else whole
+
+    def _back(self) -> tuple[list[int], list[int]]:
+        """moveaxis arguments that restore the order of all axes but the last."""
+        kept = [a for a in range(len(self._order)) if a != self.axis]
+        return list(range(len(kept))), [kept.index(a) for a in self._order[:-1]]
+
+    def join_scales(self, per_block: Array) -> Array:
+        """(blocks,) -> the scales' shape."""
+        inverse = np.argsort(self._order)
+        return self.xp.transpose(per_block.reshape(self._grid), tuple(int(i) for i in inverse))
+
+    def split_scales(self, scales: Array) -> Array:
+        """The scales' shape -> (blocks,)."""
+        return self.xp.transpose(scales, self._order).reshape(self.blocks)
+
+    @property
+    def index(self) -> Array:
+        """Each block's C-order position in the scales array, in the order of `split`'s rows."""
+        numbers = self.xp.arange(self.blocks, dtype=self.xp.uint64).reshape(self.grid)
+        return self.split_scales(numbers)

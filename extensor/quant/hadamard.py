@@ -1,0 +1,61 @@
+"""The random Hadamard transform in float32, in one fixed order of operations.
+
+x diag(s) H_d / sqrt(d) along the last axis: butterflies of strides 1, 2, 4, ...,
+then one multiply by float32(1 / sqrt(d)). No fused multiply-add: the order is
+part of the result's bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.spec import TRANSFORMER_ENGINE_SIGNS, Hadamard
+from extensor.random import philox4x32
+
+__all__ = ["hadamard", "hadamard_signs", "inverse_hadamard"]
+
+Array = Any
+_SIGN_STREAM = 0x48414441
+
+
+def hadamard_signs(transform: Hadamard) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The sign vector s, float32 of shape (size,)."""
+    size = transform.size
+    if transform.signs == "none":
+        return np.ones(size, dtype=np.float32)
+    if transform.signs == "fixed":
+        return np.resize(np.array(TRANSFORMER_ENGINE_SIGNS, dtype=np.float32), size)
+    calls = np.arange(size // 4, dtype=np.uint64)
+    key = transform.seed & 0xFFFFFFFF, transform.seed >> 32
+    words = np.stack(philox4x32((calls, 0, 0, _SIGN_STREAM), key), axis=-1).reshape(-1)
+    return np.where(words & 1, np.float32(-1), np.float32(1))
+
+
+def _butterflies(x: Array, size: int, xp: Any) -> Array:
+    """H_size along the last axis of (..., size), then the scaling."""
+    stride = 1
+    while stride < size:
+        pairs = x.reshape(*x.shape[:-1], size // (2 * stride), 2, stride)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = xp.stack([low + high, low - high], axis=-2).reshape(x.shape)
+        stride *= 2
+    return x * xp.float32(1.0 / math.sqrt(size))
+
+
+def hadamard(x: Array, transform: Hadamard, xp: Any = np) -> Array:
+    """Transform float32 (..., L) along the last axis; L is zero-padded to a multiple of the size."""
+    size = transform.size
+    x = xp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
+    tiles = x.reshape(*x.shape[:-1], -1, size) * xp.asarray(hadamard_signs(transform))
+    return _butterflies(tiles, size, xp).reshape(x.shape)
+
+
+def inverse_hadamard(y: Array, transform: Hadamard, length: int, xp: Any = np) -> Array:
+    """Undo `hadamard` up to float32 rounding, keeping the first ``length`` values."""
+    size = transform.size
+    tiles = _butterflies(y.reshape(*y.shape[:-1], -1, size), size, xp)
+    tiles = tiles * xp.asarray(hadamard_signs(transform))
+    return tiles.reshape(y.shape)[..., :length]

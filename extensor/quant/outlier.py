@@ -1,0 +1,73 @@
+"""The outlier codec: rows without their mean, a few values kept exactly, the rest in FP8 or FP4.
+
+Per row along the axis, of n values:
+
+    mean = float32(sum of the row in float64, ascending index, / n)
+    r = x - mean                                   (float32)
+    the k largest |r| (ties: the lower index) are stored exactly, as x and its index
+    the others' r is quantized with one float32 scale per row; outliers are coded 0
+    dequantized: decoded r + mean, then the exact values put back
+
+k is ``spec.outliers``, or by default an eighth of the row, at most the format's
+number. A row with NaN or Inf gets a NaN scale and dequantizes to NaN. This is not
+an MX format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.blockwise import decode_array, quantize_blocks
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+
+__all__ = ["dequantize", "quantize"]
+
+Array = Any
+
+
+def _kept(spec: QuantSpec, length: int) -> int:
+    if spec.outliers is not None:
+        return min(spec.outliers, length)
+    return min(spec.row.outliers, length // 8)
+
+
+def quantize(
+    x: Array, spec: QuantSpec, stream: Stream | None, xp: Any = np
+) -> tuple[QuantArray, QuantStats]:
+    """Quantize float32 x under a resolved outlier spec."""
+    axis, length = spec.axis, x.shape[spec.axis]
+    rows = xp.moveaxis(x, axis, -1)
+    finite = xp.isfinite(rows).all(axis=-1, keepdims=True)
+    safe = xp.where(finite, rows, xp.float32(0))
+    total = xp.cumsum(safe.astype(xp.float64), axis=-1)[..., -1:] if length else 0.0
+    mean = (total / max(length, 1) * xp.ones(finite.shape)).astype(xp.float32)
+    rest = safe - mean
+    # A stable sort of the negated magnitudes puts the lower index first among equals.
+    order = xp.argsort(-xp.abs(rest), axis=-1, kind="stable")[..., : _kept(spec, length)]
+    index = xp.sort(order, axis=-1).astype(xp.int32)
+    values = xp.take_along_axis(rows, index.astype(xp.int64), axis=-1)
+    keep = xp.ones(rest.shape, dtype=bool)
+    xp.put_along_axis(keep, index.astype(xp.int64), False, axis=-1)
+    rest = xp.where(keep, rest, xp.float32(0))
+    rest = xp.where(finite, rest, xp.float32(np.nan))
+    q, stats = quantize_blocks(xp.moveaxis(rest, -1, axis), spec, stream, None, xp)
+    extra = {"row_means": mean, "outlier_index": index, "outlier_value": values}
+    moved = {k: xp.ascontiguousarray(xp.moveaxis(v, -1, axis)) for k, v in extra.items()}
+    return dataclasses.replace(q, **moved), stats
+
+
+def dequantize(q: QuantArray, xp: Any = np) -> Array:
+    """Stored array -> float32 of ``q.shape``."""
+    assert q.row_means is not None and q.outlier_index is not None
+    axis = q.spec.axis
+    values = decode_array(q, xp) + xp.moveaxis(q.row_means, axis, -1)
+    index = xp.moveaxis(q.outlier_index, axis, -1).astype(xp.int64)
+    exact = xp.moveaxis(q.outlier_value, axis, -1)
+    broken = xp.isnan(xp.moveaxis(q.scales, axis, -1))
+    xp.put_along_axis(values, index, xp.where(broken, xp.float32(np.nan), exact), axis=-1)
+    return xp.ascontiguousarray(xp.moveaxis(values, -1, axis))

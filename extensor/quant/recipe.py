@@ -1,0 +1,147 @@
+"""Recipes: which operand of which GEMM is quantized how, as data.
+
+A linear or convolution layer has three GEMMs and so six operand slots:
+fprop(x, w), dgrad(g, w), wgrad(g, x). A `LayerRecipe` fills the six; a `Recipe`
+adds ordered rules that give some layers another `LayerRecipe` (first and last
+layer in high precision, say). The recipes themselves stand in `RECIPES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from extensor.errors import unknown_name
+from extensor.quant.spec import QuantSpec
+
+__all__ = ["ROLES", "SLOTS", "Gemm", "LayerRecipe", "Operand", "Recipe", "Rule"]
+
+Dense = Literal["float32", "bfloat16"]
+Operand = QuantSpec | Dense
+SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")
+"""The operand slots; a slot's position here numbers its random bits."""
+ROLES = ("@first", "@last", "@embedding", "@head")
+"""Layers a rule can name by what they are; a role may match nothing, a path may not."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The operands of one GEMM.
+
+    Attributes:
+        a: the activation-side operand (x, g, g).
+        b: the other (w, w, x).
+        output_scale: factor on the product, to undo operands' ``element_scale``.
+    """
+
+    a: Operand
+    b: Operand
+    output_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for operand in (self.a, self.b):
+            if isinstance(operand, str) and operand not in ("float32", "bfloat16"):
+                raise ValueError(
+                    f"operand: wanted a QuantSpec, 'float32' or 'bfloat16', got {operand!r}"
+                )
+        a, b = (o.transform if isinstance(o, QuantSpec) else None for o in (self.a, self.b))
+        if a != b:
+            raise ValueError(
+                f"a transform cancels only if both operands of a GEMM carry it, got {a} and {b}"
+            )
+
+    @property
+    def dense(self) -> bool:
+        """True if neither operand is quantized to blocks."""
+        return isinstance(self.a, str) and isinstance(self.b, str)
+
+
+@dataclass(frozen=True)
+class LayerRecipe:
+    """The three GEMMs of one layer."""
+
+    fprop: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+
+    @classmethod
+    def uniform(cls, operand: Operand) -> LayerRecipe:
+        """The same operand in all six slots."""
+        gemm = Gemm(operand, operand)
+        return cls(gemm, gemm, gemm)
+
+    def slot(self, name: str) -> Operand:
+        """The operand in a slot of `SLOTS`."""
+        if name not in SLOTS:
+            raise ValueError(unknown_name("slot", name, SLOTS))
+        gemm, _, operand = name.partition(".")
+        side = "a" if SLOTS.index(name) % 2 == 0 else "b"
+        assert operand
+        value: Operand = getattr(getattr(self, gemm), side)
+        return value
+
+    def with_slot(self, name: str, operand: Operand) -> LayerRecipe:
+        """A copy with one slot changed."""
+        self.slot(name)
+        gemm = name.partition(".")[0]
+        side = "a" if SLOTS.index(name) % 2 == 0 else "b"
+        return replace(self, **{gemm: replace(getattr(self, gemm), **{side: operand})})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Layers that match get ``use`` instead: a glob on the layer's path, or a role of `ROLES`."""
+
+    match: str
+    use: LayerRecipe
+
+    def __post_init__(self) -> None:
+        if self.match.startswith("@") and self.match not in ROLES:
+            raise ValueError(unknown_name("role", self.match, ROLES))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named training recipe.
+
+    Attributes:
+        name: what ``--recipe`` takes.
+        doc: one line: what it is and where it comes from.
+        layers: every layer that no rule names.
+        rules: ordered; the first that matches a layer decides.
+        adaptive_scale_rule: whether the gradient scaler may turn floor scales to rceil where a
+            tensor saturates.
+    """
+
+    name: str
+    doc: str
+    layers: LayerRecipe
+    rules: tuple[Rule, ...] = ()
+    adaptive_scale_rule: bool = False
+
+    def assign(self, layers: Sequence[tuple[str, frozenset[str]]]) -> Mapping[str, LayerRecipe]:
+        """The recipe of each layer, by path.
+
+        Args:
+            layers: (path, roles) of every layer that has GEMMs, in model order.
+
+        Raises:
+            ValueError: if a path rule matches no layer.
+        """
+        unused = [rule for rule in self.rules if not rule.match.startswith("@")]
+        chosen: dict[str, LayerRecipe] = {}
+        for path, roles in layers:
+            chosen[path] = self.layers
+            hits = [r for r in self.rules if r.match in roles or fnmatchcase(path, r.match)]
+            unused = [rule for rule in unused if rule not in hits]
+            if hits:
+                chosen[path] = hits[0].use
+        if unused:
+            known = ", ".join(path for path, _ in layers) or "none"
+            raise ValueError(
+                f"recipe {self.name!r}: rule {unused[0].match!r} matches no layer; "
+                f"the model's layers: {known}"
+            )
+        return chosen

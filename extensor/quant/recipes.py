@@ -1,0 +1,177 @@
+"""The recipes: the field's published ones, the baselines, and one-change ablations.
+
+Sources: arXiv 2506.08027 (mxfp8_nvidia), 2502.20586 (mxfp4_tseng), 2509.25149
+(nvfp4_nvidia), 2512.02010 (nvfp4_4over6), 2412.19437 (fp8_block).
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from extensor.errors import unknown_name
+from extensor.quant.recipe import Dense, Gemm, LayerRecipe, Recipe, Rule
+from extensor.quant.spec import Hadamard, QuantSpec
+
+__all__ = ["ALIASES", "RECIPES", "get_recipe"]
+
+
+def _dense(dtype: Dense) -> LayerRecipe:
+    return LayerRecipe.uniform(dtype)
+
+
+_BF16 = _dense("bfloat16")
+_ENDS = (Rule("@first", _BF16), Rule("@last", _BF16))
+_LANGUAGE_ENDS = (Rule("@embedding", _BF16), Rule("@head", _BF16))
+
+
+def _layer(x: QuantSpec, w: QuantSpec, g: QuantSpec) -> LayerRecipe:
+    """One spec per tensor kind, the same in each GEMM that uses it."""
+    return LayerRecipe(Gemm(x, w), Gemm(g, w), Gemm(g, x))
+
+
+def _mx(name: str, rule: str, block: int = 32) -> QuantSpec:
+    return QuantSpec(name, scale_rule=rule, tile=(1, block))
+
+
+def _mx_layer(
+    x: str, g: str, rule: str, block: int = 32, stochastic_gradients: bool = False
+) -> LayerRecipe:
+    gradient = _mx(g, rule, block)
+    if stochastic_gradients:
+        gradient = gradient.replace(rounding="stochastic")
+    return _layer(_mx(x, rule, block), _mx(x, rule, block), gradient)
+
+
+def _mxfp4(rule: str = "rceil", block: int = 32, stochastic: bool = True) -> LayerRecipe:
+    return _mx_layer("mxfp4", "mxfp4", rule, block, stochastic)
+
+
+def _tseng() -> LayerRecipe:
+    operand = QuantSpec(
+        "mxfp4",
+        scale_rule="floor",
+        rounding="stochastic",
+        transform=Hadamard(64, "random"),
+        element_scale=0.75,
+    )
+    backward = Gemm(operand, operand, output_scale=16 / 9)
+    return LayerRecipe(Gemm("bfloat16", "bfloat16"), backward, backward)
+
+
+def _nvfp4(rule: str) -> LayerRecipe:
+    x = QuantSpec("nvfp4", scale_rule=rule)
+    w = x.replace(tile=(16, 16))
+    g = QuantSpec("nvfp4", rounding="stochastic")
+    rotated = Hadamard(16, "fixed")
+    wgrad = Gemm(g.replace(transform=rotated), x.replace(transform=rotated))
+    return LayerRecipe(Gemm(x, w), Gemm(g, w), wgrad)
+
+
+def _fp8_block() -> LayerRecipe:
+    x = QuantSpec("fp8_e4m3", tile=(1, 128))
+    return _layer(x, x.replace(tile=(128, 128)), x)
+
+
+_INT8 = QuantSpec("int8", tile="channel")
+
+_ROWS = (
+    Recipe("fp32", "float32 everywhere: the baseline", _dense("float32")),
+    Recipe("bf16", "operands rounded to bfloat16, products summed in float32", _BF16),
+    Recipe(
+        "mxfp8_nvidia",
+        "MXFP8 E4M3 in all six slots, rceil scales (arXiv 2506.08027)",
+        _mx_layer("mxfp8_e4m3", "mxfp8_e4m3", "rceil"),
+        _LANGUAGE_ENDS,
+    ),
+    Recipe(
+        "mxfp8_ocp",
+        "mxfp8_nvidia with the OCP floor scales, for contrast",
+        _mx_layer("mxfp8_e4m3", "mxfp8_e4m3", "floor"),
+        _LANGUAGE_ENDS,
+    ),
+    Recipe(
+        "mxfp8_e5m2g",
+        "mxfp8_nvidia with E5M2 gradients",
+        _mx_layer("mxfp8_e4m3", "mxfp8_e5m2", "rceil"),
+        _LANGUAGE_ENDS,
+    ),
+    Recipe(
+        "mxfp6",
+        "MXFP6: E2M3 activations and weights, E3M2 gradients, rceil scales",
+        _mx_layer("mxfp6_e2m3", "mxfp6_e3m2", "rceil"),
+    ),
+    Recipe("mxint8", "MXINT8 in all six slots", _mx_layer("mxint8", "mxint8", "rceil")),
+    Recipe(
+        "fp8_tensor",
+        "one float32 scale per tensor: E4M3 activations and weights, E5M2 gradients",
+        _layer(QuantSpec("fp8_e4m3"), QuantSpec("fp8_e4m3"), QuantSpec("fp8_e5m2")),
+    ),
+    Recipe("fp8_block", "E4M3, 1x128 activations and gradients, 128x128 weights", _fp8_block()),
+    Recipe(
+        "int8",
+        "INT8 per channel, stochastic gradients",
+        _layer(_INT8, _INT8, _INT8.replace(rounding="stochastic")),
+    ),
+    Recipe(
+        "mxfp4",
+        "FP4 weights, activations and gradients: rceil, stochastic gradients, ends in bf16",
+        _mxfp4(),
+        _ENDS,
+    ),
+    Recipe("mxfp4_all", "mxfp4 in every layer, first and last included", _mxfp4()),
+    Recipe("mxfp4_all_floor", "mxfp4_all with floor scales", _mxfp4("floor")),
+    Recipe(
+        "mxfp4_tseng",
+        "bf16 forward; MXFP4 backward, Hadamard-64, stochastic, scaled by 3/4 (arXiv 2502.20586)",
+        _tseng(),
+        _LANGUAGE_ENDS,
+    ),
+    Recipe(
+        "nvfp4_nvidia",
+        "NVFP4: 16x16 weights, stochastic gradients, Hadamard-16 wgrad (arXiv 2509.25149)",
+        _nvfp4("amax"),
+        _ENDS,
+    ),
+    Recipe(
+        "nvfp4_4over6",
+        "nvfp4_nvidia choosing 6 or 4 as each block's top value (arXiv 2512.02010)",
+        _nvfp4("four_over_six"),
+        _ENDS,
+    ),
+    # Ablations of mxfp4: each changes one thing.
+    Recipe("mxfp4_nearest", "mxfp4 with nearest-even gradients", _mxfp4(stochastic=False), _ENDS),
+    Recipe("mxfp4_floor", "mxfp4 with floor scales", _mxfp4("floor"), _ENDS),
+    Recipe("mxfp4_even", "mxfp4 with even scales", _mxfp4("even"), _ENDS),
+    Recipe("mxfp4_ceil", "mxfp4 with ceil scales", _mxfp4("ceil"), _ENDS),
+    Recipe(
+        "mxfp4_adaptive",
+        "mxfp4_floor whose scaler may turn saturating tensors to rceil",
+        _mxfp4("floor"),
+        _ENDS,
+        adaptive_scale_rule=True,
+    ),
+    Recipe("mxfp4_first", "mxfp4 with only the last layer in bf16", _mxfp4(), _ENDS[1:]),
+    Recipe("mxfp4_last", "mxfp4 with only the first layer in bf16", _mxfp4(), _ENDS[:1]),
+    Recipe("mxfp4_block16", "mxfp4 in blocks of 16", _mxfp4(block=16), _ENDS),
+    Recipe("mxfp4_block64", "mxfp4 in blocks of 64", _mxfp4(block=64), _ENDS),
+    Recipe("mxfp4_block128", "mxfp4 in blocks of 128", _mxfp4(block=128), _ENDS),
+    Recipe("mxfp4_one", "a direct cast to FP4, no scale: how it fails", _mxfp4("one"), _ENDS),
+)
+
+RECIPES: MappingProxyType[str, Recipe] = MappingProxyType({row.name: row for row in _ROWS})
+"""Every recipe, by name."""
+
+ALIASES = MappingProxyType({"mxfp8": "mxfp8_nvidia", "nvfp4": "nvfp4_nvidia"})
+"""Short names for the recipe of record of a format."""
+
+
+def get_recipe(name: str) -> Recipe:
+    """A recipe by name or alias.
+
+    Raises:
+        ValueError: for a name that is neither; the message lists the near ones.
+    """
+    full = ALIASES.get(name, name)
+    if full not in RECIPES:
+        raise ValueError(unknown_name("recipe", name, [*RECIPES, *ALIASES]))
+    return RECIPES[full]

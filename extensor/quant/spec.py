@@ -1,0 +1,227 @@
+"""QuantSpec: which format, which blocks, which scale, which rounding.
+
+A frozen record, checked when it is made, so that a spec that exists is a spec
+that works. `resolve` fixes what depends on the array: the axis and the tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from extensor.errors import unknown_name
+from extensor.formats import DIALECTS, FORMATS, SCALES, BlockFormat, Dialect, Tile
+
+__all__ = ["Hadamard", "QuantSpec"]
+
+Rounding = Literal["nearest_even", "stochastic"]
+Statistic = Literal["amax", "percentile", "running"]
+
+HADAMARD_SIZES = (16, 32, 64, 128)
+TRANSFORMER_ENGINE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The sign vector Transformer Engine fixes for its Hadamard-16."""
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """Random Hadamard transform along the axis: x diag(s) H_d / sqrt(d).
+
+    Attributes:
+        size: d, one of 16, 32, 64, 128; the axis is zero-padded to a multiple of it.
+        signs: ``"none"`` (all +1, deterministic), ``"fixed"`` (Transformer Engine's vector,
+            repeated) or ``"random"`` (drawn from ``seed``).
+        seed: seed of the random signs. Both operands of a GEMM must use the same.
+    """
+
+    size: int = 16
+    signs: Literal["none", "fixed", "random"] = "fixed"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size not in HADAMARD_SIZES:
+            raise ValueError(f"Hadamard size: wanted one of {HADAMARD_SIZES}, got {self.size!r}")
+        if self.signs not in ("none", "fixed", "random"):
+            raise ValueError(f"Hadamard signs: wanted none, fixed or random, got {self.signs!r}")
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """How one tensor is quantized.
+
+    Attributes:
+        format: name of a row of `FORMATS`.
+        axis: the axis the blocks run along: the reduction axis of the GEMM.
+        tile: (rows, columns): columns along ``axis``, rows along the axis before it (cyclically);
+            ``"channel"``, one block spans the axis; ``"tensor"``, one block for everything;
+            None, the format's own.
+        scale_rule: name of a rule the format knows; None, the dialect's or the format's own.
+        rounding: ``"nearest_even"`` or ``"stochastic"``.
+        rbits: random bits per element under stochastic rounding, 8 or 32.
+        transform: a Hadamard transform along ``axis`` before the block maxima are taken.
+        dialect: name of a row of `DIALECTS`.
+        statistic: what stands for the block's largest magnitude: ``"amax"``; ``"percentile"``, the
+            nearest-rank percentile of the magnitudes; ``"running"``, max(amax, decay * previous).
+        percentile: the percentile, in (0, 100].
+        decay: the decay of the running maximum, in [0, 1).
+        scale_window: binades below the tensor's largest block exponent that an E8M0 scale may
+            fall; None is pure OCP.
+        element_scale: factor on the scaled values just before rounding, after the scale was chosen
+            (3/4 in arXiv 2502.20586); the dequantized values carry it.
+        scale_dtype: for float-scaled formats, ``"float32"`` or ``"float16"``; None elsewhere.
+        symmetric: False stores a zero point (int8 and int4 only).
+        outliers: for the outlier codec, how many values a row keeps exactly; None, an eighth of
+            the row and at most the format's number.
+    """
+
+    format: str
+    axis: int = -1
+    tile: Tile | None = None
+    scale_rule: str | None = None
+    rounding: Rounding = "nearest_even"
+    rbits: int = 32
+    transform: Hadamard | None = None
+    dialect: str = "ocp"
+    statistic: Statistic = "amax"
+    percentile: float = 100.0
+    decay: float = 0.9
+    scale_window: int | None = None
+    element_scale: float = 1.0
+    scale_dtype: Literal["float32", "float16"] | None = None
+    symmetric: bool = True
+    outliers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(unknown_name("format", self.format, FORMATS))
+        if self.dialect not in DIALECTS:
+            raise ValueError(unknown_name("dialect", self.dialect, DIALECTS))
+        if not _is_int(self.axis):
+            raise TypeError(f"axis: wanted an int, got {self.axis!r}")
+        _check_tile(self.tile)
+        self._check_rule()
+        if self.rounding not in ("nearest_even", "stochastic"):
+            raise ValueError(
+                f"rounding: wanted 'nearest_even' or 'stochastic', got {self.rounding!r}"
+            )
+        if self.rbits not in (8, 32):
+            raise ValueError(f"rbits: wanted 8 or 32, got {self.rbits!r}")
+        if self.statistic not in ("amax", "percentile", "running"):
+            raise ValueError(
+                f"statistic: wanted 'amax', 'percentile' or 'running', got {self.statistic!r}"
+            )
+        if not 0.0 < self.percentile <= 100.0:
+            raise ValueError(f"percentile: wanted a number in (0, 100], got {self.percentile!r}")
+        if not 0.0 <= self.decay < 1.0:
+            raise ValueError(f"decay: wanted a number in [0, 1), got {self.decay!r}")
+        if not 0.0 < self.element_scale <= 1.0:
+            raise ValueError(
+                f"element_scale: wanted a number in (0, 1], got {self.element_scale!r}"
+            )
+        self._check_format_options()
+
+    def _check_rule(self) -> None:
+        rules = self.row.scale_rules
+        if self.scale_rule is not None and self.scale_rule not in rules:
+            raise ValueError(
+                f"{unknown_name(f'scale rule of {self.format}', self.scale_rule, rules)}"
+            )
+        theirs = DIALECTS[self.dialect].mx_scale_rule
+        if self.is_mx and theirs and self.scale_rule not in (None, theirs):
+            raise ValueError(
+                f"dialect {self.dialect!r} means scale_rule={theirs!r}, got {self.scale_rule!r}; "
+                "leave one of the two out"
+            )
+
+    def _check_format_options(self) -> None:
+        row = self.row
+        if self.scale_window is not None:
+            if not self.is_mx:
+                raise ValueError(f"scale_window: only for E8M0 scales, not {self.format}")
+            if not _is_int(self.scale_window) or self.scale_window < 0:
+                raise ValueError(f"scale_window: wanted an int >= 0, got {self.scale_window!r}")
+        if self.scale_dtype is not None and (
+            row.scale.name != "float32" or self.scale_dtype not in SCALES
+        ):
+            raise ValueError(
+                f"scale_dtype: wanted None (or, for a float-scaled format, 'float32' or "
+                f"'float16'), got {self.scale_dtype!r} with {self.format}"
+            )
+        if not self.symmetric and not row.zero_point:
+            raise ValueError(
+                f"symmetric=False: {self.format} has no zero point; use int8 or int4"
+            )
+        if not self.symmetric and self.statistic != "amax":
+            raise ValueError(
+                f"statistic={self.statistic!r} replaces the largest magnitude; with "
+                "symmetric=False the range is [min, max]: use statistic='amax'"
+            )
+        if self.outliers is not None and (
+            not row.outliers or not _is_int(self.outliers) or not 0 <= self.outliers <= row.outliers
+        ):
+            raise ValueError(
+                f"outliers: wanted None (or, for the outlier codec, 0..{row.outliers}), "
+                f"got {self.outliers!r} with {self.format}"
+            )
+
+    @property
+    def row(self) -> BlockFormat:
+        """The format's row."""
+        return FORMATS[self.format]
+
+    @property
+    def dialect_row(self) -> Dialect:
+        """The dialect's row."""
+        return DIALECTS[self.dialect]
+
+    @property
+    def is_mx(self) -> bool:
+        """True if blocks carry an E8M0 scale."""
+        return self.row.scale.name == "e8m0"
+
+    @property
+    def rule(self) -> str:
+        """The scale rule in force."""
+        theirs = self.dialect_row.mx_scale_rule if self.is_mx else None
+        return self.scale_rule or theirs or self.row.scale_rule
+
+    @property
+    def scale_name(self) -> str:
+        """The scale's storage: e8m0, ue4m3, float32 or float16."""
+        return self.scale_dtype or self.row.scale.name
+
+    def replace(self, **changes: object) -> QuantSpec:
+        """A copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def resolve(self, ndim: int) -> QuantSpec:
+        """The spec for an array of ``ndim`` axes: axis made non-negative, tile and rule filled in.
+
+        Raises:
+            ValueError: if the axis is out of range, or a tile of several rows meets one axis.
+        """
+        if ndim == 0:
+            raise ValueError("a scalar has no axis to block; reshape it to (1,) first")
+        if not -ndim <= self.axis < ndim:
+            raise ValueError(
+                f"axis: wanted {-ndim}..{ndim - 1} for an array of {ndim} axes, got {self.axis}"
+            )
+        tile = self.row.tile if self.tile is None else self.tile
+        if isinstance(tile, tuple) and tile[0] > 1 and ndim == 1:
+            raise ValueError(f"tile {tile} needs two axes, got an array of one; use (1, n)")
+        return self.replace(axis=self.axis % ndim, tile=tile, scale_rule=self.rule)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_tile(tile: object) -> None:
+    if tile is None or tile in ("tensor", "channel"):
+        return
+    if not (isinstance(tile, tuple) and len(tile) == 2 and all(_is_int(n) for n in tile)):
+        raise TypeError(
+            f"tile: wanted (rows, columns), 'channel', 'tensor' or None, got {tile!r}"
+        )
+    if min(tile) < 1:
+        raise ValueError(f"tile and block sizes are 1 or more, got {tile!r}")

@@ -1,0 +1,110 @@
+"""Counter-based random bits: Philox4x32-10, the same on every backend.
+
+Random bits are an argument, never hidden state. A `Stream` names what the bits
+are for; a block and a position in it pick the word. Nothing depends on the order
+in which blocks are visited, so rows, columns, threads and GPUs all draw the same.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3",
+SC'11, section 3.3 (Philox); constants as in Random123.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Stream", "philox4x32", "random_words"]
+
+Array = Any
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Names one tensor's random bits in one step.
+
+    Attributes:
+        seed: 64-bit seed of the run.
+        step: 32-bit optimizer step.
+        tensor: 24-bit number of the layer or tensor.
+        slot: 7-bit operand slot (which GEMM, which operand).
+        column: whether the blocks run down columns of the matrix.
+    """
+
+    seed: int
+    step: int = 0
+    tensor: int = 0
+    slot: int = 0
+    column: bool = False
+
+    def __post_init__(self) -> None:
+        for name, bits in (("seed", 64), ("step", 32), ("tensor", 24), ("slot", 7)):
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or not 0 <= value < 1 << bits:
+                raise ValueError(f"{name}: wanted an int in 0..2**{bits} - 1, got {value!r}")
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The two 32-bit key words."""
+        return self.seed & _MASK, self.seed >> 32
+
+    @property
+    def counter_high(self) -> tuple[int, int]:
+        """The third and fourth counter word."""
+        return self.step, self.tensor << 8 | self.slot << 1 | int(self.column)
+
+
+def philox4x32(
+    counter: tuple[Array, Array, Array, Array], key: tuple[int, int], xp: Any = np
+) -> tuple[Array, Array, Array, Array]:
+    """Ten rounds of Philox4x32 on broadcastable uint32 counters.
+
+    Returns four uint32 arrays of the counters' broadcast shape.
+    """
+    c0, c1, c2, c3 = (xp.asarray(c, dtype=xp.uint64) for c in counter)
+    k0, k1 = key
+    shift, mask = xp.uint64(32), xp.uint64(_MASK)
+    for _ in range(10):
+        p0, p1 = c0 * xp.uint64(_M0), c2 * xp.uint64(_M1)
+        c0, c1, c2, c3 = (
+            (p1 >> shift) ^ c1 ^ xp.uint64(k0),
+            p1 & mask,
+            (p0 >> shift) ^ c3 ^ xp.uint64(k1),
+            p0 & mask,
+        )
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    words = xp.broadcast_arrays(c0, c1, c2, c3)
+    return tuple(w.astype(xp.uint32) for w in words)  # type: ignore[return-value]
+
+
+def random_words(
+    stream: Stream, block_index: Array, block_size: int, rbits: int, xp: Any = np
+) -> Array:
+    """Random 32-bit words, uint32 of shape (len(block_index), block_size), for stochastic rounding.
+
+    ``block_index`` holds each block's C-order position in the scales array. The word of position p
+    in block b comes from counter (p // 4, b, step, tensor/slot/column): it is output word p % 4.
+    With ``rbits=8`` one output feeds 16 positions: p takes byte p % 16 (little-endian) of counter
+    (p // 16, b, ...), placed in the middle of its bucket, byte * 2**24 + 2**23, so that one
+    rounding rule (up exactly when frac * 2**32 > word) serves both.
+
+    Raises:
+        ValueError: if a block index is 2**32 or more.
+    """
+    block = xp.asarray(block_index, dtype=xp.uint64)[:, None]
+    if block.size and int(block.max()) >= 1 << 32:
+        raise ValueError(f"random_words: wanted fewer than 2**32 blocks, got {int(block.max())}")
+    calls = -(-block_size // (128 // rbits))
+    call = xp.arange(calls, dtype=xp.uint64)[None, :]
+    words = xp.stack(philox4x32((call, block, *stream.counter_high), stream.key, xp), axis=-1)
+    if rbits == 8:
+        octets = xp.stack(
+            [(words >> xp.uint32(8 * i)) & xp.uint32(0xFF) for i in range(4)], axis=-1
+        )
+        words = (octets << xp.uint32(24)) | xp.uint32(1 << 23)
+    return words.reshape(len(block), -1)[:, :block_size]

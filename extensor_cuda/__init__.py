@@ -1,0 +1,1 @@
+"""CUDA backend of extensor: imported only when device "cuda" is asked for."""

@@ -1,0 +1,53 @@
+"""Comparing what was stored with what the oracle says, down to the byte."""
+
+from __future__ import annotations
+
+import numpy as np
+
+PARTS = (
+    "codes",
+    "scales",
+    "tensor_scale",
+    "zero_points",
+    "row_means",
+    "outlier_index",
+    "outlier_value",
+)
+
+
+def hexes(part: np.ndarray) -> str:
+    return part.tobytes().hex(" ") if part.size <= 64 else part.tobytes()[:64].hex(" ") + " ..."
+
+
+def same_bytes(name: str, got: object, want: object, context: object = "") -> None:
+    """Fail with the first coordinate that differs and the bytes there; any NaN equals any NaN."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.dtype == want.dtype, f"{name}: dtype {got.dtype}, wanted {want.dtype}; {context}"
+    assert got.shape == want.shape, f"{name}: shape {got.shape}, wanted {want.shape}; {context}"
+    unsigned = np.dtype(f"u{got.dtype.itemsize}")
+    differs = np.ascontiguousarray(got).view(unsigned) != np.ascontiguousarray(want).view(unsigned)
+    if got.dtype.kind == "f":
+        differs &= ~(np.isnan(got) & np.isnan(want))
+    if not differs.any():
+        return
+    at = tuple(int(i) for i in np.argwhere(differs)[0])
+    raise AssertionError(
+        f"{name}{list(at)}: got {got[at]!r} (bytes {got[at].tobytes().hex()}), "
+        f"wanted {want[at]!r} (bytes {want[at].tobytes().hex()}); "
+        f"{int(differs.sum())} of {got.size} differ; {context}\n"
+        f"got    {hexes(got)}\nwanted {hexes(want)}"
+    )
+
+
+def same_stored(q: object, stats: object, oracle: object, context: object = "") -> None:
+    """A QuantArray and its QuantStats against the oracle's result."""
+    for name in PARTS:
+        got, want = getattr(q, name), getattr(oracle, name)
+        assert (got is None) == (want is None), f"{name}: got {got}, wanted {want}; {context}"
+        if want is not None:
+            same_bytes(name, got, want, context)
+    counted = stats.count, stats.saturated, stats.flushed  # type: ignore[attr-defined]
+    wanted = oracle.operand.size, oracle.saturated, oracle.flushed  # type: ignore[attr-defined]
+    assert counted == wanted, f"(count, saturated, flushed): got {counted}, wanted {wanted}; {context}"
+    total = sum(np.asarray(getattr(oracle, n)).nbytes for n in PARTS if getattr(oracle, n) is not None)
+    assert q.nbytes == total, f"nbytes: got {q.nbytes}, wanted {total}; {context}"  # type: ignore[attr-defined]

@@ -1,0 +1,220 @@
+"""The house rules that no linter knows: what an import costs, where names may stand, what is said.
+
+Every check reads the repository's own files, so a new file is covered the day it is written.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import extensor
+from extensor import config
+from extensor.formats import DIALECTS, ELEMENTS, FORMATS, SCALES
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ROOT / "extensor"
+OPTIONAL = (
+    "cupy",
+    "extensor_cuda",
+    "matplotlib",
+    "rich",
+    "sklearn",
+    "tensorboardX",
+    "torch",
+    "tyro",
+)
+
+MAY_NAME_FORMATS = ("formats/", "quant/recipe.py", "autograd/tensor.py", "io/")
+"""The table; the recipes, which are about formats; the sugar methods (`to_mxfp4`); the adapters to
+foreign checkpoints, each of which stores one format."""
+
+DENSE_NAMES = {"int8"}
+"""Format names that are also a dense dtype's, and so say nothing."""
+
+
+def python_files(*rooms: str) -> list[Path]:
+    return sorted(path for room in rooms for path in (ROOT / room).rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+# ---- what importing costs
+
+
+def test_import_loads_no_optional_package() -> None:
+    code = (
+        "import json, sys, extensor; "
+        f"print(json.dumps([m for m in {OPTIONAL!r} if m in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == []
+
+
+def test_formats_need_only_the_standard_library() -> None:
+    allowed = sys.stdlib_module_names
+    for path in python_files("extensor/formats"):
+        for node in ast.walk(tree_of(path)):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or "."]
+            for name in names:
+                own = name.startswith("extensor.formats") or name == "extensor.errors"
+                assert own or name.split(".")[0] in allowed, f"{relative(path)} imports {name}"
+
+
+# ---- one place per fact
+
+
+def test_format_names_stand_in_the_table_only() -> None:
+    names = (set(FORMATS) | set(ELEMENTS)) - DENSE_NAMES
+    found = [
+        f"{relative(path)}:{node.lineno}: {node.value!r}"
+        for path in python_files("extensor")
+        if not path.relative_to(LIBRARY).as_posix().startswith(MAY_NAME_FORMATS)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+    ]
+    assert not found, "format names outside the table: " + "; ".join(found)
+
+
+@pytest.mark.parametrize("table", [ELEMENTS, FORMATS, SCALES, DIALECTS])
+def test_rows_are_filed_under_their_own_name(table: dict[str, object]) -> None:
+    assert table
+    for name, row in table.items():
+        assert row.name == name  # type: ignore[attr-defined]
+        assert row.doc  # type: ignore[attr-defined]
+
+
+def test_every_grid_is_used() -> None:
+    assert {row.element.name for row in FORMATS.values()} == set(ELEMENTS)
+
+
+def test_every_format_is_a_public_dtype() -> None:
+    for name in set(FORMATS) - DENSE_NAMES:
+        assert str(getattr(extensor, name)).endswith(name)
+
+
+def test_every_flag_used_is_in_the_table() -> None:
+    """EXTENSOR_* names that occur anywhere in the code are rows of config.FLAGS, and back."""
+    pattern = re.compile(r"\bEXTENSOR_[A-Z][A-Z_]*\b")
+    here = Path(__file__).resolve()
+    used = {
+        name
+        for path in python_files("extensor", "models", "training", "ci", "tests", "docs")
+        if path != here
+        for name in pattern.findall(path.read_text(encoding="utf-8"))
+    }
+    known = {flag.name for flag in config.FLAGS.values()}
+    assert used == known
+    assert len(known) <= 10
+
+
+# ---- what is said
+
+
+def public_definitions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Public functions, classes and methods of a module, by dotted name."""
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in tree.body:
+        if not isinstance(node, definitions) or node.name.startswith("_"):
+            continue
+        yield node.name, node
+        if isinstance(node, ast.ClassDef):
+            for member in node.body:
+                if isinstance(member, definitions) and not member.name.startswith("_"):
+                    yield f"{node.name}.{member.name}", member
+
+
+def is_overload(node: ast.AST) -> bool:
+    marks = [ast.unparse(d) for d in getattr(node, "decorator_list", [])]
+    return any(mark.endswith(("overload", ".setter")) for mark in marks)
+
+
+def test_public_definitions_have_docstrings() -> None:
+    found = []
+    for path in python_files("extensor"):
+        tree = tree_of(path)
+        if not ast.get_docstring(tree):
+            found.append(f"{relative(path)}: module")
+        for name, node in public_definitions(tree):
+            if not is_overload(node) and not ast.get_docstring(node):  # type: ignore[arg-type]
+                found.append(f"{relative(path)}:{node.lineno}: {name}")  # type: ignore[attr-defined]
+    assert not found, "no docstring: " + "; ".join(found)
+
+
+def test_no_loose_ends() -> None:
+    """No unfinished marks: what is written works, what does not is not there."""
+    marks = re.compile(
+        "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "raise Not" + "Implemented"))
+    )
+    found = [
+        f"{relative(path)}:{number}"
+        for path in python_files("extensor", "models", "training", "ci", "tests", "docs")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if marks.search(line)
+    ]
+    assert not found, "unfinished: " + "; ".join(found)
+
+
+TEXT = {".py", ".md", ".toml", ".yml", ".yaml", ".cpp", ".hpp", ".cu", ".txt", ".json", ".svg", ""}
+NOT_OURS = {"build", "dist", "runs", "__pycache__", "_build"}
+
+
+def repository_texts() -> Iterator[Path]:
+    """Text files of the repository: no build outputs, no hidden folders other than `.ci`."""
+    for folder, subfolders, names in os.walk(ROOT):
+        subfolders[:] = sorted(
+            name
+            for name in subfolders
+            if name == ".ci" or not (name.startswith(".") or name in NOT_OURS)
+        )
+        for name in sorted(names):
+            path = Path(folder, name)
+            if path.suffix in TEXT and (path.suffix or path.parent.name == ".ci"):
+                yield path
+
+
+def test_no_machine_paths() -> None:
+    """Nothing names a home directory or a place of the machine it was written on."""
+    here = Path(__file__).resolve()
+    machine = re.compile(r"(?<![\w.$~}])/(?:home|root|Users|work|mnt|opt)/\w")
+    found = [
+        f"{relative(path)}:{number}: {line.strip()[:80]}"
+        for path in repository_texts()
+        if path != here
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if machine.search(line)
+    ]
+    assert not found, "machine paths: " + "; ".join(found)
+
+
+def test_relative_links_of_the_docs_resolve() -> None:
+    link = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+    pages = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+    assert pages
+    broken = [
+        f"{relative(page)} -> {target}"
+        for page in pages
+        for target in link.findall(page.read_text(encoding="utf-8"))
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert not broken, "broken links: " + "; ".join(broken)

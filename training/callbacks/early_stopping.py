@@ -1,0 +1,33 @@
+"""Early stopping on the test loss."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from training.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from training.loop import Trainer
+    from training.reports import EpochReport
+
+__all__ = ["EarlyStopping"]
+
+
+class EarlyStopping(Callback):
+    """Stop once the test loss has not improved for ``patience`` epochs (1 or more)."""
+
+    def __init__(self, patience: int) -> None:
+        if patience < 1:
+            raise ValueError(f"patience: wanted 1 or more epochs, got {patience}")
+        self.patience = patience
+
+    def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
+        losses = [math.inf if e.test_loss is None else e.test_loss for e in trainer.history]
+        best = min(range(len(losses)), key=losses.__getitem__)
+        waited = len(losses) - 1 - best
+        if waited >= self.patience:
+            trainer.stop(
+                f"test loss has not improved for {waited} epochs (best: epoch "
+                f"{trainer.history[best].epoch})"
+            )

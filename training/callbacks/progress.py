@@ -1,0 +1,91 @@
+"""Progress for people: a live bar on a terminal, one plain line per epoch elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from training.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from training.loop import Trainer
+    from training.reports import EpochReport, StepReport
+
+__all__ = ["ShowProgress", "epoch_line", "percent"]
+
+
+def percent(value: float | None, digits: int = 2) -> str:
+    """A share as per cent; a dash for None."""
+    return "-" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def epoch_line(report: EpochReport, epochs: int) -> str:
+    """One line that says how the epoch went."""
+    quantized = (
+        ""
+        if report.saturated is None
+        else f"  saturated {percent(report.saturated)}  flushed {percent(report.flushed)}"
+    )
+    skipped = f"  skipped steps {report.skipped_steps}" if report.skipped_steps else ""
+    return (
+        f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  "
+        f"train loss {_loss(report.train_loss)} acc {percent(report.train_accuracy)}  "
+        f"test loss {_loss(report.test_loss)} acc {percent(report.test_accuracy)}  "
+        f"{report.images_per_second:,.0f} images/s{quantized}{skipped}"
+    )
+
+
+class ShowProgress(Callback):
+    """The bar, the lines, and nothing else."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bar: Progress | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        if not self.console.is_terminal:
+            return
+        self._bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=trainer.batches, epoch="", numbers="")
+        self._bar.start()
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        if self._bar is None:
+            return
+        numbers = (
+            f"loss {_loss(report.epoch_loss)}  acc {percent(report.epoch_accuracy)}  "
+            f"{report.images_per_second:,.0f} images/s"
+        )
+        if report.saturated is not None:
+            numbers += f"  sat {percent(report.saturated)}  flush {percent(report.flushed)}"
+        if report.skipped_steps:
+            numbers += f"  skipped {report.skipped_steps}"
+        self._bar.update(
+            self._task,
+            completed=report.batch,
+            epoch=f"{report.epoch}/{trainer.config.epochs}",
+            numbers=numbers,
+        )
+
+    def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
+        self.console.print(
+            epoch_line(report, trainer.config.epochs), highlight=False, soft_wrap=True
+        )
+
+    def on_end(self, trainer: Trainer, result: dict[str, Any] | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,207 @@
+"""What one run is: a frozen record, checked when it is made, that TOML can hold.
+
+`Settings` are shared by a run and a comparison of runs; `RunConfig` adds which model, recipe and
+seed. Default values are not here but in `training.runs.RUNS`, one row per model. Where a run
+lies (`--out`) is not part of what it is, so a finished run may be moved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from extensor.errors import unknown_name
+from extensor.quant.recipe import get_recipe
+from training.data import DATASETS
+
+__all__ = ["RunConfig", "Settings", "field_types", "read_toml", "write_toml"]
+
+OPTIMIZERS = {
+    "sgd": "stochastic gradient descent with momentum",
+    "adam": "Adam",
+    "adamw": "Adam with decoupled weight decay",
+}
+SCHEDULES = {
+    "cosine": "linear warm-up, then half a cosine down to zero",
+    "constant": "linear warm-up, then constant",
+}
+LOSS_SCALES = {
+    "dynamic": "start at 65536, halve on non-finite gradients, double after 2000 good steps",
+    "off": "stay at 1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to train, whatever the recipe and the seed."""
+
+    dataset: str
+    """Data set: digits (offline, 1,797 images), mnist, fashion_mnist."""
+    variant: str
+    """Which configuration of the model, a name in models/<model>/configs.py."""
+    epochs: int
+    """Passes over the training images."""
+    batch_size: int
+    """Images per step."""
+    optimizer: str
+    """sgd (with momentum), adam or adamw. Master weights are float32 in every recipe."""
+    lr: float
+    """Peak learning rate. Low precision tolerates less of it than float32: halve it first where a
+    recipe diverges."""
+    momentum: float
+    """Momentum of sgd; the others ignore it."""
+    weight_decay: float
+    """Weight decay."""
+    schedule: str
+    """cosine (warm-up, then half a cosine to zero) or constant (warm-up, then constant)."""
+    warmup_epochs: float
+    """Epochs over which the learning rate rises linearly from 0; fractions are fine."""
+    clip_norm: float
+    """Clip the global gradient norm to this; 0 clips nothing."""
+    label_smoothing: float
+    """Label smoothing of the cross entropy, in [0, 1)."""
+    augment: bool
+    """Shift training images by up to two pixels each way."""
+    loss_scale: str
+    """dynamic or off. A power of two leaves MX and NVFP4 codes bit-identical; it matters for the
+    ends of the scale range and for unscaled casts, and it is what skips non-finite steps."""
+    patience: int
+    """Stop when the test loss has not improved for this many epochs; 0 never stops early."""
+    train_limit: int
+    """Train on the first N images only, for a quick try; 0 takes all."""
+    test_limit: int
+    """Test on the first N images only; 0 takes all."""
+    device: str
+    """cpu or cuda."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        for field, table in (
+            ("dataset", DATASETS),
+            ("optimizer", OPTIMIZERS),
+            ("schedule", SCHEDULES),
+            ("loss_scale", LOSS_SCALES),
+        ):
+            if getattr(self, field) not in table:
+                raise ValueError(unknown_name(field.replace("_", " "), getattr(self, field), table))
+        for field in ("epochs", "batch_size"):
+            _check(self, field, getattr(self, field) >= 1, "a whole number, 1 or more")
+        for field in ("patience", "train_limit", "test_limit"):
+            _check(self, field, getattr(self, field) >= 0, "a whole number, 0 or more")
+        _check(self, "lr", self.lr > 0 and math.isfinite(self.lr), "a positive number")
+        for field in ("weight_decay", "warmup_epochs", "clip_norm"):
+            value = getattr(self, field)
+            _check(self, field, value >= 0 and math.isfinite(value), "a number, 0 or more")
+        for field in ("momentum", "label_smoothing"):
+            _check(self, field, 0 <= getattr(self, field) < 1, "a number in [0, 1)")
+        _check(
+            self,
+            "warmup_epochs",
+            self.warmup_epochs <= self.epochs,
+            f"at most the {self.epochs} epochs",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Settings):
+    """One training run.
+
+    Attributes:
+        model: a row of `RUNS`.
+    """
+
+    model: str
+    recipe: str
+    """Which precision each GEMM operand gets, a name in extensor.RECIPES (listed above)."""
+    seed: int
+    """Seed of the weights, the order of the images and the stochastic rounding."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        get_recipe(self.recipe)
+        _check(self, "seed", 0 <= self.seed < 1 << 64, "a whole number in 0..2**64 - 1")
+
+    @property
+    def label(self) -> str:
+        """Short name of the run."""
+        return f"{self.model}-{self.dataset}-{self.recipe}-s{self.seed}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(RunConfig)}
+
+
+def _check(config: Settings, field: str, good: bool, wanted: str) -> None:
+    if not good:
+        flag = "--" + field.replace("_", "-")
+        raise ValueError(f"{flag}: wanted {wanted}, got {getattr(config, field)!r}")
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """Each field's type, Optional unwrapped."""
+    hints = typing.get_type_hints(cls)
+    out = {}
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if isinstance(hint, types.UnionType):
+            hint = next(t for t in typing.get_args(hint) if t is not type(None))
+        out[field.name] = hint
+    return out
+
+
+def _check_types(config: Settings) -> None:
+    """TOML and scripts can hand over anything; whole numbers serve as floats."""
+    for name, kind in field_types(type(config)).items():
+        value = getattr(config, name)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            object.__setattr__(config, name, float(value))
+        elif kind in (int, float, str, bool) and type(value) is not kind:
+            raise TypeError(f"{name}: wanted {kind.__name__}, got {value!r}")
+
+
+def write_toml(values: Mapping[str, Any], header: str = "") -> str:
+    """Flat TOML text of strings, numbers and booleans (None is left out)."""
+    lines = [f"# {line}" for line in header.splitlines()]
+    for name, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            text = str(value).lower()
+        elif isinstance(value, str):
+            text = json.dumps(value)  # a JSON string is a TOML basic string
+        else:
+            text = repr(value)
+        lines.append(f"{name} = {text}")
+    return "\n".join(lines) + "\n"
+
+
+def read_toml(path: Path, known: typing.Iterable[str]) -> dict[str, Any]:
+    """Read flat TOML; keys may be written with - or _.
+
+    Raises:
+        ValueError: if the file is missing, is not TOML, or has a key that is not ``known``; near
+            ones are listed.
+    """
+    try:
+        with path.open("rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: wanted TOML, got: {error}") from error
+    names = set(known)
+    values = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in names:
+            raise ValueError(f"--config {path}: {unknown_name('setting', key, names)}")
+        values[name] = value
+    return values

@@ -1,0 +1,54 @@
+"""Data sets: one row each in `DATASETS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from extensor.errors import unknown_name
+from training.data.dataset import Batch, Dataset, Split, batches, epoch_order
+from training.data.digits import load_digits
+from training.data.fetch import DataError
+from training.data.idx import FASHION_MNIST, MNIST
+
+__all__ = [
+    "DATASETS",
+    "Batch",
+    "DataError",
+    "Dataset",
+    "DatasetRow",
+    "Split",
+    "batches",
+    "epoch_order",
+    "load_dataset",
+]
+
+
+@dataclass(frozen=True)
+class DatasetRow:
+    """A data set's one-line description and its loader."""
+
+    doc: str
+    load: Callable[[], Dataset]
+
+
+DATASETS: dict[str, DatasetRow] = {
+    "digits": DatasetRow("1,437 + 360 real digits from scikit-learn; no download", load_digits),
+    "mnist": DatasetRow("60,000 + 10,000 handwritten digits (11 MB download)", MNIST.load),
+    "fashion_mnist": DatasetRow(
+        "60,000 + 10,000 pictures of clothes (31 MB; Debian: dataset-fashion-mnist)",
+        FASHION_MNIST.load,
+    ),
+}
+
+
+def load_dataset(name: str) -> Dataset:
+    """Load a data set by name.
+
+    Raises:
+        ValueError: on an unknown name; near ones are listed.
+        DataError: if its files are missing or damaged.
+    """
+    if name not in DATASETS:
+        raise ValueError(unknown_name("data set", name, DATASETS))
+    return DATASETS[name].load()

@@ -1,0 +1,86 @@
+"""RUNS: one row per model, with the settings that train it well.
+
+The learning rates were tuned in float32; a recipe does not get its own, so that a comparison
+of recipes compares recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from extensor.errors import unknown_name
+
+__all__ = ["RUNS", "Run", "defaults"]
+
+COMMON: Mapping[str, Any] = {
+    "optimizer": "sgd",
+    "momentum": 0.9,
+    "weight_decay": 0.0,
+    "schedule": "cosine",
+    "warmup_epochs": 0.5,
+    "clip_norm": 0.0,
+    "label_smoothing": 0.0,
+    "augment": False,
+    "loss_scale": "dynamic",
+    "patience": 0,
+    "train_limit": 0,
+    "test_limit": 0,
+    "device": "cpu",
+    "recipe": "fp32",
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """How one model is trained.
+
+    Attributes:
+        model: the folder in ``models/``.
+        doc: one line for the command line.
+        dataset: the default data set.
+        settings: what differs from `COMMON`, for every data set.
+        datasets: what differs further, by data set.
+    """
+
+    model: str
+    doc: str
+    dataset: str
+    settings: Mapping[str, Any]
+    datasets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+LARGE = {"epochs": 5, "batch_size": 64, "lr": 0.03, "warmup_epochs": 0.25}
+
+RUNS: dict[str, Run] = {
+    "lenet": Run(
+        model="lenet",
+        doc="LeNet-5, 61,706 weights: two convolutions, three linear layers",
+        dataset="digits",
+        settings={"variant": "lenet5", "epochs": 10, "batch_size": 32, "lr": 0.03},
+        datasets={"mnist": LARGE, "fashion_mnist": LARGE},
+    ),
+    "mlp": Run(
+        model="mlp",
+        doc="multilayer perceptron 784-256-128-10",
+        dataset="digits",
+        settings={"variant": "mlp", "epochs": 10, "batch_size": 32, "lr": 0.03},
+        datasets={"mnist": LARGE, "fashion_mnist": LARGE},
+    ),
+}
+
+
+def defaults(model: str, dataset: str | None = None) -> dict[str, Any]:
+    """Every setting of a model's run on a data set.
+
+    Raises:
+        ValueError: on an unknown model; near ones are listed.
+    """
+    if model not in RUNS:
+        raise ValueError(unknown_name("model", model, RUNS))
+    row = RUNS[model]
+    dataset = row.dataset if dataset is None else dataset
+    extra = row.datasets.get(dataset, {})
+    return {**COMMON, **row.settings, **extra, "model": model, "dataset": dataset}
