@@ -8,11 +8,13 @@ is one line on standard error and exit code 2.
 from __future__ import annotations
 
 import fnmatch
+import importlib
+import importlib.util
 import math
 import platform
 import sys
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +30,7 @@ from tyro.conf import Positional, arg
 
 from extensor import config
 from extensor.backends import registry
+from extensor.backends.generic import GenericBackend
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS, SCALES, BlockFormat, Dialect
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.quant import QuantArray, QuantSpec, QuantStats
@@ -49,6 +52,7 @@ __all__ = [
 ]
 
 Array = Any
+CORE = "extensor._core._kernels"
 READABLE = (".npy", ".npz", ".safetensors")
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -155,8 +159,7 @@ def dialect_sheet() -> Sheet:
                 f"0x{dialect.mx_inf_byte:02X}, {infinite}",
                 f"0x{dialect.nvfp4_zero_scale:02X}",
                 "largest code" if dialect.nvfp4_tiny_saturates else "0",
-                str(dialect.int8_mx_min),
-                dialect.doc,
+                dialect.doc.partition(":")[0],
             )
         )
     worked = ", ".join(name for name, _ in WORKED_AMAX)
@@ -169,7 +172,6 @@ def dialect_sheet() -> Sheet:
         "MX block with Inf",
         "NVFP4 zero block",
         "NVFP4 tiny block",
-        "MXINT8 min",
         "library",
     )
     return Sheet("Dialects: where libraries differ", columns, tuple(rows))
@@ -190,7 +192,7 @@ def formats(dialects: bool = False) -> None:
 
 def doctor() -> None:
     """Say what this installation has: versions, C++ core, devices, flags."""
-    _show([_version_sheet(), _core_sheet(), _device_sheet(), _flag_sheet()])
+    _show([_version_sheet(), _core_sheet(), _method_sheet(), _device_sheet(), _flag_sheet()])
 
 
 def _version_sheet() -> Sheet:
@@ -201,6 +203,54 @@ def _version_sheet() -> Sheet:
         ("ml_dtypes", ml_dtypes.__version__),
     )
     return Sheet("Versions", ("what", "version"), rows)
+
+
+def _core() -> tuple[Any, str]:
+    """The C++ core's module where it is used, else None; and what there is to say about it."""
+    if not config.use_core():
+        return None, f"switched off by {config.FLAGS['core'].name}={config.FLAGS['core'].read()}"
+    try:
+        core = importlib.import_module(CORE)
+    except ImportError as error:
+        built = importlib.util.find_spec(CORE) is not None
+        why = f"built, but does not load: {error}" if built else "not built: no C++20 compiler"
+        return None, f"{why}; reinstall with pip install -v to see why"
+    return core, "in use"
+
+
+def _core_sheet() -> Sheet:
+    core, state = _core()
+    rows = [("C++ core", state)]
+    try:
+        registry.get("cpu")  # sets the core's threads
+    except RuntimeError as error:
+        rows.append(("CPU backend", str(error)))
+    if core is not None:
+        levels = " < ".join(core.levels())
+        rows.append(("instruction set", f"{core.level()} (this CPU and build: {levels})"))
+        rows.append(("threads", str(core.threads())))
+    return Sheet("C++ core", ("what", "state"), tuple(rows))
+
+
+def _method_sheet() -> Sheet:
+    """Which methods of the CPU backend have a kernel; the others are the generic ones, on numpy."""
+    core, state = _core()
+    try:
+        backend: type | None = type(registry.get("cpu"))
+    except RuntimeError:
+        backend = None
+    rows = []
+    for name, generic in vars(GenericBackend).items():
+        if name.startswith("_"):
+            continue
+        if backend is None:
+            rows.append((name, "nothing", "there is no CPU backend, see above"))
+        elif getattr(backend, name) is not generic:
+            rows.append((name, "C++ core", ""))
+        else:
+            why = "no kernel: numpy serves it" if core is not None else f"the core is {state}"
+            rows.append((name, "numpy", why))
+    return Sheet("CPU backend", ("method", "runs on", "why"), tuple(rows))
 
 
 def _device_sheet() -> Sheet:
@@ -277,19 +327,22 @@ def _quantize_one(
     """One tensor's stored form and its line of the report."""
     shape = "x".join(str(n) for n in value.shape) or "scalar"
     before = (name, shape, _kind(value), str(value.nbytes))
-    dense = not isinstance(value, QuantArray)
-    is_float = dense and (value.dtype.kind == "f" or value.dtype == ml_dtypes.bfloat16)
-    if not (is_float and value.ndim and fnmatch.fnmatchcase(name, match)):
+    chosen = fnmatch.fnmatchcase(name, match)
+    if isinstance(value, QuantArray) or not (chosen and value.ndim and _is_float(value)):
         return value, (*before, "copied", str(value.nbytes), "", "", "")
     backend = registry.get("cpu")
-    stream = Stream(seed, tensor=number) if spec.rounding == "stochastic" else None
     try:
+        stream = Stream(seed, tensor=number) if spec.rounding == "stochastic" else None
         q, stats = backend.quantize(value, spec.resolve(value.ndim), stream)
     except (TypeError, ValueError) as error:
         raise CommandError(f"{name}: {error}") from None
     noise = _sqnr(value.astype(np.float64), backend.dequantize(q).astype(np.float64))
     counts = _percent(stats.saturated, stats), _percent(stats.flushed, stats)
     return q, (*before, spec.format, str(q.nbytes), noise, *counts)
+
+
+def _is_float(value: Array) -> bool:
+    return bool(value.dtype.kind == "f" or value.dtype == ml_dtypes.bfloat16)
 
 
 def _sqnr(exact: Array, coded: Array) -> str:
@@ -345,25 +398,30 @@ def _kind(value: Array | QuantArray) -> str:
 
 
 def _scale_histogram(q: QuantArray) -> str:
-    """Lowest exponent, one bar per power of two, highest exponent; then what is no number."""
-    if q.scales.dtype != np.uint8:
-        values = q.scales.astype(np.float64)
-    elif q.spec.is_mx:
-        values = np.where(q.scales == E8M0_NAN, np.nan, np.exp2(q.scales.astype(np.float64) - 127))
-    else:
+    """Lowest exponent, one bar per power of two, highest exponent; then what stands outside.
+
+    Byte 0 of E8M0 is counted apart: it is what all-zero blocks have.
+    """
+    if q.spec.is_mx:
+        values = np.exp2(q.scales.astype(np.float64) - 127)
+        values[q.scales == 0], values[q.scales == E8M0_NAN] = 0.0, np.nan
+    elif q.scales.dtype == np.uint8:
         grid = ELEMENTS[q.spec.scale_name.removeprefix("u")]  # an element used without its sign
         values = decode(q.scales, grid).astype(np.float64)
+    else:
+        values = q.scales.astype(np.float64)
     usable = np.isfinite(values) & (values != 0)
-    notes = [f"{n} zero" for n in [int((values == 0).sum())] if n]
-    notes += [f"{n} NaN" for n in [int(np.isnan(values).sum())] if n]
-    if q.tensor_scale is not None:
-        notes.append(f"times {float(q.tensor_scale):.4g}")
     text = ""
     if usable.any():
-        exponents = np.frexp(np.abs(values[usable]))[1] - 1
+        exponents = np.frexp(values[usable])[1] - 1
         low, high = int(exponents.min()), int(exponents.max())
         counts = np.bincount(exponents - low, minlength=high - low + 1)
         text = f"2^{low} {_bars(counts)} 2^{high}"
+    zeros, broken = int((values == 0).sum()), int(np.isnan(values).sum())
+    notes = [f"{zeros} of byte 0"] if zeros else []
+    notes += [f"{broken} NaN"] if broken else []
+    if q.tensor_scale is not None:
+        notes.append(f"times {float(q.tensor_scale):.4g}")
     return ", ".join(part for part in (text, *notes) if part)
 
 
@@ -389,10 +447,10 @@ def read_tensors(path: Path) -> dict[str, Array | QuantArray]:
     try:
         if path.suffix == ".safetensors":
             return dict(load_checkpoint(path).tensors)
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {path.stem: loaded}
-        with loaded:
+        with path.open("rb") as file:  # numpy leaks the file it opens itself where it is broken
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return {path.stem: loaded}
             return {name: loaded[name] for name in loaded.files}
     except FileNotFoundError:
         raise CommandError(f"{path}: no such file") from None
@@ -416,7 +474,12 @@ def _show(sheets: Iterable[Sheet]) -> None:
         console.print(table)
 
 
-COMMANDS = {"doctor": doctor, "formats": formats, "quantize": quantize, "inspect": inspect}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "doctor": doctor,
+    "formats": formats,
+    "quantize": quantize,
+    "inspect": inspect,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,10 +14,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import extensor
 from extensor import config
+from extensor.autograd.primitive import OPS
+from extensor.dtypes import BLOCKED, DENSE
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS, SCALES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,9 +36,12 @@ OPTIONAL = (
     "tyro",
 )
 
-MAY_NAME_FORMATS = ("formats/", "quant/recipe.py", "autograd/tensor.py", "io/")
+MAY_NAME_FORMATS = ("formats/", "quant/recipes.py", "autograd/blocked.py", "io/")
 """The table; the recipes, which are about formats; the sugar methods (`to_mxfp4`); the adapters to
 foreign checkpoints, each of which stores one format."""
+
+SCALE_GRIDS = {("quant/families.py", "e4m3")}
+"""An element grid that holds scales."""
 
 DENSE_NAMES = {"int8"}
 """Format names that are also a dense dtype's, and so say nothing."""
@@ -84,16 +90,32 @@ def test_formats_need_only_the_standard_library() -> None:
 # ---- one place per fact
 
 
+def strings_in_code(node: ast.AST) -> Iterator[ast.Constant]:
+    """String constants, without those of samples and bad inputs: they are tests beside the code."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        declared = isinstance(child, ast.keyword) and child.arg in ("samples", "errors")
+        if not (declared or "samples" in getattr(child, "name", "")):
+            yield from strings_in_code(child)
+
+
 def test_format_names_stand_in_the_table_only() -> None:
     names = (set(FORMATS) | set(ELEMENTS)) - DENSE_NAMES
-    found = [
-        f"{relative(path)}:{node.lineno}: {node.value!r}"
-        for path in python_files("extensor")
-        if not path.relative_to(LIBRARY).as_posix().startswith(MAY_NAME_FORMATS)
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
-    ]
+    found = []
+    for path in python_files("extensor"):
+        place = path.relative_to(LIBRARY).as_posix()
+        if place.startswith(MAY_NAME_FORMATS):
+            continue
+        for node in strings_in_code(tree_of(path)):
+            if node.value in names and (place, node.value) not in SCALE_GRIDS:
+                found.append(f"{relative(path)}:{node.lineno}: {node.value!r}")
     assert not found, "format names outside the table: " + "; ".join(found)
+
+
+def test_a_format_name_in_code_is_noticed() -> None:
+    code = "@op(samples=lambda rng: ['mxfp4'])\ndef f(x): return x == 'nvfp4'\n"
+    assert [node.value for node in strings_in_code(ast.parse(code))] == ["nvfp4"]
 
 
 @pytest.mark.parametrize("table", [ELEMENTS, FORMATS, SCALES, DIALECTS])
@@ -109,8 +131,33 @@ def test_every_grid_is_used() -> None:
 
 
 def test_every_format_is_a_public_dtype() -> None:
-    for name in set(FORMATS) - DENSE_NAMES:
-        assert str(getattr(extensor, name)).endswith(name)
+    assert {dtype.format.name for dtype in BLOCKED.values() if dtype.format} == set(FORMATS)
+    for name, dtype in {**BLOCKED, **DENSE}.items():
+        public = "bool_" if name == "bool" else name
+        assert getattr(extensor, public) is dtype
+
+
+def test_public_names_exist_and_are_operations_or_documented() -> None:
+    """`extensor.__all__` is complete: every name is there, every registered operation is public."""
+    assert sorted(set(extensor.__all__)) == sorted(extensor.__all__)
+    for name in extensor.__all__:
+        assert hasattr(extensor, name), name
+    hidden = [
+        name
+        for name, op in OPS.items()
+        if not op.function.__name__.startswith("_") and not hasattr(extensor.ops, name)
+    ]
+    assert not hidden, f"operations that extensor.ops does not offer: {hidden}"
+
+
+def test_every_operation_is_checked() -> None:
+    """An operation has samples, and either a gradient or a reason for having none."""
+    assert len(OPS) > 100
+    for name, op in OPS.items():
+        assert op.function.__doc__, name
+        assert list(op.samples(np.random.default_rng(0))), f"{name} has no samples"
+        if op.primitive is not None:
+            assert op.primitive.differentiable or op.primitive.no_vjp, name
 
 
 def test_every_flag_used_is_in_the_table() -> None:

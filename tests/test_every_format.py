@@ -122,7 +122,7 @@ def test_running_maximum(name: str) -> None:
         check(x, varied, previous)
 
 
-@pytest.mark.parametrize("name", [name for name, row in FORMATS.items() if row.scale.name == "e8m0"])
+@pytest.mark.parametrize("name", [n for n, row in FORMATS.items() if row.scale.name == "e8m0"])
 @pytest.mark.parametrize("window", [0, 3, 28])
 def test_scale_window(name: str, window: int) -> None:
     for rule in ("floor", "rceil"):
@@ -137,7 +137,7 @@ def test_float16_scales(name: str) -> None:
         check(x, spec)
 
 
-@pytest.mark.parametrize("name", [name for name, row in FORMATS.items() if row.zero_point])
+@pytest.mark.parametrize("name", [n for n, row in FORMATS.items() if row.zero_point])
 @pytest.mark.parametrize("scale_dtype", ["float32", "float16"])
 def test_zero_points(name: str, scale_dtype: str) -> None:
     for rule in ("amax", "one"):

@@ -18,25 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from extensor.backends.registry import BACKENDS
 from extensor.errors import unknown_name
-from extensor.quant.recipe import get_recipe
+from extensor.quant.recipes import get_recipe
 from training.data import DATASETS
+from training.optimizers import OPTIMIZERS, SCHEDULES
 
 __all__ = ["RunConfig", "Settings", "field_types", "read_toml", "write_toml"]
 
-OPTIMIZERS = {
-    "sgd": "stochastic gradient descent with momentum",
-    "adam": "Adam",
-    "adamw": "Adam with decoupled weight decay",
-}
-SCHEDULES = {
-    "cosine": "linear warm-up, then half a cosine down to zero",
-    "constant": "linear warm-up, then constant",
-}
-LOSS_SCALES = {
-    "dynamic": "start at 65536, halve on non-finite gradients, double after 2000 good steps",
-    "off": "stay at 1",
-}
+LOSS_SCALES = ("dynamic", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +61,8 @@ class Settings:
     augment: bool
     """Shift training images by up to two pixels each way."""
     loss_scale: str
-    """dynamic or off. A power of two leaves MX and NVFP4 codes bit-identical; it matters for the
+    """dynamic (start at 65536, halve on non-finite gradients, double after 2000 good steps) or off
+    (stay at 1). A power of two leaves MX and NVFP4 codes bit-identical; it matters for the
     ends of the scale range and for unscaled casts, and it is what skips non-finite steps."""
     patience: int
     """Stop when the test loss has not improved for this many epochs; 0 never stops early."""
@@ -89,9 +80,11 @@ class Settings:
             ("optimizer", OPTIMIZERS),
             ("schedule", SCHEDULES),
             ("loss_scale", LOSS_SCALES),
+            ("device", BACKENDS),
         ):
-            if getattr(self, field) not in table:
-                raise ValueError(unknown_name(field.replace("_", " "), getattr(self, field), table))
+            name = getattr(self, field)
+            if name not in table:
+                raise ValueError(unknown_name(field.replace("_", " "), name, table))
         for field in ("epochs", "batch_size"):
             _check(self, field, getattr(self, field) >= 1, "a whole number, 1 or more")
         for field in ("patience", "train_limit", "test_limit"):

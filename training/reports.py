@@ -1,4 +1,4 @@
-"""What the loop tells its callbacks: one record per step, one per epoch.
+"""Where a run is, and what the loop tells its callbacks: a record per step and per epoch.
 
 Numbers that may fail to be finite are None then, so that every record is plain JSON.
 """
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EpochReport", "StepReport", "finite", "share"]
+__all__ = ["EpochReport", "Position", "StepReport", "finite", "share"]
 
 
 def finite(value: float) -> float | None:
@@ -19,8 +19,39 @@ def finite(value: float) -> float | None:
 
 
 def share(part: int, whole: int) -> float | None:
-    """part / whole, or None of nothing."""
+    """The share of the whole, or None where there is nothing."""
     return part / whole if whole else None
+
+
+@dataclass
+class Position:
+    """Where a run is. Sums are over the epoch under way."""
+
+    epoch: int = 1
+    batch: int = 0
+    step: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    loss_sum: float = 0.0
+    hits: int = 0
+    images: int = 0
+    epoch_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def next_epoch(self) -> None:
+        """Begin the next epoch."""
+        self.epoch, self.batch = self.epoch + 1, 0
+        self.loss_sum, self.hits, self.images, self.epoch_seconds = 0.0, 0, 0, 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON: a sum that is not finite is None."""
+        return {**dataclasses.asdict(self), "loss_sum": finite(self.loss_sum)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Position:
+        """The inverse of `as_dict`."""
+        loss_sum = values["loss_sum"]
+        return cls(**{**values, "loss_sum": math.nan if loss_sum is None else loss_sum})
 
 
 @dataclass(frozen=True)

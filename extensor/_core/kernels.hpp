@@ -13,14 +13,69 @@ struct WindowKernels {
     void (*conv_grad_x)(const Conv&, const float* g, const float* w, float* gx);
     void (*conv_grad_w)(const Conv&, const float* g, const float* x, float* gw);
     void (*max_pool)(const Conv&, const float* x, float* y, int32_t* index);
-    void (*max_pool_grad)(const Conv&, const float* g, const int32_t* index, float* gx);
+    // False if an index lies outside the image.
+    bool (*max_pool_grad)(const Conv&, const float* g, const int32_t* index, float* gx);
     void (*im2col)(const Conv&, const float* x, float* columns);
     void (*col2im)(const Conv&, const float* columns, float* x);
 };
 
-#define EXTENSOR_DECLARE_LEVEL(level) \
-    namespace level {                 \
+enum class Scale : int { e8m0, ue4m3, float32 };
+enum class Rule : int { floor, rceil, ceil, even, one, amax };
+enum class Ties : int { even, away, zero };
+
+// What a resolved QuantSpec says, as numbers.
+struct QuantPlan {
+    int element;  // index into kElements
+    Scale scale;
+    Rule rule;
+    Ties ties;
+    bool stochastic, nv_tiny_saturates;
+    int rbits;
+    uint32_t mx_inf_byte, nv_zero_byte;
+    int window;  // -1: none
+    float element_scale;
+    int hadamard;  // size, or 0
+    float signs[128];
+};
+
+// Random bits: the key and the two high counter words of a Stream.
+struct QuantStream {
+    uint32_t key0, key1, high0, high1;
+};
+
+// An array of (outer, length, inner), C order, blocked along `length` in tiles.
+//
+// With inner == 1 the array is read as (outer, rows, length) and a tile is tile_rows x tile_length
+// on its last two axes; otherwise a tile is tile_length along `length` x tile_rows along `inner`,
+// and tile_rows > 1 needs outer == 1. `coded` is `length` padded to the Hadamard size.
+struct QuantJob {
+    const float* x;
+    int64_t outer, rows, length, inner, coded, tile_rows, tile_length;
+    float* values;  // float32 of the coded shape, or null
+    uint8_t* codes;  // packed along `length` in whole blocks, or null
+    void* scales;    // uint8 or float32, one per tile, or null
+    float tensor_scale;               // out
+    int64_t saturated, flushed;       // out
+};
+
+// Packed codes back to values; no Hadamard transform.
+struct DequantJob {
+    const uint8_t* codes;
+    const void* scales;
+    float tensor_scale;
+    int64_t outer, rows, length, inner, tile_rows, tile_length;
+    float* values;
+};
+
+struct QuantKernels {
+    void (*quantize)(const QuantPlan&, const QuantStream&, QuantJob&);
+    void (*dequantize)(const QuantPlan&, const DequantJob&);
+};
+
+#define EXTENSOR_DECLARE_LEVEL(level)          \
+    namespace level {                          \
     extern const WindowKernels window_kernels; \
+    extern const QuantKernels quant_kernels;   \
     }
 
 EXTENSOR_DECLARE_LEVEL(scalar)

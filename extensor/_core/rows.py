@@ -41,8 +41,10 @@ def main(package: str, output: str) -> None:
             )
             + f"  // {row.name}"
         )
+    scale = list(ELEMENTS).index("e4m3")  # the grid of ue4m3 scales
     names = ", ".join(f'"{name}"' for name in ELEMENTS)
-    lines += ["};", f"inline constexpr const char* kElementNames[] = {{{names}}};", ""]
+    lines += ["};", f"inline constexpr const char* kElementNames[] = {{{names}}};"]
+    lines += [f"inline constexpr int kScaleElement = {scale};", ""]
     path, text = Path(output), "\n".join(lines)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)

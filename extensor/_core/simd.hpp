@@ -41,8 +41,8 @@ INLINE vu load(const uint32_t* p) { return *reinterpret_cast<const vu_any*>(p); 
 INLINE void store(float* p, vf v) { *reinterpret_cast<vf_any*>(p) = v; }
 INLINE void store(int32_t* p, vi v) { *reinterpret_cast<vi_any*>(p) = v; }
 INLINE void store(uint32_t* p, vu v) { *reinterpret_cast<vu_any*>(p) = v; }
-INLINE vf splat(float x) { return vf{} + x; }
-INLINE vu splat(uint32_t x) { return vu{} + x; }
+INLINE vf splat(float x) { return x - vf{}; }  // x - 0 is x, also for -0
+INLINE vu splat(uint32_t x) { return x - vu{}; }
 
 // The first n lanes (0 <= n <= VL); loads give zero in the others, stores leave memory alone.
 INLINE vf load_part(const float* p, int n) {

@@ -2,7 +2,9 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdlib>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -109,6 +111,32 @@ void after_fork() {
 }
 
 }  // namespace
+
+namespace {
+
+struct Scratch {
+    void* block[static_cast<int>(Slot::count)] = {};
+    int64_t bytes[static_cast<int>(Slot::count)] = {};
+    ~Scratch() {
+        for (void* b : block) std::free(b);
+    }
+};
+
+}  // namespace
+
+void* scratch(Slot slot, int64_t bytes) {
+    thread_local Scratch mine;
+    const int i = static_cast<int>(slot);
+    if (mine.bytes[i] < bytes) {
+        const int64_t rounded = (bytes + 4095) / 4096 * 4096;
+        std::free(mine.block[i]);
+        mine.bytes[i] = 0;
+        mine.block[i] = std::aligned_alloc(64, static_cast<size_t>(rounded));
+        if (!mine.block[i]) throw std::bad_alloc();
+        mine.bytes[i] = rounded;
+    }
+    return mine.block[i];
+}
 
 void set(int count) { wanted.store(count < 1 ? 1 : count); }
 

@@ -21,4 +21,14 @@ void run(int64_t tasks, int64_t work, F&& body) {
     run_raw(tasks, work, [](void* f, int64_t task) { (*static_cast<F*>(f))(task); }, &body);
 }
 
+// 64-byte aligned memory of the calling thread, at least `bytes` long; each slot keeps its largest
+// block for the next call. Contents are left over from earlier use.
+enum class Slot { padded, planes, weights, offsets, partial, maxima, count };
+void* scratch(Slot slot, int64_t bytes);
+
+template <class T>
+T* scratch_of(Slot slot, int64_t count) {
+    return static_cast<T*>(scratch(slot, count * static_cast<int64_t>(sizeof(T))));
+}
+
 }  // namespace threads

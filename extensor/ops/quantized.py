@@ -28,8 +28,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
-from extensor.autograd.tape import apply
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.ops.conv import conv_window

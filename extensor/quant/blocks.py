@@ -1,9 +1,9 @@
 """Cutting an array into blocks and putting it back.
 
-`BlockLayout` moves the block axis last (and, for tiles of several rows, the row
-axis beside it), pads with zeros and gives a matrix with one block per row. It
-knows each block's position in the scales array, which is what numbers its random
-bits, so that the result does not depend on the order of the rows here.
+`BlockLayout` moves the block axis last, pads with zeros and gives a matrix with
+one block per row, positions running in C order of the moved axes. It knows each
+block's position in the scales array, which is what numbers its random bits, so
+that the result does not depend on the order of the rows here.
 """
 
 from __future__ import annotations
@@ -31,16 +31,13 @@ class BlockLayout:
 
     def __init__(self, spec: QuantSpec, shape: tuple[int, ...], xp: Any = np) -> None:
         self.xp = xp
-        self.axis = spec.axis
         coded = list(shape)
         coded[spec.axis] = coded_length(spec, shape)
         self.coded = tuple(coded)
         extent = tile_extent(spec, self.coded)
         self.grid = tuple(-(-n // e) for n, e in zip(self.coded, extent, strict=True))
-        # Axes in the order they take while blocked: others, row axis, block axis.
-        row_axis = (spec.axis - 1) % len(shape)
-        rest = [a for a in range(len(shape)) if a not in (row_axis, spec.axis)]
-        self._order = (*rest, row_axis, spec.axis) if len(shape) > 1 else (0,)
+        # Axes in the order they take while blocked: the others in order, then the block axis.
+        self._order = (*(a for a in range(len(shape)) if a != spec.axis), spec.axis)
         self._extent = tuple(extent[a] for a in self._order)
         self._grid = tuple(self.grid[a] for a in self._order)
         self._padded = tuple(g * e for g, e in zip(self._grid, self._extent, strict=True))
@@ -59,19 +56,14 @@ class BlockLayout:
         return xp.transpose(moved.reshape(fine), order).reshape(self.blocks, self.block_size)
 
     def join(self, blocks: Array) -> Array:
-        """(blocks, block_size) -> the coded shape with the block axis last and padding kept on it."""
+        """(blocks, block_size) -> the coded shape, block axis last, padding kept on it."""
         xp = self.xp
         ndim = len(self._order)
         fine = blocks.reshape(self._grid + self._extent)
         order = [i for pair in zip(range(ndim), range(ndim, 2 * ndim), strict=True) for i in pair]
         whole = xp.transpose(fine, order).reshape(self._padded)
         keep = tuple(slice(self.coded[a]) for a in self._order[:-1])
-        return xp.moveaxis(whole[keep], *self._back()) if ndim > 1 else whole
-
-    def _back(self) -> tuple[list[int], list[int]]:
-        """moveaxis arguments that restore the order of all axes but the last."""
-        kept = [a for a in range(len(self._order)) if a != self.axis]
-        return list(range(len(kept))), [kept.index(a) for a in self._order[:-1]]
+        return whole[keep]
 
     def join_scales(self, per_block: Array) -> Array:
         """(blocks,) -> the scales' shape."""

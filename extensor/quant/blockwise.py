@@ -1,4 +1,4 @@
-"""The block quantizer: split, code, pack; unpack, decode, join. Every format but the outlier codec."""
+"""The block quantizer: split, code, pack; unpack, decode, join. All formats use it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = Any
 def quantize_blocks(
     x: Array, spec: QuantSpec, stream: Stream | None, previous_amax: Array | None, xp: Any
 ) -> tuple[QuantArray, QuantStats]:
-    """Quantize float32 x under a resolved spec; arguments as `reference.quantize` has checked them."""
+    """Quantize float32 x under a resolved spec; `reference.quantize` has checked all arguments."""
     shape = tuple(x.shape)
     layout = BlockLayout(spec, shape, xp)
     if spec.transform:

@@ -51,10 +51,10 @@ def encode_blocks(
     previous_amax: Array | None,
     xp: Any = np,
 ) -> Coded:
-    """Code float32 blocks (blocks, block_size) under a resolved spec; ``real`` masks the padding."""
+    """Code float32 blocks (blocks, block_size) ; ``real`` is False on the padding."""
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         if not spec.symmetric:
-            return _asymmetric(x, spec, words, xp)
+            return _asymmetric(x, real, spec, words, xp)
         amax = block_statistic(x, real, spec, previous_amax, xp)
         if spec.is_mx:
             return _mx(x, amax, spec, words, xp)
@@ -95,19 +95,22 @@ def block_statistic(
 ) -> Array:
     """What stands for each block's largest magnitude, float32 (blocks,).
 
-    NaN and Inf pass through. ``percentile``: the ceil(p / 100 * n)-th smallest of the block's n
+    NaN and Inf pass through. ``percentile``: the ceil(p * n / 100)-th smallest of the block's n
     real magnitudes (nearest rank); where that is zero although the block is not, the maximum.
-    ``running``: max(amax, float32(decay) * previous amax).
+    ``running``: max(amax, float32(decay) * previous amax); zero for a block of zeros, whose scale
+    does not depend on the past.
     """
     magnitude = xp.abs(x)
     amax = magnitude.max(axis=1) if x.size else xp.zeros(len(x), dtype=xp.float32)
     if spec.statistic == "running" and previous_amax is not None:
-        return xp.maximum(amax, xp.float32(spec.decay) * previous_amax)
+        return xp.where(
+            amax == 0, amax, xp.maximum(amax, xp.float32(spec.decay) * previous_amax)
+        )
     if spec.statistic != "percentile" or not x.size:
         return amax
     ordered = xp.sort(xp.where(real, magnitude, xp.float32(np.inf)), axis=1)
     count = real.sum(axis=1)
-    rank = xp.ceil(spec.percentile / 100 * count).astype(xp.int64)
+    rank = xp.ceil(spec.percentile * count / 100).astype(xp.int64)  # p / 100 would round first
     rank = xp.clip(rank, 1, xp.maximum(count, 1))
     chosen = xp.take_along_axis(ordered, rank[:, None] - 1, axis=1)[:, 0]
     return xp.where(xp.isfinite(amax) & (chosen > 0), chosen, amax)
@@ -243,8 +246,11 @@ def _float_scaled(x: Array, amax: Array, spec: QuantSpec, words: Array | None, x
     return Coded(codes, xp.where(finite, stored, stored.dtype.type(np.nan)), saturated)
 
 
-def _asymmetric(x: Array, spec: QuantSpec, words: Array | None, xp: Any) -> Coded:
-    """s = (max - min) / (qmax - qmin) in float64, rounded once; z = rne(qmin - min / s)."""
+def _asymmetric(x: Array, real: Array, spec: QuantSpec, words: Array | None, xp: Any) -> Coded:
+    """Integers with a zero point, both by way of float64 and rounded once.
+
+    s = (max - min) / (qmax - qmin); z = rne(qmin - min / s).
+    """
     element: ElementFormat = spec.row.element
     low_code, high_code = -(1 << (element.bits - 1)), (1 << (element.bits - 1)) - 1
     finite = xp.isfinite(x).all(axis=1)
@@ -265,6 +271,6 @@ def _asymmetric(x: Array, spec: QuantSpec, words: Array | None, xp: Any) -> Code
     signed = xp.where(xp.signbit(scaled), -magnitude, magnitude) + point[:, None]
     saturated = (signed < low_code) | (signed > high_code)
     codes = xp.clip(signed, low_code, high_code) & ((1 << element.bits) - 1)
-    codes = xp.where(finite[:, None], codes, 0).astype(xp.uint8)
+    codes = xp.where(real & finite[:, None], codes, 0).astype(xp.uint8)  # zero is code z, padding 0
     scales = xp.where(finite, stored, stored.dtype.type(np.nan))
     return Coded(codes, scales, saturated & finite[:, None], zero_points=point.astype(xp.int8))

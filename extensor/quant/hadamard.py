@@ -35,27 +35,32 @@ def hadamard_signs(transform: Hadamard) -> np.ndarray[Any, np.dtype[np.float32]]
 
 
 def _butterflies(x: Array, size: int, xp: Any) -> Array:
-    """H_size along the last axis of (..., size), then the scaling."""
+    """H_size along the last axis of (..., size), then the scaling.
+
+    Inf - Inf and sums beyond float32 are allowed: the block that they land in becomes NaN.
+    """
     stride = 1
-    while stride < size:
-        pairs = x.reshape(*x.shape[:-1], size // (2 * stride), 2, stride)
-        low, high = pairs[..., 0, :], pairs[..., 1, :]
-        x = xp.stack([low + high, low - high], axis=-2).reshape(x.shape)
-        stride *= 2
-    return x * xp.float32(1.0 / math.sqrt(size))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        while stride < size:
+            pairs = x.reshape(*x.shape[:-1], size // (2 * stride), 2, stride)
+            low, high = pairs[..., 0, :], pairs[..., 1, :]
+            x = xp.stack([low + high, low - high], axis=-2).reshape(x.shape)
+            stride *= 2
+        return x * xp.float32(1.0 / math.sqrt(size))
 
 
 def hadamard(x: Array, transform: Hadamard, xp: Any = np) -> Array:
-    """Transform float32 (..., L) along the last axis; L is zero-padded to a multiple of the size."""
+    """Transform float32 (..., L) along the last axis, zero-padded to a multiple of the size."""
     size = transform.size
     x = xp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
-    tiles = x.reshape(*x.shape[:-1], -1, size) * xp.asarray(hadamard_signs(transform))
+    tiles = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    tiles = tiles * xp.asarray(hadamard_signs(transform))
     return _butterflies(tiles, size, xp).reshape(x.shape)
 
 
 def inverse_hadamard(y: Array, transform: Hadamard, length: int, xp: Any = np) -> Array:
     """Undo `hadamard` up to float32 rounding, keeping the first ``length`` values."""
     size = transform.size
-    tiles = _butterflies(y.reshape(*y.shape[:-1], -1, size), size, xp)
+    tiles = _butterflies(y.reshape(*y.shape[:-1], y.shape[-1] // size, size), size, xp)
     tiles = tiles * xp.asarray(hadamard_signs(transform))
     return tiles.reshape(y.shape)[..., :length]

@@ -2,7 +2,7 @@
 
 Per row along the axis, of n values:
 
-    mean = float32(sum of the row in float64, ascending index, / n)
+    mean = float32(sum of the row in float64, from 0.0 by ascending index, / n)
     r = x - mean                                   (float32)
     the k largest |r| (ties: the lower index) are stored exactly, as x and its index
     the others' r is quantized with one float32 scale per row; outliers are coded 0
@@ -45,8 +45,9 @@ def quantize(
     finite = xp.isfinite(rows).all(axis=-1, keepdims=True)
     safe = xp.where(finite, rows, xp.float32(0))
     total = xp.cumsum(safe.astype(xp.float64), axis=-1)[..., -1:] if length else 0.0
-    mean = (total / max(length, 1) * xp.ones(finite.shape)).astype(xp.float32)
-    rest = safe - mean
+    mean = ((total + 0.0) / max(length, 1) * xp.ones(finite.shape)).astype(xp.float32)
+    with np.errstate(over="ignore"):  # an r beyond float32 is kept exactly or spoils its row
+        rest = safe - mean
     # A stable sort of the negated magnitudes puts the lower index first among equals.
     order = xp.argsort(-xp.abs(rest), axis=-1, kind="stable")[..., : _kept(spec, length)]
     index = xp.sort(order, axis=-1).astype(xp.int32)
@@ -58,14 +59,18 @@ def quantize(
     q, stats = quantize_blocks(xp.moveaxis(rest, -1, axis), spec, stream, None, xp)
     extra = {"row_means": mean, "outlier_index": index, "outlier_value": values}
     moved = {k: xp.ascontiguousarray(xp.moveaxis(v, -1, axis)) for k, v in extra.items()}
-    return dataclasses.replace(q, **moved), stats
+    q = dataclasses.replace(q, **moved)
+    # The block quantizer counted zeros of r; what counts as flushed is a zero of the array.
+    flushed = int(((x != 0) & (dequantize(q, xp) == 0)).sum())
+    return q, dataclasses.replace(stats, flushed=flushed)
 
 
 def dequantize(q: QuantArray, xp: Any = np) -> Array:
     """Stored array -> float32 of ``q.shape``."""
     assert q.row_means is not None and q.outlier_index is not None
     axis = q.spec.axis
-    values = decode_array(q, xp) + xp.moveaxis(q.row_means, axis, -1)
+    with np.errstate(over="ignore"):  # values at the end of float32 may round up to Inf
+        values = decode_array(q, xp) + xp.moveaxis(q.row_means, axis, -1)
     index = xp.moveaxis(q.outlier_index, axis, -1).astype(xp.int64)
     exact = xp.moveaxis(q.outlier_value, axis, -1)
     broken = xp.isnan(xp.moveaxis(q.scales, axis, -1))

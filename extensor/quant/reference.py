@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from extensor.quant import outlier
-from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.array import QuantArray, QuantStats, block_grid
+from extensor.quant.blocks import BlockLayout
 from extensor.quant.blockwise import decode_array, quantize_blocks
-from extensor.quant.hadamard import inverse_hadamard
+from extensor.quant.families import block_statistic
+from extensor.quant.hadamard import hadamard, inverse_hadamard
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
-__all__ = ["dequantize", "operand", "quantize"]
+__all__ = ["RunningAmax", "dequantize", "operand", "quantize"]
 
 Array = Any
 
@@ -48,7 +50,8 @@ def quantize(
 
     Raises:
         TypeError: if x is not a float array.
-        ValueError: if the spec does not fit x, or the stream is missing or superfluous.
+        ValueError: if the spec does not fit x, the stream is missing or superfluous, or
+            ``previous_amax`` does not fit.
     """
     spec = spec.resolve(x.ndim)
     if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
@@ -56,11 +59,31 @@ def quantize(
     if (stream is None) == (spec.rounding == "stochastic"):
         wanted = "needs a stream (a seed)" if stream is None else "takes no stream"
         raise ValueError(f"rounding={spec.rounding!r} {wanted}")
+    if previous_amax is not None:
+        _check_previous(previous_amax, spec, tuple(x.shape), xp)
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
         x = xp.asarray(x, dtype=xp.float32)
     if spec.row.outliers:
         return outlier.quantize(x, spec, stream, xp)
     return quantize_blocks(x, spec, stream, previous_amax, xp)
+
+
+def _check_previous(
+    previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...], xp: Any
+) -> None:
+    if spec.statistic != "running":
+        raise ValueError(f"previous_amax: only with statistic='running', not {spec.statistic!r}")
+    grid = block_grid(spec, shape)
+    if tuple(previous_amax.shape) != grid or previous_amax.dtype != xp.float32:
+        raise ValueError(
+            f"previous_amax: wanted float32 of the scales' shape {grid}, "
+            f"got {previous_amax.dtype} of shape {tuple(previous_amax.shape)}"
+        )
+    if not bool((xp.isfinite(previous_amax) & (previous_amax >= 0)).all()):
+        raise ValueError(
+            "previous_amax: wanted finite magnitudes, got NaN, Inf or a negative one; "
+            "keep the maxima of the last finite step"
+        )
 
 
 def dequantize(q: QuantArray, xp: Any = np) -> Array:
@@ -81,3 +104,37 @@ def operand(
     if q.spec.row.outliers:
         return outlier.dequantize(q, xp), stats
     return xp.ascontiguousarray(xp.moveaxis(decode_array(q, xp), -1, q.spec.axis)), stats
+
+
+class RunningAmax:
+    """Block maxima kept from call to call: value = max(amax, float32(decay) * previous value).
+
+    For tensors whose shape does not change. ``value`` is float32 of the scales' shape, None before
+    the first call; it goes into checkpoints like any array.
+    """
+
+    def __init__(self) -> None:
+        self.value: Array | None = None
+
+    def update(self, x: Array, spec: QuantSpec, xp: Any = np) -> None:
+        """Take in the block maxima of float array x under a resolved spec.
+
+        Raises:
+            ValueError: if x has other blocks than the calls before.
+        """
+        layout = BlockLayout(spec, tuple(x.shape), xp)
+        if self.value is not None and self.value.shape != layout.grid:
+            raise ValueError(
+                f"running amax: wanted a tensor with blocks {self.value.shape} as before, got "
+                f"{layout.grid}; use one RunningAmax per tensor"
+            )
+        x = xp.asarray(x, dtype=xp.float32)
+        if spec.transform:
+            x = xp.moveaxis(
+                hadamard(xp.moveaxis(x, spec.axis, -1), spec.transform, xp), -1, spec.axis
+            )
+        blocks = layout.split(x)
+        before = None if self.value is None else layout.split_scales(self.value)
+        real = xp.ones(blocks.shape, dtype=bool)
+        statistic = block_statistic(blocks, real, spec, before, xp)
+        self.value = xp.ascontiguousarray(layout.join_scales(statistic))

@@ -117,14 +117,16 @@ def pack(codes: Array, bits: int, xp: Any = np) -> Array:
     group = 4 if bits == 6 else 2
     short = -codes.shape[-1] % group
     whole = xp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, short)])
-    lanes = whole.reshape(*codes.shape[:-1], -1, group).astype(xp.uint32)
+    groups = whole.shape[-1] // group
+    lanes = whole.reshape(*codes.shape[:-1], groups, group).astype(xp.uint32)
     word = lanes[..., 0]
     for i in range(1, group):
         word = word | (lanes[..., i] << xp.uint32(bits * i))
+    size = group * bits // 8
     octets = xp.stack(
-        [(word >> xp.uint32(8 * i)) & xp.uint32(0xFF) for i in range(group * bits // 8)], axis=-1
+        [(word >> xp.uint32(8 * i)) & xp.uint32(0xFF) for i in range(size)], axis=-1
     )
-    packed = octets.astype(xp.uint8).reshape(*codes.shape[:-1], -1)
+    packed = octets.astype(xp.uint8).reshape(*codes.shape[:-1], groups * size)
     return packed[..., : -(-codes.shape[-1] * bits // 8)]
 
 
@@ -136,10 +138,11 @@ def unpack(packed: Array, bits: int, length: int, xp: Any = np) -> Array:
     size = group * bits // 8
     short = -packed.shape[-1] % size
     whole = xp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, short)])
-    octets = whole.reshape(*packed.shape[:-1], -1, size).astype(xp.uint32)
+    groups = whole.shape[-1] // size
+    octets = whole.reshape(*packed.shape[:-1], groups, size).astype(xp.uint32)
     word = octets[..., 0]
     for i in range(1, size):
         word = word | (octets[..., i] << xp.uint32(8 * i))
     mask = xp.uint32((1 << bits) - 1)
     lanes = xp.stack([(word >> xp.uint32(bits * i)) & mask for i in range(group)], axis=-1)
-    return lanes.astype(xp.uint8).reshape(*packed.shape[:-1], -1)[..., :length]
+    return lanes.astype(xp.uint8).reshape(*packed.shape[:-1], groups * group)[..., :length]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from extensor.errors import unknown_name
-from extensor.formats import DIALECTS, FORMATS, SCALES, BlockFormat, Dialect, Tile
+from extensor.formats import DIALECTS, FORMATS, BlockFormat, Dialect, Tile
 
 __all__ = ["Hadamard", "QuantSpec"]
 
@@ -43,6 +43,8 @@ class Hadamard:
             raise ValueError(f"Hadamard size: wanted one of {HADAMARD_SIZES}, got {self.size!r}")
         if self.signs not in ("none", "fixed", "random"):
             raise ValueError(f"Hadamard signs: wanted none, fixed or random, got {self.signs!r}")
+        if not _is_int(self.seed) or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"Hadamard seed: wanted an int in 0..2**64 - 1, got {self.seed!r}")
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class QuantSpec:
             raise TypeError(f"axis: wanted an int, got {self.axis!r}")
         _check_tile(self.tile)
         self._check_rule()
+        if self.transform is not None and not isinstance(self.transform, Hadamard):
+            raise TypeError(f"transform: wanted a Hadamard or None, got {self.transform!r}")
         if self.rounding not in ("nearest_even", "stochastic"):
             raise ValueError(
                 f"rounding: wanted 'nearest_even' or 'stochastic', got {self.rounding!r}"
@@ -141,7 +145,7 @@ class QuantSpec:
             if not _is_int(self.scale_window) or self.scale_window < 0:
                 raise ValueError(f"scale_window: wanted an int >= 0, got {self.scale_window!r}")
         if self.scale_dtype is not None and (
-            row.scale.name != "float32" or self.scale_dtype not in SCALES
+            row.scale.name != "float32" or self.scale_dtype not in ("float32", "float16")
         ):
             raise ValueError(
                 f"scale_dtype: wanted None (or, for a float-scaled format, 'float32' or "
@@ -162,6 +166,14 @@ class QuantSpec:
             raise ValueError(
                 f"outliers: wanted None (or, for the outlier codec, 0..{row.outliers}), "
                 f"got {self.outliers!r} with {self.format}"
+            )
+        if row.outliers and (
+            self.transform or self.statistic != "amax" or self.tile not in (None, "channel")
+        ):
+            raise ValueError(
+                f"{self.format} codes whole rows by their largest magnitude: wanted transform=None, "
+                f"statistic='amax' and the format's tile, got {self.transform!r}, "
+                f"{self.statistic!r} and {self.tile!r}"
             )
 
     @property

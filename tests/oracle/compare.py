@@ -48,6 +48,7 @@ def same_stored(q: object, stats: object, oracle: object, context: object = "") 
             same_bytes(name, got, want, context)
     counted = stats.count, stats.saturated, stats.flushed  # type: ignore[attr-defined]
     wanted = oracle.operand.size, oracle.saturated, oracle.flushed  # type: ignore[attr-defined]
-    assert counted == wanted, f"(count, saturated, flushed): got {counted}, wanted {wanted}; {context}"
-    total = sum(np.asarray(getattr(oracle, n)).nbytes for n in PARTS if getattr(oracle, n) is not None)
-    assert q.nbytes == total, f"nbytes: got {q.nbytes}, wanted {total}; {context}"  # type: ignore[attr-defined]
+    assert counted == wanted, f"count, saturated, flushed: {counted}, wanted {wanted}; {context}"
+    parts = [part for name in PARTS if (part := getattr(oracle, name)) is not None]
+    total = sum(np.asarray(part).nbytes for part in parts)
+    assert q.nbytes == total, f"nbytes: {q.nbytes}, wanted {total}; {context}"  # type: ignore[attr-defined]

@@ -56,7 +56,8 @@ def sample(shape: tuple[int, ...], axis: int, kind: str, seed: int) -> np.ndarra
         start = 0
         while start < moved.shape[-1]:
             n = min(int(rng.choice([8, 16])), moved.shape[-1] - start)
-            which = rng.integers(10) if kind == "finite" or rng.random() < 0.7 else rng.integers(10, 14)
-            moved[(*line, slice(start, start + n))] = _piece(rng, int(which), n)
+            special = kind == "special" and rng.random() < 0.3
+            which = int(rng.integers(10, 14) if special else rng.integers(10))
+            moved[(*line, slice(start, start + n))] = _piece(rng, which, n)
             start += n
     return np.ascontiguousarray(np.moveaxis(moved, -1, axis))

@@ -82,9 +82,7 @@ class ShowProgress(Callback):
         )
 
     def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
-        self.console.print(
-            epoch_line(report, trainer.config.epochs), highlight=False, soft_wrap=True
-        )
+        self.console.print(epoch_line(report, trainer.config.epochs))
 
     def on_end(self, trainer: Trainer, result: dict[str, Any] | None) -> None:
         if self._bar is not None:

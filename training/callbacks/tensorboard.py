@@ -46,7 +46,7 @@ class TensorBoard(Callback):
     def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
         values = report.as_dict()
         del values["epoch"], values["step"]
-        self._add("epoch", report.epoch, values)
+        self._add("epoch", report.step, values)
 
     def on_end(self, trainer: Trainer, result: dict[str, Any] | None) -> None:
         if self._writer is not None:

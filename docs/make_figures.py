@@ -1,0 +1,261 @@
+"""Draws the number formats from their rows, and writes the generated tables of the docs.
+
+    python docs/make_figures.py            write
+    python docs/make_figures.py --check    exit 1 if anything would change
+
+Nothing here states a fact about a format: a new row appears in every figure and table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from extensor.cli import Sheet, dialect_sheet, element_sheet, format_sheet, scale_sheet
+from extensor.formats import ELEMENTS, FORMATS, BlockFormat, ElementFormat
+from extensor.quant.recipe import SLOTS, LayerRecipe, Operand
+from extensor.quant.recipes import ALIASES, RECIPES
+
+DOCS = Path(__file__).resolve().parent
+
+INK, FAINT, PAPER = "#24292f", "#8c959f", "#ffffff"
+SIGN, EXPONENT, MANTISSA, SCALE = "#d4574e", "#e0a32e", "#3f7fbf", "#5a9e6f"
+NAME_WIDTH = 78
+
+
+def text(x: float, y: float, words: str, anchor: str = "start", colour: str = INK) -> str:
+    """One line of text."""
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, colour: str = INK, width: float = 1) -> str:
+    """A straight line."""
+    place = f'x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"'
+    return f'<line {place} stroke="{colour}" stroke-width="{width:g}"/>'
+
+
+def ticks(places: Sequence[float], y: float, colour: str) -> str:
+    """Short vertical strokes, as one path."""
+    path = "".join(f"M{x:.1f} {y - 8:g}v16" for x in places)
+    return f'<path d="{path}" stroke="{colour}"/>'
+
+
+def box(x: float, y: float, width: float, height: float, colour: str) -> str:
+    """A filled rectangle with a thin white edge."""
+    place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+    return f'<rect {place} fill="{colour}" stroke="{PAPER}"/>'
+
+
+def drawing(width: float, height: float, parts: Iterable[str], title: str) -> str:
+    """A whole SVG file on white paper, so that it reads on a dark page too."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" font-family="monospace" font-size="12" role="img">'
+    )
+    paper = f'<rect width="{width:g}" height="{height:g}" fill="{PAPER}"/>'
+    return "\n".join([head, f"<title>{title}</title>", paper, *parts, "</svg>"]) + "\n"
+
+
+def bit_layouts() -> str:
+    """Each element's bits, high to low: sign, exponent, mantissa."""
+    cell, row_height = 26, 30
+    parts = []
+    for number, row in enumerate(ELEMENTS.values()):
+        y = 12 + number * row_height
+        parts.append(text(8, y + 15, row.name))
+        exponents = range(1, 1 + row.exponent_bits)
+        for bit in range(row.bits):
+            kind = SIGN if bit == 0 else EXPONENT if bit in exponents else MANTISSA
+            parts.append(box(NAME_WIDTH + bit * cell, y, cell, 20, kind))
+        note = f"max {row.max:g}, smallest {row.min_positive:g}"
+        parts.append(text(NAME_WIDTH + 8 * cell + 14, y + 15, note, colour=FAINT))
+    y = 18 + len(ELEMENTS) * row_height
+    legend = (("sign", SIGN), ("exponent", EXPONENT), ("mantissa or integer", MANTISSA))
+    for number, (name, colour) in enumerate(legend):
+        x = NAME_WIDTH + number * 110
+        parts += [box(x, y, 14, 14, colour), text(x + 20, y + 12, name)]
+    return drawing(NAME_WIDTH + 8 * cell + 250, y + 26, parts, "Bits of the element grids")
+
+
+def positive_values(row: ElementFormat) -> list[float]:
+    """The finite positive values of a grid, ascending."""
+    return sorted({v for v in row.values if math.isfinite(v) and v > 0})
+
+
+def grid_lines() -> str:
+    """Positive grid values on one logarithmic axis: range is width, precision is density."""
+    rows = list(ELEMENTS.values())
+    low = min(math.log2(positive_values(row)[0]) for row in rows)
+    high = max(math.log2(row.max) for row in rows)
+    width, row_height = 640, 30
+
+    def place(value: float) -> float:
+        return NAME_WIDTH + (math.log2(value) - low) / (high - low) * width
+
+    parts = []
+    bottom = 14 + len(rows) * row_height
+    for exponent in range(math.ceil(low / 4) * 4, math.floor(high) + 1, 4):
+        x = place(2.0**exponent)
+        parts += [line(x, 8, x, bottom, "#e4e7eb"), text(x, bottom + 14, f"2^{exponent}", "middle")]
+    for number, row in enumerate(rows):
+        y = 24 + number * row_height
+        values = positive_values(row)
+        parts.append(text(8, y + 4, row.name))
+        parts.append(line(place(values[0]), y, place(values[-1]), y, FAINT, 0.6))
+        normal = [v for v in values if not row.is_float or v >= row.min_normal]
+        parts.append(ticks([place(v) for v in normal], y, MANTISSA))
+        parts.append(ticks([place(v) for v in values[: len(values) - len(normal)]], y, EXPONENT))
+    parts.append(text(NAME_WIDTH, bottom + 32, "orange: subnormal", colour=EXPONENT))
+    return drawing(NAME_WIDTH + width + 24, bottom + 44, parts, "Element grids, logarithmic axis")
+
+
+def small_grids() -> str:
+    """Grids of 6 bits and fewer on a linear axis, zero to the largest value: where the gaps are."""
+    rows = [row for row in ELEMENTS.values() if row.bits <= 6]
+    width, row_height = 640, 44
+    parts = []
+    for number, row in enumerate(rows):
+        y = 20 + number * row_height
+        parts += [text(8, y + 4, row.name), line(NAME_WIDTH, y, NAME_WIDTH + width, y, FAINT, 0.6)]
+        values = [0.0, *positive_values(row)]
+        places = [NAME_WIDTH + value / row.max * width for value in values]
+        parts.append(ticks(places, y, MANTISSA))
+        for value, x in zip(values, places, strict=True):
+            if len(values) <= 8 or value == row.max:
+                parts.append(text(x, y + 21, f"{value:g}", "middle"))
+    return drawing(NAME_WIDTH + width + 24, 16 + len(rows) * row_height, parts, "Small grids")
+
+
+def block_layouts() -> str:
+    """Bytes of 32 values along the axis in each format with a fixed tile: codes, then scales."""
+    rows = [row for row in FORMATS.values() if isinstance(row.tile, tuple)]
+    unit, row_height = 14, 30
+    parts = []
+    for number, row in enumerate(rows):
+        y = 12 + number * row_height
+        parts.append(text(8, y + 13, row.name))
+        codes, scales = block_bytes(row)
+        x0 = NAME_WIDTH + 34
+        parts += [box(x0 + i * unit, y, unit, 18, MANTISSA) for i in range(codes)]
+        parts += [box(x0 + (codes + i) * unit, y, unit, 18, SCALE) for i in range(scales)]
+        label = f"{row.bits_per_element():g} bits"
+        parts.append(text(x0 + (codes + scales) * unit + 8, y + 13, label, colour=FAINT))
+    y = 16 + len(rows) * row_height
+    x = NAME_WIDTH + 34
+    parts += [box(x, y, 14, 14, MANTISSA), text(x + 20, y + 12, "a byte of codes")]
+    parts += [box(x + 160, y, 14, 14, SCALE), text(x + 180, y + 12, "a byte of scales")]
+    return drawing(NAME_WIDTH + 34 + 38 * unit + 60, y + 26, parts, "Storage of 32 values")
+
+
+def block_bytes(row: BlockFormat, values: int = 32) -> tuple[int, int]:
+    """Bytes of codes and of scales that ``values`` elements take."""
+    assert isinstance(row.tile, tuple)
+    codes = values * row.element.bits // 8
+    return codes, values // (row.tile[0] * row.tile[1]) * row.scale.bits // 8
+
+
+FIGURES = {
+    "bits.svg": bit_layouts,
+    "grids.svg": grid_lines,
+    "small_grids.svg": small_grids,
+    "blocks.svg": block_layouts,
+}
+
+
+def operand_text(operand: Operand) -> str:
+    """An operand's format and what departs from its defaults."""
+    if isinstance(operand, str):
+        return operand
+    words = [operand.format, operand.rule]
+    if isinstance(operand.tile, tuple) and operand.tile != operand.row.tile:
+        words.append(f"{operand.tile[0]}x{operand.tile[1]}")
+    if operand.transform is not None:
+        words.append(f"Hadamard-{operand.transform.size} {operand.transform.signs}")
+    if operand.element_scale != 1.0:
+        words.append(f"times {operand.element_scale:g}")
+    if operand.rounding == "stochastic":
+        words.append("stochastic")
+    return " ".join(words)
+
+
+def layer_text(layer: LayerRecipe) -> str:
+    """The one operand that fills all six slots, or a count of different ones."""
+    different = {operand_text(layer.slot(slot)) for slot in SLOTS}
+    return different.pop() if len(different) == 1 else f"{len(different)} kinds of operand"
+
+
+def recipe_sheet() -> Sheet:
+    """The recipes, slot by slot."""
+    rows = []
+    for recipe in RECIPES.values():
+        slots = tuple(operand_text(recipe.layers.slot(slot)) for slot in SLOTS)
+        rules = "; ".join(f"{rule.match}: {layer_text(rule.use)}" for rule in recipe.rules)
+        rows.append((recipe.name, recipe.doc, *slots, rules or "-"))
+    return Sheet("Recipes", ("recipe", "", *SLOTS, "other layers"), tuple(rows))
+
+
+def alias_sheet() -> Sheet:
+    """The short names."""
+    return Sheet("Aliases", ("short", "recipe"), tuple(ALIASES.items()))
+
+
+PAGES = {
+    "formats.md": {
+        "elements": element_sheet,
+        "formats": format_sheet,
+        "scales": scale_sheet,
+        "dialects": dialect_sheet,
+    },
+    "recipes.md": {"recipes": recipe_sheet, "aliases": alias_sheet},
+}
+
+
+def markdown(sheet: Sheet) -> str:
+    """A table of the command line as Markdown."""
+    rows = [sheet.columns, tuple("---" for _ in sheet.columns), *sheet.rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in r) + " |" for r in rows)
+
+
+def page(path: Path, sheets: dict[str, Callable[[], Sheet]]) -> str:
+    """A page with every generated table brought up to date."""
+    result = path.read_text(encoding="utf-8")
+    for name, sheet in sheets.items():
+        begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
+        head, found, rest = result.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not (found and closed):
+            raise SystemExit(f"{path.name}: wanted {begin.strip()} ... {end}, found none")
+        result = f"{head}{begin}{markdown(sheet())}\n{end}{tail}"
+    return result
+
+
+def outputs() -> dict[Path, str]:
+    """Every generated file and what it should hold."""
+    made = {DOCS / "figures" / name: draw() for name, draw in FIGURES.items()}
+    pages = {DOCS / name: page(DOCS / name, sheets) for name, sheets in PAGES.items()}
+    return {**made, **pages}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check the generated files."""
+    parser = argparse.ArgumentParser(description="figures and tables of the docs")
+    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if stale")
+    check = parser.parse_args(argv).check
+    stale = {
+        path: wanted
+        for path, wanted in outputs().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != wanted
+    }
+    for path, wanted in stale.items():
+        print(f"{'stale' if check else 'written'}: {path.relative_to(DOCS.parent)}")
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(wanted, encoding="utf-8")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

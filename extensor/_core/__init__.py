@@ -1,0 +1,1 @@
+"""The optional C++ core. `extensor.backends.cpu` is its only user."""

@@ -1,0 +1,375 @@
+// The Python module extensor._core._kernels: argument checks, allocation, and the choice of level.
+//
+// Shapes are checked once more here although extensor.backends.cpu has done so: a kernel writes
+// through raw pointers.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "kernels.hpp"
+#include "rows.hpp"
+#include "threads.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using Floats = py::array_t<float, py::array::c_style>;
+using Ints = py::array_t<int32_t, py::array::c_style>;
+using Pair = std::array<int64_t, 2>;
+
+struct Level {
+    const char* name;
+    const WindowKernels* windows;
+    const QuantKernels* quant;
+};
+
+std::vector<Level> supported_levels() {
+    std::vector<Level> levels = {{"scalar", &scalar::window_kernels, &scalar::quant_kernels}};
+#ifdef EXTENSOR_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        levels.push_back({"avx2", &avx2::window_kernels, &avx2::quant_kernels});
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        levels.push_back({"avx512", &avx512::window_kernels, &avx512::quant_kernels});
+#endif
+    return levels;
+}
+
+const std::vector<Level> levels = supported_levels();
+Level current = levels.back();
+
+std::vector<std::string> level_names() {
+    std::vector<std::string> names;
+    for (const Level& level : levels) names.emplace_back(level.name);
+    return names;
+}
+
+void set_level(const std::string& name) {
+    for (const Level& level : levels) {
+        if (name == level.name) {
+            current = level;
+            return;
+        }
+    }
+    std::string known;
+    for (const Level& level : levels) known += std::string(known.empty() ? "" : ", ") + level.name;
+    throw py::value_error("set_level: wanted one of " + known + ", got " + name);
+}
+
+void require(bool holds, const char* what) {
+    if (!holds) throw py::value_error(what);
+}
+
+Conv geometry(const Pair& kernel, const Pair& stride, const Pair& padding, const Pair& dilation) {
+    Conv s{};
+    s.kh = kernel[0], s.kw = kernel[1], s.sh = stride[0], s.sw = stride[1];
+    s.ph = padding[0], s.pw = padding[1], s.dh = dilation[0], s.dw = dilation[1];
+    s.groups = 1;
+    require(s.kh > 0 && s.kw > 0 && s.sh > 0 && s.sw > 0 && s.dh > 0 && s.dw > 0 && s.ph >= 0 &&
+                s.pw >= 0,
+            "window: wanted a positive kernel, stride and dilation and no negative padding");
+    return s;
+}
+
+void set_input(Conv& s, int64_t n, int64_t c, int64_t h, int64_t w) {
+    s.n = n, s.c = c, s.h = h, s.w = w;
+    const int64_t rows = h + 2 * s.ph - s.dh * (s.kh - 1) - 1;
+    const int64_t columns = w + 2 * s.pw - s.dw * (s.kw - 1) - 1;
+    require(rows >= 0 && columns >= 0, "window: it does not fit the image");
+    s.ho = rows / s.sh + 1, s.wo = columns / s.sw + 1;
+}
+
+Conv of_input(const Floats& x, Conv s) {
+    require(x.ndim() == 4, "wanted an array of (N, C, H, W)");
+    set_input(s, x.shape(0), x.shape(1), x.shape(2), x.shape(3));
+    return s;
+}
+
+Conv of_shape(const std::array<int64_t, 4>& shape, Conv s) {
+    set_input(s, shape[0], shape[1], shape[2], shape[3]);
+    return s;
+}
+
+void set_weights(Conv& s, int64_t o, int64_t c, int64_t kh, int64_t kw, int64_t groups) {
+    require(groups > 0 && s.c % groups == 0 && o % groups == 0 && c == s.c / groups && kh == s.kh &&
+                kw == s.kw,
+            "conv2d: the weights do not fit the input, the window and the groups");
+    s.o = o, s.groups = groups;
+}
+
+void require_output(const Conv& s, const Floats& g, int64_t channels) {
+    require(g.ndim() == 4 && g.shape(0) == s.n && g.shape(1) == channels && g.shape(2) == s.ho &&
+                g.shape(3) == s.wo,
+            "the gradient does not have the output's shape");
+}
+
+Floats conv2d(const Floats& x, const Floats& w, const Pair& stride, const Pair& padding,
+              const Pair& dilation, int64_t groups) {
+    require(w.ndim() == 4, "conv2d: wanted weights of (O, C / groups, kh, kw)");
+    Conv s = of_input(x, geometry({w.shape(2), w.shape(3)}, stride, padding, dilation));
+    set_weights(s, w.shape(0), w.shape(1), w.shape(2), w.shape(3), groups);
+    Floats y({s.n, s.o, s.ho, s.wo});
+    const float *in = x.data(), *weights = w.data();
+    float* out = y.mutable_data();
+    const auto kernel = current.windows->conv;
+    py::gil_scoped_release release;
+    kernel(s, in, weights, out);
+    return y;
+}
+
+Floats conv2d_grad_x(const Floats& g, const Floats& w, const std::array<int64_t, 4>& shape,
+                     const Pair& padding, const Pair& dilation, int64_t groups) {
+    require(w.ndim() == 4, "conv2d_grad_x: wanted weights of (O, C / groups, kh, kw)");
+    Conv s = of_shape(shape, geometry({w.shape(2), w.shape(3)}, {1, 1}, padding, dilation));
+    set_weights(s, w.shape(0), w.shape(1), w.shape(2), w.shape(3), groups);
+    require_output(s, g, s.o);
+    require((s.kh - 1) * s.dh >= s.ph && (s.kw - 1) * s.dw >= s.pw,
+            "conv2d_grad_x: wanted padding below the kernel's extent");
+    Floats gx({s.n, s.c, s.h, s.w});
+    const float *in = g.data(), *weights = w.data();
+    float* out = gx.mutable_data();
+    const auto kernel = current.windows->conv_grad_x;
+    py::gil_scoped_release release;
+    kernel(s, in, weights, out);
+    return gx;
+}
+
+Floats conv2d_grad_w(const Floats& g, const Floats& x, const std::array<int64_t, 4>& shape,
+                     const Pair& stride, const Pair& padding, const Pair& dilation,
+                     int64_t groups) {
+    Conv s = of_input(x, geometry({shape[2], shape[3]}, stride, padding, dilation));
+    set_weights(s, shape[0], shape[1], shape[2], shape[3], groups);
+    require_output(s, g, s.o);
+    Floats gw({shape[0], shape[1], shape[2], shape[3]});
+    const float *grad = g.data(), *in = x.data();
+    float* out = gw.mutable_data();
+    const auto kernel = current.windows->conv_grad_w;
+    py::gil_scoped_release release;
+    kernel(s, grad, in, out);
+    return gw;
+}
+
+py::tuple max_pool2d(const Floats& x, const Pair& kernel, const Pair& stride, const Pair& padding,
+                     const Pair& dilation) {
+    const Conv s = of_input(x, geometry(kernel, stride, padding, dilation));
+    require(s.h * s.w <= INT32_MAX, "max_pool2d: wanted images of fewer than 2**31 pixels");
+    Floats y({s.n, s.c, s.ho, s.wo});
+    Ints index({s.n, s.c, s.ho, s.wo});
+    const float* in = x.data();
+    float* out = y.mutable_data();
+    int32_t* where = index.mutable_data();
+    {
+        py::gil_scoped_release release;
+        current.windows->max_pool(s, in, out, where);
+    }
+    return py::make_tuple(y, index);
+}
+
+Floats max_pool2d_grad(const Floats& g, const Ints& index, const std::array<int64_t, 4>& shape) {
+    require(g.ndim() == 4 && index.ndim() == 4 && g.shape(0) == shape[0] && g.shape(1) == shape[1],
+            "max_pool2d_grad: wanted g and index of (N, C, Ho, Wo)");
+    for (int i = 0; i < 4; ++i)
+        require(g.shape(i) == index.shape(i), "max_pool2d_grad: g and index differ in shape");
+    Conv s{};
+    s.n = shape[0], s.c = shape[1], s.h = shape[2], s.w = shape[3];
+    s.ho = g.shape(2), s.wo = g.shape(3);
+    Floats gx({s.n, s.c, s.h, s.w});
+    const float* grad = g.data();
+    const int32_t* where = index.data();
+    float* out = gx.mutable_data();
+    bool inside;
+    {
+        py::gil_scoped_release release;
+        inside = current.windows->max_pool_grad(s, grad, where, out);
+    }
+    require(inside, "max_pool2d_grad: an index lies outside the image");
+    return gx;
+}
+
+Floats im2col(const Floats& x, const Pair& kernel, const Pair& stride, const Pair& padding,
+              const Pair& dilation) {
+    const Conv s = of_input(x, geometry(kernel, stride, padding, dilation));
+    Floats columns({s.n * s.ho * s.wo, s.c * s.kh * s.kw});
+    const float* in = x.data();
+    float* out = columns.mutable_data();
+    py::gil_scoped_release release;
+    current.windows->im2col(s, in, out);
+    return columns;
+}
+
+Floats col2im(const Floats& columns, const std::array<int64_t, 4>& shape, const Pair& kernel,
+              const Pair& stride, const Pair& padding, const Pair& dilation) {
+    const Conv s = of_shape(shape, geometry(kernel, stride, padding, dilation));
+    require(columns.ndim() == 2 && columns.shape(0) == s.n * s.ho * s.wo &&
+                columns.shape(1) == s.c * s.kh * s.kw,
+            "col2im: wanted columns of (N * Ho * Wo, C * kh * kw)");
+    Floats x({s.n, s.c, s.h, s.w});
+    const float* in = columns.data();
+    float* out = x.mutable_data();
+    py::gil_scoped_release release;
+    current.windows->col2im(s, in, out);
+    return x;
+}
+
+// ---- quantizing ----
+
+// Where `Layout` is (outer, rows, length, inner, coded, tile rows, tile length); see QuantJob.
+using Layout = std::array<int64_t, 7>;
+using Shape = std::vector<py::ssize_t>;
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+
+template <class T>
+T named(const std::string& name, const std::vector<std::string>& names, const char* what) {
+    for (size_t i = 0; i < names.size(); ++i)
+        if (name == names[i]) return static_cast<T>(i);
+    throw py::value_error(std::string(what) + ": unknown name " + name);
+}
+
+QuantPlan make_plan(const std::string& element, const std::string& scale, const std::string& rule,
+                    const std::string& ties, bool stochastic, int rbits, uint32_t mx_inf_byte,
+                    uint32_t nv_zero_byte, bool nv_tiny_saturates, int window, float element_scale,
+                    const std::vector<float>& signs) {
+    QuantPlan p{};
+    p.element = named<int>(element, {std::begin(kElementNames), std::end(kElementNames)}, "element");
+    p.scale = named<Scale>(scale, {"e8m0", "ue4m3", "float32"}, "scale");
+    p.rule = named<Rule>(rule, {"floor", "rceil", "ceil", "even", "one", "amax"}, "rule");
+    p.ties = named<Ties>(ties, {"even", "away", "zero"}, "ties");
+    p.stochastic = stochastic, p.rbits = rbits;
+    p.mx_inf_byte = mx_inf_byte, p.nv_zero_byte = nv_zero_byte;
+    p.nv_tiny_saturates = nv_tiny_saturates, p.window = window, p.element_scale = element_scale;
+    require(signs.size() <= 128, "signs: wanted at most 128");
+    p.hadamard = static_cast<int>(signs.size());
+    std::copy(signs.begin(), signs.end(), p.signs);
+    return p;
+}
+
+QuantJob make_job(const Floats& x, const Layout& l) {
+    QuantJob job{};
+    job.outer = l[0], job.rows = l[1], job.length = l[2], job.inner = l[3], job.coded = l[4];
+    job.tile_rows = l[5], job.tile_length = l[6];
+    require(job.outer > 0 && job.rows > 0 && job.length > 0 && job.inner > 0 &&
+                job.coded >= job.length && job.tile_rows > 0 && job.tile_length > 0 &&
+                job.outer * job.rows * job.length * job.inner == x.size(),
+            "quantize: the layout does not fit the array");
+    require(job.inner == 1 || (job.rows == 1 && (job.tile_rows == 1 || job.outer == 1)),
+            "quantize: tiles of several columns need a matrix");
+    job.x = x.data();
+    return job;
+}
+
+int64_t product(const Shape& shape) {
+    int64_t n = 1;
+    for (py::ssize_t d : shape) n *= d;
+    return n;
+}
+
+// Codes bytes along the length, and the number of tiles.
+int64_t packed_bytes(const QuantPlan& plan, int64_t coded, int64_t tile_length) {
+    const int64_t tiles = (coded + tile_length - 1) / tile_length;
+    return (tiles * tile_length * kElements[plan.element].bits + 7) / 8;
+}
+
+int64_t tile_count(const Layout& l) {
+    const int64_t tiles = (l[4] + l[6] - 1) / l[6];
+    const int64_t across = l[3] == 1 ? l[1] : l[3];
+    return l[0] * tiles * ((across + l[5] - 1) / l[5]);
+}
+
+py::tuple operand(const QuantPlan& plan, const Floats& x, const Layout& layout, const Shape& shape,
+                  const std::array<uint32_t, 4>& stream) {
+    QuantJob job = make_job(x, layout);
+    require(product(shape) == job.outer * job.rows * job.coded * job.inner,
+            "operand: the layout does not fit the result's shape");
+    Floats values(shape);
+    job.values = values.mutable_data();
+    {
+        py::gil_scoped_release release;
+        current.quant->quantize(plan, {stream[0], stream[1], stream[2], stream[3]}, job);
+    }
+    return py::make_tuple(values, job.saturated, job.flushed);
+}
+
+py::tuple quantize(const QuantPlan& plan, const Floats& x, const Layout& layout,
+                   const Shape& codes_shape, const Shape& scales_shape,
+                   const std::array<uint32_t, 4>& stream) {
+    QuantJob job = make_job(x, layout);
+    require(product(codes_shape) == job.outer * job.rows * job.inner *
+                                        packed_bytes(plan, job.coded, job.tile_length) &&
+                product(scales_shape) == tile_count(layout),
+            "quantize: the layout does not fit the shapes of codes and scales");
+    Bytes codes(codes_shape);
+    job.codes = codes.mutable_data();
+    py::object scales;
+    if (plan.scale == Scale::float32) {
+        Floats array(scales_shape);
+        job.scales = array.mutable_data();
+        scales = std::move(array);
+    } else {
+        Bytes array(scales_shape);
+        job.scales = array.mutable_data();
+        scales = std::move(array);
+    }
+    {
+        py::gil_scoped_release release;
+        current.quant->quantize(plan, {stream[0], stream[1], stream[2], stream[3]}, job);
+    }
+    return py::make_tuple(codes, scales, job.tensor_scale, job.saturated, job.flushed);
+}
+
+Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& scales,
+                  float tensor_scale, const Layout& layout, const Shape& shape) {
+    DequantJob job{};
+    job.outer = layout[0], job.rows = layout[1], job.length = layout[2], job.inner = layout[3];
+    job.tile_rows = layout[5], job.tile_length = layout[6], job.tensor_scale = tensor_scale;
+    require(codes.size() == job.outer * job.rows * job.inner *
+                                packed_bytes(plan, job.length, job.tile_length) &&
+                scales.size() == tile_count(layout) &&
+                product(shape) == job.outer * job.rows * job.length * job.inner,
+            "dequantize: the layout does not fit codes, scales and shape");
+    const bool floats = plan.scale == Scale::float32;
+    require((scales.flags() & py::array::c_style) != 0 &&
+                scales.dtype().is(floats ? py::dtype::of<float>() : py::dtype::of<uint8_t>()),
+            "dequantize: wanted scales as contiguous bytes, or float32 for a float scale");
+    Floats values(shape);
+    job.codes = codes.data();
+    job.scales = scales.data();
+    job.values = values.mutable_data();
+    py::gil_scoped_release release;
+    current.quant->dequantize(plan, job);
+    return values;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_kernels, m) {
+    m.doc() = "extensor's C++ core";
+    m.def("levels", level_names, "Instruction sets this build and this CPU have, best last.");
+    m.def("level", [] { return current.name; }, "The instruction set in use.");
+    m.def("set_level", set_level, "Use another of `levels`.");
+    m.def("threads", threads::get, "Number of threads.");
+    m.def("set_threads", threads::set, "Use that many threads.");
+    py::class_<QuantPlan>(m, "Plan", "A resolved QuantSpec as the kernels take it.")
+        .def(py::init(&make_plan), py::kw_only(), py::arg("element"), py::arg("scale"),
+             py::arg("rule"), py::arg("ties"), py::arg("stochastic"), py::arg("rbits"),
+             py::arg("mx_inf_byte"), py::arg("nv_zero_byte"), py::arg("nv_tiny_saturates"),
+             py::arg("window"), py::arg("element_scale"), py::arg("signs"));
+    m.def("operand", operand);
+    m.def("quantize", quantize);
+    m.def("dequantize", dequantize);
+    m.def("conv2d", conv2d);
+    m.def("conv2d_grad_x", conv2d_grad_x);
+    m.def("conv2d_grad_w", conv2d_grad_w);
+    m.def("max_pool2d", max_pool2d);
+    m.def("max_pool2d_grad", max_pool2d_grad);
+    m.def("im2col", im2col);
+    m.def("col2im", col2im);
+}

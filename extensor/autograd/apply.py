@@ -1,0 +1,151 @@
+"""`apply`: run a primitive on tensors and record it.
+
+The common case (float32 or float64 inputs of one dtype on one device) goes
+straight to the primitive's forward. Everything else is prepared first:
+promotion, blocked operands, and the rule that 16-bit floats compute in float32
+and round once.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.mode import MODE
+from extensor.autograd.node import Node
+from extensor.autograd.primitive import BLOCKED_RULES, PRIMITIVES, Primitive
+from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import compute_dtype, dtype_of, float32, promote
+
+__all__ = ["apply", "wrap"]
+
+_new = object.__new__
+_scalar = np.generic
+
+
+def wrap(data: Any, backend: Any, node: Node | None = None) -> ExTensor:
+    """An ExTensor around raw data, without a check or a copy."""
+    if isinstance(data, _scalar):  # numpy gives scalars where an array would have no axes
+        data = np.asarray(data)
+    tensor: ExTensor = _new(ExTensor)
+    tensor.data = data
+    tensor.dtype = dtype_of(data)
+    tensor.backend = backend
+    tensor.node = node
+    tensor.grad = None
+    tensor._requires_grad = node is not None
+    tensor._version = [0]
+    return tensor
+
+
+def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
+    """Run the primitive ``name`` on tensors, recording it if a gradient may be asked for.
+
+    Args:
+        name: a key of `PRIMITIVES`.
+        inputs: at least one tensor.
+        params: handed to the primitive's forward and VJPs as they are.
+
+    Raises:
+        TypeError: for dtypes that do not go together, and blocked inputs that the primitive
+            cannot take.
+        ValueError: for inputs on different devices, or shapes that do not broadcast.
+    """
+    primitive = PRIMITIVES[name]
+    first = inputs[0]
+    dtype = first.dtype
+    backend = first.backend
+    direct = dtype.level <= primitive.direct
+    record = False
+    arrays = []
+    for tensor in inputs:
+        arrays.append(tensor.data)
+        if tensor.dtype is not dtype or tensor.backend is not backend:
+            direct = False
+        if tensor._requires_grad:
+            record = True
+    compute: Any = None
+    rounded: Any = None
+    if not direct:
+        if name in BLOCKED_RULES and any(t.dtype.is_blocked for t in inputs):
+            ruled: ExTensor = BLOCKED_RULES[name](*inputs, **params)
+            return ruled
+        inputs, arrays, compute, rounded = _prepare(primitive, inputs)
+    try:
+        out = primitive.forward(backend, *arrays, **params)
+    except ValueError as error:
+        if not primitive.broadcasts:
+            raise
+        raise ValueError(_broadcast_message(name, arrays)) from error
+    saved = None
+    if primitive.saves:
+        out, saved = out
+    if rounded is not None and out.dtype == np.float32:
+        out = out.astype(rounded)
+    if isinstance(out, _scalar):
+        out = np.asarray(out)
+    result: ExTensor = _new(ExTensor)
+    result.data = out
+    result.dtype = dtype_of(out)
+    result.backend = backend
+    result.grad = None
+    result.node = None
+    result._requires_grad = False
+    if primitive.view and _shares(out, first.data):
+        result._version = first._version
+    else:
+        result._version = [0]
+    if record and MODE.enabled and primitive.differentiable:
+        result.node = Node(primitive, params, inputs, out, saved, result._version, compute)
+        result._requires_grad = True
+    return result
+
+
+def _shares(out: Any, data: Any) -> bool:
+    """Whether a view primitive's output is a view: arrays keep the owner of their memory."""
+    base = getattr(out, "base", None)
+    return out is data or (base is not None and (base is data or base is data.base))
+
+
+def _prepare(
+    primitive: Primitive, inputs: tuple[ExTensor, ...]
+) -> tuple[tuple[ExTensor, ...], list[Any], Any, Any]:
+    """Inputs to record, arrays to compute on, the dtype they compute in, the one to round to."""
+    name = primitive.name
+    devices = {t.backend.name for t in inputs}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{name}: wanted tensors on one device, got {', '.join(sorted(devices))}; "
+            "move them with x.to(device)"
+        )
+    if not primitive.takes_blocked and any(t.dtype.is_blocked for t in inputs):
+        if primitive.moves:
+            raise TypeError(
+                f"{name}: a blocked tensor ({inputs[0].dtype.name}) cannot be moved about without "
+                "breaking its blocks; use x.dequantize() first"
+            )
+        inputs = tuple(t.dequantize() if t.dtype.is_blocked else t for t in inputs)
+    arrays = [t.data for t in inputs]
+    promoted = [
+        i for i, t in enumerate(inputs) if primitive.has_vjp(i) and not t.dtype.is_blocked
+    ]
+    if not promoted:
+        return inputs, arrays, None, None
+    common = reduce(promote, [inputs[i].dtype for i in promoted])
+    if primitive.to_float and not common.is_float:
+        common = float32
+    compute = common if primitive.moves else compute_dtype(common)
+    for i in promoted:
+        if inputs[i].dtype is not compute:
+            arrays[i] = arrays[i].astype(compute.numpy)
+    return inputs, arrays, compute.numpy, None if compute is common else common.numpy
+
+
+def _broadcast_message(name: str, arrays: list[Any]) -> str:
+    shapes = " and ".join(str(tuple(a.shape)) for a in arrays)
+    return (
+        f"{name}: wanted shapes that broadcast (equal, or 1, counted from the last axis), got "
+        f"{shapes}; reshape one, or add axes of length 1 with expand_dims"
+    )

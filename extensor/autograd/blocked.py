@@ -1,0 +1,265 @@
+"""The blocked side of ExTensor: quantize, dequantize, and what is stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from extensor.autograd.primitive import FUNCTIONS
+from extensor.formats import ELEMENTS, Tile
+from extensor.quant.array import QuantArray
+from extensor.quant.spec import QuantSpec, Rounding
+
+if TYPE_CHECKING:
+    from extensor.autograd.tensor import ExTensor
+    from extensor.quant.reference import RunningAmax
+
+__all__ = ["BlockedMethods"]
+
+
+def _tile(block_size: int | None, tile: Tile | None) -> Tile | None:
+    """The tile that ``block_size`` or ``tile`` asks for."""
+    if block_size is None or tile is not None:
+        if block_size is not None:
+            raise ValueError("block_size and tile say the same thing; give one of them")
+        return tile
+    if not isinstance(block_size, int) or isinstance(block_size, bool):
+        raise TypeError(f"block_size: wanted an int, got {block_size!r}")
+    if block_size < 1:
+        raise ValueError(f"block_size: wanted 1 or more, got {block_size}")
+    return (1, block_size)
+
+
+def _format_of(family: str, element: str) -> str:
+    """The format ``family_element``, with a clear error for another element."""
+    from extensor.errors import unknown_name
+    from extensor.formats import FORMATS
+
+    known = [n.removeprefix(family + "_") for n in FORMATS if n.startswith(family + "_")]
+    if element not in known:
+        hint = "" if element in ELEMENTS else "; no such element grid at all"
+        raise ValueError(unknown_name(f"{family} element", element, known) + hint)
+    return f"{family}_{element}"
+
+
+class BlockedMethods:
+    """Methods of `ExTensor` that make or read blocked tensors."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        data: Any
+
+    # --- making ---------------------------------------------------------------------------------
+
+    def quantize(
+        self,
+        spec: QuantSpec,
+        seed: int | None = None,
+        running: RunningAmax | None = None,
+        clip_gradient: bool = False,
+    ) -> ExTensor:
+        """To blocked storage as ``spec`` says; see `extensor.ops.quantize`."""
+        result: ExTensor = FUNCTIONS["quantize"](self, spec, seed, running, clip_gradient)
+        return result
+
+    def dequantize(self) -> ExTensor:
+        """The values, float32; a dense tensor is returned as it is."""
+        result: ExTensor = FUNCTIONS["dequantize"](self)
+        return result
+
+    def _to(
+        self,
+        format: str,
+        block_size: int | None,
+        tile: Tile | None,
+        rounding: Rounding,
+        seed: int | None,
+        **options: Any,
+    ) -> ExTensor:
+        spec = QuantSpec(format, tile=_tile(block_size, tile), rounding=rounding, **options)
+        return self.quantize(spec, seed)
+
+    def to_mxfp4(
+        self,
+        block_size: int | None = None,
+        axis: int = -1,
+        scale_rule: str | None = None,
+        rounding: Rounding = "nearest_even",
+        seed: int | None = None,
+        *,
+        tile: Tile | None = None,
+        **options: Any,
+    ) -> ExTensor:
+        """To MXFP4: e2m1 codes, two per byte, and an E8M0 scale per block of 32.
+
+        Args:
+            block_size: elements along ``axis`` that share a scale; 32 if neither it nor ``tile``
+                is given.
+            axis: the axis the blocks run along: the GEMM's reduction axis.
+            scale_rule: floor (OCP, the default), rceil, ceil, even, one.
+            rounding: ``"nearest_even"`` or ``"stochastic"`` (needs ``seed``).
+            seed: names the random bits of stochastic rounding.
+            tile: (rows, columns) blocks instead of ``block_size``.
+            options: further fields of `QuantSpec` (dialect, transform, statistic, ...).
+        """
+        options.update(axis=axis, scale_rule=scale_rule)
+        return self._to("mxfp4", block_size, tile, rounding, seed, **options)
+
+    def to_mxfp6(
+        self,
+        element: Literal["e2m3", "e3m2"] = "e2m3",
+        block_size: int | None = None,
+        axis: int = -1,
+        scale_rule: str | None = None,
+        rounding: Rounding = "nearest_even",
+        seed: int | None = None,
+        *,
+        tile: Tile | None = None,
+        **options: Any,
+    ) -> ExTensor:
+        """To MXFP6, four codes in three bytes; arguments as `to_mxfp4`."""
+        options.update(axis=axis, scale_rule=scale_rule)
+        return self._to(_format_of("mxfp6", element), block_size, tile, rounding, seed, **options)
+
+    def to_mxfp8(
+        self,
+        element: Literal["e4m3", "e5m2"] = "e4m3",
+        block_size: int | None = None,
+        axis: int = -1,
+        scale_rule: str | None = None,
+        rounding: Rounding = "nearest_even",
+        seed: int | None = None,
+        *,
+        tile: Tile | None = None,
+        **options: Any,
+    ) -> ExTensor:
+        """To MXFP8; arguments as `to_mxfp4`."""
+        options.update(axis=axis, scale_rule=scale_rule)
+        return self._to(_format_of("mxfp8", element), block_size, tile, rounding, seed, **options)
+
+    def to_mxint8(
+        self,
+        block_size: int | None = None,
+        axis: int = -1,
+        scale_rule: str | None = None,
+        rounding: Rounding = "nearest_even",
+        seed: int | None = None,
+        *,
+        tile: Tile | None = None,
+        **options: Any,
+    ) -> ExTensor:
+        """To MXINT8; arguments as `to_mxfp4`."""
+        options.update(axis=axis, scale_rule=scale_rule)
+        return self._to("mxint8", block_size, tile, rounding, seed, **options)
+
+    def to_nvfp4(
+        self,
+        block_size: int | None = None,
+        axis: int = -1,
+        scale_rule: str | None = None,
+        rounding: Rounding = "nearest_even",
+        seed: int | None = None,
+        *,
+        tile: Tile | None = None,
+        **options: Any,
+    ) -> ExTensor:
+        """To NVFP4: e2m1 codes, an e4m3 scale per 16, a float32 scale per tensor.
+
+        ``scale_rule`` is ``"amax"`` (Transformer Engine's) or ``"four_over_six"``; the other
+        arguments as `to_mxfp4`.
+        """
+        options.update(axis=axis, scale_rule=scale_rule)
+        return self._to("nvfp4", block_size, tile, rounding, seed, **options)
+
+    def to_fp8(
+        self,
+        element: Literal["e4m3", "e5m2"] = "e4m3",
+        tile: Tile | None = None,
+        axis: int = -1,
+        rounding: Rounding = "nearest_even",
+        seed: int | None = None,
+        **options: Any,
+    ) -> ExTensor:
+        """To FP8 with float32 scales: per tensor, ``tile="channel"``, (1, 128) or (128, 128)."""
+        return self._to(
+            _format_of("fp8", element), None, tile, rounding, seed, axis=axis, **options
+        )
+
+    def to_int8(
+        self,
+        tile: Tile | None = None,
+        axis: int = -1,
+        symmetric: bool = True,
+        rounding: Rounding = "nearest_even",
+        seed: int | None = None,
+        *,
+        group_size: int | None = None,
+        **options: Any,
+    ) -> ExTensor:
+        """To INT8 with float scales: per channel by default, ``"tensor"``, or groups.
+
+        ``symmetric=False`` adds a zero point per scale.
+        """
+        options.update(axis=axis, symmetric=symmetric)
+        return self._to("int8", group_size, tile, rounding, seed, **options)
+
+    def to_int4(
+        self,
+        group_size: int | None = None,
+        axis: int = -1,
+        symmetric: bool = True,
+        rounding: Rounding = "nearest_even",
+        seed: int | None = None,
+        *,
+        tile: Tile | None = None,
+        **options: Any,
+    ) -> ExTensor:
+        """To INT4, two codes per byte, with a float scale per group of 32 by default."""
+        options.update(axis=axis, symmetric=symmetric)
+        return self._to("int4", group_size, tile, rounding, seed, **options)
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def _stored(self, what: str) -> QuantArray:
+        if not isinstance(self.data, QuantArray):
+            raise TypeError(
+                f".{what}: the tensor is dense and has no blocks; quantize it first, "
+                "for instance with x.to_mxfp4()"
+            )
+        return self.data
+
+    @property
+    def codes(self) -> Any:
+        """The packed codes: uint8, the block axis holding bytes."""
+        return self._stored("codes").codes
+
+    @property
+    def scales(self) -> Any:
+        """One scale per block: uint8 bits (E8M0, E4M3) or float."""
+        return self._stored("scales").scales
+
+    @property
+    def tensor_scale(self) -> Any:
+        """NVFP4's float32 scale of the whole tensor; None for formats without one."""
+        return self._stored("tensor_scale").tensor_scale
+
+    @property
+    def zero_points(self) -> Any:
+        """Zero points of an asymmetric format (int8); None without."""
+        return self._stored("zero_points").zero_points
+
+    @property
+    def spec(self) -> QuantSpec:
+        """How the tensor was quantized, with axis, tile and rule filled in."""
+        return self._stored("spec").spec
+
+    @property
+    def axis(self) -> int:
+        """The axis the blocks run along."""
+        return self._stored("axis").spec.axis
+
+    @property
+    def block_size(self) -> int:
+        """Elements along the axis that share a scale."""
+        q = self._stored("block_size")
+        return q.spec.tile[1] if isinstance(q.spec.tile, tuple) else max(q.shape[q.spec.axis], 1)

@@ -1,0 +1,316 @@
+"""Making tensors: the static methods of ExTensor that the module functions are.
+
+Straight into a blocked dtype, values are made in float32 and quantized.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from extensor.backends import registry
+from extensor.dtypes import DType, DTypeLike, as_dtype, compute_dtype, float32, int64
+from extensor.quant.array import QuantArray
+
+if TYPE_CHECKING:
+    from extensor.autograd.tensor import ExTensor
+
+__all__ = ["CreationMethods", "Seed", "ShapeLike", "as_data", "as_shape"]
+
+ShapeLike = int | tuple[int, ...] | list[int]
+Seed = int | np.random.Generator | None
+"""Where random values come from: a seed, a generator that goes on, or None for fresh entropy."""
+
+
+def as_shape(shape: ShapeLike, what: str = "shape") -> tuple[int, ...]:
+    """A shape as a tuple of ints, 0 or more.
+
+    Raises:
+        TypeError, ValueError: for anything else.
+    """
+    try:
+        axes = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
+        sizes = tuple(operator.index(n) for n in axes)
+    except TypeError:
+        raise TypeError(f"{what}: wanted an int or a tuple of ints, got {shape!r}") from None
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"{what}: wanted sizes of 0 or more, got {shape!r}")
+    return sizes
+
+
+def as_data(data: Any, dtype: DType | None, xp: Any = np) -> Any:
+    """A fresh raw array from lists, numbers or arrays; a QuantArray is taken as it is.
+
+    Raises:
+        TypeError: for data that is not numbers.
+    """
+    if isinstance(data, QuantArray):
+        return data
+    if dtype is None and not hasattr(data, "dtype"):
+        array = np.array(data)
+        # Python numbers have no width of their own; numpy's choice of float64 is not ours.
+        dtype = float32 if array.dtype == np.float64 and not _holds_arrays(data) else None
+        data = array
+    return xp.array(data, dtype=dtype.numpy if dtype else None)
+
+
+def _holds_arrays(data: Any) -> bool:
+    while isinstance(data, (list, tuple)) and data:
+        data = data[0]
+    return hasattr(data, "dtype")
+
+
+def _finish(data: Any, dtype: DType, device: str, requires_grad: bool) -> ExTensor:
+    """A tensor around a fresh array that was made in ``compute_dtype(dtype)``, in ``dtype``."""
+    from extensor.autograd.apply import wrap
+
+    backend = registry.get(device)
+    if dtype.numpy is not None and data.dtype != dtype.numpy:
+        data = data.astype(dtype.numpy)
+    tensor = wrap(data, backend)
+    if dtype.is_blocked:
+        tensor = tensor.to(dtype)
+    if requires_grad:
+        tensor.requires_grad = True
+    return tensor
+
+
+class CreationMethods:
+    """The creation functions, as static methods.
+
+    All take ``dtype`` (float32 if not given), ``device`` and ``requires_grad``.
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def full(
+        shape: ShapeLike,
+        value: float,
+        dtype: DTypeLike | None = None,
+        *,
+        device: str = "cpu",
+        requires_grad: bool = False,
+    ) -> ExTensor:
+        """A tensor filled with ``value``; float32 if not told, int64 or bool for such a value."""
+        if dtype is None:
+            dtype = "bool" if isinstance(value, bool) else int64 if type(value) is int else float32
+        kind = as_dtype(dtype)
+        xp = registry.get(device).xp
+        data = xp.full(as_shape(shape), value, dtype=_made_in(kind))
+        return _finish(data, kind, device, requires_grad)
+
+    @staticmethod
+    def zeros(
+        shape: ShapeLike,
+        dtype: DTypeLike = float32,
+        *,
+        device: str = "cpu",
+        requires_grad: bool = False,
+    ) -> ExTensor:
+        """Zeros of a shape."""
+        kind = as_dtype(dtype)
+        data = registry.get(device).xp.zeros(as_shape(shape), dtype=_made_in(kind))
+        return _finish(data, kind, device, requires_grad)
+
+    @staticmethod
+    def ones(
+        shape: ShapeLike,
+        dtype: DTypeLike = float32,
+        *,
+        device: str = "cpu",
+        requires_grad: bool = False,
+    ) -> ExTensor:
+        """Ones of a shape."""
+        kind = as_dtype(dtype)
+        data = registry.get(device).xp.ones(as_shape(shape), dtype=_made_in(kind))
+        return _finish(data, kind, device, requires_grad)
+
+    @staticmethod
+    def empty(
+        shape: ShapeLike,
+        dtype: DTypeLike = float32,
+        *,
+        device: str = "cpu",
+        requires_grad: bool = False,
+    ) -> ExTensor:
+        """Memory of a shape, whatever it holds; a blocked dtype gets zeros."""
+        kind = as_dtype(dtype)
+        xp = registry.get(device).xp
+        make = xp.zeros if kind.is_blocked else xp.empty
+        return _finish(make(as_shape(shape), dtype=_made_in(kind)), kind, device, requires_grad)
+
+    @staticmethod
+    def eye(
+        rows: int,
+        columns: int | None = None,
+        dtype: DTypeLike = float32,
+        *,
+        device: str = "cpu",
+        requires_grad: bool = False,
+    ) -> ExTensor:
+        """Ones on the main diagonal of a (rows, columns) matrix; square if not told."""
+        kind = as_dtype(dtype)
+        shape = as_shape((rows, rows if columns is None else columns))
+        data = registry.get(device).xp.eye(*shape, dtype=_made_in(kind))
+        return _finish(data, kind, device, requires_grad)
+
+    @staticmethod
+    def arange(
+        start: float,
+        stop: float | None = None,
+        step: float = 1,
+        dtype: DTypeLike | None = None,
+        *,
+        device: str = "cpu",
+        requires_grad: bool = False,
+    ) -> ExTensor:
+        """start, start + step, ... up to but not including stop; 0 to start with one argument.
+
+        int64 for integers, float32 otherwise, if not told.
+        """
+        if step == 0:
+            raise ValueError("arange: wanted a step other than 0, got 0")
+        if stop is None:
+            start, stop = 0, start
+        whole = all(isinstance(v, (int, np.integer)) for v in (start, stop, step))
+        kind = as_dtype((int64 if whole else float32) if dtype is None else dtype)
+        data = registry.get(device).xp.arange(start, stop, step, dtype=_made_in(kind))
+        return _finish(data, kind, device, requires_grad)
+
+    @staticmethod
+    def linspace(
+        start: float,
+        stop: float,
+        num: int,
+        dtype: DTypeLike = float32,
+        *,
+        device: str = "cpu",
+        requires_grad: bool = False,
+    ) -> ExTensor:
+        """``num`` equally spaced values from start to stop, both included."""
+        kind = as_dtype(dtype)
+        (count,) = as_shape(num, "num")
+        data = registry.get(device).xp.linspace(start, stop, count, dtype=_made_in(kind))
+        return _finish(data, kind, device, requires_grad)
+
+    @staticmethod
+    def randn(
+        *shape: Any,
+        seed: Seed = None,
+        dtype: DTypeLike = float32,
+        device: str = "cpu",
+        requires_grad: bool = False,
+    ) -> ExTensor:
+        """Standard normal values, the same for a seed on every device.
+
+        ``shape`` is a tuple or separate ints.
+        """
+        kind = as_dtype(dtype)
+        values = np.random.default_rng(seed).standard_normal(_sizes(shape), _draw_type(kind))
+        data = registry.get(device).xp.asarray(values)
+        return _finish(data, kind, device, requires_grad)
+
+    @staticmethod
+    def rand(
+        *shape: Any,
+        seed: Seed = None,
+        dtype: DTypeLike = float32,
+        device: str = "cpu",
+        requires_grad: bool = False,
+    ) -> ExTensor:
+        """Values uniform in [0, 1), the same for a seed on every device.
+
+        ``shape`` is a tuple or separate ints.
+        """
+        kind = as_dtype(dtype)
+        values = np.random.default_rng(seed).random(_sizes(shape), _draw_type(kind))
+        data = registry.get(device).xp.asarray(values)
+        return _finish(data, kind, device, requires_grad)
+
+    @staticmethod
+    def from_numpy(array: Any, *, device: str = "cpu", requires_grad: bool = False) -> ExTensor:
+        """A tensor on a numpy array's memory (copied to a device other than the CPU).
+
+        Raises:
+            TypeError: if it is not an array, or holds no extensor dtype.
+        """
+        if not isinstance(array, np.ndarray):
+            raise TypeError(
+                f"from_numpy: wanted a numpy array, got {type(array).__name__}; use et.ExTensor(...)"
+            )
+        from extensor.autograd.apply import wrap
+
+        backend = registry.get(device)
+        tensor = wrap(backend.xp.asarray(array), backend)
+        if requires_grad:
+            tensor.requires_grad = True
+        return tensor
+
+    @staticmethod
+    def from_dlpack(other: Any, *, device: str = "cpu") -> ExTensor:
+        """A tensor on the memory of another library's array, through DLPack.
+
+        Raises:
+            TypeError: if the object has no ``__dlpack__`` method, or an unknown dtype.
+        """
+        if not hasattr(other, "__dlpack__"):
+            raise TypeError(
+                f"from_dlpack: wanted an object with __dlpack__, got {type(other).__name__}"
+            )
+        from extensor.autograd.apply import wrap
+
+        backend = registry.get(device)
+        return wrap(backend.xp.from_dlpack(other), backend)
+
+    @staticmethod
+    def zeros_like(x: ExTensor, dtype: DTypeLike | None = None) -> ExTensor:
+        """Zeros of another tensor's shape, device and (if not told) dtype."""
+        return CreationMethods.zeros(x.shape, dtype or x.dtype, device=x.device)
+
+    @staticmethod
+    def ones_like(x: ExTensor, dtype: DTypeLike | None = None) -> ExTensor:
+        """Ones of another tensor's shape, device and (if not told) dtype."""
+        return CreationMethods.ones(x.shape, dtype or x.dtype, device=x.device)
+
+    @staticmethod
+    def empty_like(x: ExTensor, dtype: DTypeLike | None = None) -> ExTensor:
+        """Memory of another tensor's shape, device and (if not told) dtype."""
+        return CreationMethods.empty(x.shape, dtype or x.dtype, device=x.device)
+
+    @staticmethod
+    def full_like(x: ExTensor, value: float, dtype: DTypeLike | None = None) -> ExTensor:
+        """``value`` in another tensor's shape, device and (if not told) dtype."""
+        return CreationMethods.full(x.shape, value, dtype or x.dtype, device=x.device)
+
+    @staticmethod
+    def randn_like(x: ExTensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> ExTensor:
+        """Standard normal values in another tensor's shape, device and (if not told) dtype."""
+        return CreationMethods.randn(x.shape, seed=seed, dtype=dtype or x.dtype, device=x.device)
+
+    @staticmethod
+    def rand_like(x: ExTensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> ExTensor:
+        """Values uniform in [0, 1) in another tensor's shape, device and (if not told) dtype."""
+        return CreationMethods.rand(x.shape, seed=seed, dtype=dtype or x.dtype, device=x.device)
+
+
+def _made_in(dtype: DType) -> Any:
+    """The numpy dtype that values of ``dtype`` are made in before they are rounded to it."""
+    return compute_dtype(dtype).numpy
+
+
+def _draw_type(dtype: DType) -> Any:
+    made = _made_in(dtype)
+    if made not in (np.float32, np.float64):
+        raise TypeError(
+            f"random values: wanted a floating-point or blocked dtype, got {dtype.name}"
+        )
+    return made
+
+
+def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+        return as_shape(shape[0])
+    return as_shape(shape)

@@ -1,0 +1,383 @@
+"""The operators and methods of ExTensor that are operations.
+
+Each calls the public operation of its name in the registry, where arguments,
+defaults and errors are documented.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from extensor.autograd.primitive import FUNCTIONS
+
+if TYPE_CHECKING:
+    from extensor.autograd.tensor import ExTensor
+
+    _op: dict[str, Callable[..., ExTensor]]
+_op = FUNCTIONS
+
+__all__ = ["OpMethods"]
+
+Operand = Any
+"""An ExTensor, a Python number or a numpy array."""
+Axis = int | Sequence[int] | None
+
+
+class OpMethods:
+    """Operators and methods that call public operations by name."""
+
+    __slots__ = ()
+
+    # Arithmetic.
+
+    def __add__(self, other: Operand) -> ExTensor:
+        return _op["add"](self, other)
+
+    def __radd__(self, other: Operand) -> ExTensor:
+        return _op["add"](other, self)
+
+    def __sub__(self, other: Operand) -> ExTensor:
+        return _op["subtract"](self, other)
+
+    def __rsub__(self, other: Operand) -> ExTensor:
+        return _op["subtract"](other, self)
+
+    def __mul__(self, other: Operand) -> ExTensor:
+        return _op["multiply"](self, other)
+
+    def __rmul__(self, other: Operand) -> ExTensor:
+        return _op["multiply"](other, self)
+
+    def __truediv__(self, other: Operand) -> ExTensor:
+        return _op["divide"](self, other)
+
+    def __rtruediv__(self, other: Operand) -> ExTensor:
+        return _op["divide"](other, self)
+
+    def __floordiv__(self, other: Operand) -> ExTensor:
+        return _op["floor_divide"](self, other)
+
+    def __rfloordiv__(self, other: Operand) -> ExTensor:
+        return _op["floor_divide"](other, self)
+
+    def __mod__(self, other: Operand) -> ExTensor:
+        return _op["remainder"](self, other)
+
+    def __rmod__(self, other: Operand) -> ExTensor:
+        return _op["remainder"](other, self)
+
+    def __pow__(self, other: Operand) -> ExTensor:
+        return _op["power"](self, other)
+
+    def __rpow__(self, other: Operand) -> ExTensor:
+        return _op["power"](other, self)
+
+    def __matmul__(self, other: Operand) -> ExTensor:
+        return _op["matmul"](self, other)
+
+    def __rmatmul__(self, other: Operand) -> ExTensor:
+        return _op["matmul"](other, self)
+
+    def __and__(self, other: Operand) -> ExTensor:
+        return _op["bitwise_and"](self, other)
+
+    def __rand__(self, other: Operand) -> ExTensor:
+        return _op["bitwise_and"](other, self)
+
+    def __or__(self, other: Operand) -> ExTensor:
+        return _op["bitwise_or"](self, other)
+
+    def __ror__(self, other: Operand) -> ExTensor:
+        return _op["bitwise_or"](other, self)
+
+    def __xor__(self, other: Operand) -> ExTensor:
+        return _op["bitwise_xor"](self, other)
+
+    def __rxor__(self, other: Operand) -> ExTensor:
+        return _op["bitwise_xor"](other, self)
+
+    def __neg__(self) -> ExTensor:
+        return _op["negative"](self)
+
+    def __abs__(self) -> ExTensor:
+        return _op["abs"](self)
+
+    def __invert__(self) -> ExTensor:
+        return _op["logical_not"](self)
+
+    # Comparison, elementwise.
+
+    def __eq__(self, other: Operand) -> ExTensor:  # type: ignore[override]
+        return _op["equal"](self, other)
+
+    def __ne__(self, other: Operand) -> ExTensor:  # type: ignore[override]
+        return _op["not_equal"](self, other)
+
+    def __lt__(self, other: Operand) -> ExTensor:
+        return _op["less"](self, other)
+
+    def __le__(self, other: Operand) -> ExTensor:
+        return _op["less_equal"](self, other)
+
+    def __gt__(self, other: Operand) -> ExTensor:
+        return _op["greater"](self, other)
+
+    def __ge__(self, other: Operand) -> ExTensor:
+        return _op["greater_equal"](self, other)
+
+    # Elementwise.
+
+    def abs(self) -> ExTensor:
+        """`extensor.abs` of this tensor."""
+        return _op["abs"](self)
+
+    def sign(self) -> ExTensor:
+        """`extensor.sign` of this tensor."""
+        return _op["sign"](self)
+
+    def exp(self) -> ExTensor:
+        """`extensor.exp` of this tensor."""
+        return _op["exp"](self)
+
+    def expm1(self) -> ExTensor:
+        """`extensor.expm1` of this tensor."""
+        return _op["expm1"](self)
+
+    def log(self) -> ExTensor:
+        """`extensor.log` of this tensor."""
+        return _op["log"](self)
+
+    def log1p(self) -> ExTensor:
+        """`extensor.log1p` of this tensor."""
+        return _op["log1p"](self)
+
+    def log2(self) -> ExTensor:
+        """`extensor.log2` of this tensor."""
+        return _op["log2"](self)
+
+    def log10(self) -> ExTensor:
+        """`extensor.log10` of this tensor."""
+        return _op["log10"](self)
+
+    def sqrt(self) -> ExTensor:
+        """`extensor.sqrt` of this tensor."""
+        return _op["sqrt"](self)
+
+    def rsqrt(self) -> ExTensor:
+        """`extensor.rsqrt` of this tensor."""
+        return _op["rsqrt"](self)
+
+    def square(self) -> ExTensor:
+        """`extensor.square` of this tensor."""
+        return _op["square"](self)
+
+    def sin(self) -> ExTensor:
+        """`extensor.sin` of this tensor."""
+        return _op["sin"](self)
+
+    def cos(self) -> ExTensor:
+        """`extensor.cos` of this tensor."""
+        return _op["cos"](self)
+
+    def tan(self) -> ExTensor:
+        """`extensor.tan` of this tensor."""
+        return _op["tan"](self)
+
+    def tanh(self) -> ExTensor:
+        """`extensor.tanh` of this tensor."""
+        return _op["tanh"](self)
+
+    def sigmoid(self) -> ExTensor:
+        """`extensor.sigmoid` of this tensor."""
+        return _op["sigmoid"](self)
+
+    def relu(self) -> ExTensor:
+        """`extensor.relu` of this tensor."""
+        return _op["relu"](self)
+
+    def erf(self) -> ExTensor:
+        """`extensor.erf` of this tensor."""
+        return _op["erf"](self)
+
+    def ceil(self) -> ExTensor:
+        """`extensor.ceil` of this tensor."""
+        return _op["ceil"](self)
+
+    def floor(self) -> ExTensor:
+        """`extensor.floor` of this tensor."""
+        return _op["floor"](self)
+
+    def round(self) -> ExTensor:
+        """`extensor.round` of this tensor."""
+        return _op["round"](self)
+
+    def trunc(self) -> ExTensor:
+        """`extensor.trunc` of this tensor."""
+        return _op["trunc"](self)
+
+    def isnan(self) -> ExTensor:
+        """`extensor.isnan` of this tensor."""
+        return _op["isnan"](self)
+
+    def isinf(self) -> ExTensor:
+        """`extensor.isinf` of this tensor."""
+        return _op["isinf"](self)
+
+    def isfinite(self) -> ExTensor:
+        """`extensor.isfinite` of this tensor."""
+        return _op["isfinite"](self)
+
+    def clone(self) -> ExTensor:
+        """`extensor.clone` of this tensor."""
+        return _op["clone"](self)
+
+    def clip(self, low: Operand = None, high: Operand = None) -> ExTensor:
+        """See `extensor.clip`."""
+        return _op["clip"](self, low, high)
+
+    # Reductions.
+
+    def sum(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+        """See `extensor.sum`."""
+        return _op["sum"](self, axis, keepdims)
+
+    def mean(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+        """See `extensor.mean`."""
+        return _op["mean"](self, axis, keepdims)
+
+    def prod(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+        """See `extensor.prod`."""
+        return _op["prod"](self, axis, keepdims)
+
+    def max(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+        """See `extensor.max`."""
+        return _op["max"](self, axis, keepdims)
+
+    def min(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+        """See `extensor.min`."""
+        return _op["min"](self, axis, keepdims)
+
+    def any(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+        """See `extensor.any`."""
+        return _op["any"](self, axis, keepdims)
+
+    def all(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+        """See `extensor.all`."""
+        return _op["all"](self, axis, keepdims)
+
+    def logsumexp(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+        """See `extensor.logsumexp`."""
+        return _op["logsumexp"](self, axis, keepdims)
+
+    def median(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+        """See `extensor.median`."""
+        return _op["median"](self, axis, keepdims)
+
+    def var(self, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> ExTensor:
+        """See `extensor.var`."""
+        return _op["var"](self, axis, keepdims, correction)
+
+    def std(self, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> ExTensor:
+        """See `extensor.std`."""
+        return _op["std"](self, axis, keepdims, correction)
+
+    def argmax(self, axis: int | None = None, keepdims: bool = False) -> ExTensor:
+        """See `extensor.argmax`."""
+        return _op["argmax"](self, axis, keepdims)
+
+    def argmin(self, axis: int | None = None, keepdims: bool = False) -> ExTensor:
+        """See `extensor.argmin`."""
+        return _op["argmin"](self, axis, keepdims)
+
+    def cumsum(self, axis: int) -> ExTensor:
+        """See `extensor.cumsum`."""
+        return _op["cumsum"](self, axis)
+
+    def softmax(self, axis: int = -1) -> ExTensor:
+        """See `extensor.softmax`."""
+        return _op["softmax"](self, axis)
+
+    def log_softmax(self, axis: int = -1) -> ExTensor:
+        """See `extensor.log_softmax`."""
+        return _op["log_softmax"](self, axis)
+
+    # Shape.
+
+    def __getitem__(self, key: Any) -> ExTensor:
+        """See `extensor.getitem`."""
+        return _op["getitem"](self, key)
+
+    def reshape(self, *shape: Any) -> ExTensor:
+        """See `extensor.reshape`."""
+        return _op["reshape"](self, shape[0] if len(shape) == 1 else shape)
+
+    def flatten(self, start: int = 0, end: int = -1) -> ExTensor:
+        """See `extensor.flatten`."""
+        return _op["flatten"](self, start, end)
+
+    def ravel(self) -> ExTensor:
+        """See `extensor.ravel`."""
+        return _op["ravel"](self)
+
+    def squeeze(self, axis: Axis = None) -> ExTensor:
+        """See `extensor.squeeze`."""
+        return _op["squeeze"](self, axis)
+
+    def unsqueeze(self, axis: int) -> ExTensor:
+        """See `extensor.expand_dims`."""
+        return _op["expand_dims"](self, axis)
+
+    def expand_dims(self, axis: int) -> ExTensor:
+        """See `extensor.expand_dims`."""
+        return _op["expand_dims"](self, axis)
+
+    def broadcast_to(self, shape: Any) -> ExTensor:
+        """See `extensor.broadcast_to`."""
+        return _op["broadcast_to"](self, shape)
+
+    def transpose(self, *axes: Any) -> ExTensor:
+        """See `extensor.transpose`."""
+        return _op["transpose"](self, *axes)
+
+    def permute(self, *axes: Any) -> ExTensor:
+        """See `extensor.permute`."""
+        return _op["permute"](self, axes[0] if len(axes) == 1 else axes)
+
+    def swapaxes(self, first: int, second: int) -> ExTensor:
+        """See `extensor.swapaxes`."""
+        return _op["swapaxes"](self, first, second)
+
+    @property
+    def T(self) -> ExTensor:
+        """All axes reversed, as numpy's ``T``."""
+        return _op["transpose"](self)
+
+    def flip(self, axis: Axis = None) -> ExTensor:
+        """See `extensor.flip`."""
+        return _op["flip"](self, axis)
+
+    def roll(self, shift: Any, axis: Any = None) -> ExTensor:
+        """See `extensor.roll`."""
+        return _op["roll"](self, shift, axis)
+
+    def take(self, indices: Any, axis: int = 0) -> ExTensor:
+        """See `extensor.take`."""
+        return _op["take"](self, indices, axis)
+
+    def gather(self, indices: Any, axis: int = -1) -> ExTensor:
+        """See `extensor.gather`."""
+        return _op["gather"](self, indices, axis)
+
+    def split(self, sections: Any, axis: int = 0) -> list[ExTensor]:
+        """See `extensor.split`."""
+        parts: list[ExTensor] = FUNCTIONS["split"](self, sections, axis)
+        return parts
+
+    def dot(self, other: Operand) -> ExTensor:
+        """See `extensor.dot`."""
+        return _op["dot"](self, other)
+
+    def matmul(self, other: Operand) -> ExTensor:
+        """See `extensor.matmul`."""
+        return _op["matmul"](self, other)

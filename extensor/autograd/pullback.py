@@ -1,0 +1,180 @@
+"""From the gradient of one node's output to the gradients of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.apply import apply, wrap
+from extensor.autograd.mode import MODE
+from extensor.autograd.node import Node
+from extensor.autograd.primitive import Primitive
+from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import LEVEL_HALF, as_dtype, dtype_of
+
+__all__ = ["gradient_dtype", "node_gradients", "sum_to"]
+
+Gradient = Any
+"""A raw array, or an ExTensor under create_graph."""
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+def node_gradients(
+    node: Node, g: Gradient, needs: Sequence[bool], create_graph: bool, fused: bool = True
+) -> list[Gradient | None]:
+    """The gradients of a node's inputs, each of its input's shape and dtype.
+
+    Args:
+        node: the node, checked and not released.
+        g: the output's gradient, a raw array; an ExTensor under ``create_graph``.
+        needs: which inputs' gradients are wanted.
+        create_graph: whether ``g`` and the result are ExTensors, to be differentiated again.
+        fused: whether ``fused_vjp`` may be used (tests compare it with the VJPs).
+    """
+    primitive = node.primitive
+    if create_graph:
+        parts = _once(node, g, needs) if primitive.once else _composite(node, g, needs, True)
+    elif primitive.fused_vjp is not None and (fused or primitive.once):
+        parts = _fused(node, g, needs)
+    else:
+        wrapped = _composite(node, wrap(g, node.backend), needs, False)
+        parts = [None if part is None else part.data for part in wrapped]
+    for i, part in enumerate(parts):
+        if part is None:
+            continue
+        if node.arrays is not None:
+            array = node.arrays[i]
+            shape, dtype = array.shape, getattr(array, "dtype", None)
+        else:
+            assert node.specs is not None
+            shape, dtype = node.specs[i]
+        if part.shape != shape:
+            part = _reduce(part, shape, node.primitive)
+        wanted = gradient_dtype(dtype)
+        if isinstance(part, ExTensor):
+            parts[i] = part if part.dtype.numpy == wanted else part.astype(as_dtype(wanted))
+        else:
+            parts[i] = np.asarray(part, dtype=wanted) if isinstance(part, np.generic) else (
+                part if part.dtype == wanted else part.astype(wanted)
+            )  # fmt: skip
+    return parts
+
+
+def gradient_dtype(dtype: Any) -> Any:
+    """Gradients have their tensor's numpy dtype; those of blocked tensors (None) are float32."""
+    return _FLOAT32 if dtype is None else dtype
+
+
+def sum_to(g: Any, shape: tuple[int, ...]) -> Any:
+    """Sum a raw array over the axes along which ``shape`` was broadcast to its shape."""
+    lead = g.ndim - len(shape)
+    axes = [i + lead for i, n in enumerate(shape) if n == 1 and g.shape[i + lead] != 1]
+    wide = np.float32 if dtype_of(g).level == LEVEL_HALF else None
+    total = g.sum(axis=(*range(lead), *axes), dtype=wide)
+    return total.reshape(shape).astype(g.dtype, copy=False)
+
+
+def _reduce(part: Gradient, shape: tuple[int, ...], primitive: Primitive) -> Gradient:
+    if not primitive.broadcasts:
+        raise RuntimeError(
+            f"{primitive.name}: its VJP gave a gradient of shape {tuple(part.shape)} for an input "
+            f"of shape {shape}; this is a mistake in the primitive's declaration"
+        )
+    return apply("sum_to", part, shape=shape) if isinstance(part, ExTensor) else sum_to(part, shape)
+
+
+def _fused(node: Node, g: Any, needs: Sequence[bool]) -> list[Any]:
+    primitive = node.primitive
+    inputs = node.arrays if node.arrays is not None else _hollow(node)
+    out = node.out
+    if node.compute is not None:
+        g = g.astype(node.compute, copy=False)
+        inputs = [
+            a.astype(node.compute, copy=False)
+            if primitive.has_vjp(i) and hasattr(a, "astype")
+            else a
+            for i, a in enumerate(inputs)
+        ]
+        if hasattr(out, "astype"):
+            out = out.astype(node.compute, copy=False)
+    params = node.params
+    if primitive.saves:
+        params = {**params, "saved": node.saved}
+    assert primitive.fused_vjp is not None
+    return list(primitive.fused_vjp(node.backend, g, out, inputs, needs, **params))
+
+
+def _composite(
+    node: Node, g: ExTensor, needs: Sequence[bool], graph: bool
+) -> list[ExTensor | None]:
+    """The VJPs written in operations; with ``graph`` their inputs keep their place in it."""
+    primitive, backend = node.primitive, node.backend
+    arrays = node.arrays if node.arrays is not None else _hollow(node)
+    inputs = [
+        _in_place_of(array, edge, backend) if graph else wrap(array, backend)
+        for array, edge in zip(arrays, node.edges or (), strict=True)
+    ]
+    out = None
+    if primitive.reads_output:
+        out = wrap(node.out, backend, node if graph else None)
+    params = node.params
+    if primitive.saves:
+        params = {**params, "saved": node.saved}
+    parts: list[ExTensor | None] = []
+    for i, need in enumerate(needs):
+        if not need:
+            parts.append(None)
+        elif primitive.vjp_at is not None:
+            parts.append(primitive.vjp_at(i, g, out, *inputs, **params))
+        else:
+            vjp = primitive.vjps[i]
+            assert vjp is not None
+            parts.append(vjp(g, out, *inputs, **params))
+    return parts
+
+
+def _in_place_of(array: Any, edge: Node | ExTensor | None, backend: Any) -> ExTensor:
+    """A tensor with an input's data and its place in the graph."""
+    if isinstance(edge, ExTensor):
+        return edge
+    return wrap(array, backend, edge)
+
+
+def _hollow(node: Node) -> list[Any]:
+    """Stand-ins for inputs that were not kept: right shape and dtype, NaN so as not to be read."""
+    xp = node.backend.xp
+    return [
+        xp.broadcast_to(xp.asarray(0 if dtype.kind in "biu" else xp.nan, dtype=dtype), shape)
+        for shape, dtype in node.specs or ()
+    ]
+
+
+def _refuse(index: int, g: ExTensor, out: None, *inputs: ExTensor, name: str, why: str) -> None:
+    raise RuntimeError(f"{name}: its gradient cannot be differentiated again: {why}")
+
+
+_TWICE = Primitive("gradient", forward=lambda backend, g: g, vjp_at=_refuse, reads="nothing")
+
+
+def _once(node: Node, g: ExTensor, needs: Sequence[bool]) -> list[ExTensor | None]:
+    """Gradients that are part of the graph, but refuse to be differentiated."""
+    before, MODE.enabled = MODE.enabled, False
+    try:
+        parts = node_gradients(node, g.data, needs, create_graph=False)
+    finally:
+        MODE.enabled = before
+    results: list[ExTensor | None] = []
+    for part in parts:
+        if part is None:
+            results.append(None)
+            continue
+        params = {"name": node.primitive.name, "why": node.primitive.once}
+        refusal = Node(_TWICE, params, (g,), part, None, [0])
+        assert refusal.edges is not None and refusal.specs is not None
+        refusal.edges += node.edges or []
+        refusal.specs *= len(refusal.edges)
+        results.append(wrap(part, node.backend, refusal))
+    return results

@@ -1,0 +1,195 @@
+"""Backward: walk the recorded nodes from the output and add up gradients.
+
+Nodes are numbered in the order they were made, so a heap of descending numbers
+visits each node after everything computed from it; no recursion, whatever the
+depth. Without ``create_graph`` gradients are raw arrays and each node is
+released once it was used. With it they are ExTensors, and what they were
+computed with is recorded in turn.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.apply import wrap
+from extensor.autograd.mode import MODE
+from extensor.autograd.node import Node
+from extensor.autograd.pullback import gradient_dtype, node_gradients
+from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import as_dtype
+
+__all__ = ["backward", "gradients"]
+
+Edge = Node | ExTensor
+Gradient = Any
+"""A raw array, or an ExTensor under create_graph."""
+
+
+def backward(
+    root: ExTensor,
+    gradient: ExTensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> None:
+    """Add the gradient of ``root`` to the ``.grad`` of every leaf; see `ExTensor.backward`."""
+    retain = create_graph if retain_graph is None else retain_graph
+    seed = _seed(root, gradient, create_graph)
+    found = _run([(root, seed)], None, retain, create_graph)
+    taken = set() if gradient is None else {id(gradient.data)}
+    for leaf, g in found.values():
+        _accumulate(leaf, g, create_graph, taken)
+
+
+def gradients(
+    roots: Sequence[tuple[ExTensor, ExTensor | None]],
+    inputs: Sequence[ExTensor],
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> list[ExTensor | None]:
+    """The gradients of ``inputs``; None where an output does not depend on one."""
+    retain = create_graph if retain_graph is None else retain_graph
+    for i, tensor in enumerate(inputs):
+        if not tensor._requires_grad:
+            raise ValueError(
+                f"input {i}: wanted a tensor that requires a gradient, got {tensor!r}; "
+                "set x.requires_grad = True before computing the output"
+            )
+    seeds = [(root, _seed(root, g, create_graph)) for root, g in roots]
+    found = _run(seeds, inputs, retain, create_graph)
+    results: list[ExTensor | None] = []
+    taken = {id(g.data) for _, g in roots if g is not None}
+    for tensor in inputs:
+        if id(tensor) not in found:
+            results.append(None)
+        elif create_graph:
+            results.append(found[id(tensor)][1])
+        else:
+            results.append(wrap(_own(found[id(tensor)][1], taken), tensor.backend))
+    return results
+
+
+def _seed(root: ExTensor, gradient: ExTensor | None, create_graph: bool) -> Gradient:
+    if not root._requires_grad:
+        raise RuntimeError(
+            "backward: wanted an output computed from a tensor with requires_grad=True while "
+            f"gradients were recorded, got {root!r}"
+        )
+    if gradient is None:
+        if root.size != 1:
+            raise ValueError(
+                f"backward: an output of shape {root.shape} needs a gradient of that shape; pass "
+                "one, or reduce the output first (y.sum().backward())"
+            )
+        data = root.backend.xp.ones(root.shape, dtype=gradient_dtype(root.dtype.numpy))
+        return wrap(data, root.backend) if create_graph else data
+    if gradient.shape != root.shape:
+        raise ValueError(
+            f"backward: wanted a gradient of the output's shape {root.shape}, got {gradient.shape}"
+        )
+    wanted = as_dtype(gradient_dtype(root.dtype.numpy))
+    if gradient.dtype is not wanted:
+        gradient = gradient.astype(wanted)
+    return gradient if create_graph else gradient.data
+
+
+def _run(
+    seeds: Iterable[tuple[ExTensor, Gradient]],
+    targets: Sequence[ExTensor] | None,
+    retain: bool,
+    create_graph: bool,
+) -> dict[int, tuple[ExTensor, Gradient]]:
+    """Gradients by id of the tensor: of every leaf, or of ``targets`` alone."""
+    found: dict[int, tuple[ExTensor, Gradient]] = {}
+    pending: dict[Node, Gradient] = {}
+    heap: list[tuple[int, Node]] = []
+    useful: set[Edge] | None = None
+    inner: dict[Node, list[ExTensor]] = {}
+    roots = list(seeds)
+    if targets is not None:
+        useful = _leading_to([root.node or root for root, _ in roots], targets)
+        for tensor in targets:
+            if tensor.node is not None:
+                inner.setdefault(tensor.node, []).append(tensor)
+
+    def deliver(edge: Edge, g: Gradient) -> None:
+        if isinstance(edge, Node):
+            if edge in pending:
+                pending[edge] = pending[edge] + g
+            else:
+                pending[edge] = g
+                heapq.heappush(heap, (-edge.seq, edge))
+        elif id(edge) in found:
+            found[id(edge)] = (edge, found[id(edge)][1] + g)
+        else:
+            found[id(edge)] = (edge, g)
+
+    before = MODE.enabled
+    MODE.enabled = create_graph
+    try:
+        with np.errstate(all="ignore"):
+            for root, seed in roots:
+                edge = root.node or root
+                if useful is None or edge in useful:
+                    deliver(edge, seed)
+            while heap:
+                node = heapq.heappop(heap)[1]
+                g = pending.pop(node)
+                for tensor in inner.get(node, ()):
+                    found[id(tensor)] = (tensor, g)
+                node.check()
+                edges = node.edges
+                assert edges is not None
+                needs = [
+                    e is not None
+                    and node.primitive.has_vjp(i)
+                    and (useful is None or e in useful)
+                    for i, e in enumerate(edges)
+                ]
+                if any(needs):
+                    given = node_gradients(node, g, needs, create_graph)
+                    for edge_, part in zip(edges, given, strict=True):
+                        if part is not None:
+                            assert edge_ is not None
+                            deliver(edge_, part)
+                if not retain:
+                    node.release()
+    finally:
+        MODE.enabled = before
+    return found
+
+
+def _leading_to(roots: Sequence[Edge], targets: Sequence[ExTensor]) -> set[Edge]:
+    """The nodes and leaves on a path from a root to a target."""
+    useful: set[Edge] = {t.node or t for t in targets}
+    nodes: set[Node] = set()
+    stack = [edge for edge in roots if isinstance(edge, Node)]
+    while stack:
+        node = stack.pop()
+        if node not in nodes:
+            nodes.add(node)
+            stack.extend(e for e in node.edges or () if isinstance(e, Node))
+    for node in sorted(nodes, key=lambda n: n.seq):
+        if any(edge in useful for edge in node.edges or () if edge is not None):
+            useful.add(node)
+    return useful
+
+
+def _accumulate(leaf: ExTensor, g: Gradient, create_graph: bool, taken: set[int]) -> None:
+    if create_graph:
+        leaf.grad = g if leaf.grad is None else leaf.grad + g
+    elif leaf.grad is None:
+        leaf.grad = wrap(_own(g, taken), leaf.backend)
+    else:
+        leaf.grad = wrap(leaf.grad.data + g, leaf.backend)
+
+
+def _own(g: Any, taken: set[int]) -> Any:
+    """``g``, or a copy where something else shares its memory: a ``.grad`` may be written to."""
+    if g.base is not None or id(g) in taken:
+        g = g.copy()
+    taken.add(id(g))
+    return g

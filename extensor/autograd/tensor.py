@@ -1,0 +1,471 @@
+"""ExTensor: an array (dense or blocked), its dtype and device, and its place in the graph.
+
+Operators and methods are explicit and typed; they call the public operations by
+name through the registry (`methods.py`), so that autograd never imports ops.
+
+Every tensor carries a version counter, shared by views of the same memory.
+Writes in place (`x[...] = v`, `copy_`, `assign_`) raise it, and `backward`
+refuses to use what was overwritten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from extensor.autograd.blocked import BlockedMethods
+from extensor.autograd.creation import CreationMethods, as_data
+from extensor.autograd.display import html_of, repr_of
+from extensor.autograd.methods import OpMethods
+from extensor.autograd.mode import MODE
+from extensor.autograd.primitive import FUNCTIONS
+from extensor.backends import registry
+from extensor.dtypes import BLOCKED, DENSE, DType, DTypeLike, as_dtype, dtype_of
+from extensor.quant.array import QuantArray
+
+if TYPE_CHECKING:
+    from extensor.autograd.node import Node
+    from extensor.backends.protocol import Backend
+
+__all__ = ["ExTensor", "raw_key"]
+
+_ORDER = {"bool": 0, "int": 1, "float": 2}
+
+
+class ExTensor(OpMethods, CreationMethods, BlockedMethods):
+    """An n-dimensional array that can be differentiated and can be stored in blocks.
+
+    Args:
+        data: nested lists, a number, a numpy array (copied) or a QuantArray. Python floats become
+            float32, Python integers int64.
+        dtype: converted to this dtype; a blocked one quantizes.
+        device: ``"cpu"`` or ``"cuda"``.
+        requires_grad: whether ``backward`` collects a gradient for it (floats only).
+
+    Attributes:
+        data: the raw array of the device's array module, or a QuantArray. Whoever writes to it
+            goes around the version counter; use the methods.
+        dtype: the row of `extensor.dtypes`.
+        backend: the device's array module and kernels.
+        grad: what ``backward`` collected, for a leaf; of this tensor's shape and dtype.
+        node: the recorded operation it came from; None for a leaf.
+
+    Raises:
+        TypeError: for data or a dtype that is not understood.
+        RuntimeError: for a device that is not available; the message says what it takes.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_requires_grad",
+        "_version",
+        "backend",
+        "data",
+        "dtype",
+        "grad",
+        "node",
+    )
+    __array_ufunc__ = None  # so that numpy_array + tensor asks the tensor
+
+    data: Any
+    dtype: DType
+    backend: Backend
+    grad: ExTensor | None
+    node: Node | None
+    _requires_grad: bool
+    _version: list[int]
+
+    def __init__(
+        self,
+        data: Any,
+        dtype: DTypeLike | None = None,
+        *,
+        device: str = "cpu",
+        requires_grad: bool = False,
+    ) -> None:
+        self.backend = registry.get(device)
+        self.node = None
+        self.grad = None
+        self._requires_grad = False
+        self._version = [0]
+        if isinstance(data, ExTensor):
+            raise TypeError("ExTensor(data): got an ExTensor; use x.clone() or x.to(...)")
+        wanted = None if dtype is None else as_dtype(dtype)
+        if wanted is not None and wanted.is_blocked and not isinstance(data, QuantArray):
+            made = self.backend.xp.asarray(as_data(data, None), dtype=np.float32)
+            self.data, self.dtype = made, dtype_of(made)
+            self.data = self.to(wanted).data
+        else:
+            self.data = as_data(data, wanted, self.backend.xp)
+        self.dtype = dtype_of(self.data)
+        if wanted is not None and wanted is not self.dtype:
+            raise TypeError(f"ExTensor(data): the data is {self.dtype.name}, not {wanted.name}")
+        if requires_grad:
+            self.requires_grad = True
+
+    # What it is.
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape; the padding of blocks never shows in it."""
+        shape: tuple[int, ...] = self.data.shape
+        return shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.data.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.data.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is stored: of the array, or of codes, scales and all that goes with them."""
+        return int(self.data.nbytes)
+
+    @property
+    def device(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+        return self.backend.name
+
+    @property
+    def is_blocked(self) -> bool:
+        """True if the data is codes and scales."""
+        return self.dtype.is_blocked
+
+    @property
+    def is_leaf(self) -> bool:
+        """True if it was not computed from a tensor that requires a gradient."""
+        return self.node is None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether operations on it are recorded and ``backward`` reaches it."""
+        return self._requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if self.node is not None:
+            raise RuntimeError(
+                "requires_grad: wanted a leaf, got the result of an operation; use y.detach()"
+            )
+        if value and not self.dtype.is_float:
+            raise TypeError(
+                f"requires_grad: wanted a floating-point tensor, got {self.dtype.name}; "
+                + (
+                    "keep the float tensor as the leaf and quantize it in the computation"
+                    if self.dtype.is_blocked
+                    else "convert it with x.astype('float32')"
+                )
+            )
+        self._requires_grad = bool(value)
+
+    def __repr__(self) -> str:
+        return repr_of(self)
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
+    def __len__(self) -> int:
+        if not self.data.shape:
+            raise TypeError("len() of a tensor without axes")
+        return int(self.data.shape[0])
+
+    def __iter__(self) -> Iterator[ExTensor]:
+        return (self[i] for i in range(len(self)))
+
+    __hash__ = object.__hash__  # `==` is elementwise, identity is what sets and dicts want
+
+    # Gradients.
+
+    def backward(
+        self,
+        gradient: ExTensor | None = None,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
+        """Add the gradient of this tensor to the ``.grad`` of every leaf it was computed from.
+
+        Args:
+            gradient: of this tensor's shape; may be left out for a single element, meaning 1.
+            retain_graph: keep the graph for another pass; as ``create_graph`` if None.
+            create_graph: record the computation of the gradients, to differentiate them again.
+
+        Raises:
+            RuntimeError: if nothing was recorded, the graph was freed by an earlier pass, or a
+                tensor that a gradient needs was written in place. No ``.grad`` changes then.
+            ValueError: for a gradient of another shape, or none for several elements.
+        """
+        from extensor.autograd import tape  # the tape is built on tensors
+
+        tape.backward(self, gradient, retain_graph, create_graph)
+
+    def zero_grad(self) -> None:
+        """Forget ``.grad``."""
+        self.grad = None
+
+    def detach(self) -> ExTensor:
+        """The same memory outside the graph; a write to either raises both versions."""
+        tensor = _share(self)
+        tensor._version = self._version
+        return tensor
+
+    # Conversion.
+
+    def astype(self, dtype: DTypeLike) -> ExTensor:
+        """This tensor in another dtype, itself if it has it; differentiable between floats.
+
+        Raises:
+            TypeError: for an element grid without a scale, such as ``"e2m1"``.
+            ValueError: for an unknown name.
+        """
+        wanted = as_dtype(dtype)
+        if wanted is self.dtype:
+            return self
+        if wanted.format is not None:
+            from extensor.quant.spec import QuantSpec
+
+            quantized: ExTensor = self.quantize(QuantSpec(wanted.format.name))
+            return quantized
+        if self.dtype.is_blocked:
+            dense: ExTensor = self.dequantize()
+            return dense.astype(wanted)
+        cast: ExTensor = FUNCTIONS["astype"](self, wanted)
+        return cast
+
+    def to(self, target: DTypeLike) -> ExTensor:
+        """This tensor on another device (``"cpu"``, ``"cuda"``) or in another dtype.
+
+        Raises:
+            TypeError, ValueError: as `astype`.
+            RuntimeError: for a device that is not available, or moving the result of a recorded
+                operation; move the leaves instead.
+        """
+        if not (isinstance(target, str) and target in registry.BACKENDS):
+            if isinstance(target, str) and target not in DENSE and target not in BLOCKED:
+                try:
+                    as_dtype(target)
+                except ValueError as error:
+                    devices = ", ".join(registry.BACKENDS)
+                    raise ValueError(f"to: {error}; devices: {devices}") from None
+            return self.astype(target)
+        if target == self.device:
+            return self
+        if self.node is not None:
+            raise RuntimeError(
+                f"to({target!r}): the graph lives on one device; move the leaves before computing, "
+                "or move y.detach()"
+            )
+        backend = registry.get(target)
+        moved = _share(self)
+        moved.backend = backend
+        if isinstance(self.data, QuantArray):
+            move = _to_host if target == "cpu" else backend.xp.asarray
+            parts = {name: move(part) for name, part in self.data.parts.items()}
+            moved.data = dataclasses.replace(self.data, **parts)
+        else:
+            moved.data = _to_host(self.data) if target == "cpu" else backend.xp.asarray(self.data)
+        moved._requires_grad = self._requires_grad
+        return moved
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The values as a read-only numpy array, sharing memory on the CPU.
+
+        Raises:
+            TypeError: for a blocked tensor: use ``x.dequantize().numpy()``.
+        """
+        if self.dtype.is_blocked:
+            raise TypeError(
+                f"numpy(): a {self.dtype.name} tensor is codes and scales; use "
+                "x.dequantize().numpy(), or x.codes and x.scales"
+            )
+        view: np.ndarray[Any, Any] = _to_host(self.data).view()
+        view.flags.writeable = False  # a write here would not raise the version counter
+        return view
+
+    def item(self) -> Any:
+        """The only element, as a Python number.
+
+        Raises:
+            ValueError: if there is not exactly one element.
+        """
+        if self.size != 1:
+            raise ValueError(
+                f"item(): wanted a tensor of one element, got shape {self.shape}; index it first"
+            )
+        value = self.dequantize() if self.dtype.is_blocked else self
+        number = _to_host(value.data).reshape(()).item()
+        return float(number) if self.dtype.kind in ("float", "blocked") else number
+
+    def tolist(self) -> Any:
+        """The values as nested lists of Python numbers."""
+        return self.numpy().tolist()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        if self.size != 1:
+            raise ValueError(
+                f"truth of a tensor of shape {self.shape}: wanted one element; use any() or all()"
+            )
+        return bool(self.item())
+
+    def __index__(self) -> int:
+        if not self.dtype.is_integer:
+            raise TypeError(f"index: wanted an integer tensor, got {self.dtype.name}")
+        return int(self.item())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._exported().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        where: tuple[int, int] = self._exported().__dlpack_device__()
+        return where
+
+    def _exported(self) -> Any:
+        if self.dtype.is_blocked or self.dtype is DENSE["bfloat16"]:
+            raise TypeError(
+                f"DLPack export of {self.dtype.name} is not possible; use x.astype('float32')"
+            )
+        return self.data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.node is not None:
+            raise TypeError("pickle or deepcopy: wanted a leaf; use y.detach() first")
+        data = self.data
+        if not isinstance(data, QuantArray):
+            data = _to_host(data)
+        elif self.device != "cpu":
+            data = self.to("cpu").data
+        return _rebuild, (type(self), data, self.device, self._requires_grad)
+
+    # Writes in place.
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Write into the memory; views see it, and gradients that need the old values refuse.
+
+        Raises:
+            RuntimeError: if the tensor is part of a graph being recorded.
+            TypeError: for a blocked tensor, or a value of a wider kind of dtype.
+        """
+        self._check_write()
+        source = value.data if isinstance(value, ExTensor) else np.asarray(value)
+        if isinstance(source, QuantArray):
+            source = value.dequantize().data
+        if isinstance(value, (ExTensor, np.ndarray)):
+            came = dtype_of(source)
+            if _ORDER[came.kind] > _ORDER[self.dtype.kind]:
+                raise TypeError(
+                    f"write: {came.name} values do not fit a {self.dtype.name} tensor; convert them"
+                )
+        indices = raw_key(key)
+        try:
+            self.data[indices] = source
+        except ValueError as error:
+            raise ValueError(
+                f"write: wanted values that broadcast to the selection of a tensor of shape "
+                f"{self.shape} that may be written to, got shape {tuple(source.shape)} ({error})"
+            ) from error
+        self._version[0] += 1
+
+    def copy_(self, source: ExTensor) -> ExTensor:
+        """Write the values of ``source`` (broadcast) into this tensor's memory; returns it.
+
+        Raises:
+            As writing ``x[...] = source``.
+        """
+        self[...] = source
+        return self
+
+    def assign_(self, array: Any) -> ExTensor:
+        """Replace the data by ``array`` without a copy: the update of an optimizer.
+
+        Args:
+            array: a raw array of the device, of this tensor's shape and dtype, that nothing else
+                will write to. Views and earlier ``numpy()`` arrays keep the old values.
+
+        Raises:
+            RuntimeError: if the tensor requires a gradient and gradients are being recorded.
+            TypeError, ValueError: for a blocked tensor, or another dtype or shape.
+        """
+        self._check_write()
+        if array.shape != self.data.shape:
+            raise ValueError(
+                f"assign_: wanted shape {self.shape}, got {tuple(array.shape)}"
+            )
+        if array.dtype != self.data.dtype:
+            raise TypeError(f"assign_: wanted dtype {self.dtype.name}, got {array.dtype.name}")
+        self.data = array
+        self._version[0] += 1
+        return self
+
+    def _check_write(self) -> None:
+        if self.dtype.is_blocked:
+            raise TypeError(
+                f"write in place: a {self.dtype.name} tensor shares scales between values; use "
+                "x.dequantize(), write, and quantize again"
+            )
+        if self._requires_grad and MODE.enabled:
+            raise RuntimeError(
+                "write in place: this tensor requires a gradient, and the write would not be part "
+                "of it; write inside `with et.no_grad():`, or compute a new tensor with et.where"
+            )
+
+
+def raw_key(key: Any) -> Any:
+    """An indexing key with raw arrays in place of tensors and lists.
+
+    Raises:
+        TypeError: for a float tensor or array.
+    """
+    if isinstance(key, tuple):
+        return tuple(raw_key(part) for part in key)
+    if isinstance(key, list):
+        key = np.asarray(key)
+    elif isinstance(key, ExTensor):
+        key = key.data
+    kind = getattr(getattr(key, "dtype", None), "kind", "i")
+    if kind not in "iub":
+        raise TypeError(
+            f"index: wanted integers, slices, None, ... or integer or bool tensors, got {key!r}"
+        )
+    return key
+
+
+def _share(tensor: ExTensor) -> ExTensor:
+    """A new leaf on the same data."""
+    made: ExTensor = object.__new__(ExTensor)
+    made.data, made.dtype, made.backend = tensor.data, tensor.dtype, tensor.backend
+    made.node = made.grad = None
+    made._requires_grad = False
+    made._version = [0]
+    return made
+
+
+def _to_host(array: Any) -> Any:
+    """A device array as a numpy array; itself if it is one."""
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def _rebuild(kind: type[ExTensor], data: Any, device: str, requires_grad: bool) -> ExTensor:
+    tensor: ExTensor = object.__new__(kind)
+    ExTensor.__init__(tensor, data)
+    if device != "cpu":
+        tensor = tensor.to(device)
+    tensor._requires_grad = requires_grad
+    return tensor

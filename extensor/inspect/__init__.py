@@ -1,0 +1,15 @@
+"""What low precision does to a model: layer by layer, operand by operand."""
+
+from extensor.inspect.compare import LayerComparison, LayerRow, compare_layers
+from extensor.inspect.health import SlotHealth, health_table, slot_health
+from extensor.inspect.table import Table
+
+__all__ = [
+    "LayerComparison",
+    "LayerRow",
+    "SlotHealth",
+    "Table",
+    "compare_layers",
+    "health_table",
+    "slot_health",
+]

@@ -1,0 +1,256 @@
+"""compare_layers: how far a low-precision model's activations are from a reference's."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.mode import no_grad
+from extensor.autograd.tensor import ExTensor
+from extensor.inspect.table import Table
+from extensor.nn.module import Hook, Module
+from extensor.nn.quantize import gemm_layers
+from extensor.quant.array import QuantStats
+from extensor.quant.context import RecipeState
+
+__all__ = ["LayerComparison", "LayerRow", "compare_layers"]
+
+OUTPUT = "(output)"
+"""The name of the model itself among its layers."""
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer's output beside the reference's, over all its calls.
+
+    Attributes:
+        layer: its path; ``"(output)"`` for the model's own output.
+        kind: its class.
+        cosine: of the angle between the two outputs as vectors; two zeros count as equal.
+        mse: mean squared difference.
+        sqnr_db: 10 log10(sum reference^2 / sum difference^2), decibels; infinite if equal.
+        clipped: the share of the forward operands' values that saturated, 0 to 1; None for a layer
+            that quantizes nothing.
+        flushed: the share that became zero, likewise.
+    """
+
+    layer: str
+    kind: str
+    cosine: float
+    mse: float
+    sqnr_db: float
+    clipped: float | None
+    flushed: float | None
+
+
+@dataclass(frozen=True)
+class LayerComparison:
+    """The rows of `compare_layers`, in the order the layers ran; the model's output last."""
+
+    rows: tuple[LayerRow, ...]
+
+    def as_table(self) -> Table:
+        """The rows as text."""
+        columns = ("layer", "kind", "cosine", "MSE", "SQNR dB", "clipped", "flushed")
+        return Table(
+            columns,
+            tuple(
+                (
+                    row.layer,
+                    row.kind,
+                    f"{row.cosine:.6f}",
+                    f"{row.mse:.3e}",
+                    f"{row.sqnr_db:.2f}",
+                    "-" if row.clipped is None else f"{row.clipped:.3%}",
+                    "-" if row.flushed is None else f"{row.flushed:.3%}",
+                )
+                for row in self.rows
+            ),
+        )
+
+    def __str__(self) -> str:
+        return str(self.as_table())
+
+
+def compare_layers(
+    model: Module, reference: Module, batch: ExTensor | tuple[ExTensor, ...]
+) -> LayerComparison:
+    """Run both models on a batch and compare what each layer gives.
+
+    Layers are the modules with parameters of their own, and the model itself. Errors add up on
+    the way through the model, as they do in use. Both models run in evaluation mode without
+    recording gradients, and are left as they were, telemetry and random streams included.
+
+    Args:
+        model: usually with a recipe applied.
+        reference: the same architecture with the same weights, in high precision.
+        batch: the model's input; a tuple, its inputs.
+
+    Raises:
+        ValueError: if the models have different layers, or a layer gives other shapes or runs
+            another number of times.
+        TypeError: if ``batch`` is no tensor or tuple of tensors.
+    """
+    inputs = batch if isinstance(batch, tuple) else (batch,)
+    if not inputs or not all(isinstance(x, ExTensor) for x in inputs):
+        raise TypeError(f"batch: wanted an ExTensor or a tuple of them, got {batch!r:.80}")
+    layers, wanted = _layers(model), _layers(reference)
+    if layers.keys() != wanted.keys():
+        only = sorted(layers.keys() ^ wanted.keys())
+        raise ValueError(
+            f"compare_layers: wanted two models with the same layers, got {only} in one only; "
+            "build the reference like the model"
+        )
+    with no_grad(), _evaluating(model), _evaluating(reference):
+        outputs: dict[str, list[np.ndarray[Any, Any]]] = {path: [] for path in wanted}
+        with _hooked(wanted, lambda path, array: outputs[path].append(array)):
+            reference(*inputs)
+        sums = {path: _Sums(path, outputs[path]) for path in layers}
+        order: dict[str, None] = {}
+
+        def take(path: str, array: np.ndarray[Any, Any]) -> None:
+            order[path] = None
+            sums[path].add(array)
+
+        with _own_telemetry(model) as telemetry, _hooked(layers, take):
+            model(*inputs)
+    for path in layers:
+        sums[path].check_done()
+    rows = [sums[path].row(type(layers[path]).__name__, telemetry.get(path)) for path in order]
+    return LayerComparison(tuple(rows))
+
+
+class _Sums:
+    """Running sums over one layer's calls."""
+
+    def __init__(self, path: str, reference: list[np.ndarray[Any, Any]]) -> None:
+        self.path = path
+        self.reference = reference
+        self.calls = self.count = 0
+        self.dot = self.square = self.reference_square = self.error = 0.0
+
+    def add(self, array: np.ndarray[Any, Any]) -> None:
+        if self.calls == len(self.reference):
+            raise ValueError(
+                f"compare_layers: {self.path}: wanted {self.calls} outputs as the reference has, "
+                "got more"
+            )
+        wanted = self.reference[self.calls]
+        if array.shape != wanted.shape:
+            raise ValueError(
+                f"compare_layers: {self.path}: wanted an output of shape {wanted.shape} as the "
+                f"reference has, got {array.shape}"
+            )
+        self.calls += 1
+        self.count += array.size
+        self.dot += float((array * wanted).sum())
+        self.square += float((array * array).sum())
+        self.reference_square += float((wanted * wanted).sum())
+        self.error += float(((array - wanted) ** 2).sum())
+
+    def check_done(self) -> None:
+        if self.calls != len(self.reference):
+            raise ValueError(
+                f"compare_layers: {self.path}: wanted {len(self.reference)} outputs as the "
+                f"reference has, got {self.calls}"
+            )
+
+    def row(self, kind: str, stats: QuantStats | None) -> LayerRow:
+        clipped = flushed = None
+        if stats is not None and stats.count:
+            clipped, flushed = stats.saturated / stats.count, stats.flushed / stats.count
+        return LayerRow(
+            self.path,
+            kind,
+            self._cosine(),
+            self.error / max(self.count, 1),
+            self._sqnr(),
+            clipped,
+            flushed,
+        )
+
+    def _cosine(self) -> float:
+        if self.square == self.reference_square == 0.0:
+            return 1.0
+        if self.square == 0.0 or self.reference_square == 0.0:
+            return 0.0
+        return self.dot / (math.sqrt(self.square) * math.sqrt(self.reference_square))
+
+    def _sqnr(self) -> float:
+        if self.error == 0.0:
+            return math.inf
+        if self.reference_square == 0.0:
+            return -math.inf
+        return 10.0 * math.log10(self.reference_square / self.error)
+
+
+def _layers(model: Module) -> dict[str, Module]:
+    owners = {path.rpartition(".")[0] for path, _ in model.named_parameters()}
+    layers = {path: module for path, module in model.named_modules() if path and path in owners}
+    return {**layers, OUTPUT: model}
+
+
+@contextlib.contextmanager
+def _hooked(layers: dict[str, Module], take: Any) -> Iterator[None]:
+    """``take(path, array)`` with every output of every layer, as float64 on the host."""
+
+    def hook(path: str) -> Hook:
+        def called(_: Module, output: Any) -> None:
+            for tensor in _tensors(output):
+                dense = tensor.dequantize() if tensor.is_blocked else tensor
+                take(path, dense.numpy().astype(np.float64))
+
+        return called
+
+    removers = [layer.register_forward_hook(hook(path)) for path, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for remove in removers:
+            remove()
+
+
+def _tensors(output: Any) -> Iterator[ExTensor]:
+    if isinstance(output, ExTensor):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for item in output:
+            yield from _tensors(item)
+
+
+@contextlib.contextmanager
+def _evaluating(model: Module) -> Iterator[None]:
+    """Evaluation mode for a while; each module gets its own mode back."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _own_telemetry(model: Module) -> Iterator[dict[str, QuantStats]]:
+    """Counts of the forward operands, by layer, kept apart from the recipe's own telemetry."""
+    places = [(path, layer, vars(layer)["quant"]) for path, layer in gemm_layers(model)]
+    before = [(path, layer, context) for path, layer, context in places if context is not None]
+    states: dict[str, RecipeState] = {}
+    for path, layer, context in before:
+        states[path] = replace(context.state, _counts={})
+        layer.quant = replace(context, state=states[path])
+    counts: dict[str, QuantStats] = {}
+    try:
+        yield counts
+        for path, state in states.items():
+            total = sum(state.telemetry.values(), QuantStats())
+            if total.count:
+                counts[path] = total
+    finally:
+        for _, layer, context in before:
+            layer.quant = context

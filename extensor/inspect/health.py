@@ -1,0 +1,102 @@
+"""A recipe's telemetry as a table: what quantizing did to each operand of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from extensor.inspect.table import Table
+from extensor.quant.context import RecipeState
+from extensor.quant.recipe import SLOTS
+from extensor.quant.spec import QuantSpec
+
+__all__ = ["SlotHealth", "health_table", "slot_health"]
+
+MANY_SATURATED = 0.02
+"""A top value in every block of 32 that clips would be a share of 0.03."""
+MANY_FLUSHED = 0.25
+"""MXFP4 flushes about a tenth of normally distributed values."""
+
+
+@dataclass(frozen=True)
+class SlotHealth:
+    """What quantizing did to one operand of one layer since the telemetry's last reset.
+
+    Attributes:
+        layer: the layer's path; slot: the operand, as in `SLOTS`.
+        format: the operand's format; scale_rule: the rule in force. None in both where the slot
+            is no longer quantized to blocks.
+        count: how many values were quantized.
+        saturated: the share of them that rounded beyond the largest code, 0 to 1.
+        flushed: the share that were not zero and became zero, 0 to 1.
+        switched: whether the gradient scaler changed the rule.
+    """
+
+    layer: str
+    slot: str
+    format: str | None
+    scale_rule: str | None
+    count: int
+    saturated: float
+    flushed: float
+    switched: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """``"saturates"``, ``"flushes"``, both, or ``"ok"``."""
+        words = ["saturates"] if self.saturated > MANY_SATURATED else []
+        words += ["flushes"] if self.flushed > MANY_FLUSHED else []
+        return " and ".join(words) or "ok"
+
+
+def slot_health(
+    state: RecipeState, switched: Container[tuple[str, str]] = ()
+) -> tuple[SlotHealth, ...]:
+    """One row per (layer, slot) that has telemetry, layers in model order, slots in GEMM order.
+
+    Args:
+        state: what `apply_recipe` gave.
+        switched: the (layer, slot) pairs whose scale rule was changed.
+    """
+    rows = []
+    for path, context in state.layers.items():
+        for slot in SLOTS:
+            stats = state.telemetry.get((path, slot))
+            if stats is None:
+                continue
+            spec = context.operand(slot)
+            blocked = spec if isinstance(spec, QuantSpec) else None
+            rows.append(
+                SlotHealth(
+                    path,
+                    slot,
+                    blocked.format if blocked else None,
+                    blocked.rule if blocked else None,
+                    stats.count,
+                    stats.saturated / max(stats.count, 1),
+                    stats.flushed / max(stats.count, 1),
+                    (path, slot) in switched,
+                )
+            )
+    return tuple(rows)
+
+
+def health_table(rows: tuple[SlotHealth, ...]) -> Table:
+    """The rows of `slot_health`, or of a gradient scaler's report, as text."""
+    columns = ("layer", "slot", "format", "rule", "values", "saturated", "flushed", "verdict")
+    return Table(
+        columns,
+        tuple(
+            (
+                row.layer,
+                row.slot,
+                row.format or "-",
+                (row.scale_rule or "-") + (" (switched)" if row.switched else ""),
+                f"{row.count:,}",
+                f"{row.saturated:.3%}",
+                f"{row.flushed:.3%}",
+                row.verdict,
+            )
+            for row in rows
+        ),
+    )

@@ -1,0 +1,30 @@
+"""A table of text: printed as it is, or handed on to something that draws nicer ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Table"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Titles and rows of text; ``str()`` aligns them, the first column left, the others right."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"row: wanted {len(self.columns)} cells, got {row}")
+
+    def __str__(self) -> str:
+        lines = (self.columns, *self.rows)
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
+
+        def aligned(line: tuple[str, ...]) -> str:
+            rest = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+            return "  ".join([line[0].ljust(widths[0]), *rest]).rstrip()
+
+        return "\n".join(aligned(line) for line in lines)

@@ -1,0 +1,75 @@
+"""Layers, initializers, and putting a recipe to work on a model."""
+
+from extensor.nn import init
+from extensor.nn.activation import (
+    ELU,
+    GELU,
+    SELU,
+    HardSigmoid,
+    HardSwish,
+    HardTanh,
+    LeakyReLU,
+    LogSoftmax,
+    Mish,
+    PReLU,
+    ReLU,
+    ReLU6,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Softplus,
+    Tanh,
+)
+from extensor.nn.avg_pool2d import AvgPool2d
+from extensor.nn.batch_norm2d import BatchNorm2d
+from extensor.nn.conv2d import Conv2d
+from extensor.nn.dropout import Dropout, Dropout2d
+from extensor.nn.flatten import Flatten
+from extensor.nn.global_avg_pool2d import GlobalAvgPool2d
+from extensor.nn.layer_norm import LayerNorm
+from extensor.nn.linear import Linear
+from extensor.nn.max_pool2d import MaxPool2d
+from extensor.nn.module import Hook, Module
+from extensor.nn.module_list import ModuleList
+from extensor.nn.parameter import Buffer, Parameter
+from extensor.nn.quantize import apply_recipe, gemm_layers
+from extensor.nn.sequential import Sequential
+
+__all__ = [
+    "ELU",
+    "GELU",
+    "SELU",
+    "AvgPool2d",
+    "BatchNorm2d",
+    "Buffer",
+    "Conv2d",
+    "Dropout",
+    "Dropout2d",
+    "Flatten",
+    "GlobalAvgPool2d",
+    "HardSigmoid",
+    "HardSwish",
+    "HardTanh",
+    "Hook",
+    "LayerNorm",
+    "LeakyReLU",
+    "Linear",
+    "LogSoftmax",
+    "MaxPool2d",
+    "Mish",
+    "Module",
+    "ModuleList",
+    "PReLU",
+    "Parameter",
+    "ReLU",
+    "ReLU6",
+    "Sequential",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Softplus",
+    "Tanh",
+    "apply_recipe",
+    "gemm_layers",
+    "init",
+]

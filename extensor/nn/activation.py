@@ -1,0 +1,209 @@
+"""Activation functions as modules: one line each, the formulas are in `extensor.ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from extensor.autograd.tensor import ExTensor
+from extensor.nn.module import Module
+from extensor.nn.parameter import Parameter
+from extensor.ops import activation, elementwise
+
+__all__ = [
+    "ELU",
+    "GELU",
+    "SELU",
+    "HardSigmoid",
+    "HardSwish",
+    "HardTanh",
+    "LeakyReLU",
+    "LogSoftmax",
+    "Mish",
+    "PReLU",
+    "ReLU",
+    "ReLU6",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Softplus",
+    "Tanh",
+]
+
+
+class _Activation(Module):
+    """A function of `extensor.ops` with fixed options."""
+
+    function: ClassVar[Callable[..., ExTensor]]
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def forward(self, x: ExTensor) -> ExTensor:
+        """The function of ``x``."""
+        return type(self).function(x, **self.options)
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+
+class ReLU(_Activation):
+    """max(x, 0)."""
+
+    function = staticmethod(activation.relu)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class ReLU6(_Activation):
+    """min(max(x, 0), 6)."""
+
+    function = staticmethod(activation.relu6)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Sigmoid(_Activation):
+    """1 / (1 + exp(-x))."""
+
+    function = staticmethod(elementwise.sigmoid)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Tanh(_Activation):
+    """tanh(x)."""
+
+    function = staticmethod(elementwise.tanh)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class SiLU(_Activation):
+    """x sigmoid(x)."""
+
+    function = staticmethod(activation.silu)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Mish(_Activation):
+    """x tanh(softplus(x))."""
+
+    function = staticmethod(activation.mish)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class SELU(_Activation):
+    """self-normalizing ELU (arXiv 1706.02515)."""
+
+    function = staticmethod(activation.selu)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class HardSigmoid(_Activation):
+    """min(max(x / 6 + 1/2, 0), 1)."""
+
+    function = staticmethod(activation.hard_sigmoid)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class HardSwish(_Activation):
+    """x hard_sigmoid(x)."""
+
+    function = staticmethod(activation.hard_swish)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class HardTanh(_Activation):
+    """min(max(x, -1), 1)."""
+
+    function = staticmethod(activation.hard_tanh)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Softplus(_Activation):
+    """log(1 + exp(x))."""
+
+    function = staticmethod(activation.softplus)
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class ELU(_Activation):
+    """x where x > 0, else alpha (exp(x) - 1)."""
+
+    function = staticmethod(activation.elu)
+
+    def __init__(self, alpha: float = 1.0) -> None:
+        super().__init__(alpha=alpha)
+
+
+class GELU(_Activation):
+    """x Phi(x) with the normal distribution function, or (``"tanh"``) its approximation."""
+
+    function = staticmethod(activation.gelu)
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__(approximate=approximate)
+
+
+class LeakyReLU(_Activation):
+    """x where x > 0, else slope x."""
+
+    function = staticmethod(activation.leaky_relu)
+
+    def __init__(self, slope: float = 0.01) -> None:
+        super().__init__(slope=slope)
+
+
+class Softmax(_Activation):
+    """exp(x), normalized to sum 1 along an axis."""
+
+    function = staticmethod(activation.softmax)
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__(axis=axis)
+
+
+class LogSoftmax(_Activation):
+    """The logarithm of `Softmax`."""
+
+    function = staticmethod(activation.log_softmax)
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__(axis=axis)
+
+
+class PReLU(Module):
+    """x where x > 0, else slope x, with a trained slope (arXiv 1502.01852).
+
+    Attributes:
+        slope: float32, a scalar.
+    """
+
+    def __init__(self, slope: float = 0.25) -> None:
+        self.slope = Parameter(np.asarray(slope, np.float32))
+
+    def forward(self, x: ExTensor) -> ExTensor:
+        """The function of ``x``."""
+        return activation.prelu(x, self.slope)

@@ -1,0 +1,72 @@
+"""Dropout and Dropout2d."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from extensor.autograd.creation import Seed
+from extensor.autograd.mode import no_grad
+from extensor.autograd.tensor import ExTensor
+from extensor.nn import init
+from extensor.nn.checks import check_probability
+from extensor.nn.module import Module
+from extensor.nn.parameter import Buffer
+
+__all__ = ["Dropout", "Dropout2d"]
+
+
+class Dropout(Module):
+    """In training, zeroes each value with probability ``p`` and divides the others by 1 - p.
+
+    The mask is a function of a seed and of how often the layer was called in training. Both are
+    buffers, so that a run resumed from a checkpoint draws what an uninterrupted one draws. It is
+    drawn on the host: the same on every device.
+
+    Args:
+        p: in [0, 1).
+        rng: draws the seed; see `init.as_rng`.
+
+    Attributes:
+        draws: int64 (2,): the seed, and the calls in training so far.
+
+    Source: Srivastava et al., JMLR 15 (2014), in the form that leaves evaluation alone.
+    """
+
+    def __init__(self, p: float = 0.5, rng: Seed = None) -> None:
+        self.p = check_probability("p", p)
+        seed = int(init.as_rng(rng).integers(1 << 62))
+        self.draws = Buffer(np.array([seed, 0], np.int64))
+
+    def mask_shape(self, x: ExTensor) -> tuple[int, ...]:
+        """The shape of the values that are kept or zeroed as one."""
+        return x.shape
+
+    def forward(self, x: ExTensor) -> ExTensor:
+        """The same shape; ``x`` itself in evaluation."""
+        if not self.training or self.p == 0.0:
+            return x
+        shape = self.mask_shape(x)
+        seed, calls = (int(n) for n in self.draws.tolist())
+        with no_grad():
+            self.draws.assign_(self.draws.data + self.draws.backend.xp.array([0, 1]))
+        kept = np.random.default_rng([seed, calls]).random(shape, np.float32) >= self.p
+        mask = ExTensor(kept.astype(np.float32) / np.float32(1.0 - self.p)).to(x.device)
+        return x * mask.astype(x.dtype) if x.dtype.is_float else x * mask
+
+    def extra_repr(self) -> str:
+        """The probability."""
+        return f"p={self.p}"
+
+
+class Dropout2d(Dropout):
+    """Zeroes whole channels of an (N, C, H, W) input; otherwise as `Dropout`.
+
+    Raises:
+        ValueError: when called in training, for an input that is not (N, C, H, W).
+    """
+
+    def mask_shape(self, x: ExTensor) -> tuple[int, ...]:
+        """(N, C, 1, 1)."""
+        if x.ndim != 4:
+            raise ValueError(f"Dropout2d: wanted an input of shape (N, C, H, W), got {x.shape}")
+        return (*x.shape[:2], 1, 1)

@@ -1,0 +1,162 @@
+"""Initial weights: functions of a shape and a random generator, giving float32 arrays.
+
+A weight's first axis is its outputs and the rest its inputs, as in `Linear` (out, in)
+and `Conv2d` (out, in / groups, kh, kw): fan_in is the product of all axes but the
+first, fan_out that of all axes but the second.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from extensor.autograd.creation import Seed
+from extensor.errors import unknown_name
+
+__all__ = [
+    "GAINS",
+    "as_rng",
+    "fans",
+    "kaiming_normal",
+    "kaiming_uniform",
+    "orthogonal",
+    "trunc_normal",
+    "uniform",
+    "xavier_normal",
+    "xavier_uniform",
+]
+
+Array = npt.NDArray[Any]
+Shape = tuple[int, ...]
+GAINS = {"linear": 1.0, "sigmoid": 1.0, "tanh": 5 / 3, "relu": math.sqrt(2.0), "selu": 0.75}
+"""What keeps the variance through a layer followed by this function (arXiv 1502.01852)."""
+
+
+def as_rng(rng: Seed) -> np.random.Generator:
+    """The generator meant by an ``rng`` argument.
+
+    A model passes one generator to all its layers; a seed given to several layers of one shape
+    gives them the same weights.
+
+    Raises:
+        TypeError: if it is no generator, int or None.
+    """
+    if isinstance(rng, np.random.Generator):
+        return rng
+    if rng is None or (isinstance(rng, (int, np.integer)) and not isinstance(rng, bool)):
+        return np.random.default_rng(rng)
+    raise TypeError(f"rng: wanted a numpy.random.Generator, a seed or None, got {rng!r}")
+
+
+def fans(shape: Shape) -> tuple[int, int]:
+    """(fan_in, fan_out) of a weight.
+
+    Raises:
+        ValueError: for fewer than two axes, or an axis of length 0.
+    """
+    if len(shape) < 2 or min(shape) < 1:
+        raise ValueError(
+            f"shape: wanted two axes or more, (out, in, ...), none empty, got {tuple(shape)}; "
+            "a bias starts from zeros"
+        )
+    return math.prod(shape[1:]), shape[0] * math.prod(shape[2:])
+
+
+def xavier_uniform(shape: Shape, rng: Seed = None, gain: float = 1.0) -> Array:
+    """Uniform in +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio, AISTATS 2010, eq. 16)."""
+    bound = _positive("gain", gain) * math.sqrt(6.0 / sum(fans(shape)))
+    return uniform(shape, bound, rng)
+
+
+def xavier_normal(shape: Shape, rng: Seed = None, gain: float = 1.0) -> Array:
+    """Normal with standard deviation gain sqrt(2 / (fan_in + fan_out)) (the same, eq. 12)."""
+    return _normal(shape, _positive("gain", gain) * math.sqrt(2.0 / sum(fans(shape))), rng)
+
+
+def kaiming_uniform(
+    shape: Shape,
+    rng: Seed = None,
+    gain: float | str = "relu",
+    fan: Literal["in", "out"] = "in",
+) -> Array:
+    """Uniform in +-gain sqrt(3 / fan) (arXiv 1502.01852).
+
+    Args:
+        shape: (out, in, ...).
+        rng: a generator, a seed or None.
+        gain: a number above 0, or a name in `GAINS`.
+        fan: which fan keeps its variance: ``"in"`` forward, ``"out"`` backward.
+    """
+    return uniform(shape, _kaiming(shape, gain, fan) * math.sqrt(3.0), rng)
+
+
+def kaiming_normal(
+    shape: Shape,
+    rng: Seed = None,
+    gain: float | str = "relu",
+    fan: Literal["in", "out"] = "in",
+) -> Array:
+    """Normal with standard deviation gain / sqrt(fan); arguments as for `kaiming_uniform`."""
+    return _normal(shape, _kaiming(shape, gain, fan), rng)
+
+
+def trunc_normal(
+    shape: Shape, rng: Seed = None, std: float = 0.02, mean: float = 0.0, bound: float = 2.0
+) -> Array:
+    """Normal, values beyond ``bound`` standard deviations drawn again.
+
+    Raises:
+        ValueError: if ``std`` is not above 0, or ``bound`` below 1/4 (redrawing would take long).
+    """
+    _positive("std", std)
+    if not bound >= 0.25:
+        raise ValueError(f"bound: wanted 0.25 standard deviations or more, got {bound!r}")
+    generator = as_rng(rng)
+    values = np.asarray(generator.standard_normal(shape))
+    while (outside := np.abs(values) > bound).any():
+        values[outside] = generator.standard_normal(int(outside.sum()))
+    return (mean + std * values).astype(np.float32)
+
+
+def orthogonal(shape: Shape, rng: Seed = None, gain: float = 1.0) -> Array:
+    """Rows, or columns if there are fewer, orthonormal times ``gain``, uniform over all such.
+
+    The Q of a normal matrix, its signs fixed by R's diagonal (arXiv 1312.6120; Mezzadri, arXiv
+    math-ph/0609050). Axes after the first are taken as one.
+    """
+    fans(shape)
+    _positive("gain", gain)
+    rows, columns = shape[0], math.prod(shape[1:])
+    normal = as_rng(rng).standard_normal((max(rows, columns), min(rows, columns)))
+    q, r = np.linalg.qr(normal)
+    q *= np.where(np.diagonal(r) < 0, -1.0, 1.0)
+    matrix = q if rows >= columns else q.T
+    return (gain * matrix).reshape(shape).astype(np.float32)
+
+
+def _kaiming(shape: Shape, gain: float | str, fan: str) -> float:
+    if isinstance(gain, str):
+        if gain not in GAINS:
+            raise ValueError(unknown_name("gain", gain, GAINS))
+        gain = GAINS[gain]
+    if fan not in ("in", "out"):
+        raise ValueError(f"fan: wanted 'in' or 'out', got {fan!r}")
+    return _positive("gain", gain) / math.sqrt(fans(shape)[fan == "out"])
+
+
+def _positive(name: str, value: float) -> float:
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name}: wanted a finite number above 0, got {value!r}")
+    return value
+
+
+def uniform(shape: Shape, bound: float, rng: Seed = None) -> Array:
+    """Uniform in +-bound, any shape."""
+    return as_rng(rng).uniform(-bound, bound, shape).astype(np.float32)
+
+
+def _normal(shape: Shape, std: float, rng: Seed) -> Array:
+    return (std * as_rng(rng).standard_normal(shape)).astype(np.float32)

@@ -1,0 +1,58 @@
+"""LayerNorm."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from extensor.autograd.tensor import ExTensor
+from extensor.nn.checks import check_size
+from extensor.nn.module import Module
+from extensor.nn.parameter import Parameter
+
+__all__ = ["LayerNorm"]
+
+
+class LayerNorm(Module):
+    """(x - mean) / sqrt(var + eps) weight + bias over the last axes (arXiv 1607.06450).
+
+    Args:
+        shape: the length of the last axis, or the lengths of the last axes.
+        eps: above 0.
+
+    Attributes:
+        weight, bias: float32 of ``shape``, ones and zeros at first.
+
+    Raises:
+        ValueError: for lengths below 1 or an eps not above 0; when called, for an input whose
+            last axes are not ``shape``.
+    """
+
+    def __init__(self, shape: int | tuple[int, ...], eps: float = 1e-5) -> None:
+        lengths = shape if isinstance(shape, tuple) else (shape,)
+        self.shape = tuple(check_size("shape", n) for n in lengths)
+        if not self.shape or not 0.0 < eps < math.inf:
+            raise ValueError(
+                f"LayerNorm: wanted at least one axis and eps above 0, got {shape!r} and {eps!r}"
+            )
+        self.eps = eps
+        self.weight = Parameter(np.ones(self.shape, np.float32))
+        self.bias = Parameter(np.zeros(self.shape, np.float32))
+
+    def forward(self, x: ExTensor) -> ExTensor:
+        """The same shape."""
+        count = len(self.shape)
+        if x.shape[-count:] != self.shape:
+            raise ValueError(
+                f"LayerNorm: wanted an input of shape (..., {', '.join(map(str, self.shape))}), "
+                f"got {x.shape}"
+            )
+        axes = tuple(range(-count, 0))
+        centred = x - x.mean(axis=axes, keepdims=True)
+        variance = centred.square().mean(axis=axes, keepdims=True)
+        return centred * (variance + self.eps).rsqrt() * self.weight + self.bias
+
+    def extra_repr(self) -> str:
+        """Its shape."""
+        return f"{self.shape}, eps={self.eps}"

@@ -1,0 +1,61 @@
+"""Linear."""
+
+from __future__ import annotations
+
+import math
+
+from extensor.autograd.creation import Seed
+from extensor.autograd.tensor import ExTensor
+from extensor.nn import init
+from extensor.nn.checks import check_size
+from extensor.nn.module import Module
+from extensor.nn.parameter import Parameter
+from extensor.ops.quantized import quantized_matmul
+from extensor.quant.context import LayerContext
+
+__all__ = ["Linear"]
+
+
+class Linear(Module):
+    """y = x weight^T + bias.
+
+    Args:
+        in_features: K, 1 or more.
+        out_features: N, 1 or more.
+        bias: whether there is one.
+        rng: draws the initial weights, uniform in +-1 / sqrt(K); see `init.as_rng`.
+
+    Attributes:
+        weight: float32 (N, K); bias: float32 (N,), or None.
+        quant: the layer's place in a recipe; None computes in the dtype of the operands.
+
+    Raises:
+        ValueError: for sizes below 1; when called, for an input that is not (..., K).
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, rng: Seed = None
+    ) -> None:
+        self.in_features = check_size("in_features", in_features)
+        self.out_features = check_size("out_features", out_features)
+        generator, bound = init.as_rng(rng), 1.0 / math.sqrt(in_features)
+        self.weight = Parameter(init.uniform((out_features, in_features), bound, generator))
+        self.bias = Parameter(init.uniform((out_features,), bound, generator)) if bias else None
+        self.quant: LayerContext | None = None
+
+    def forward(self, x: ExTensor) -> ExTensor:
+        """(..., K) -> (..., N)."""
+        if x.ndim < 1 or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"Linear: wanted an input of shape (..., {self.in_features}), got {x.shape}"
+            )
+        if self.quant is not None:
+            y = quantized_matmul(x, self.weight, self.quant)
+        else:
+            y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        """Its sizes."""
+        bias = "" if self.bias is not None else ", bias=False"
+        return f"{self.in_features}, {self.out_features}{bias}"

@@ -1,0 +1,219 @@
+"""Module: the base of layers and models.
+
+A module is an ordinary object: what it owns are the `Parameter`, `Buffer` and `Module`
+attributes it has, under their names and in the order they were set. Nothing is
+registered and no base initializer need run, so nothing can be forgotten; what would
+be overlooked (a plain list of layers) is refused when it is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from extensor.autograd.mode import no_grad
+from extensor.autograd.tensor import ExTensor
+from extensor.errors import layout_error
+from extensor.nn.parameter import Buffer, Parameter
+from extensor.quant.array import QuantArray
+
+__all__ = ["Hook", "Module"]
+
+Self = TypeVar("Self", bound="Module")
+Hook = Callable[["Module", Any], None]
+"""Called with (module, output) after each forward."""
+
+
+class Module:
+    """Base class of layers and models: subclasses set attributes and define ``forward``.
+
+    Attributes:
+        training: whether layers that differ, such as Dropout, act as in training.
+        role: what recipes may call the layer by, ``"embedding"`` or ``"head"``; None for most.
+    """
+
+    training: bool = True
+    role: str | None = None
+    _hooks: tuple[Hook, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computes; every subclass that is called defines it."""
+        raise TypeError(f"{type(self).__name__} defines no forward(); it cannot be called")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `forward`, then the hooks."""
+        output = self.forward(*args, **kwargs)
+        for hook in self._hooks:
+            hook(self, output)
+        return output
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, (Module, Parameter, Buffer)) and hasattr(Module, name):
+            raise AttributeError(
+                f"{type(self).__name__}.{name}: every module has an attribute of that name; "
+                "choose another"
+            )
+        if isinstance(value, (list, tuple, dict, set)):
+            items = value.values() if isinstance(value, dict) else value
+            if any(isinstance(item, (Module, Parameter, Buffer)) for item in items):
+                raise TypeError(
+                    f"{type(self).__name__}.{name}: wanted a ModuleList or Sequential, got a plain "
+                    f"{type(value).__name__}, whose parameters would not be found"
+                )
+        object.__setattr__(self, name, value)
+
+    # What it owns.
+
+    def named_children(self) -> Iterator[tuple[str, Module]]:
+        """(name, module) of every module that is an attribute, in the order set."""
+        for name, value in vars(self).items():
+            if isinstance(value, Module):
+                yield name, value
+
+    def named_modules(self) -> Iterator[tuple[str, Module]]:
+        """(path, module) of this module, under ``""``, and all below it; shared ones once."""
+        seen: set[int] = set()
+
+        def walk(path: str, module: Module) -> Iterator[tuple[str, Module]]:
+            if id(module) in seen:
+                return
+            seen.add(id(module))
+            yield path, module
+            for name, child in module.named_children():
+                yield from walk(f"{path}.{name}" if path else name, child)
+
+        yield from walk("", self)
+
+    def modules(self) -> Iterator[Module]:
+        """This module and all below it."""
+        return (module for _, module in self.named_modules())
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """(path, parameter) of everything trained here and below; shared ones once."""
+        for path, tensor in self._named_tensors():
+            if isinstance(tensor, Parameter):
+                yield path, tensor
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Every parameter here and below."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, Buffer]]:
+        """(path, buffer) of everything kept here and below; shared ones once."""
+        for path, tensor in self._named_tensors():
+            if isinstance(tensor, Buffer):
+                yield path, tensor
+
+    def buffers(self) -> Iterator[Buffer]:
+        """Every buffer here and below."""
+        return (buffer for _, buffer in self.named_buffers())
+
+    def _named_tensors(self) -> Iterator[tuple[str, Parameter | Buffer]]:
+        seen: set[int] = set()
+        for path, module in self.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, (Parameter, Buffer)) and id(value) not in seen:
+                    seen.add(id(value))
+                    yield f"{path}.{name}" if path else name, value
+
+    # What is done to all of it.
+
+    def train(self: Self, mode: bool = True) -> Self:
+        """Set ``training`` here and below; returns the module."""
+        for module in self.modules():
+            module.training = bool(mode)
+        return self
+
+    def eval(self: Self) -> Self:
+        """``train(False)``."""
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def to(self: Self, device: str) -> Self:
+        """Move parameters and buffers to a device, in place; gradients are forgotten.
+
+        Optimizers are made after the move: the arrays they keep live on the device.
+
+        Raises:
+            RuntimeError: if the device is not available; nothing is moved then.
+        """
+        tensors = [tensor for _, tensor in self._named_tensors()]
+        moved = [tensor.to(device) for tensor in tensors]
+        if any(new.device != device for new in moved):
+            raise ValueError(f"device: wanted 'cpu' or 'cuda', got {device!r}")
+        for tensor, new in zip(tensors, moved, strict=True):
+            tensor.data, tensor.backend, tensor.grad = new.data, new.backend, None
+            tensor._version[0] += 1
+        return self
+
+    def register_forward_hook(self, hook: Hook) -> Callable[[], None]:
+        """Call ``hook(module, output)`` after each forward; returns what removes it again."""
+        self._hooks = (*self._hooks, hook)
+
+        def remove() -> None:
+            left = list(self._hooks)
+            left.remove(hook)
+            self._hooks = tuple(left)
+
+        return remove
+
+    # State.
+
+    def state_dict(self) -> dict[str, np.ndarray[Any, Any] | QuantArray]:
+        """Copies of every parameter and buffer by path, as numpy arrays on the host."""
+        state: dict[str, np.ndarray[Any, Any] | QuantArray] = {}
+        for path, tensor in self._named_tensors():
+            host = tensor.to("cpu").data
+            state[path] = host if isinstance(host, QuantArray) else host.copy()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over parameters and buffers that `state_dict` gave.
+
+        Args:
+            state: numpy arrays by path: exactly this module's names, shapes and dtypes.
+
+        Raises:
+            ValueError: if names, shapes or dtypes differ; every difference is named (the first
+                eight, and how many more), and nothing is changed.
+            TypeError: if a value is no array.
+        """
+        for path, value in state.items():
+            if not isinstance(value, (np.ndarray, QuantArray)):
+                raise TypeError(
+                    f"{path}: wanted a numpy array, got {type(value).__name__}; pass "
+                    "load_checkpoint(path).tensors or another model's state_dict()"
+                )
+        tensors = dict(self._named_tensors())
+        wanted = {path: tensor.data for path, tensor in tensors.items()}
+        message = layout_error(f"this state for {type(self).__name__}", wanted, state)
+        if message:
+            raise ValueError(message)
+        with no_grad():
+            for path, tensor in tensors.items():
+                fresh = ExTensor(state[path]).to(tensor.device).data
+                if tensor.is_blocked:
+                    tensor.data = fresh
+                    tensor._version[0] += 1
+                else:
+                    tensor.assign_(fresh)
+
+    # Looks.
+
+    def extra_repr(self) -> str:
+        """The options shown in the module's line of the tree."""
+        return ""
+
+    def __repr__(self) -> str:
+        title = f"{type(self).__name__}({self.extra_repr()}"
+        lines = [
+            f"  ({name}): " + repr(child).replace("\n", "\n  ")
+            for name, child in self.named_children()
+        ]
+        return "\n".join([title, *lines, ")"]) if lines else f"{title})"

@@ -1,0 +1,37 @@
+"""Parameter and Buffer: the tensors that a module owns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import DTypeLike
+
+__all__ = ["Buffer", "Parameter"]
+
+
+class Parameter(ExTensor):
+    """A tensor that a module trains: an ExTensor with ``requires_grad=True``.
+
+    Args:
+        data: what `ExTensor` takes; a dense float dtype, float32 for master weights.
+        dtype: converted to this dtype.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, data: Any, dtype: DTypeLike | None = None, *, device: str = "cpu") -> None:
+        super().__init__(data, dtype, device=device, requires_grad=True)
+
+
+class Buffer(ExTensor):
+    """A tensor that a module keeps but does not train, such as a running mean.
+
+    It moves with the module and is part of its ``state_dict``. Arguments as for `Parameter`.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, data: Any, dtype: DTypeLike | None = None, *, device: str = "cpu") -> None:
+        super().__init__(data, dtype, device=device)

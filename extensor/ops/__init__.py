@@ -1,0 +1,37 @@
+"""The operations, one file per family. Importing this package fills the registry."""
+
+from __future__ import annotations
+
+from extensor.ops import (
+    activation,
+    arithmetic,
+    blocked,
+    conv,
+    creation,
+    einsum,
+    elementwise,
+    indexing,
+    linalg,
+    loss,
+    pool,
+    reduce,
+    shape,
+    sort,
+)
+
+__all__ = [
+    "activation",
+    "arithmetic",
+    "blocked",
+    "conv",
+    "creation",
+    "einsum",
+    "elementwise",
+    "indexing",
+    "linalg",
+    "loss",
+    "pool",
+    "reduce",
+    "shape",
+    "sort",
+]

@@ -1,0 +1,181 @@
+"""What operations share about their arguments: operands, axes, and sample inputs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.apply import wrap
+from extensor.autograd.primitive import BadInput, Sample
+from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import scalar_dtype
+
+__all__ = [
+    "Axis",
+    "Operand",
+    "as_tensor",
+    "axis_index",
+    "axis_tuple",
+    "pair",
+    "pairs",
+    "quiet",
+    "tensors_only",
+    "unary_samples",
+]
+
+Operand = ExTensor | float | np.ndarray[Any, Any]
+"""What a binary operation takes beside a tensor: a tensor, a Python number, a numpy array."""
+
+Axis = int | Sequence[int] | None
+"""An axis, several, or all of them."""
+
+
+def pair(name: str, a: Any, b: Any) -> tuple[ExTensor, ExTensor]:
+    """Two operands as tensors; a number takes the other's dtype where it can.
+
+    Raises:
+        TypeError: if neither is a tensor, or one is something else.
+    """
+    if isinstance(a, ExTensor):
+        return a, b if isinstance(b, ExTensor) else _beside(name, b, a)
+    if isinstance(b, ExTensor):
+        return _beside(name, a, b), b
+    raise TypeError(
+        f"{name}: wanted at least one ExTensor, got {type(a).__name__} and {type(b).__name__}; "
+        "make one with et.ExTensor(...)"
+    )
+
+
+def _beside(name: str, value: Any, x: ExTensor) -> ExTensor:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (bool, int, float)):
+        dtype = scalar_dtype(value, x.dtype)
+        # Beside a 16-bit float the number stays float32 inside, so that the result rounds once.
+        made = np.float32 if dtype.is_float and dtype is not x.dtype else None
+        stored = dtype.numpy if x.dtype.level != 2 else made or np.float32
+        tensor = wrap(x.backend.xp.asarray(value, dtype=stored), x.backend)
+        tensor.dtype = dtype
+        return tensor
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return wrap(x.backend.xp.asarray(value), x.backend)
+    raise TypeError(
+        f"{name}: wanted an ExTensor, a number or an array, got {type(value).__name__}"
+    )
+
+
+def as_tensor(name: str, value: Any, like: ExTensor | None = None) -> ExTensor:
+    """``value`` itself, or a tensor of it on the device of ``like``.
+
+    Raises:
+        TypeError: if it is neither a tensor, a number nor an array (or list of numbers).
+    """
+    if isinstance(value, ExTensor):
+        return value
+    if like is not None and not isinstance(value, (list, tuple)):
+        return _beside(name, value, like)
+    if isinstance(value, (int, float, list, tuple, np.ndarray, np.generic)):
+        return ExTensor(value, device=like.device if like is not None else "cpu")
+    raise TypeError(f"{name}: wanted an ExTensor, got {type(value).__name__}")
+
+
+def tensors_only(name: str, *values: Any) -> None:
+    """Refuse anything that is not an ExTensor.
+
+    Raises:
+        TypeError: naming the argument's type.
+    """
+    for value in values:
+        if not isinstance(value, ExTensor):
+            raise TypeError(
+                f"{name}: wanted an ExTensor, got {type(value).__name__}; "
+                "make one with et.ExTensor(...)"
+            )
+
+
+def axis_index(name: str, axis: Any, ndim: int) -> int:
+    """An axis in 0..ndim - 1.
+
+    Raises:
+        TypeError, ValueError: if it is no int, or out of range.
+    """
+    try:
+        index = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"{name}: axis: wanted an int, got {axis!r}") from None
+    if not -ndim <= index < ndim:
+        raise ValueError(
+            f"{name}: axis: wanted {-ndim}..{ndim - 1} for a tensor of {ndim} axes, got {index}"
+        )
+    return index % ndim
+
+
+def axis_tuple(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
+    """Axes in 0..ndim - 1, ascending; all of them for None.
+
+    Raises:
+        TypeError, ValueError: for no ints, out of range, or one named twice.
+    """
+    if axis is None:
+        return tuple(range(ndim))
+    if not isinstance(axis, (tuple, list)):
+        return (axis_index(name, axis, ndim),)
+    axes = tuple(sorted(axis_index(name, a, ndim) for a in axis))
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{name}: axis: wanted each axis once, got {axis!r}")
+    return axes
+
+
+def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose infinities and NaNs are part of its definition: numpy need not warn."""
+
+    def silenced(*args: Any, **params: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return function(*args, **params)
+
+    return silenced
+
+
+# Sample inputs that many operations share.
+
+
+def pairs(
+    reference: Callable[..., Any] | None = None, low: float = -2.0, high: float = 2.0
+) -> Callable[[np.random.Generator], Iterator[Sample]]:
+    """Two arrays: of one shape, broadcasting both ways, and without axes."""
+
+    def samples(rng: np.random.Generator) -> Iterator[Sample]:
+        for first, second in (((3, 4), (3, 4)), ((2, 1, 3), (4, 1)), ((), (3,))):
+            a, b = rng.uniform(low, high, first), rng.uniform(low, high, second)
+            yield Sample((a, b), expected=reference(a, b) if reference else None)
+
+    return samples
+
+
+def unary_samples(
+    reference: Callable[..., Any] | None = None,
+    low: float = -2.0,
+    high: float = 2.0,
+    apart_from: tuple[float, ...] = (),
+) -> Callable[[np.random.Generator], Iterator[Sample]]:
+    """One array, its values at least 0.05 from the points where the function is not smooth."""
+
+    def samples(rng: np.random.Generator) -> Iterator[Sample]:
+        for shape in ((3, 4), (), (2, 0)):
+            x = rng.uniform(low, high, shape)
+            for point in apart_from:
+                x = np.where(np.abs(x - point) < 0.05, point + 0.1, x)
+            x = np.asarray(x)
+            yield Sample((x,), expected=reference(x) if reference else None)
+
+    return samples
+
+
+BAD_BROADCAST = (BadInput((np.zeros((2, 3)), np.zeros((2,))), ValueError, "that broadcast"),)
+"""Refused by everything that broadcasts."""
+
+NO_TENSOR = (BadInput(("three",), TypeError, "wanted an ExTensor"),)
+"""Refused by every unary operation."""

@@ -1,0 +1,436 @@
+"""Arithmetic, comparison and logic, elementwise with broadcasting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.apply import apply
+from extensor.autograd.primitive import BadInput, Sample, composite, primitive
+from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import DTypeLike, as_dtype
+from extensor.ops.arguments import (
+    BAD_BROADCAST,
+    NO_TENSOR,
+    Operand,
+    as_tensor,
+    pair,
+    pairs,
+    quiet,
+    tensors_only,
+    unary_samples,
+)
+
+__all__ = [
+    "add", "astype", "bitwise_and", "bitwise_or", "bitwise_xor", "clip", "clone", "divide",
+    "equal", "floor_divide", "greater", "greater_equal", "less", "less_equal", "logical_and",
+    "logical_not", "logical_or", "logical_xor", "maximum", "minimum", "multiply", "negative",
+    "not_equal", "power", "remainder", "subtract", "where",
+]  # fmt: skip
+
+
+@primitive(
+    forward=lambda backend, a, b: a + b,
+    vjps=(lambda g, out, a, b: g, lambda g, out, a, b: g),
+    fused_vjp=lambda backend, g, out, inputs, needs: (g, g),
+    broadcasts=True,
+    reads="nothing",
+    samples=pairs(np.add),
+    errors=BAD_BROADCAST,
+)
+def add(a: Operand, b: Operand) -> ExTensor:
+    """a + b."""
+    return apply("add", *pair("add", a, b))
+
+
+@primitive(
+    forward=lambda backend, a, b: a - b,
+    vjps=(lambda g, out, a, b: g, lambda g, out, a, b: -g),
+    fused_vjp=lambda backend, g, out, inputs, needs: (g, -g if needs[1] else None),
+    broadcasts=True,
+    reads="nothing",
+    samples=pairs(np.subtract),
+    errors=BAD_BROADCAST,
+)
+def subtract(a: Operand, b: Operand) -> ExTensor:
+    """a - b."""
+    return apply("subtract", *pair("subtract", a, b))
+
+
+@primitive(
+    forward=lambda backend, a, b: a * b,
+    vjps=(lambda g, out, a, b: g * b, lambda g, out, a, b: g * a),
+    fused_vjp=lambda backend, g, out, inputs, needs: (
+        g * inputs[1] if needs[0] else None,
+        g * inputs[0] if needs[1] else None,
+    ),
+    broadcasts=True,
+    reads="inputs",
+    samples=pairs(np.multiply),
+    errors=BAD_BROADCAST,
+)
+def multiply(a: Operand, b: Operand) -> ExTensor:
+    """a * b."""
+    return apply("multiply", *pair("multiply", a, b))
+
+
+@primitive(
+    forward=quiet(lambda backend, a, b: a / b),
+    vjps=(lambda g, out, a, b: g / b, lambda g, out, a, b: -g * out / b),
+    fused_vjp=lambda backend, g, out, inputs, needs: (
+        g / inputs[1] if needs[0] else None,
+        -g * out / inputs[1] if needs[1] else None,
+    ),
+    broadcasts=True,
+    to_float=True,
+    samples=pairs(np.divide, 0.5, 2.0),
+    errors=BAD_BROADCAST,
+)
+def divide(a: Operand, b: Operand) -> ExTensor:
+    """a / b; integers give float32. Division by zero gives infinities and NaN (IEEE 754)."""
+    return apply("divide", *pair("divide", a, b))
+
+
+@quiet
+def _power(backend: Any, a: Any, b: Any) -> Any:
+    return backend.xp.power(a, b)
+
+
+def _power_exponent_vjp(g: ExTensor, out: ExTensor, a: ExTensor, b: ExTensor) -> ExTensor:
+    # 0**b is 0 for every b > 0, so its derivative is 0, not 0 * log(0).
+    safe = where(a > 0, a, 1.0)
+    return g * out * safe.log()
+
+
+def _power_base_vjp(g: ExTensor, out: ExTensor, a: ExTensor, b: ExTensor) -> ExTensor:
+    # Where b is 0 the function is constant, and a**(b - 1) may be infinite.
+    return g * where(b == 0, 0.0, b * power(a, where(b == 0, 1.0, b - 1)))
+
+
+@primitive(
+    forward=_power,
+    vjps=(_power_base_vjp, _power_exponent_vjp),
+    broadcasts=True,
+    samples=pairs(np.power, 0.5, 2.0),
+    errors=BAD_BROADCAST,
+)
+def power(a: Operand, b: Operand) -> ExTensor:
+    """a to the power b; NaN for a negative a and a b that is not whole (IEEE 754)."""
+    return apply("power", *pair("power", a, b))
+
+
+@primitive(
+    forward=lambda backend, x: -x,
+    vjps=(lambda g, out, x: -g,),
+    fused_vjp=lambda backend, g, out, inputs, needs: (-g,),
+    reads="nothing",
+    samples=unary_samples(np.negative),
+    errors=NO_TENSOR,
+)
+def negative(x: ExTensor) -> ExTensor:
+    """-x."""
+    tensors_only("negative", x)
+    return apply("negative", x)
+
+
+_STEPS = "a step function: its derivative is zero wherever there is one"
+_TRUTH = "gives truth values"
+
+
+@primitive(
+    forward=quiet(lambda backend, a, b: backend.xp.floor_divide(a, b)),
+    no_vjp=_STEPS,
+    broadcasts=True,
+    samples=pairs(np.floor_divide, 0.5, 2.0),
+    errors=BAD_BROADCAST,
+)
+def floor_divide(a: Operand, b: Operand) -> ExTensor:
+    """The largest whole number not above a / b."""
+    return apply("floor_divide", *pair("floor_divide", a, b))
+
+
+@primitive(
+    forward=quiet(lambda backend, a, b: backend.xp.remainder(a, b)),
+    vjps=(lambda g, out, a, b: g, lambda g, out, a, b: -g * floor_divide(a, b)),
+    broadcasts=True,
+    reads="inputs",
+    samples=lambda rng: [
+        Sample((np.array([5.3, -5.3, 1.0]), np.array([2.0, 2.0, 3.0]))),
+    ],
+    errors=BAD_BROADCAST,
+    check="grad",
+)
+def remainder(a: Operand, b: Operand) -> ExTensor:
+    """a - b * floor(a / b): the sign of b, as Python's ``%``."""
+    return apply("remainder", *pair("remainder", a, b))
+
+
+def _apart(rng: np.random.Generator) -> list[Sample]:
+    a = rng.uniform(-2, 2, (3, 4))
+    b = a + rng.choice([-1.0, 1.0], (3, 4)) * rng.uniform(0.1, 1, (3, 4))
+    return [Sample((a, b)), Sample((a, np.array(10.0)))]
+
+
+def _share_of_ties(picked: ExTensor, other: ExTensor, g: ExTensor, out: ExTensor) -> ExTensor:
+    """All of g where ``picked`` won, half of it where the two are equal."""
+    return g * ((picked == out).astype(g.dtype) / ((other == out).astype(g.dtype) + 1.0))
+
+
+@primitive(
+    forward=lambda backend, a, b: backend.xp.maximum(a, b),
+    vjps=(
+        lambda g, out, a, b: _share_of_ties(a, b, g, out),
+        lambda g, out, a, b: _share_of_ties(b, a, g, out),
+    ),
+    broadcasts=True,
+    samples=_apart,
+    errors=BAD_BROADCAST,
+)
+def maximum(a: Operand, b: Operand) -> ExTensor:
+    """The larger of a and b; NaN if either is. Equal values share the gradient."""
+    return apply("maximum", *pair("maximum", a, b))
+
+
+@primitive(
+    forward=lambda backend, a, b: backend.xp.minimum(a, b),
+    vjps=(
+        lambda g, out, a, b: _share_of_ties(a, b, g, out),
+        lambda g, out, a, b: _share_of_ties(b, a, g, out),
+    ),
+    broadcasts=True,
+    samples=_apart,
+    errors=BAD_BROADCAST,
+)
+def minimum(a: Operand, b: Operand) -> ExTensor:
+    """The smaller of a and b; NaN if either is. Equal values share the gradient."""
+    return apply("minimum", *pair("minimum", a, b))
+
+
+_BOUNDS = "clip: wanted low, high or both; got neither"
+
+
+def _clip_samples(rng: np.random.Generator) -> list[Sample]:
+    x = np.array([[-2.0, -0.5, 0.3], [0.9, 1.5, 3.0]])
+    return [
+        Sample((x, -1.0, 1.0), expected=np.clip(x, -1, 1)),
+        Sample((x,), {"high": 0.5}, expected=np.minimum(x, 0.5)),
+    ]
+
+
+@composite(
+    samples=_clip_samples,
+    errors=(
+        BadInput((np.zeros(3),), ValueError, "neither"),
+        BadInput((np.zeros(3), 2.0, 1.0), ValueError, "low <= high"),
+    ),
+)
+def clip(x: ExTensor, low: Operand | None = None, high: Operand | None = None) -> ExTensor:
+    """x, not below ``low`` and not above ``high``; the gradient passes strictly between them.
+
+    NaN stays NaN.
+
+    Raises:
+        ValueError: without bounds, or for numbers with low > high.
+    """
+    tensors_only("clip", x)
+    if low is None and high is None:
+        raise ValueError(_BOUNDS)
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
+        raise ValueError(f"clip: wanted low <= high, got {low} and {high}")
+    result = x
+    if low is not None:
+        bound = as_tensor("clip", low, x)
+        result = where(result <= bound, bound, result)
+    if high is not None:
+        bound = as_tensor("clip", high, x)
+        result = where(result >= bound, bound, result)
+    return result
+
+
+@primitive(
+    forward=lambda backend, condition, a, b: backend.xp.where(condition, a, b),
+    vjps=(
+        None,
+        lambda g, out, condition, a, b: where(condition, g, 0.0),
+        lambda g, out, condition, a, b: where(condition, 0.0, g),
+    ),
+    broadcasts=True,
+    reads="inputs",
+    moves=True,
+    samples=lambda rng: [
+        Sample((rng.random((3, 4)) > 0.5, rng.normal(size=(3, 4)), rng.normal(size=(4,)))),
+        Sample((rng.random((3, 1)) > 0.5, rng.normal(size=(3, 4)), rng.normal(size=()))),
+    ],
+    errors=(
+        BadInput((np.zeros(3), np.zeros(3), np.zeros(3)), TypeError, "wanted a bool condition"),
+        BadInput((np.zeros(3, bool), np.zeros(3), np.zeros(2)), ValueError, "that broadcast"),
+    ),
+)
+def where(condition: ExTensor, a: Operand, b: Operand) -> ExTensor:
+    """a where the bool tensor ``condition`` is true, b elsewhere, broadcasting.
+
+    Raises:
+        TypeError: if the condition is not bool, or all three are plain numbers.
+        ValueError: for shapes that do not broadcast.
+    """
+    tensors_only("where", condition)
+    if condition.dtype.kind != "bool":
+        raise TypeError(
+            f"where: wanted a bool condition, got {condition.dtype.name}; use condition != 0"
+        )
+    if not isinstance(a, ExTensor) and not isinstance(b, ExTensor):
+        a = as_tensor("where", a if isinstance(a, np.ndarray) else [a]).reshape(np.shape(a))
+    return apply("where", condition, *pair("where", a, b))
+
+
+def _compared(name: str) -> Any:
+    return {
+        "forward": lambda backend, a, b: getattr(backend.xp, name)(a, b),
+        "no_vjp": _TRUTH,
+        "broadcasts": True,
+        "samples": pairs(getattr(np, name)),
+        "errors": BAD_BROADCAST,
+    }
+
+
+@primitive(**_compared("equal"))
+def equal(a: Operand, b: Operand) -> ExTensor:
+    """a == b, elementwise."""
+    return apply("equal", *pair("equal", a, b))
+
+
+@primitive(**_compared("not_equal"))
+def not_equal(a: Operand, b: Operand) -> ExTensor:
+    """a != b, elementwise."""
+    return apply("not_equal", *pair("not_equal", a, b))
+
+
+@primitive(**_compared("less"))
+def less(a: Operand, b: Operand) -> ExTensor:
+    """a < b, elementwise."""
+    return apply("less", *pair("less", a, b))
+
+
+@primitive(**_compared("less_equal"))
+def less_equal(a: Operand, b: Operand) -> ExTensor:
+    """a <= b, elementwise."""
+    return apply("less_equal", *pair("less_equal", a, b))
+
+
+@primitive(**_compared("greater"))
+def greater(a: Operand, b: Operand) -> ExTensor:
+    """a > b, elementwise."""
+    return apply("greater", *pair("greater", a, b))
+
+
+@primitive(**_compared("greater_equal"))
+def greater_equal(a: Operand, b: Operand) -> ExTensor:
+    """a >= b, elementwise."""
+    return apply("greater_equal", *pair("greater_equal", a, b))
+
+
+@primitive(**_compared("logical_and"))
+def logical_and(a: Operand, b: Operand) -> ExTensor:
+    """Whether both are nonzero, elementwise."""
+    return apply("logical_and", *pair("logical_and", a, b))
+
+
+@primitive(**_compared("logical_or"))
+def logical_or(a: Operand, b: Operand) -> ExTensor:
+    """Whether one or both are nonzero, elementwise."""
+    return apply("logical_or", *pair("logical_or", a, b))
+
+
+@primitive(**_compared("logical_xor"))
+def logical_xor(a: Operand, b: Operand) -> ExTensor:
+    """Whether exactly one is nonzero, elementwise."""
+    return apply("logical_xor", *pair("logical_xor", a, b))
+
+
+@primitive(
+    forward=lambda backend, x: backend.xp.logical_not(x),
+    no_vjp=_TRUTH,
+    samples=unary_samples(np.logical_not),
+    errors=NO_TENSOR,
+)
+def logical_not(x: ExTensor) -> ExTensor:
+    """Whether x is zero, elementwise."""
+    tensors_only("logical_not", x)
+    return apply("logical_not", x)
+
+
+def _integers(rng: np.random.Generator) -> list[Sample]:
+    return [Sample((rng.integers(0, 9, (3, 4)), rng.integers(0, 9, (4,))))]
+
+
+_NOT_BITS = (BadInput((np.zeros(3), np.zeros(3)), TypeError, "wanted integers or bool"),)
+
+
+def _bits(name: str) -> Any:
+    return {
+        "forward": lambda backend, a, b: getattr(backend.xp, name)(a, b),
+        "no_vjp": "works on bits",
+        "broadcasts": True,
+        "samples": _integers,
+        "errors": _NOT_BITS,
+    }
+
+
+def _bit_pair(name: str, a: Any, b: Any) -> tuple[ExTensor, ExTensor]:
+    operands = pair(name, a, b)
+    for operand in operands:
+        if operand.dtype.kind not in ("int", "bool"):
+            raise TypeError(f"{name}: wanted integers or bool, got {operand.dtype.name}")
+    return operands
+
+
+@primitive(**_bits("bitwise_and"))
+def bitwise_and(a: Operand, b: Operand) -> ExTensor:
+    """The bits set in both, of integers or bool."""
+    return apply("bitwise_and", *_bit_pair("bitwise_and", a, b))
+
+
+@primitive(**_bits("bitwise_or"))
+def bitwise_or(a: Operand, b: Operand) -> ExTensor:
+    """The bits set in either, of integers or bool."""
+    return apply("bitwise_or", *_bit_pair("bitwise_or", a, b))
+
+
+@primitive(**_bits("bitwise_xor"))
+def bitwise_xor(a: Operand, b: Operand) -> ExTensor:
+    """The bits set in exactly one, of integers or bool."""
+    return apply("bitwise_xor", *_bit_pair("bitwise_xor", a, b))
+
+
+@primitive(
+    forward=quiet(lambda backend, x, dtype: x.astype(dtype.numpy)),
+    vjps=(lambda g, out, x, dtype: g.astype(x.dtype),),
+    reads="nothing",
+    moves=True,
+    samples=lambda rng: [Sample((rng.normal(size=(3, 4)), "float64"))],
+    errors=(BadInput((np.zeros(3), "flaot32"), ValueError, "did you mean"),),
+)
+def astype(x: ExTensor, dtype: DTypeLike) -> ExTensor:
+    """x in another dtype, rounded to nearest even; x itself if it has it."""
+    tensors_only("astype", x)
+    wanted = as_dtype(dtype)
+    if wanted is x.dtype:
+        return x
+    if wanted.is_blocked or x.dtype.is_blocked:
+        return x.astype(wanted)
+    return apply("astype", x, dtype=wanted)
+
+
+@primitive(
+    forward=lambda backend, x: x.copy(),
+    vjps=(lambda g, out, x: g,),
+    reads="nothing",
+    moves=True,
+    samples=unary_samples(np.array),
+    errors=NO_TENSOR,
+)
+def clone(x: ExTensor) -> ExTensor:
+    """A copy of x in memory of its own, part of the graph."""
+    tensors_only("clone", x)
+    return apply("clone", x)

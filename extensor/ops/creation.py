@@ -1,0 +1,88 @@
+"""Making tensors. The functions are ExTensor's static methods; see there."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from extensor.autograd.apply import apply, wrap
+from extensor.autograd.primitive import BadInput, Sample, primitive
+from extensor.autograd.tensor import ExTensor
+from extensor.ops.arguments import tensors_only
+
+__all__ = [
+    "arange", "empty", "empty_like", "eye", "from_dlpack", "from_numpy", "full", "full_like",
+    "linspace", "meshgrid", "ones", "ones_like", "rand", "rand_like", "randn", "randn_like",
+    "tril", "triu", "zeros", "zeros_like",
+]  # fmt: skip
+
+arange = ExTensor.arange
+empty = ExTensor.empty
+empty_like = ExTensor.empty_like
+eye = ExTensor.eye
+from_dlpack = ExTensor.from_dlpack
+from_numpy = ExTensor.from_numpy
+full = ExTensor.full
+full_like = ExTensor.full_like
+linspace = ExTensor.linspace
+ones = ExTensor.ones
+ones_like = ExTensor.ones_like
+rand = ExTensor.rand
+rand_like = ExTensor.rand_like
+randn = ExTensor.randn
+randn_like = ExTensor.randn_like
+zeros = ExTensor.zeros
+zeros_like = ExTensor.zeros_like
+
+_NO_MATRIX = (BadInput((np.zeros(3),), ValueError, "two axes or more"),)
+
+
+def _matrix(name: str, x: ExTensor, k: int) -> ExTensor:
+    tensors_only(name, x)
+    if x.ndim < 2:
+        raise ValueError(f"{name}: wanted a tensor of two axes or more, got shape {x.shape}")
+    return apply(name, x, k=k)
+
+
+@primitive(
+    forward=lambda backend, x, k: backend.xp.tril(x, k),
+    vjps=(lambda g, out, x, k: tril(g, k),),
+    reads="nothing",
+    moves=True,
+    samples=lambda rng: [Sample((rng.normal(size=(2, 3, 4)), 1))],
+    errors=_NO_MATRIX,
+)
+def tril(x: ExTensor, k: int = 0) -> ExTensor:
+    """The last two axes' lower triangle up to diagonal k, zeros above."""
+    return _matrix("tril", x, k)
+
+
+@primitive(
+    forward=lambda backend, x, k: backend.xp.triu(x, k),
+    vjps=(lambda g, out, x, k: triu(g, k),),
+    reads="nothing",
+    moves=True,
+    samples=lambda rng: [Sample((rng.normal(size=(2, 3, 4)), -1))],
+    errors=_NO_MATRIX,
+)
+def triu(x: ExTensor, k: int = 0) -> ExTensor:
+    """The last two axes' upper triangle from diagonal k, zeros below."""
+    return _matrix("triu", x, k)
+
+
+def meshgrid(*vectors: ExTensor, indexing: str = "xy") -> list[ExTensor]:
+    """Coordinates of a grid, one tensor per vector, as numpy's ``meshgrid``.
+
+    Raises:
+        ValueError: for a tensor that is no vector, or an indexing other than "xy" and "ij".
+    """
+    tensors_only("meshgrid", *vectors)
+    if indexing not in ("xy", "ij") or any(v.ndim != 1 for v in vectors):
+        raise ValueError(
+            f"meshgrid: wanted vectors and indexing 'xy' or 'ij', got shapes "
+            f"{[v.shape for v in vectors]} and {indexing!r}"
+        )
+    if not vectors:
+        return []
+    backend = vectors[0].backend
+    grids = backend.xp.meshgrid(*(v.data for v in vectors), indexing=indexing)
+    return [wrap(grid, backend) for grid in grids]

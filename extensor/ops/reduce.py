@@ -1,0 +1,386 @@
+"""Reductions: over an axis, several axes, or all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.apply import apply
+from extensor.autograd.primitive import BadInput, Sample, composite, primitive
+from extensor.autograd.pullback import sum_to as _sum_to
+from extensor.autograd.tensor import ExTensor
+from extensor.ops.arguments import Axis, axis_index, axis_tuple, quiet, tensors_only
+
+__all__ = [
+    "all", "any", "argmax", "argmin", "cumsum", "logsumexp", "max", "mean", "min", "prod", "std",
+    "sum", "sum_to", "var",
+]  # fmt: skip
+
+
+def _samples(
+    reference: Callable[..., Any] | None = None,
+) -> Callable[[np.random.Generator], Iterator[Sample]]:
+    def samples(rng: np.random.Generator) -> Iterator[Sample]:
+        for shape, axis, keepdims in (
+            ((3, 4), None, False),
+            ((2, 3, 4), 1, False),
+            ((2, 3, 4), (0, -1), True),
+        ):
+            x = rng.normal(size=shape)
+            kwargs: dict[str, Any] = {"axis": axis, "keepdims": keepdims}
+            yield Sample((x,), kwargs, expected=reference(x, **kwargs) if reference else None)
+
+    return samples
+
+
+_ERRORS = (
+    BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),
+    BadInput((np.zeros((2, 3)), (0, 0)), ValueError, "each axis once"),
+    BadInput((np.zeros((2, 3)), "rows"), TypeError, "wanted an int"),
+)
+
+
+def _expand(g: ExTensor, axis: tuple[int, ...], keepdims: bool) -> ExTensor:
+    """Give the reduced axes of g back, with length 1."""
+    if keepdims or not axis:
+        return g
+    shape = list(g.shape)
+    for a in axis:
+        shape.insert(a, 1)
+    return g.reshape(tuple(shape))
+
+
+def _raw_expand(g: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+    if keepdims or not axis:
+        return g
+    shape = list(g.shape)
+    for a in axis:
+        shape.insert(a, 1)
+    return g.reshape(shape)
+
+
+def _reduced(name: str, x: ExTensor, axis: Axis, keepdims: bool) -> ExTensor:
+    tensors_only(name, x)
+    return apply(name, x, axis=axis_tuple(name, axis, len(x.shape)), keepdims=bool(keepdims))
+
+
+def _count(shape: tuple[int, ...], axis: tuple[int, ...]) -> int:
+    return math.prod(shape[a] for a in axis)
+
+
+@primitive(
+    forward=lambda backend, x, axis, keepdims: x.sum(axis=axis, keepdims=keepdims),
+    vjps=(lambda g, out, x, axis, keepdims: _expand(g, axis, keepdims).broadcast_to(x.shape),),
+    fused_vjp=lambda backend, g, out, inputs, needs, axis, keepdims: (
+        backend.xp.broadcast_to(_raw_expand(g, axis, keepdims), inputs[0].shape),
+    ),
+    reads="nothing",
+    samples=_samples(np.sum),
+    errors=_ERRORS,
+)
+def sum(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    """The sum over ``axis`` (all axes if None); integers and bool give int64 (or uint64).
+
+    Args:
+        x: any shape.
+        axis: the axes to reduce.
+        keepdims: keep the reduced axes, with length 1.
+
+    Raises:
+        TypeError, ValueError: for an axis that is no int, out of range or named twice.
+    """
+    return _reduced("sum", x, axis, keepdims)
+
+
+@primitive(
+    forward=lambda backend, x, shape: _sum_to(x, shape),
+    vjps=(lambda g, out, x, shape: g.broadcast_to(x.shape),),
+    reads="nothing",
+    samples=lambda rng: [
+        Sample((rng.normal(size=(2, 3, 4)), (3, 1))),
+        Sample((rng.normal(size=(2, 3)), (2, 3))),
+    ],
+    errors=(BadInput((np.zeros((2, 3)), (2,)), ValueError, "broadcasts to"),),
+)
+def sum_to(x: ExTensor, shape: tuple[int, ...]) -> ExTensor:
+    """x summed over the axes along which ``shape`` broadcasts to its shape.
+
+    Raises:
+        ValueError: if ``shape`` does not broadcast to x's.
+    """
+    tensors_only("sum_to", x)
+    try:
+        fits = np.broadcast_shapes(shape, x.shape) == x.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"sum_to: wanted a shape that broadcasts to {x.shape}, got {shape}")
+    return apply("sum_to", x, shape=tuple(shape))
+
+
+@primitive(
+    forward=quiet(lambda backend, x, axis, keepdims: x.mean(axis=axis, keepdims=keepdims)),
+    vjps=(
+        lambda g, out, x, axis, keepdims: (
+            _expand(g, axis, keepdims) * (1.0 / _count(x.shape, axis))
+        ).broadcast_to(x.shape),
+    ),
+    fused_vjp=lambda backend, g, out, inputs, needs, axis, keepdims: (
+        backend.xp.broadcast_to(
+            _raw_expand(g, axis, keepdims) * (1.0 / _count(inputs[0].shape, axis)),
+            inputs[0].shape,
+        ),
+    ),
+    reads="nothing",
+    to_float=True,
+    samples=_samples(np.mean),
+    errors=(*_ERRORS, BadInput((np.zeros((0, 3)), 0), ValueError, "no values")),
+)
+def mean(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    """The mean over ``axis``; integers give float32. Arguments as `sum`.
+
+    Raises:
+        ValueError: for a mean of no values, beside `sum`'s errors.
+    """
+    tensors_only("mean", x)
+    axes = axis_tuple("mean", axis, x.ndim)
+    if _count(x.shape, axes) == 0:
+        raise ValueError(f"mean: no values to average along axes {axes} of shape {x.shape}")
+    return apply("mean", x, axis=axes, keepdims=bool(keepdims))
+
+
+def _prod_vjp(
+    g: ExTensor, out: ExTensor, x: ExTensor, axis: tuple[int, ...], keepdims: bool
+) -> ExTensor:
+    """Products of all the others, from products of what comes before and after: no division."""
+    kept = [a for a in range(x.ndim) if a not in axis]
+    order = (*kept, *axis)
+    flat = x.permute(order).reshape((*(x.shape[a] for a in kept), -1))
+    parts = [flat[..., i] for i in range(flat.shape[-1])]
+    before, after = [parts[0] * 0.0 + 1.0], [parts[-1] * 0.0 + 1.0]
+    for part in parts[:-1]:
+        before.append(before[-1] * part)
+    for part in parts[:0:-1]:
+        after.append(after[-1] * part)
+    from extensor.ops.shape import stack
+
+    others = stack([b * a for b, a in zip(before, reversed(after), strict=True)], axis=-1)
+    others = others.reshape(tuple(x.shape[a] for a in order))
+    inverse = tuple(int(i) for i in np.argsort(order))
+    return _expand(g, axis, keepdims) * others.permute(inverse)
+
+
+@primitive(
+    forward=lambda backend, x, axis, keepdims: backend.xp.prod(x, axis=axis, keepdims=keepdims),
+    vjps=(_prod_vjp,),
+    reads="inputs",
+    samples=_samples(np.prod),
+    errors=_ERRORS,
+)
+def prod(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    """The product over ``axis``; its gradient is right where factors are zero. As `sum`."""
+    return _reduced("prod", x, axis, keepdims)
+
+
+def _extreme_vjp(
+    g: ExTensor, out: ExTensor, x: ExTensor, axis: tuple[int, ...], keepdims: bool
+) -> ExTensor:
+    """Equal extremes share the gradient evenly."""
+    reached = (x == _expand(out, axis, keepdims)).astype(g.dtype).detach()
+    return _expand(g, axis, keepdims) * (reached / reached.sum(axis, keepdims=True))
+
+
+_EMPTY = (BadInput((np.zeros((0, 3)), 0), ValueError, "no values"),)
+
+
+def _extreme(name: str, x: ExTensor, axis: Axis, keepdims: bool) -> ExTensor:
+    tensors_only(name, x)
+    axes = axis_tuple(name, axis, x.ndim)
+    if _count(x.shape, axes) == 0:
+        raise ValueError(f"{name}: no values along axes {axes} of shape {x.shape}")
+    return apply(name, x, axis=axes, keepdims=bool(keepdims))
+
+
+@primitive(
+    forward=lambda backend, x, axis, keepdims: x.max(axis=axis, keepdims=keepdims),
+    vjps=(_extreme_vjp,),
+    samples=_samples(np.max),
+    errors=(*_ERRORS, *_EMPTY),
+)
+def max(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    """The largest value over ``axis``, NaN if there is one; equal ones share the gradient.
+
+    Raises:
+        ValueError: for no values, beside `sum`'s errors.
+    """
+    return _extreme("max", x, axis, keepdims)
+
+
+@primitive(
+    forward=lambda backend, x, axis, keepdims: x.min(axis=axis, keepdims=keepdims),
+    vjps=(_extreme_vjp,),
+    samples=_samples(np.min),
+    errors=(*_ERRORS, *_EMPTY),
+)
+def min(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    """The smallest value over ``axis``, NaN if there is one; equal ones share the gradient.
+
+    Raises:
+        ValueError: for no values, beside `sum`'s errors.
+    """
+    return _extreme("min", x, axis, keepdims)
+
+
+@composite(
+    samples=_samples(np.var),
+    errors=(
+        *_ERRORS,
+        BadInput((np.zeros((1, 3)), 0), ValueError, "more than 1", {"correction": 1}),
+    ),
+)
+def var(
+    x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: float = 0
+) -> ExTensor:
+    """The variance over ``axis``, in two passes: sum((x - mean)**2) / (n - correction).
+
+    Raises:
+        ValueError: if there are no more values than ``correction``, beside `sum`'s errors.
+    """
+    tensors_only("var", x)
+    axes = axis_tuple("var", axis, x.ndim)
+    count = _count(x.shape, axes)
+    if count <= correction:
+        raise ValueError(
+            f"var: wanted more than {correction} values along axes {axes}, got {count}"
+        )
+    deviation = x - mean(x, axes, keepdims=True)
+    return sum(deviation * deviation, axes, keepdims) * (1.0 / (count - correction))
+
+
+@composite(samples=_samples(np.std), errors=_ERRORS)
+def std(
+    x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: float = 0
+) -> ExTensor:
+    """The square root of `var`; its gradient is not defined where the variance is zero."""
+    return var(x, axis, keepdims, correction).sqrt()
+
+
+def _arg_samples(rng: np.random.Generator) -> list[Sample]:
+    x = rng.normal(size=(3, 4))
+    return [Sample((x,)), Sample((x, 0)), Sample((x, -1), {"keepdims": True})]
+
+
+_POSITIONS = "gives positions"
+_ARG_ERRORS = (
+    BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),
+    BadInput((np.zeros((0, 3)), 0), ValueError, "no values"),
+)
+
+
+def _position(name: str, x: ExTensor, axis: int | None, keepdims: bool) -> ExTensor:
+    tensors_only(name, x)
+    if axis is not None:
+        axis = axis_index(name, axis, x.ndim)
+    if (x.size if axis is None else x.shape[axis]) == 0:
+        raise ValueError(f"{name}: no values in shape {x.shape} along axis {axis}")
+    return apply(name, x, axis=axis, keepdims=bool(keepdims))
+
+
+@primitive(
+    forward=lambda backend, x, axis, keepdims: backend.xp.argmax(x, axis=axis, keepdims=keepdims),
+    no_vjp=_POSITIONS,
+    samples=_arg_samples,
+    errors=_ARG_ERRORS,
+)
+def argmax(x: ExTensor, axis: int | None = None, keepdims: bool = False) -> ExTensor:
+    """The position (int64) of the first largest value along ``axis``; in x.ravel() if None.
+
+    NaN counts as largest.
+
+    Raises:
+        TypeError, ValueError: for a bad axis, or no values.
+    """
+    return _position("argmax", x, axis, keepdims)
+
+
+@primitive(
+    forward=lambda backend, x, axis, keepdims: backend.xp.argmin(x, axis=axis, keepdims=keepdims),
+    no_vjp=_POSITIONS,
+    samples=_arg_samples,
+    errors=_ARG_ERRORS,
+)
+def argmin(x: ExTensor, axis: int | None = None, keepdims: bool = False) -> ExTensor:
+    """The position (int64) of the first smallest value along ``axis``; in x.ravel() if None.
+
+    NaN counts as smallest.
+
+    Raises:
+        TypeError, ValueError: for a bad axis, or no values.
+    """
+    return _position("argmin", x, axis, keepdims)
+
+
+@primitive(
+    forward=lambda backend, x, axis, keepdims: backend.xp.any(x, axis=axis, keepdims=keepdims),
+    no_vjp="gives truth values",
+    samples=_samples(np.any),
+    errors=_ERRORS,
+)
+def any(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    """Whether one value over ``axis`` is not zero. As `sum`."""
+    return _reduced("any", x, axis, keepdims)
+
+
+@primitive(
+    forward=lambda backend, x, axis, keepdims: backend.xp.all(x, axis=axis, keepdims=keepdims),
+    no_vjp="gives truth values",
+    samples=_samples(np.all),
+    errors=_ERRORS,
+)
+def all(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    """Whether every value over ``axis`` is not zero. As `sum`."""
+    return _reduced("all", x, axis, keepdims)
+
+
+@quiet
+def _logsumexp(backend: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+    xp = backend.xp
+    top = x.max(axis=axis, keepdims=True)
+    shift = xp.where(xp.isfinite(top), top, 0)  # all -inf gives -inf, an inf gives inf
+    out = xp.log(xp.exp(x - shift).sum(axis=axis, keepdims=True)) + shift
+    return out if keepdims else out.squeeze(axis)
+
+
+@primitive(
+    forward=_logsumexp,
+    vjps=(
+        lambda g, out, x, axis, keepdims: _expand(g, axis, keepdims)
+        * (x - _expand(out, axis, keepdims)).exp(),
+    ),
+    to_float=True,
+    samples=_samples(lambda x, axis, keepdims: np.log(np.exp(x).sum(axis, keepdims=keepdims))),
+    errors=(*_ERRORS, *_EMPTY),
+)
+def logsumexp(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    """log(sum(exp(x))) over ``axis``, without overflow. As `sum`.
+
+    Raises:
+        ValueError: for no values, beside `sum`'s errors.
+    """
+    return _extreme("logsumexp", x, axis, keepdims)
+
+
+@primitive(
+    forward=lambda backend, x, axis: backend.xp.cumsum(x, axis=axis),
+    vjps=(lambda g, out, x, axis: g.flip(axis).cumsum(axis).flip(axis),),
+    reads="nothing",
+    samples=lambda rng: [Sample((rng.normal(size=(3, 4)), axis)) for axis in (0, -1)],
+    errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),),
+)
+def cumsum(x: ExTensor, axis: int) -> ExTensor:
+    """Running sums along ``axis``."""
+    tensors_only("cumsum", x)
+    return apply("cumsum", x, axis=axis_index("cumsum", axis, x.ndim))

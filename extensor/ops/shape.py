@@ -1,0 +1,429 @@
+"""Shapes: looking at the same values another way, and putting tensors together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.apply import apply
+from extensor.autograd.creation import as_shape
+from extensor.autograd.primitive import BadInput, Sample, composite, primitive
+from extensor.autograd.tensor import ExTensor
+from extensor.ops.arguments import NO_TENSOR, Axis, axis_index, axis_tuple, tensors_only
+
+__all__ = [
+    "broadcast_to", "concatenate", "expand_dims", "flatten", "flip", "pad", "permute", "ravel",
+    "repeat", "reshape", "roll", "split", "squeeze", "stack", "swapaxes", "tile", "transpose",
+    "unsqueeze",
+]  # fmt: skip
+
+
+@primitive(
+    forward=lambda backend, x, shape: x.reshape(shape),
+    vjps=(lambda g, out, x, shape: g.reshape(x.shape),),
+    fused_vjp=lambda backend, g, out, inputs, needs, shape: (g.reshape(inputs[0].shape),),
+    reads="nothing",
+    moves=True,
+    view=True,
+    samples=lambda rng: [
+        Sample((rng.normal(size=(3, 4)), (2, 6))),
+        Sample((rng.normal(size=(2, 3, 4)), (4, -1))),
+        Sample((rng.normal(size=()), (1, 1))),
+    ],
+    errors=(
+        BadInput((np.zeros((2, 3)), (4, 2)), ValueError, "wanted a shape of 6 elements"),
+        BadInput((np.zeros((2, 3)), (-1, -1)), ValueError, "one -1"),
+        BadInput((np.zeros((2, 3)), "six"), TypeError, "tuple of ints"),
+    ),
+)
+def reshape(x: ExTensor, shape: int | Sequence[int]) -> ExTensor:
+    """x with another shape of as many elements, in row-major order; one axis may be -1.
+
+    Raises:
+        TypeError, ValueError: for a shape that is no ints, or of another number of elements.
+    """
+    tensors_only("reshape", x)
+    sizes = list(shape) if isinstance(shape, (tuple, list)) else [shape]
+    unknown = [i for i, n in enumerate(sizes) if isinstance(n, (int, np.integer)) and n == -1]
+    if len(unknown) > 1:
+        raise ValueError(f"reshape: wanted at most one -1, got {shape!r}")
+    for i in unknown:
+        sizes[i] = 1
+    known = as_shape(sizes, "reshape")
+    if unknown:
+        rest = math.prod(known)
+        known = (*known[: unknown[0]], x.size // rest if rest else 0, *known[unknown[0] + 1 :])
+    if math.prod(known) != x.size:
+        raise ValueError(
+            f"reshape: wanted a shape of {x.size} elements for a tensor of shape {x.shape}, "
+            f"got {shape!r}"
+        )
+    return apply("reshape", x, shape=known)
+
+
+@composite(
+    samples=lambda rng: [Sample((rng.normal(size=(2, 3, 4)), 1))],
+    errors=(BadInput((np.zeros((2, 3)), 1, 0), ValueError, "start <= end"),),
+)
+def flatten(x: ExTensor, start: int = 0, end: int = -1) -> ExTensor:
+    """Axes start to end (both included) merged into one."""
+    tensors_only("flatten", x)
+    if x.ndim == 0:
+        return reshape(x, (1,))
+    first, last = axis_index("flatten", start, x.ndim), axis_index("flatten", end, x.ndim)
+    if first > last:
+        raise ValueError(f"flatten: wanted start <= end, got {start} and {end}")
+    merged = math.prod(x.shape[first : last + 1])
+    return reshape(x, (*x.shape[:first], merged, *x.shape[last + 1 :]))
+
+
+@composite(samples=lambda rng: [Sample((rng.normal(size=(2, 3)),))], errors=NO_TENSOR)
+def ravel(x: ExTensor) -> ExTensor:
+    """All values along one axis, row-major."""
+    tensors_only("ravel", x)
+    return reshape(x, (x.size,))
+
+
+@composite(
+    samples=lambda rng: [
+        Sample((rng.normal(size=(1, 3, 1)),)), Sample((rng.normal(size=(1, 3, 1)), -1))
+    ],
+    errors=(BadInput((np.zeros((2, 3)), 0), ValueError, "length 1"),),
+)  # fmt: skip
+def squeeze(x: ExTensor, axis: Axis = None) -> ExTensor:
+    """x without its axes of length 1, or without ``axis``.
+
+    Raises:
+        ValueError: if a named axis has another length.
+    """
+    tensors_only("squeeze", x)
+    if axis is None:
+        return reshape(x, tuple(n for n in x.shape if n != 1))
+    axes = axis_tuple("squeeze", axis, x.ndim)
+    for a in axes:
+        if x.shape[a] != 1:
+            raise ValueError(f"squeeze: wanted axes of length 1, got axis {a} of shape {x.shape}")
+    return reshape(x, tuple(n for a, n in enumerate(x.shape) if a not in axes))
+
+
+@composite(
+    samples=lambda rng: [Sample((rng.normal(size=(2, 3)), axis)) for axis in (0, 1, -1)],
+    errors=(BadInput((np.zeros((2, 3)), 3), ValueError, "wanted -3..2"),),
+)
+def expand_dims(x: ExTensor, axis: int) -> ExTensor:
+    """x with an axis of length 1 put in at ``axis`` of the result."""
+    tensors_only("expand_dims", x)
+    at = axis_index("expand_dims", axis, x.ndim + 1)
+    return reshape(x, (*x.shape[:at], 1, *x.shape[at:]))
+
+
+unsqueeze = expand_dims
+
+
+@primitive(
+    forward=lambda backend, x, shape: backend.xp.broadcast_to(x, shape),
+    vjps=(lambda g, out, x, shape: g,),  # the engine sums over broadcast axes
+    broadcasts=True,
+    reads="nothing",
+    moves=True,
+    view=True,
+    samples=lambda rng: [Sample((rng.normal(size=(3, 1)), (2, 3, 4)))],
+    errors=(BadInput((np.zeros((2, 3)), (2, 4)), ValueError, "broadcasts to"),),
+)
+def broadcast_to(x: ExTensor, shape: Sequence[int]) -> ExTensor:
+    """A read-only view of x repeated to ``shape``.
+
+    Raises:
+        ValueError: if x's shape does not broadcast to it.
+    """
+    tensors_only("broadcast_to", x)
+    wanted = as_shape(tuple(shape), "broadcast_to")
+    try:
+        fits = np.broadcast_shapes(x.shape, wanted) == wanted
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"broadcast_to: wanted a shape that {x.shape} broadcasts to, got {wanted}"
+        )
+    return x if x.shape == wanted else apply("broadcast_to", x, shape=wanted)
+
+
+@primitive(
+    forward=lambda backend, x, axes: x.transpose(axes),
+    vjps=(lambda g, out, x, axes: g.permute(_inverse(axes)),),
+    fused_vjp=lambda backend, g, out, inputs, needs, axes: (g.transpose(_inverse(axes)),),
+    reads="nothing",
+    moves=True,
+    view=True,
+    samples=lambda rng: [Sample((rng.normal(size=(2, 3, 4)), (2, 0, 1)))],
+    errors=(BadInput((np.zeros((2, 3)), (0, 0)), ValueError, "each axis once"),),
+)
+def permute(x: ExTensor, axes: Sequence[int]) -> ExTensor:
+    """x with its axes in another order.
+
+    Raises:
+        ValueError: unless ``axes`` names each axis once.
+    """
+    tensors_only("permute", x)
+    order = tuple(axis_index("permute", a, x.ndim) for a in axes)
+    if sorted(order) != list(range(x.ndim)):
+        raise ValueError(
+            f"permute: wanted each axis once for a tensor of {x.ndim} axes, got {tuple(axes)}"
+        )
+    return apply("permute", x, axes=order)
+
+
+def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
+    inverse = [0] * len(axes)
+    for i, a in enumerate(axes):
+        inverse[a] = i
+    return tuple(inverse)
+
+
+@composite(
+    samples=lambda rng: [
+        Sample((rng.normal(size=(2, 3, 4)),)), Sample((rng.normal(size=(2, 3, 4)), 0, -1))
+    ],
+    errors=(BadInput((np.zeros((2, 3, 4)), 0), ValueError, "no axes, two, or all"),),
+)  # fmt: skip
+def transpose(x: ExTensor, *axes: Any) -> ExTensor:
+    """All axes reversed; with two axes of more, those two swapped; with all axes, as `permute`.
+
+    Raises:
+        ValueError: for another number of axes, or a bad axis.
+    """
+    tensors_only("transpose", x)
+    if len(axes) == 1 and isinstance(axes[0], (tuple, list)):
+        axes = tuple(axes[0])
+    if not axes or axes == (None,):
+        return permute(x, tuple(range(x.ndim))[::-1])
+    if len(axes) == x.ndim and len({int(a) % x.ndim for a in axes}) == x.ndim > 2:
+        return permute(x, axes)
+    if len(axes) != 2:
+        raise ValueError(
+            f"transpose: wanted no axes, two, or all {x.ndim} of them, got {axes}"
+        )
+    return swapaxes(x, *axes)
+
+
+@composite(
+    samples=lambda rng: [Sample((rng.normal(size=(2, 3, 4)), 0, -1))],
+    errors=(BadInput((np.zeros((2, 3)), 0, 2), ValueError, "wanted -2..1"),),
+)
+def swapaxes(x: ExTensor, first: int, second: int) -> ExTensor:
+    """x with two axes exchanged."""
+    tensors_only("swapaxes", x)
+    order = list(range(x.ndim))
+    a, b = axis_index("swapaxes", first, x.ndim), axis_index("swapaxes", second, x.ndim)
+    order[a], order[b] = order[b], order[a]
+    return permute(x, order)
+
+
+@primitive(
+    forward=lambda backend, x, axis: backend.xp.flip(x, axis),
+    vjps=(lambda g, out, x, axis: g.flip(axis),),
+    reads="nothing",
+    moves=True,
+    view=True,
+    samples=lambda rng: [Sample((rng.normal(size=(2, 3)),)), Sample((rng.normal(size=(2, 3)), 1))],
+    errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),),
+)
+def flip(x: ExTensor, axis: Axis = None) -> ExTensor:
+    """x backwards along ``axis`` (all axes if None)."""
+    tensors_only("flip", x)
+    return apply("flip", x, axis=axis_tuple("flip", axis, x.ndim))
+
+
+def _parts(name: str, tensors: Any) -> list[ExTensor]:
+    parts = list(tensors) if isinstance(tensors, (list, tuple)) else []
+    if not parts:
+        raise ValueError(f"{name}: wanted a list of one tensor or more, got {tensors!r}")
+    tensors_only(name, *parts)
+    return parts
+
+
+def _span(inputs: Sequence[Any], index: int, axis: int) -> slice:
+    start = sum(x.shape[axis] for x in inputs[:index])
+    return slice(start, start + inputs[index].shape[axis])
+
+
+def _concatenate_vjp(
+    index: int, g: ExTensor, out: None, *inputs: ExTensor, axis: int
+) -> ExTensor:
+    return g[(*(slice(None),) * axis, _span(inputs, index, axis))]
+
+
+@primitive(
+    forward=lambda backend, *arrays, axis: backend.xp.concatenate(arrays, axis=axis),
+    vjp_at=_concatenate_vjp,
+    reads="nothing",
+    moves=True,
+    samples=lambda rng: [
+        Sample(([rng.normal(size=(2, 3)), rng.normal(size=(2, 1))], 1)),
+        Sample(([rng.normal(size=(2, 3)), rng.normal(size=(1, 3)), rng.normal(size=(2, 3))],)),
+    ],
+    errors=(
+        BadInput(([],), ValueError, "one tensor or more"),
+        BadInput(([np.zeros((2, 3)), np.zeros((2, 4))], 0), ValueError, "equal but for axis 0"),
+    ),
+)
+def concatenate(tensors: Sequence[ExTensor], axis: int = 0) -> ExTensor:
+    """Tensors one after the other along ``axis``.
+
+    Raises:
+        ValueError: for no tensors, or shapes that differ off the axis.
+    """
+    parts = _parts("concatenate", tensors)
+    at = axis_index("concatenate", axis, parts[0].ndim)
+    rests = {(*p.shape[:at], -1, *p.shape[at + 1 :]) for p in parts}
+    if len(rests) > 1:
+        raise ValueError(
+            f"concatenate: wanted shapes equal but for axis {at}, got "
+            f"{', '.join(str(p.shape) for p in parts)}"
+        )
+    return apply("concatenate", *parts, axis=at)
+
+
+@composite(
+    samples=lambda rng: [Sample(([rng.normal(size=(2, 3)), rng.normal(size=(2, 3))], 1))],
+    errors=(BadInput(([np.zeros(2), np.zeros(3)],), ValueError, "equal shapes"),),
+)
+def stack(tensors: Sequence[ExTensor], axis: int = 0) -> ExTensor:
+    """Tensors of one shape along a new axis."""
+    parts = _parts("stack", tensors)
+    if len({p.shape for p in parts}) > 1:
+        raise ValueError(
+            f"stack: wanted equal shapes, got {', '.join(str(p.shape) for p in parts)}"
+        )
+    at = axis_index("stack", axis, parts[0].ndim + 1)
+    return concatenate([expand_dims(p, at) for p in parts], at)
+
+
+@composite(
+    samples=lambda rng: [
+        Sample((rng.normal(size=(4, 3)), 2)), Sample((rng.normal(size=(2, 5)), [1, 4], 1))
+    ],
+    errors=(
+        BadInput((np.zeros((4, 3)), 3), ValueError, "divides"),
+        BadInput((np.zeros((4, 3)), [3, 2]), ValueError, "ascending"),
+    ),
+)  # fmt: skip
+def split(x: ExTensor, sections: int | Sequence[int], axis: int = 0) -> list[ExTensor]:
+    """x in pieces along ``axis``: so many equal ones, or cut at the given positions.
+
+    Raises:
+        ValueError: if a number of pieces does not divide the axis, or positions do not ascend.
+    """
+    tensors_only("split", x)
+    at = axis_index("split", axis, x.ndim)
+    length = x.shape[at]
+    if isinstance(sections, (tuple, list)):
+        cuts = [0, *sections, length]
+        if sorted(cuts) != cuts:
+            raise ValueError(
+                f"split: wanted ascending positions in 0..{length}, got {list(sections)}"
+            )
+    else:
+        (count,) = as_shape(sections, "split")  # type: ignore[arg-type]
+        if count == 0 or length % count:
+            raise ValueError(f"split: wanted a number that divides {length}, got {sections}")
+        cuts = [i * (length // count) for i in range(count + 1)]
+    before = (slice(None),) * at
+    return [x[(*before, slice(a, b))] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+@composite(
+    samples=lambda rng: [
+        Sample((rng.normal(size=(2, 3)), (2, 1, 2)), expected=None),
+        Sample((np.array([1.0, 2.0]), 2), expected=np.array([1.0, 2.0, 1.0, 2.0])),
+    ],
+    errors=(BadInput((np.zeros(3), -1), ValueError, "0 or more"),),
+)
+def tile(x: ExTensor, repeats: int | Sequence[int]) -> ExTensor:
+    """x laid side by side ``repeats`` times along each axis, counted from the last."""
+    tensors_only("tile", x)
+    times = as_shape(repeats if isinstance(repeats, int) else tuple(repeats), "tile")
+    ndim = max(len(times), x.ndim)
+    times = (1,) * (ndim - len(times)) + times
+    shape = (1,) * (ndim - x.ndim) + x.shape
+    pairs = tuple(n for size in shape for n in (1, size))
+    wide = tuple(n for count, size in zip(times, shape, strict=True) for n in (count, size))
+    total = tuple(count * size for count, size in zip(times, shape, strict=True))
+    return reshape(broadcast_to(reshape(x, pairs), wide), total)
+
+
+@composite(
+    samples=lambda rng: [
+        Sample((np.array([1.0, 2.0]), 2), expected=np.array([1.0, 1.0, 2.0, 2.0])),
+        Sample((rng.normal(size=(2, 3)), 2, 1)),
+    ],
+    errors=(BadInput((np.zeros(3), -1), ValueError, "0 or more"),),
+)
+def repeat(x: ExTensor, repeats: int, axis: int | None = None) -> ExTensor:
+    """Each value ``repeats`` times in place along ``axis``; of x.ravel() if None."""
+    tensors_only("repeat", x)
+    (count,) = as_shape(repeats, "repeat")
+    flat = ravel(x) if axis is None else x
+    at = 0 if axis is None else axis_index("repeat", axis, x.ndim)
+    before, size, after = flat.shape[:at], flat.shape[at], flat.shape[at + 1 :]
+    wide = broadcast_to(expand_dims(flat, at + 1), (*before, size, count, *after))
+    return reshape(wide, (*before, size * count, *after))
+
+
+@composite(
+    samples=lambda rng: [
+        Sample((np.arange(4.0), 1), expected=np.array([3.0, 0.0, 1.0, 2.0])),
+        Sample((rng.normal(size=(2, 3)), -1, 1)),
+    ],
+    errors=(BadInput((np.zeros((2, 3)), 1, 2), ValueError, "wanted -2..1"),),
+)
+def roll(x: ExTensor, shift: int, axis: int | None = None) -> ExTensor:
+    """x moved by ``shift`` along ``axis``, what leaves coming in at the other end."""
+    tensors_only("roll", x)
+    if axis is None:
+        return reshape(roll(ravel(x), shift, 0), x.shape)
+    at = axis_index("roll", axis, x.ndim)
+    size = x.shape[at]
+    cut = -shift % size if size else 0
+    if cut == 0:
+        return x
+    before = (slice(None),) * at
+    return concatenate([x[(*before, slice(cut, None))], x[(*before, slice(0, cut))]], at)
+
+
+@primitive(
+    forward=lambda backend, x, widths, value: backend.xp.pad(x, widths, constant_values=value),
+    vjps=(
+        lambda g, out, x, widths, value: g[
+            tuple(slice(b, b + n) for (b, _), n in zip(widths, x.shape, strict=True))
+        ],
+    ),
+    reads="nothing",
+    moves=True,
+    samples=lambda rng: [
+        Sample((rng.normal(size=(2, 3)), ((1, 0), (0, 2)))),
+        Sample((rng.normal(size=(2, 3)), 1), {"value": 2.0}),
+    ],
+    errors=(
+        BadInput((np.zeros((2, 3)), ((1, 1),)), ValueError, "for each of 2 axes"),
+        BadInput((np.zeros((2, 3)), -1), ValueError, "0 or more"),
+    ),
+)
+def pad(x: ExTensor, widths: int | Sequence[Sequence[int]], value: float = 0.0) -> ExTensor:
+    """x with ``value`` around it: (before, after) for each axis, or one width for all.
+
+    Raises:
+        ValueError: for another number of pairs, or negative widths.
+    """
+    tensors_only("pad", x)
+    each = [(widths, widths)] * x.ndim if isinstance(widths, int) else list(widths)
+    if len(each) != x.ndim or any(len(w) != 2 for w in each):
+        raise ValueError(
+            f"pad: wanted (before, after) for each of {x.ndim} axes, got {widths!r}"
+        )
+    sizes = tuple(as_shape(tuple(w), "pad") for w in each)
+    return apply("pad", x, widths=sizes, value=value)

@@ -1,0 +1,124 @@
+"""Sorting, and statistics that need it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.apply import apply
+from extensor.autograd.primitive import BadInput, Sample, composite, primitive
+from extensor.autograd.tensor import ExTensor
+from extensor.ops.arguments import Axis, axis_index, axis_tuple, tensors_only
+from extensor.ops.arithmetic import where
+from extensor.ops.elementwise import isnan
+from extensor.ops.indexing import gather
+
+__all__ = ["argsort", "median", "percentile", "sort", "topk"]
+
+
+def _samples(rng: np.random.Generator) -> list[Sample]:
+    x = rng.permutation(12).reshape(3, 4).astype(np.float64)
+    return [Sample((x,)), Sample((x, 0))]
+
+
+_ERRORS = (BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),)
+
+
+def _argsort(backend: Any, x: Any, axis: int, descending: bool) -> Any:
+    if not descending:
+        return backend.xp.argsort(x, axis=axis, kind="stable")
+    # Sorting the reversed axis and reversing the order keeps equal values in place.
+    flipped = backend.xp.argsort(backend.xp.flip(x, axis), axis=axis, kind="stable")
+    return x.shape[axis] - 1 - backend.xp.flip(flipped, axis)
+
+
+@primitive(
+    forward=_argsort,
+    no_vjp="gives positions",
+    samples=_samples,
+    errors=_ERRORS,
+)
+def argsort(x: ExTensor, axis: int = -1, descending: bool = False) -> ExTensor:
+    """The positions (int64) that sort x along ``axis``; equal values stay in order, NaN is last.
+
+    Descending, NaN is first.
+    """
+    tensors_only("argsort", x)
+    at = axis_index("argsort", axis, x.ndim)
+    return apply("argsort", x, axis=at, descending=bool(descending))
+
+
+@composite(samples=_samples, errors=_ERRORS)
+def sort(x: ExTensor, axis: int = -1, descending: bool = False) -> ExTensor:
+    """x sorted along ``axis``; see `argsort`."""
+    return gather(x, argsort(x, axis, descending), axis)
+
+
+@composite(
+    samples=lambda rng: [Sample((rng.permutation(12).reshape(3, 4).astype(float), 2))],
+    errors=(BadInput((np.zeros((2, 3)), 4), ValueError, "wanted 0..3"),),
+)
+def topk(
+    x: ExTensor, k: int, axis: int = -1, largest: bool = True
+) -> tuple[ExTensor, ExTensor]:
+    """The k largest (or smallest) values along ``axis``, best first, and their positions.
+
+    Raises:
+        ValueError: if there are fewer than k.
+    """
+    tensors_only("topk", x)
+    at = axis_index("topk", axis, x.ndim)
+    if not 0 <= k <= x.shape[at]:
+        raise ValueError(f"topk: k: wanted 0..{x.shape[at]} along axis {at}, got {k}")
+    order = argsort(x, at, descending=largest)[(*(slice(None),) * at, slice(0, k))]
+    return gather(x, order, at), order
+
+
+@composite(
+    samples=lambda rng: [
+        Sample((rng.permutation(12).reshape(3, 4).astype(float), q, axis, keepdims))
+        for q, axis, keepdims in ((30.0, None, False), (75.0, 1, False), (100.0, 0, True))
+    ],
+    errors=(BadInput((np.zeros(3), 101.0), ValueError, "wanted 0..100"),),
+)
+def percentile(
+    x: ExTensor, q: float, axis: Axis = None, keepdims: bool = False
+) -> ExTensor:
+    """The q-th percentile over ``axis``, linear between the two nearest values; NaN if there is one.
+
+    Raises:
+        ValueError: for q outside 0..100, or no values.
+    """
+    tensors_only("percentile", x)
+    if not 0 <= q <= 100:
+        raise ValueError(f"percentile: q: wanted 0..100, got {q!r}")
+    axes = axis_tuple("percentile", axis, x.ndim)
+    kept = [a for a in range(x.ndim) if a not in axes]
+    count = math.prod(x.shape[a] for a in axes)
+    if count == 0:
+        raise ValueError(f"percentile: no values along axes {axes} of shape {x.shape}")
+    flat = x.permute((*kept, *axes)).reshape((*(x.shape[a] for a in kept), count))
+    ranked = sort(flat)
+    place = (count - 1) * q / 100
+    low = math.floor(place)
+    result = ranked[..., low]
+    if place > low:
+        result = result + (ranked[..., low + 1] - result) * (place - low)
+    top = ranked[..., -1].detach()
+    result = where(isnan(top), top, result)  # NaN sorts last and must show
+    shape = tuple(1 if a in axes else n for a, n in enumerate(x.shape))
+    return result.reshape(shape) if keepdims else result
+
+
+@composite(
+    samples=lambda rng: [
+        Sample((rng.permutation(12).reshape(3, 4).astype(float),)),
+        Sample((rng.permutation(9).reshape(3, 3).astype(float), 1)),
+    ],
+    errors=_ERRORS,
+)
+def median(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    """The middle value over ``axis``, the mean of the middle two of an even number."""
+    return percentile(x, 50.0, axis, keepdims)

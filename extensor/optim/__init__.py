@@ -1,0 +1,44 @@
+"""Optimizers, learning-rate schedules, gradient clipping and loss scaling."""
+
+from extensor.optim.adam import Adam
+from extensor.optim.adamw import AdamW
+from extensor.optim.clip import clip_grad_norm, clip_grad_value
+from extensor.optim.grad_scale import GradScaleReport, MXGradScaler
+from extensor.optim.optimizer import Optimizer, ParamGroup
+from extensor.optim.schedule import (
+    WSD,
+    Cosine,
+    Exponential,
+    Linear,
+    MultiStep,
+    OneCycle,
+    ReduceLROnPlateau,
+    Schedule,
+    Step,
+    Warmup,
+    WarmupCosine,
+)
+from extensor.optim.sgd import SGD
+
+__all__ = [
+    "SGD",
+    "WSD",
+    "Adam",
+    "AdamW",
+    "Cosine",
+    "Exponential",
+    "GradScaleReport",
+    "Linear",
+    "MXGradScaler",
+    "MultiStep",
+    "OneCycle",
+    "Optimizer",
+    "ParamGroup",
+    "ReduceLROnPlateau",
+    "Schedule",
+    "Step",
+    "Warmup",
+    "WarmupCosine",
+    "clip_grad_norm",
+    "clip_grad_value",
+]

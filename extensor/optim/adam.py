@@ -1,0 +1,88 @@
+"""Adam."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from extensor.optim.optimizer import Array, Optimizer, Option, check_range
+
+__all__ = ["Adam"]
+
+
+class Adam(Optimizer):
+    """Adam with bias correction (arXiv 1412.6980, algorithm 1); weight decay as an L2 gradient.
+
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;
+    w -= lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
+
+    Args:
+        params: see `Optimizer`.
+        lr: learning rate, 0 or more.
+        betas: decay of the two averages, each in [0, 1); in a group, ``beta1`` and ``beta2``.
+        eps: added to the denominator, above 0.
+        weight_decay: 0 or more.
+
+    Raises:
+        ValueError: for an option out of range.
+    """
+
+    decoupled = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            params, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay
+        )
+
+    def _check_options(self, options: Mapping[str, Option]) -> None:
+        super()._check_options(options)
+        check_range("beta1", options["beta1"], 0.0, 1.0)
+        check_range("beta2", options["beta2"], 0.0, 1.0)
+        check_range("eps", options["eps"], math.ulp(0.0))
+
+    def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
+        """The averages of the gradient and of its square."""
+        return ("mean", "square")
+
+    def update(
+        self,
+        xp: Any,
+        weight: Array,
+        grad: Array,
+        state: Mapping[str, Array],
+        scratch: tuple[Array, Array],
+        options: Mapping[str, Any],
+        step: int,
+    ) -> None:
+        """Move one stretch, in place."""
+        one, two = scratch
+        mean, square = state["mean"], state["square"]
+        lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
+        decay = options["weight_decay"]
+        if decay and self.decoupled:
+            weight *= 1.0 - lr * decay
+        elif decay:
+            xp.multiply(weight, decay, out=two)
+            two += grad
+            grad = two
+        xp.subtract(grad, mean, out=one)
+        one *= 1.0 - beta1
+        mean += one
+        xp.multiply(grad, grad, out=one)
+        one *= 1.0 - beta2
+        square *= beta2
+        square += one
+        xp.sqrt(square, out=one)
+        one *= 1.0 / math.sqrt(1.0 - beta2**step)
+        one += options["eps"]
+        xp.divide(mean, one, out=one)
+        one *= lr / (1.0 - beta1**step)
+        weight -= one

@@ -1,0 +1,312 @@
+"""MXGradScaler: a power-of-two loss scale, and the scale rules of tensors that saturate.
+
+A power of two multiplies exactly and moves every E8M0 block scale, and NVFP4's tensor
+scale, by the same power, so codes do not change: a loss scale can only help fp16,
+casts without a scale, and the ends of E8M0's range. What can help a saturating
+block-scaled tensor is its scale rule. So the scaler does both: the usual growth
+and back-off on non-finite gradients, and, where the recipe allows it, a change of a
+slot's rule from floor to rceil once too much of it saturates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from extensor.autograd.tensor import ExTensor
+from extensor.inspect.health import SlotHealth, slot_health
+from extensor.optim.clip import grad_arrays, is_finite
+from extensor.optim.optimizer import Optimizer
+from extensor.quant.array import QuantStats
+from extensor.quant.context import RecipeState
+from extensor.quant.spec import QuantSpec
+
+__all__ = ["GradScaleReport", "MXGradScaler"]
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class GradScaleReport:
+    """The scaler's state in numbers.
+
+    Attributes:
+        scale: the loss scale now.
+        good_steps: steps since the scale last changed.
+        stepped: optimizer steps made; skipped: steps left out for non-finite gradients.
+        slots: one row per layer and slot with telemetry, in model order.
+    """
+
+    scale: float
+    good_steps: int
+    stepped: int
+    skipped: int
+    slots: tuple[SlotHealth, ...]
+
+
+class MXGradScaler:
+    """Loss scaling in powers of two: ``scale``, backward, ``step``, ``update``, in every step.
+
+    Args:
+        recipe_state: the `RecipeState` whose telemetry is reported and whose slots may change
+            their scale rule; None: the loss scale only.
+        init_scale: the first scale.
+        growth_factor: on the scale after ``growth_interval`` good steps in a row.
+        backoff_factor: on the scale after a step with non-finite gradients.
+        growth_interval: good steps, 1 or more.
+        min_scale: the floor. All four scale numbers are powers of two.
+        saturation_threshold: a slot with a floor scale switches to rceil when more than this
+            share of its values saturated in an interval; in (0, 1). Only where the recipe has
+            ``adaptive_scale_rule``.
+        saturation_interval: updates between two looks, 1 or more.
+
+    Raises:
+        ValueError: for a number out of range or no power of two.
+    """
+
+    def __init__(
+        self,
+        recipe_state: RecipeState | None = None,
+        *,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = 1.0,
+        saturation_threshold: float = 1e-3,
+        saturation_interval: int = 100,
+    ) -> None:
+        for name, value in (
+            ("init_scale", init_scale),
+            ("growth_factor", growth_factor),
+            ("backoff_factor", backoff_factor),
+            ("min_scale", min_scale),
+        ):
+            if not _is_power_of_two(value):
+                raise ValueError(f"{name}: wanted a power of two, got {value!r}")
+        if growth_factor < 1 or backoff_factor > 1 or init_scale < min_scale:
+            raise ValueError(
+                "wanted growth_factor >= 1, backoff_factor <= 1 and init_scale >= min_scale, got "
+                f"{growth_factor}, {backoff_factor} and {init_scale} with floor {min_scale}"
+            )
+        for name, count in (
+            ("growth_interval", growth_interval),
+            ("saturation_interval", saturation_interval),
+        ):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ValueError(f"{name}: wanted an int, 1 or more, got {count!r}")
+        if not 0.0 < saturation_threshold < 1.0:
+            raise ValueError(
+                f"saturation_threshold: wanted a share in (0, 1), got {saturation_threshold!r}"
+            )
+        self.recipe_state = recipe_state
+        self.growth_factor = float(growth_factor)
+        self.backoff_factor = float(backoff_factor)
+        self.growth_interval = growth_interval
+        self.min_scale = float(min_scale)
+        self.saturation_threshold = saturation_threshold
+        self.saturation_interval = saturation_interval
+        self._scale = float(init_scale)
+        self._good = self._stepped = self._skipped = self._updates = 0
+        self._switched: set[Key] = set()
+        # Counts of the running interval, and what the telemetry showed at the last update.
+        self._counts: dict[Key, QuantStats] = {}
+        self._seen: dict[Key, QuantStats] = dict(recipe_state.telemetry) if recipe_state else {}
+        # Within one step: whether gradients were finite, by id of the unscaled optimizer.
+        self._finite: dict[int, bool] = {}
+        self._done: set[int] = set()
+
+    @property
+    def current_scale(self) -> float:
+        """The loss scale in force."""
+        return self._scale
+
+    def scale(self, loss: ExTensor) -> ExTensor:
+        """The loss times the scale, recorded for backward."""
+        if not isinstance(loss, ExTensor):
+            raise TypeError(f"loss: wanted an ExTensor, got {type(loss).__name__}")
+        return loss * self._scale
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, in place; exact above the subnormals.
+
+        Call it before clipping; `step` calls it if nobody did.
+
+        Raises:
+            RuntimeError: if it was already called in this step, or there are no gradients.
+        """
+        if id(optimizer) in self._finite:
+            raise RuntimeError("unscale_: already called in this step; call update() after step()")
+        grads = grad_arrays(optimizer.params)
+        if not grads:
+            raise RuntimeError(
+                "unscale_: wanted gradients, got none; call scaler.scale(loss).backward() first"
+            )
+        finite = True
+        for grad, xp in grads:
+            xp.multiply(grad, 1.0 / self._scale, out=grad)
+            finite = is_finite(grad, xp) and finite
+        self._finite[id(optimizer)] = finite
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Make the optimizer's step, unless a gradient is NaN or infinite.
+
+        Returns:
+            Whether the step was made; one that was not is counted in `report`.
+
+        Raises:
+            RuntimeError: if it was already called in this step, or there are no gradients.
+        """
+        key = id(optimizer)
+        if key in self._done:
+            raise RuntimeError("step: already called in this step; call update() first")
+        if key not in self._finite:
+            self.unscale_(optimizer)
+        self._done.add(key)
+        if not self._finite[key]:
+            self._skipped += 1
+            return False
+        optimizer.step()
+        self._stepped += 1
+        return True
+
+    def update(self) -> None:
+        """End the step: grow or back off, and look at saturation where the recipe allows it.
+
+        Raises:
+            RuntimeError: if neither `unscale_` nor `step` was called since the last update.
+        """
+        if not self._finite:
+            raise RuntimeError("update: wanted a step first; call step(optimizer)")
+        if not all(self._finite.values()):
+            self._scale = max(self._scale * self.backoff_factor, self.min_scale)
+            self._good = 0
+        else:
+            self._good += 1
+            if self._good == self.growth_interval:
+                self._scale *= self.growth_factor
+                self._good = 0
+        self._finite.clear()
+        self._done.clear()
+        state = self.recipe_state
+        if state is not None and state.recipe.adaptive_scale_rule:
+            self._count(state)
+            self._updates += 1
+            if self._updates == self.saturation_interval:
+                self._look(state)
+                self._counts.clear()
+                self._updates = 0
+
+    def _count(self, state: RecipeState) -> None:
+        """Add what the telemetry gained since the last update, noticing resets in between."""
+        for key, now in state.telemetry.items():
+            before = self._seen.get(key)
+            if now is before:
+                continue
+            gained = now
+            if before is not None and before.count < now.count:
+                gained = QuantStats(
+                    now.count - before.count,
+                    now.saturated - before.saturated,
+                    now.flushed - before.flushed,
+                )
+            self._counts[key] = self._counts.get(key, QuantStats()) + gained
+        self._seen = dict(state.telemetry)
+
+    def _look(self, state: RecipeState) -> None:
+        for (path, slot), stats in self._counts.items():
+            spec = state.layers[path].operand(slot)
+            share = stats.saturated / stats.count if stats.count else 0.0
+            if share > self.saturation_threshold and _may_switch(spec):
+                self._switch(state, (path, slot))
+
+    def _switch(self, state: RecipeState, key: Key) -> None:
+        path, slot = key
+        context = state.layers[path]
+        spec = context.operand(slot)
+        assert isinstance(spec, QuantSpec)
+        context.layer = context.layer.with_slot(slot, spec.replace(scale_rule="rceil"))
+        self._switched.add(key)
+
+    def report(self) -> GradScaleReport:
+        """The scale, the steps, and per layer and slot the shares that saturated and flushed."""
+        state = self.recipe_state
+        slots = slot_health(state, self._switched) if state else ()
+        return GradScaleReport(self._scale, self._good, self._stepped, self._skipped, slots)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values for a checkpoint, taken between two steps (after `update`).
+
+        Raises:
+            RuntimeError: in the middle of a step.
+        """
+        if self._finite:
+            raise RuntimeError("state_dict: in the middle of a step; call update() first")
+        return {
+            "scale": self._scale,
+            "good": self._good,
+            "stepped": self._stepped,
+            "skipped": self._skipped,
+            "updates": self._updates,
+            "switched": [list(key) for key in sorted(self._switched)],
+            "counts": [
+                [*key, s.count, s.saturated, s.flushed] for key, s in sorted(self._counts.items())
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, switched scale rules included.
+
+        Raises:
+            ValueError: if it is not such a state, or names layers that this model has not;
+                nothing is changed then.
+        """
+        mine = self.state_dict()
+        if state.keys() != mine.keys():
+            raise ValueError(f"state: wanted {sorted(mine)}, got {sorted(state)}")
+        for name, value in mine.items():
+            if type(state[name]) is not type(value):
+                raise ValueError(f"{name}: wanted {type(value).__name__}, got {state[name]!r}")
+        if not _is_power_of_two(state["scale"]) or state["scale"] < self.min_scale:
+            raise ValueError(
+                f"scale: wanted a power of two, {self.min_scale} or more, got {state['scale']!r}"
+            )
+        switched = {(path, slot) for path, slot in state["switched"]}
+        counts = {(row[0], row[1]): QuantStats(*row[2:]) for row in state["counts"]}
+        recipe_state = self.recipe_state
+        layers = recipe_state.layers if recipe_state else {}
+        for path, slot in [*switched, *counts]:
+            if path not in layers:
+                raise ValueError(
+                    f"state: wanted layers of this model, got {path!r}; use its own checkpoint"
+                )
+            if (path, slot) in switched and not isinstance(layers[path].operand(slot), QuantSpec):
+                raise ValueError(f"state: {path} {slot} is not quantized under this recipe")
+        for key in sorted(switched):
+            assert recipe_state is not None
+            self._switch(recipe_state, key)
+        self._switched = switched
+        self._counts = counts
+        self._seen = dict(recipe_state.telemetry) if recipe_state else {}
+        self._scale = state["scale"]
+        self._good, self._updates = state["good"], state["updates"]
+        self._stepped, self._skipped = state["stepped"], state["skipped"]
+
+
+def _may_switch(spec: object) -> bool:
+    """A floor rule that no dialect fixes."""
+    return (
+        isinstance(spec, QuantSpec)
+        and spec.is_mx
+        and spec.rule == "floor"
+        and spec.dialect_row.mx_scale_rule is None
+    )
+
+
+def _is_power_of_two(value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return bool(
+        number and 0 < value < math.inf and math.frexp(value)[0] == 0.5  # type: ignore[operator, arg-type]
+    )

@@ -1,0 +1,299 @@
+"""What every optimizer shares: parameter groups, master weights, state, the walk over memory.
+
+An optimizer says two things: which float arrays it keeps per parameter (`slots`) and
+how one stretch of a flat parameter moves (`update`). The base class walks each
+parameter in stretches that fit the cache together with their state, so an update of
+a dozen numpy calls reads main memory once.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.mode import no_grad
+from extensor.autograd.tensor import ExTensor
+from extensor.errors import layout_error, unknown_name
+
+__all__ = ["Optimizer", "Option", "ParamGroup"]
+
+Array = Any
+Option = float | bool
+
+STRETCH = 1 << 14
+"""Elements per stretch on the CPU: six float32 arrays of it fit a level-2 cache."""
+
+MASTER = "master"
+
+
+@dataclass(eq=False)
+class _Member:
+    """One parameter and its state: flat arrays of its size, in the precision of the update."""
+
+    name: str
+    param: ExTensor
+    arrays: dict[str, Array]
+    step: int = 0
+
+
+@dataclass(eq=False)
+class ParamGroup:
+    """Parameters that share options.
+
+    Attributes:
+        options: the options in force, ``lr`` among them; changes take effect in the next step.
+        base_lr: the learning rate that schedules multiply.
+    """
+
+    options: dict[str, Option]
+    base_lr: float
+    members: list[_Member] = field(default_factory=list)
+
+    @property
+    def params(self) -> list[ExTensor]:
+        """The group's parameters."""
+        return [member.param for member in self.members]
+
+
+class Optimizer(ABC):
+    """Base of the optimizers.
+
+    Args:
+        params: tensors that require gradients; or (name, tensor) pairs such as
+            ``model.named_parameters()`` gives, whose names then show in state and messages; or
+            groups, mappings with ``"params"`` and the options that differ from the others'.
+        defaults: the options of groups that do not set them.
+
+    A bfloat16 or float16 parameter gets a float32 master copy, which takes the updates and is
+    rounded into the parameter after each.
+
+    Raises:
+        TypeError, ValueError: for no parameters, one given twice, one that requires no gradient or
+            is no dense float tensor, and for options that are unknown or out of range.
+    """
+
+    def __init__(self, params: Iterable[Any], **defaults: Option) -> None:
+        if isinstance(params, ExTensor):
+            raise TypeError("params: wanted a list of tensors, got one tensor; pass [tensor]")
+        self.groups: list[ParamGroup] = []
+        given = list(params)
+        if not given:
+            raise ValueError(
+                "params: wanted at least one tensor, got none; was a generator used up?"
+            )
+        groups = given if isinstance(given[0], Mapping) else [{"params": given}]
+        for group in groups:
+            self._add_group(group, defaults)
+
+    def _add_group(self, group: Any, defaults: dict[str, Option]) -> None:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise TypeError(
+                f"params: wanted tensors only, or mappings with 'params' only, got {group!r:.80}"
+            )
+        given = {name: value for name, value in group.items() if name != "params"}
+        for name in given.keys() - defaults.keys():
+            raise ValueError(unknown_name(f"option of {type(self).__name__}", name, defaults))
+        options = {**defaults, **given}
+        self._check_options(options)
+        made = ParamGroup(options, float(options["lr"]))
+        taken = {m.name for g in self.groups for m in g.members}
+        owned = {id(m.param) for g in self.groups for m in g.members}
+        params = group["params"]
+        for item in [params] if isinstance(params, ExTensor) else params:
+            name, param = item if isinstance(item, tuple) else (str(len(taken)), item)
+            _check_param(name, param)
+            if id(param) in owned or name in taken:
+                raise ValueError(f"params: {name} is given twice; leave it out of one group")
+            taken.add(name)
+            owned.add(id(param))
+            made.members.append(_Member(name, param, self._fresh(param, options)))
+        if not made.members:
+            raise ValueError("params: wanted at least one tensor in each group, got none")
+        self.groups.append(made)
+
+    def _fresh(self, param: ExTensor, options: Mapping[str, Option]) -> dict[str, Array]:
+        """The state a parameter starts with."""
+        xp, data = param.backend.xp, param.data
+        wide = np.float64 if data.dtype == np.float64 else np.float32
+        arrays = {slot: xp.zeros(data.size, dtype=wide) for slot in self.slots(options)}
+        if data.dtype != wide:
+            arrays[MASTER] = data.reshape(-1).astype(wide)
+        return arrays
+
+    @abstractmethod
+    def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
+        """Names of the arrays kept for each parameter under these options."""
+
+    @abstractmethod
+    def update(
+        self,
+        xp: Any,
+        weight: Array,
+        grad: Array,
+        state: Mapping[str, Array],
+        scratch: tuple[Array, Array],
+        options: Mapping[str, Any],
+        step: int,
+    ) -> None:
+        """Move one stretch, in place.
+
+        Args:
+            xp: the array module.
+            weight: flat, float32 (float64 for a float64 parameter); written.
+            grad: of the same length and dtype; not written.
+            state: by slot, of the same length and dtype; written.
+            scratch: two arrays of the same length and dtype, of any content.
+            options: the group's options.
+            step: how many updates this parameter has had, this one included.
+        """
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient, in place.
+
+        Raises:
+            RuntimeError: if no parameter has a gradient.
+        """
+        ready = [(g, m) for g in self.groups for m in g.members if m.param.grad is not None]
+        if not ready:
+            raise RuntimeError(
+                "step: wanted gradients, got none; call loss.backward() first, with a loss "
+                "computed from these parameters"
+            )
+        for group in self.groups:
+            self._check_options(group.options)
+        for group, member in ready:
+            self._step_one(member, group.options)
+
+    def _step_one(self, member: _Member, options: Mapping[str, Any]) -> None:
+        param, grad = member.param, member.param.grad
+        assert grad is not None
+        xp = param.backend.xp
+        member.step += 1
+        state = {slot: a for slot, a in member.arrays.items() if slot != MASTER}
+        master = member.arrays.get(MASTER)
+        flat = _flat_view(param.data) if master is None else master
+        g = grad.data.reshape(-1).astype(flat.dtype, copy=False)
+        stretch = min(STRETCH, flat.size) if xp is np else flat.size
+        one, two = xp.empty(stretch, flat.dtype), xp.empty(stretch, flat.dtype)
+        for begin in range(0, flat.size, max(stretch, 1)):
+            part = slice(begin, begin + stretch)
+            weight = flat[part]
+            self.update(
+                xp,
+                weight,
+                g[part],
+                {slot: a[part] for slot, a in state.items()},
+                (one[: weight.size], two[: weight.size]),
+                options,
+                member.step,
+            )
+        with no_grad():
+            param.assign_(flat.reshape(param.shape).astype(param.data.dtype, copy=False))
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for group in self.groups:
+            for member in group.members:
+                member.param.grad = None
+
+    @property
+    def params(self) -> list[ExTensor]:
+        """Every parameter, in the order given."""
+        return [param for group in self.groups for param in group.params]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs, flat.
+
+        Numpy arrays under ``state.<param>.<slot>``; ints under ``step.<param>``; the options and
+        ``base_lr`` under ``group.<i>.<option>``; the optimizer's name under ``optimizer``. Arrays
+        have the parameters' shapes and are copies.
+        """
+        state: dict[str, Any] = {"optimizer": type(self).__name__}
+        for i, group in enumerate(self.groups):
+            state[f"group.{i}.base_lr"] = group.base_lr
+            state |= {f"group.{i}.{name}": value for name, value in group.options.items()}
+            for member in group.members:
+                state[f"step.{member.name}"] = member.step
+                for slot, array in member.arrays.items():
+                    host = array if isinstance(array, np.ndarray) else array.get()
+                    state[f"state.{member.name}.{slot}"] = host.reshape(member.param.shape).copy()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, for the same parameters and options.
+
+        Raises:
+            ValueError: if names, shapes, dtypes or kinds of values differ; nothing is changed then.
+        """
+        mine = self.state_dict()
+        arrays = [{k: v for k, v in s.items() if isinstance(v, np.ndarray)} for s in (mine, state)]
+        message = layout_error("this optimizer state", *arrays)
+        if message:
+            raise ValueError(message)
+        scalars = {k: v for k, v in state.items() if not isinstance(v, np.ndarray)}
+        for name in sorted(scalars.keys() | (mine.keys() - arrays[0].keys())):
+            came, wanted = scalars.get(name), mine.get(name)
+            if type(came) is not type(wanted) or (name == "optimizer" and came != wanted):
+                raise ValueError(
+                    f"this optimizer state does not fit: {name}: wanted "
+                    f"{wanted if name == 'optimizer' else type(wanted).__name__}, got {came!r}; "
+                    "use the one this optimizer wrote"
+                )
+        options = [
+            {name: scalars[f"group.{i}.{name}"] for name in group.options}
+            for i, group in enumerate(self.groups)
+        ]
+        for group_options in options:
+            self._check_options(group_options)
+        for i, group in enumerate(self.groups):
+            group.base_lr, group.options = scalars[f"group.{i}.base_lr"], options[i]
+            for member in group.members:
+                member.step = scalars[f"step.{member.name}"]
+                xp = member.param.backend.xp
+                for slot in member.arrays:
+                    array = state[f"state.{member.name}.{slot}"]
+                    member.arrays[slot] = xp.array(array.reshape(-1))
+
+    def _check_options(self, options: Mapping[str, Option]) -> None:
+        """Refuse options out of range; subclasses add their own."""
+        check_range("lr", options["lr"], 0.0)
+        if "weight_decay" in options:
+            check_range("weight_decay", options["weight_decay"], 0.0)
+
+
+def check_range(name: str, value: Any, low: float, below: float = math.inf) -> None:
+    """Refuse an option outside [low, below).
+
+    Raises:
+        TypeError: if it is not a number.
+        ValueError: if it is out of range or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: wanted a number, got {value!r}")
+    if not low <= value < below:
+        raise ValueError(f"{name}: wanted a finite number in [{low}, {below}), got {value!r}")
+
+
+def _check_param(name: object, param: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"params: wanted a name and a tensor, got {name!r}")
+    if not isinstance(param, ExTensor):
+        raise TypeError(f"params: {name}: wanted an ExTensor, got {type(param).__name__}")
+    if not param.dtype.is_float:
+        raise TypeError(
+            f"params: {name}: wanted a dense float tensor, got {param.dtype}; keep master weights "
+            "in float32 and quantize in the forward pass"
+        )
+    if not param.requires_grad:
+        raise ValueError(f"params: {name} requires no gradient; set requires_grad, or leave it out")
+
+
+def _flat_view(data: Array) -> Array:
+    """The parameter's own memory as a vector where that may be written to, else a copy."""
+    ours = data.flags.c_contiguous and getattr(data.flags, "writeable", True)
+    return data.reshape(-1) if ours else data.reshape(-1).copy()

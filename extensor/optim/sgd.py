@@ -1,0 +1,81 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from extensor.optim.optimizer import Array, Optimizer, Option, check_range
+
+__all__ = ["SGD"]
+
+
+class SGD(Optimizer):
+    """Gradient descent with momentum, Nesterov's look-ahead and L2 weight decay.
+
+    With g' = g + weight_decay w and the buffer b = momentum b + g', the weight moves by -lr d,
+    where d = g' + momentum b under ``nesterov``, else d = b (Sutskever et al., ICML 2013, in the
+    form that keeps lr out of the buffer).
+
+    Args:
+        params: see `Optimizer`.
+        lr: learning rate, 0 or more.
+        momentum: in [0, 1).
+        nesterov: whether to look ahead; needs momentum.
+        weight_decay: 0 or more.
+
+    Raises:
+        ValueError: for an option out of range, or Nesterov without momentum.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            params, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay
+        )
+
+    def _check_options(self, options: Mapping[str, Option]) -> None:
+        super()._check_options(options)
+        check_range("momentum", options["momentum"], 0.0, 1.0)
+        if options["nesterov"] and not options["momentum"]:
+            raise ValueError("nesterov: wanted momentum above 0 with it, got 0")
+
+    def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
+        """A momentum buffer, if there is momentum."""
+        return ("momentum",) if options["momentum"] else ()
+
+    def update(
+        self,
+        xp: Any,
+        weight: Array,
+        grad: Array,
+        state: Mapping[str, Array],
+        scratch: tuple[Array, Array],
+        options: Mapping[str, Any],
+        step: int,
+    ) -> None:
+        """Move one stretch, in place."""
+        one, two = scratch
+        lr, momentum, decay = options["lr"], options["momentum"], options["weight_decay"]
+        if decay:
+            xp.multiply(weight, decay, out=one)
+            one += grad
+            grad = one
+        if momentum:
+            buffer = state["momentum"]
+            buffer *= momentum
+            buffer += grad
+            if options["nesterov"]:
+                xp.multiply(buffer, momentum, out=two)
+                two += grad
+                grad = two
+            else:
+                grad = buffer
+        xp.multiply(grad, lr, out=two)
+        weight -= two

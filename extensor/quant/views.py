@@ -1,0 +1,168 @@
+"""Transposing, slicing and reshaping blocked arrays without decoding them.
+
+Codes and scales move together. What would cut through a block is an error that
+names the way out; nothing is decoded silently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.array import QuantArray, tile_extent
+
+__all__ = ["reshape", "slice_blocks", "transpose"]
+
+Array = Any
+_WAY_OUT = "call .dequantize() first, and quantize the result again"
+
+
+def _map_parts(q: QuantArray, change: Callable[[str, Array], Array]) -> dict[str, Array]:
+    """Apply ``change(name, part)`` to every stored array that has the tensor's axes."""
+    return {
+        name: np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part
+        for name, part in (
+            (name, change(name, part)) for name, part in q.parts.items() if name != "tensor_scale"
+        )
+    }
+
+
+def _tile_rows(q: QuantArray) -> int:
+    return q.spec.tile[0] if isinstance(q.spec.tile, tuple) else 1
+
+
+def transpose(q: QuantArray, axes: tuple[int, ...]) -> QuantArray:
+    """Permute the axes; the block axis moves along.
+
+    Raises:
+        ValueError: if square tiles' row axis would no longer stand before the block axis.
+    """
+    ndim = len(q.shape)
+    axis = axes.index(q.spec.axis)
+    if _tile_rows(q) > 1 and axes[(axis - 1) % ndim] != (q.spec.axis - 1) % ndim:
+        raise ValueError(
+            f"transposing to {axes} would part tile {q.spec.tile}'s row axis from its block axis "
+            f"{q.spec.axis}; {_WAY_OUT}"
+        )
+    parts = _map_parts(q, lambda _, part: part.transpose(axes))
+    shape = tuple(q.shape[a] for a in axes)
+    return dataclasses.replace(q, **parts, shape=shape, spec=q.spec.replace(axis=axis))
+
+
+def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
+    """Basic slicing with one entry per axis: free off the block axis, whole blocks on it.
+
+    Raises:
+        ValueError: if the slice would cut a block, step over elements of the block axis, or drop an
+            axis that blocks extend over.
+        IndexError: if an integer is out of range.
+    """
+    spec, shape = q.spec, q.shape
+    extent = list(tile_extent(spec, shape))
+    if spec.tile == "tensor":  # one block for everything: any part of it keeps the scale
+        extent = [1] * len(shape)
+        extent[spec.axis] = max(shape[spec.axis], 1)
+    if spec.transform:
+        extent[spec.axis] = math.lcm(extent[spec.axis], spec.transform.size)
+    new_shape, kept = [], []
+    for axis, (entry, length) in enumerate(zip(key, shape, strict=True)):
+        if isinstance(entry, slice):
+            start, stop, step = entry.indices(length)
+            new_shape.append(len(range(start, stop, step)))
+            kept.append(axis)
+            _check_slice(axis, start, max(stop, start), step, length, extent[axis])
+        elif extent[axis] > 1 or axis == spec.axis:
+            raise ValueError(
+                f"an integer index on axis {axis} would take one element out of blocks of "
+                f"{extent[axis]}; {_WAY_OUT}"
+            )
+        elif not -length <= entry < length:
+            raise IndexError(f"index {entry} is out of range for axis {axis} of length {length}")
+    if _tile_rows(q) > 1 and len(kept) < len(shape):
+        raise ValueError(f"an integer index on a tensor in tiles {spec.tile}; {_WAY_OUT}")
+
+    stored_extent = tile_extent(spec, shape)
+
+    def cut(name: str, part: Array) -> Array:
+        chosen: list[slice | int] = []
+        for axis, (entry, length) in enumerate(zip(key, shape, strict=True)):
+            if isinstance(entry, int):
+                chosen.append(entry if part.shape[axis] == length else 0)
+                continue
+            start, stop, step = entry.indices(length)
+            if (start, stop, step) == (0, length, 1):
+                chosen.append(slice(None))
+            elif axis == spec.axis and name == "codes":
+                bits = spec.row.element.bits
+                chosen.append(slice(start * bits // 8, -(-stop * bits // 8)))
+            elif stored_extent[axis] == 1 or name == "codes":
+                chosen.append(entry)
+            elif spec.tile == "tensor":
+                chosen.append(slice(None))
+            else:
+                size = stored_extent[axis]
+                chosen.append(slice(start // size, -(-stop // size)))
+        return part[tuple(chosen)]
+
+    if q.outlier_index is not None and key[spec.axis] != slice(None):
+        start, stop, _ = key[spec.axis].indices(shape[spec.axis])  # type: ignore[union-attr]
+        if (start, stop) != (0, shape[spec.axis]):
+            raise ValueError(f"slicing the rows of the outlier codec; {_WAY_OUT}")
+    parts = _map_parts(q, cut)
+    new_axis = kept.index(spec.axis)
+    return dataclasses.replace(
+        q, **parts, shape=tuple(new_shape), spec=spec.replace(axis=new_axis)
+    )
+
+
+def _check_slice(axis: int, start: int, stop: int, step: int, length: int, extent: int) -> None:
+    if extent == 1:
+        return
+    if step != 1:
+        raise ValueError(f"a step of {step} on axis {axis} would break blocks; {_WAY_OUT}")
+    if start % extent or (stop % extent and stop != length):
+        raise ValueError(
+            f"slice {start}:{stop} on axis {axis} cuts blocks of {extent}; slice at multiples of "
+            f"{extent}, or {_WAY_OUT}"
+        )
+
+
+def reshape(q: QuantArray, shape: tuple[int, ...]) -> QuantArray:
+    """Reshape around the block axis, which must stay whole.
+
+    Raises:
+        ValueError: if the new shape splits or merges the block axis (or a tile's row axis).
+    """
+    before = math.prod(q.shape[: q.spec.axis])
+    length = q.shape[q.spec.axis]
+    rows = _tile_rows(q)
+    matches = [
+        axis
+        for axis, n in enumerate(shape)
+        if n == length
+        and math.prod(shape[:axis]) == before
+        and math.prod(shape) == math.prod(q.shape)
+        and (rows == 1 or (axis > 0 and q.spec.axis > 0 and shape[axis - 1] == q.shape[q.spec.axis - 1]))
+    ]
+    if not matches:
+        raise ValueError(
+            f"reshaping {q.shape} to {shape} does not keep the block axis {q.spec.axis} (length "
+            f"{length}, tile {q.spec.tile}) whole; {_WAY_OUT}"
+        )
+    axis = matches[0]
+
+    def change(_: str, part: Array) -> Array:
+        stored = list(shape)
+        stored[axis] = part.shape[q.spec.axis]
+        if rows > 1 and part.shape[q.spec.axis - 1] != q.shape[q.spec.axis - 1]:
+            stored[axis - 1] = part.shape[q.spec.axis - 1]
+        if q.spec.tile == "tensor" and part is q.scales:
+            stored = [1] * len(shape)
+        return part.reshape(stored)
+
+    parts = _map_parts(q, change)
+    return dataclasses.replace(q, **parts, shape=shape, spec=q.spec.replace(axis=axis))

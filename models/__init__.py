@@ -1,0 +1,46 @@
+"""Models: one folder each, with `model.py` (`build`) and `configs.py` (`CONFIGS`, frozen records).
+
+A folder is found by being there; nothing lists it. The package is not installed: it is used from
+the repository's root.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from extensor.errors import unknown_name
+from extensor.nn import Module
+
+__all__ = ["build", "config", "names"]
+
+
+def names() -> list[str]:
+    """The models, by folder name."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.ispkg)
+
+
+def config(model: str, variant: str | None = None, **changes: Any) -> Any:
+    """A model's configuration: a row of its CONFIGS, the first by default, with changes.
+
+    Raises:
+        ValueError: on an unknown model or variant (near ones are listed), or values the
+            configuration refuses.
+    """
+    if model not in names():
+        raise ValueError(unknown_name("model", model, names()))
+    rows: dict[str, Any] = import_module(f"models.{model}.configs").CONFIGS
+    variant = next(iter(rows)) if variant is None else variant
+    if variant not in rows:
+        raise ValueError(unknown_name(f"variant of {model}", variant, rows))
+    return dataclasses.replace(rows[variant], **changes)
+
+
+def build(model: str, config: Any, rng: np.random.Generator) -> Module:
+    """A model with fresh weights drawn from ``rng``."""
+    made: Module = import_module(f"models.{model}.model").build(config, rng)
+    return made

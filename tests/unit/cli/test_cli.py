@@ -1,0 +1,282 @@
+"""The command line, through `main`, as a user would call it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from extensor import cli, config
+from extensor.backends import registry
+from extensor.formats import DIALECTS, ELEMENTS, FORMATS
+from extensor.io import load_checkpoint
+from extensor.quant import QuantArray
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Standard output of a command that succeeds."""
+    assert cli.main([str(a) for a in arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line of standard error of a command that exits with 2."""
+    assert cli.main([str(a) for a in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("extensor: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    path = tmp_path / "weights.npz"
+    np.savez(
+        path,
+        w=rng.standard_normal((8, 100), dtype=np.float32),
+        double=rng.standard_normal((4, 32)),
+        steps=np.arange(3),
+        scale=np.float32(3.0),
+    )
+    return path
+
+
+# ---- formats
+
+
+def test_formats_lists_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "formats")
+    for name in (*ELEMENTS, *FORMATS):
+        assert f" {name} " in text
+    assert "microxcaling" not in text
+
+
+def test_formats_shows_dialects_with_worked_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "formats", "--dialects")
+    lines = {name: line for name in DIALECTS for line in text.splitlines() if f" {name} " in line}
+    assert set(lines) == set(DIALECTS)
+    # Scale bytes for amax 6, just above 6, and 3.5 on e2m1; what 2.5, 3.5, 5 round to.
+    assert "127 127 126" in lines["torchao"] and "even: 2 4 4" in lines["torchao"]
+    assert "127 128 127" in lines["nvidia"] and "0xFE" in lines["nvidia"]
+    assert "127 127 127" in lines["compressed_tensors"] and "0x20" in lines["compressed_tensors"]
+    assert "away: 3 4 6" in lines["microxcaling"]
+    assert "zero: 2 3 4" in lines["model_optimizer"] and "0x38" in lines["model_optimizer"]
+
+
+def test_element_sheet_agrees_with_the_published_table() -> None:
+    rows = {row[0]: row[1:] for row in cli.element_sheet().rows}
+    assert rows["e2m1"] == ("4", "1-2-1", "1", "6", "1", "0.5", "-")
+    assert rows["e4m3"][3:5] == ("448", "0.015625")
+    assert rows["e5m2"][3] == "57344"
+    bits = {row[0]: row[4] for row in cli.format_sheet().rows}
+    assert bits["mxfp4"] == "4.25" and bits["nvfp4"] == "4.5" and bits["mxfp6_e2m3"] == "6.25"
+
+
+# ---- quantize
+
+
+def test_quantize_writes_what_the_library_reads(
+    capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.safetensors"
+    text = run(capsys, "quantize", weights, out, "--format", "mxfp4", "--scale-rule", "rceil")
+    stored = load_checkpoint(out).tensors
+    assert isinstance(stored["w"], QuantArray)
+    assert stored["w"].spec.format == "mxfp4" and stored["w"].spec.rule == "rceil"
+    assert stored["w"].codes.shape == (8, 64) and stored["w"].scales.shape == (8, 4)
+    assert isinstance(stored["double"], QuantArray)
+    np.testing.assert_array_equal(stored["steps"], np.arange(3))
+    assert stored["scale"] == 3.0
+    (line,) = [line for line in text.splitlines() if "│ w " in line]
+    cells = [cell.strip() for cell in line.strip("│").split("│")]
+    assert cells[:6] == ["w", "8x100", "float32", "3200", "mxfp4", "544"]
+    assert 17 < float(cells[6]) < 20
+    assert cells[7] == "0.00%"
+    assert [line for line in text.splitlines() if "│ steps " in line and "copied" in line]
+
+
+def test_quantize_reports_saturation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.full((1, 32), 7.0, dtype=np.float32))
+    text = run(
+        capsys, "quantize", tmp_path / "x.npy", tmp_path / "o.safetensors", "--format", "mxfp4"
+    )
+    assert "100.00%" in text and "16.90" in text  # 7 stored as 6: 20 log10(7)
+
+
+def test_quantize_selects_by_name_and_axis(
+    capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.safetensors"
+    options = ("--format", "nvfp4", "--axis", 0, "--block-size", 8, "--match", "w*")
+    run(capsys, "quantize", weights, out, *options)
+    stored = load_checkpoint(out).tensors
+    assert stored["w"].spec.axis == 0 and stored["w"].spec.tile == (1, 8)
+    assert stored["w"].tensor_scale is not None
+    assert stored["double"].dtype == np.float64
+
+
+def test_stochastic_quantize_repeats_with_its_seed(
+    capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
+) -> None:
+    codes = []
+    for seed in (1, 1, 2):
+        out = tmp_path / "out.safetensors"
+        options = ("--format", "mxfp4", "--rounding", "stochastic", "--seed", seed)
+        run(capsys, "quantize", weights, out, *options)
+        codes.append(load_checkpoint(out).tensors["w"].codes)
+    np.testing.assert_array_equal(codes[0], codes[1])
+    assert (codes[0] != codes[2]).any()
+
+
+def test_quantizing_again_copies_blocked_tensors(
+    capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
+    run(capsys, "quantize", weights, first, "--format", "mxfp4")
+    run(capsys, "quantize", first, second, "--format", "int8")
+    assert load_checkpoint(second).tensors["w"].spec.format == "mxfp4"
+
+
+def test_quantize_reads_foreign_safetensors(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = tmp_path / "in.safetensors"
+    safetensors.numpy.save_file({"layer.weight": np.ones((2, 32), np.float16)}, source)
+    text = run(capsys, "quantize", source, tmp_path / "o.safetensors", "--format", "mxfp8_e4m3")
+    assert "exact" in text and "float16" in text
+
+
+# ---- inspect
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_inspect_shows_every_format(
+    capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path, name: str
+) -> None:
+    out = tmp_path / "out.safetensors"
+    run(capsys, "quantize", weights, out, "--format", name)
+    text = run(capsys, "inspect", out)
+    (line,) = [line for line in text.splitlines() if "│ w " in line]
+    assert name in line and "2^" in line
+    total = sum(tensor.nbytes for tensor in load_checkpoint(out).tensors.values())
+    assert f"│ {total} " in text
+
+
+def test_inspect_counts_scales(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    x = np.zeros((5, 32), dtype=np.float32)
+    x[1], x[2], x[3] = 4.0, 4.0, 32.0  # exponents 0, 0, 3
+    x[4] = np.nan
+    np.save(tmp_path / "x.npy", x)
+    out = tmp_path / "out.safetensors"
+    run(capsys, "quantize", tmp_path / "x.npy", out, "--format", "mxfp4", "--scale-rule", "floor")
+    text = run(capsys, "inspect", out)
+    assert "2^3" in text and "1 NaN" in text
+
+
+def test_histogram_bars() -> None:
+    assert cli._bars(np.array([8, 0, 4, 1])) == "█·▅▂"
+    assert len(cli._bars(np.arange(100))) <= 32
+
+
+# ---- doctor
+
+
+def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "doctor")
+    assert np.__version__ in text
+    for flag in config.FLAGS.values():
+        assert flag.name in text
+    for device in registry.BACKENDS:
+        assert f" {device} " in text
+    methods = [
+        node.name
+        for node in ast.walk(
+            ast.parse(Path(sys.modules[registry.Backend.__module__].__file__ or "").read_text())
+        )
+        if isinstance(node, ast.FunctionDef) and node.name != "output_size"
+    ]
+    assert methods
+    for method in methods:
+        assert f" {method} " in text
+
+
+def test_doctor_says_why_the_core_is_not_used() -> None:
+    code = "from extensor.cli import main; raise SystemExit(main(['doctor']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"EXTENSOR_CORE": "0", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "EXTENSOR_CORE=0" in done.stdout
+
+
+def test_doctor_does_not_import_other_devices() -> None:
+    code = (
+        "import json, sys; from extensor.cli import main; main(['doctor']); "
+        "print(json.dumps(['cupy' in sys.modules, 'extensor_cuda.backend' in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [False, False]
+
+
+# ---- what goes wrong
+
+
+def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "no such file" in fails(capsys, "inspect", tmp_path / "none.npz")
+    assert "no such file" in fails(capsys, "inspect", tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.npz", "x.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 not a zip", b"\x93NUMPY", b"\xff" * 64])
+def test_broken_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, content: bytes
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert str(path) in fails(capsys, "inspect", path)
+
+
+def test_pickled_arrays_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([{}]), allow_pickle=True)
+    assert "x.npy" in fails(capsys, "inspect", tmp_path / "x.npy")
+
+
+def test_directory_and_unknown_kind(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert ".safetensors" in fails(capsys, "inspect", tmp_path / "x.pt")
+    folder = tmp_path / "x.npy"
+    folder.mkdir()
+    assert str(folder) in fails(capsys, "inspect", folder)
+
+
+def test_wrong_arguments_leave_no_file(
+    capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.safetensors"
+    common = ("quantize", weights, out, "--format")
+    assert "did you mean 'mxfp4'" in fails(capsys, *common, "mxfp44")
+    assert "'rceil'" in fails(capsys, *common, "mxfp4", "--scale-rule", "rcei")
+    assert "axis" in fails(capsys, *common, "mxfp4", "--axis", "2")
+    assert "'nothing'" in fails(capsys, *common, "mxfp4", "--match", "nothing")
+    assert "seed" in fails(capsys, *common, "mxfp4", "--rounding", "stochastic", "--seed", "-1")
+    assert not out.exists()
+    wanted = fails(capsys, "quantize", weights, tmp_path / "out.npz", "--format", "mxfp4")
+    assert ".safetensors" in wanted
+
+
+def test_unknown_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["quantise"])
+    assert stopped.value.code == 2

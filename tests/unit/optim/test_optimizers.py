@@ -1,0 +1,331 @@
+"""Optimizers against torch, their options, their state, and how they write."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor.autograd.tensor import ExTensor
+from extensor.io import load_checkpoint, save_checkpoint
+from extensor.optim import SGD, Adam, AdamW, Optimizer
+from extensor.optim.optimizer import STRETCH
+
+SHAPES = [(3, 4), (5,), (), (2, 0)]
+OPTIONS = {
+    "sgd": (SGD, {"lr": 0.1}),
+    "sgd decay": (SGD, {"lr": 0.1, "weight_decay": 0.05}),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "momentum decay": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}),
+    "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "adam": (Adam, {"lr": 0.01}),
+    "adam options": (
+        Adam,
+        {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1},
+    ),
+    "adamw": (AdamW, {"lr": 0.01}),
+    "adamw options": (AdamW, {"lr": 0.02, "betas": (0.5, 0.9), "weight_decay": 0.3}),
+}
+
+
+def param(values, dtype=np.float32) -> ExTensor:
+    return ExTensor(np.asarray(values).astype(dtype), requires_grad=True)
+
+
+def set_grad(p: ExTensor, values) -> None:
+    p.grad = ExTensor(np.asarray(values).astype(p.data.dtype).reshape(p.shape))
+
+
+def bits(array) -> bytes:
+    return np.asarray(array).tobytes()
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_twenty_steps_as_torch(case, dtype):
+    torch = pytest.importorskip("torch")
+    kind, options = OPTIONS[case]
+    rng = np.random.default_rng(0)
+    start = [rng.standard_normal(shape).astype(dtype) for shape in SHAPES]
+    mine = [param(a, dtype) for a in start]
+    theirs = [torch.tensor(a, requires_grad=True) for a in start]
+    optimizer = kind(mine, **options)
+    reference = getattr(torch.optim, kind.__name__)(theirs, **options, foreach=False)
+    for step in range(20):
+        for p, q in zip(mine, theirs, strict=True):
+            g = rng.standard_normal(p.shape).astype(dtype) * 10.0 ** rng.integers(-4, 3)
+            if step == 7 and p.shape == (5,):  # a step without a gradient is no step
+                p.grad = q.grad = None
+                continue
+            set_grad(p, g)
+            q.grad = torch.tensor(np.asarray(g, dtype))
+        optimizer.step()
+        reference.step()
+        for p, q in zip(mine, theirs, strict=True):
+            want = q.detach().numpy()
+            tolerance = 20 * np.finfo(dtype).eps
+            np.testing.assert_allclose(p.numpy(), want, rtol=tolerance, atol=tolerance)
+
+
+def test_sgd_by_hand():
+    p = param([1.0, 2.0])
+    optimizer = SGD([p], lr=0.5, momentum=0.5, weight_decay=0.25)
+    set_grad(p, [1.0, -1.0])
+    optimizer.step()  # g' = [1.25, -0.5]
+    np.testing.assert_array_equal(p.numpy(), [0.375, 2.25])
+    optimizer.step()  # g' = [1.09375, -0.4375], b = [1.71875, -0.6875]
+    np.testing.assert_array_equal(p.numpy(), [-0.484375, 2.59375])
+
+
+def test_adamw_decays_the_weight_and_adam_the_gradient():
+    for kind, want in ((AdamW, 2.0 * (1 - 0.1 * 0.5)), (Adam, 2.0 - 0.1)):
+        p = param([2.0], np.float64)
+        optimizer = kind([p], lr=0.1, weight_decay=0.5)
+        set_grad(p, [0.0])
+        optimizer.step()
+        assert p.item() == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", ["nesterov", "adam options", "adamw"])
+@pytest.mark.parametrize("size", [STRETCH - 1, STRETCH, 2 * STRETCH + 3])
+def test_stretches_do_not_show(case, size, monkeypatch):
+    kind, options = OPTIONS[case]
+    rng = np.random.default_rng(1)
+    start = rng.standard_normal(size).astype(np.float32)
+    grads = [rng.standard_normal(size).astype(np.float32) for _ in range(2)]
+    results = []
+    for stretch in (STRETCH, size + 1):
+        monkeypatch.setattr("extensor.optim.optimizer.STRETCH", stretch)
+        p = param(start)
+        optimizer = kind([p], **options)
+        for g in grads:
+            set_grad(p, g)
+            optimizer.step()
+        results.append(bits(p.numpy()))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_gradients_are_not_written(case):
+    kind, options = OPTIONS[case]
+    p = param(np.ones((3, 4)))
+    g = np.arange(12.0).reshape(3, 4).astype(np.float32)
+    set_grad(p, g)
+    kind([p], **options).step()
+    np.testing.assert_array_equal(p.grad.numpy(), g)
+
+
+def test_memory_of_any_order_and_gradients_of_any_order():
+    values, g = np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(3, 2).T
+    p, q = param(values), param(values)
+    p.data = np.asfortranarray(p.data)
+    q.data.flags.writeable = False
+    for t in (p, q):
+        set_grad(t, g)
+        SGD([t], lr=1.0).step()
+        np.testing.assert_array_equal(t.numpy(), values - g)
+
+
+def test_the_version_counter_rises():
+    p = param([1.0])
+    set_grad(p, [1.0])
+    before = p._version[0]
+    SGD([p], lr=0.1).step()
+    assert p._version[0] > before
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_half_precision_parameters_have_float32_masters(dtype):
+    """Updates far below one bfloat16 step add up in the master copy."""
+    p = param([1.0], dtype)
+    optimizer = SGD([p], lr=1e-4)
+    for _ in range(100):
+        set_grad(p, [1.0])
+        optimizer.step()
+    assert p.data.dtype == dtype
+    master = optimizer.state_dict()["state.0.master"]
+    assert master.dtype == np.float32
+    np.testing.assert_allclose(master, [0.99], rtol=1e-5)
+    assert p.data == master.astype(dtype)
+    assert p.data != np.asarray(1.0, dtype)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
+def test_resume_is_bit_identical(case, dtype, tmp_path):
+    kind, options = OPTIONS[case]
+    rng = np.random.default_rng(2)
+    start = [rng.standard_normal(s).astype(dtype) for s in [(3, 4), (5,)]]
+    grads = [[rng.standard_normal(s) for s in [(3, 4), (5,)]] for _ in range(6)]
+
+    def run(params, optimizer, steps):
+        for step in steps:
+            for p, g in zip(params, grads[step], strict=True):
+                set_grad(p, g)
+            optimizer.step()
+
+    def build(arrays):
+        params = [param(a, dtype) for a in arrays]
+        return params, kind(zip("wb", params, strict=True), **options)
+
+    through, optimizer = build(start)
+    run(through, optimizer, range(6))
+    params, first = build(start)
+    run(params, first, range(3))
+    state = first.state_dict()
+    arrays = {k: v for k, v in state.items() if isinstance(v, np.ndarray)}
+    scalars = {k: v for k, v in state.items() if k not in arrays}
+    weights = {f"weights.{i}": p.data for i, p in enumerate(params)}
+    save_checkpoint(tmp_path / "a", {**arrays, **weights}, scalars)
+    run(params, first, range(3, 5))  # the state taken before is a copy
+    loaded = load_checkpoint(tmp_path / "a")
+    resumed, second = build([loaded.tensors.pop(f"weights.{i}") for i in range(2)])
+    second.load_state_dict({**loaded.tensors, **loaded.metadata})
+    run(resumed, second, range(3, 6))
+    for p, q in zip(through, resumed, strict=True):
+        assert bits(p.data) == bits(q.data)
+
+
+def test_state_is_flat_arrays_and_json_scalars():
+    p = param(np.ones((2, 3)))
+    optimizer = Adam([("w", p)], lr=0.1)
+    state = optimizer.state_dict()
+    arrays = {k for k, v in state.items() if isinstance(v, np.ndarray)}
+    assert arrays == {"state.w.mean", "state.w.square"}
+    assert state["state.w.mean"].shape == (2, 3)
+    scalars = {k: v for k, v in state.items() if k not in arrays}
+    assert json.loads(json.dumps(scalars)) == scalars
+    assert scalars == {
+        "optimizer": "Adam",
+        "step.w": 0,
+        "group.0.base_lr": 0.1,
+        "group.0.lr": 0.1,
+        "group.0.beta1": 0.9,
+        "group.0.beta2": 0.999,
+        "group.0.eps": 1e-8,
+        "group.0.weight_decay": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "SGD"}, "optimizer: wanted Adam, got 'SGD'"),
+        ({"state.w.mean": np.zeros((3, 2), np.float32)}, r"wanted float32 of shape \(2, 3\)"),
+        ({"state.w.mean": np.zeros((2, 3), np.float64)}, "got float64"),
+        ({"state.w.mean": None}, "state.w.mean: wanted .*got nothing"),
+        ({"state.v.mean": np.zeros(1)}, "state.v.mean: wanted nothing"),
+        ({"step.w": None}, "step.w: wanted int, got None"),
+        ({"step.w": 1.5}, "step.w: wanted int, got 1.5"),
+        ({"step.v": 1}, "step.v: wanted NoneType, got 1"),
+        ({"group.1.lr": 0.1}, r"group.1.lr: wanted NoneType"),
+        ({"group.0.lr": -1.0}, "lr: wanted a finite number"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(change, message):
+    optimizer = Adam([("w", param(np.ones((2, 3))))], lr=0.1)
+    state = {**optimizer.state_dict(), "step.w": 5, "group.0.lr": 0.5, "group.0.base_lr": 0.5}
+    state["state.w.mean"] = np.full((2, 3), 7, np.float32)
+    bad = {k: v for k, v in {**state, **change}.items() if v is not None}
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(bad)
+    after = optimizer.state_dict()
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(value, after[name])
+    optimizer.load_state_dict(state)
+    assert optimizer.state_dict()["step.w"] == 5
+    assert optimizer.groups[0].options["lr"] == optimizer.groups[0].base_lr == 0.5
+
+
+def test_groups_have_their_own_options():
+    w, b = param([1.0]), param([1.0])
+    optimizer = SGD(
+        [{"params": [w]}, {"params": b, "lr": 1.0, "weight_decay": 0.0}], lr=0.1, weight_decay=1.0
+    )
+    set_grad(w, [0.0])
+    set_grad(b, [0.5])
+    optimizer.step()
+    np.testing.assert_allclose(w.numpy(), [0.9], rtol=1e-6)
+    np.testing.assert_array_equal(b.numpy(), [0.5])
+    assert [g.base_lr for g in optimizer.groups] == [0.1, 1.0]
+    assert optimizer.params == [w, b] or optimizer.params[0] is w
+
+
+def test_zero_grad():
+    p = param([1.0])
+    set_grad(p, [1.0])
+    SGD([p], lr=0.1).zero_grad()
+    assert p.grad is None
+
+
+P = param([1.0])
+BAD_OPTIONS = [
+    (SGD, {"lr": -0.1}, ValueError, r"lr: wanted a finite number in \[0.0, inf\), got -0.1"),
+    (SGD, {"lr": float("nan")}, ValueError, "lr"),
+    (SGD, {"lr": float("inf")}, ValueError, "lr"),
+    (SGD, {"lr": "0.1"}, TypeError, "lr: wanted a number"),
+    (SGD, {"lr": True}, TypeError, "lr: wanted a number"),
+    (SGD, {"lr": 0.1, "momentum": 1.0}, ValueError, r"momentum: .* in \[0.0, 1.0\)"),
+    (SGD, {"lr": 0.1, "nesterov": True}, ValueError, "nesterov: wanted momentum"),
+    (SGD, {"lr": 0.1, "weight_decay": -1.0}, ValueError, "weight_decay"),
+    (Adam, {"betas": (1.0, 0.9)}, ValueError, "beta1"),
+    (Adam, {"betas": (0.9, -0.1)}, ValueError, "beta2"),
+    (Adam, {"eps": 0.0}, ValueError, "eps"),
+    (AdamW, {"weight_decay": float("inf")}, ValueError, "weight_decay"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "error", "message"), BAD_OPTIONS)
+def test_bad_options(kind, options, error, message):
+    with pytest.raises(error, match=message):
+        kind([P], **options)
+
+
+def integer():
+    return ExTensor(np.arange(3))
+
+
+BAD_PARAMS = [
+    (lambda: P, TypeError, r"got one tensor; pass \[tensor\]"),
+    (lambda: [], ValueError, "got none; was a generator used up"),
+    (lambda: [P, P], ValueError, "1 is given twice"),
+    (lambda: [("a", P), ("a", param([2.0]))], ValueError, "a is given twice"),
+    (lambda: [{"params": [P]}, {"params": [P]}], ValueError, "given twice"),
+    (lambda: [{"params": []}], ValueError, "in each group"),
+    (lambda: [{"params": [P], "lrr": 0.1}], ValueError, "did you mean 'lr'"),
+    (lambda: [{"params": [P], "lr": -1.0}], ValueError, "lr: wanted"),
+    (lambda: [{"params": [P]}, P], TypeError, "or mappings with 'params' only"),
+    (lambda: [{"lr": 0.1}], TypeError, "mappings with 'params'"),
+    (lambda: [np.ones(3)], TypeError, "wanted an ExTensor, got ndarray"),
+    (lambda: [(1, P)], TypeError, "wanted a name and a tensor, got 1"),
+    (lambda: [integer()], TypeError, "wanted a dense float tensor, got extensor.int64"),
+    (lambda: [ExTensor([1.0])], ValueError, "0 requires no gradient"),
+]
+
+
+@pytest.mark.parametrize(("params", "error", "message"), BAD_PARAMS)
+def test_bad_params(params, error, message):
+    with pytest.raises(error, match=message):
+        SGD(params(), lr=0.1)
+
+
+def test_a_step_without_gradients_is_an_error():
+    with pytest.raises(RuntimeError, match=r"call loss.backward\(\) first"):
+        SGD([param([1.0])], lr=0.1).step()
+
+
+def test_options_are_checked_again_when_used():
+    p = param([1.0])
+    set_grad(p, [1.0])
+    optimizer = SGD([p], lr=0.1)
+    optimizer.groups[0].options["lr"] = float("nan")
+    with pytest.raises(ValueError, match="lr: wanted"):
+        optimizer.step()
+    np.testing.assert_array_equal(p.numpy(), [1.0])
+
+
+def test_the_base_class_is_abstract():
+    with pytest.raises(TypeError, match="abstract"):
+        Optimizer([P], lr=0.1)

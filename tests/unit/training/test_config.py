@@ -1,0 +1,118 @@
+"""Configuration: what is refused, and TOML that reads back equal."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.config import RunConfig, read_toml, write_toml
+from training.runs import RUNS, defaults
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig(**{**defaults("lenet"), **changes})
+
+
+@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize("dataset", ["digits", "mnist", "fashion_mnist"])
+def test_every_row_of_runs_is_a_valid_configuration(model: str, dataset: str) -> None:
+    made = RunConfig(**defaults(model, dataset))
+    assert made.model == model
+    assert made.dataset == dataset
+
+
+def test_defaults_depend_on_the_data_set() -> None:
+    assert defaults("lenet")["epochs"] == 10
+    assert defaults("lenet", "fashion_mnist")["epochs"] == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": "digit"}, "no dataset named 'digit'; did you mean 'digits'"),
+        ({"recipe": "mxpf4"}, "no recipe named 'mxpf4'; did you mean .*'mxfp4'"),
+        ({"optimizer": "adamm"}, "no optimizer named 'adamm'; did you mean 'adam"),
+        ({"schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"loss_scale": "on"}, "no loss scale named 'on'"),
+        ({"epochs": 0}, "--epochs: wanted a whole number, 1 or more, got 0"),
+        ({"epochs": -3}, "--epochs: wanted a whole number, 1 or more, got -3"),
+        ({"batch_size": 0}, "--batch-size: wanted a whole number, 1 or more, got 0"),
+        ({"lr": 0.0}, "--lr: wanted a positive number"),
+        ({"lr": float("nan")}, "--lr: wanted a positive number, got nan"),
+        ({"lr": float("inf")}, "--lr: wanted a positive number, got inf"),
+        ({"momentum": 1.0}, r"--momentum: wanted a number in \[0, 1\)"),
+        ({"weight_decay": -0.1}, "--weight-decay: wanted a number, 0 or more"),
+        ({"warmup_epochs": 11.0}, "--warmup-epochs: wanted at most the 10 epochs"),
+        ({"clip_norm": float("inf")}, "--clip-norm: wanted a number, 0 or more"),
+        ({"patience": -1}, "--patience: wanted a whole number, 0 or more"),
+        ({"train_limit": -1}, "--train-limit: wanted a whole number"),
+        ({"seed": -1}, "--seed: wanted a whole number in 0"),
+    ],
+)
+def test_bad_values_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 1.5}, "epochs: wanted int, got 1.5"),
+        ({"epochs": True}, "epochs: wanted int, got True"),
+        ({"lr": "0.1"}, "lr: wanted float, got '0.1'"),
+        ({"augment": 1}, "augment: wanted bool, got 1"),
+    ],
+)
+def test_bad_types_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        config(**changes)
+
+
+def test_whole_numbers_serve_as_floats() -> None:
+    assert config(lr=1) == config(lr=1.0)
+
+
+def test_unknown_model_lists_near_names() -> None:
+    with pytest.raises(ValueError, match="no model named 'lennet'; did you mean 'lenet'"):
+        defaults("lennet")
+
+
+def test_toml_reads_back_equal() -> None:
+    made = config(lr=1e-7, augment=True, seed=2**64 - 1, recipe="mxfp4")
+    text = write_toml(made.as_dict(), "a header\nof two lines")
+    assert RunConfig(**tomllib.loads(text)) == made
+
+
+def test_toml_strings_are_escaped() -> None:
+    values = {"name": 'quote " backslash \\ newline \n é', "none": None}
+    assert tomllib.loads(write_toml(values)) == {"name": values["name"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch = 3", "no setting named 'epoch'; did you mean 'epochs'"),
+        ("epochs = = 3", "wanted TOML, got"),
+        ("epochs = \xff", "wanted TOML, got"),
+    ],
+)
+def test_bad_toml_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=message) as caught:
+        read_toml(path, defaults("lenet"))
+    assert str(path) in str(caught.value)
+
+
+def test_missing_toml_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        read_toml(tmp_path / "none.toml", [])
+
+
+def test_toml_keys_may_have_hyphens(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("batch-size = 7\nlr = 0.5\n", encoding="utf-8")
+    assert read_toml(path, defaults("lenet")) == {"batch_size": 7, "lr": 0.5}

@@ -1,0 +1,266 @@
+"""Data sets: structure, errors, order."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from training.data import DataError, Dataset, Split, batches, epoch_order, fetch, load_dataset
+from training.data.dataset import shift_images
+from training.data.digits import enlarge, stratified_split
+from training.data.fetch import RemoteFile, cache_directory, find
+from training.data.idx import FASHION_MNIST, MNIST, IdxSource, parse_idx
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
+CONTENT = idx_bytes(PIXELS)
+FILE = RemoteFile("pixels", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of its own for every test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "extensor"
+
+
+def put(folder: Path, content: bytes, name: str = "pixels.gz") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(content)
+    return folder / name
+
+
+# --- digits
+
+
+def test_digits_are_1437_and_360_stratified_in_their_own_units() -> None:
+    digits = load_dataset("digits")
+    assert digits.train.images.shape == (1437, 1, 28, 28)
+    assert digits.test.images.shape == (360, 1, 28, 28)
+    assert np.bincount(digits.test.labels).tolist() == [36] * 10
+    assert digits.train.images.min() == 0.0
+    assert digits.train.images.max() == 1.0
+    whole = np.concatenate([b.images for b in batches(digits, digits.train, 100)])
+    assert whole.dtype == np.float32
+    assert abs(whole.mean()) < 1e-4
+    assert abs(whole.std() - 1) < 1e-4
+
+
+def test_enlarge_keeps_constants_and_ramps() -> None:
+    ramp = np.arange(8.0)[None, None, :].repeat(8, axis=1)
+    wide = enlarge(ramp, 28)[0]
+    assert wide.shape == (28, 28)
+    # between the outermost pixel centres a bilinear ramp is a straight line of slope 8 / 28
+    np.testing.assert_allclose(np.diff(wide[5, 2:26]), 8 / 28, rtol=1e-5)
+    assert np.array_equal(enlarge(np.full((1, 8, 8), 7), 28), np.full((1, 28, 28), 7, np.float32))
+
+
+def test_stratified_split_takes_the_number_asked_of_every_class() -> None:
+    labels = np.array([0] * 10 + [1] * 7 + [2] * 3)
+    test = stratified_split(labels, 3)
+    assert [int(test[labels == c].sum()) for c in range(3)] == [3, 3, 3]
+
+
+# --- IDX
+
+
+def test_parse_idx_round_trips() -> None:
+    assert np.array_equal(parse_idx(CONTENT, (2, 3, 4), "pixels"), PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "got 0 bytes"),
+        (b"\x1f\x8b\x08\x00rest", "wanted an IDX magic number"),
+        (b"\x00\x00\x0d\x03" + CONTENT[4:], "wanted an IDX magic number"),
+        (CONTENT[:9], "truncated"),
+        (CONTENT[:-1], "wanted 24 bytes after the header"),
+        (CONTENT + b"x", "got 25"),
+        (idx_bytes(PIXELS[:1]), r"wanted shape \(2, 3, 4\), got \(1, 3, 4\)"),
+    ],
+)
+def test_parse_idx_refuses(content: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        parse_idx(content, (2, 3, 4), "pixels")
+
+
+# --- finding files
+
+
+@pytest.mark.parametrize("place", ["cache", "system"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_find_looks_in_cache_and_system(
+    tmp_path: Path, cache: Path, place: str, packed: bool
+) -> None:
+    folder = cache / "toy" if place == "cache" else tmp_path / "system"
+    if packed:
+        put(folder, gzip.compress(CONTENT))
+    else:
+        put(folder, CONTENT, "pixels")
+    assert find("toy", FILE, [tmp_path / "system"], [], "none") == CONTENT
+
+
+def test_find_prefers_the_cache_and_refuses_it_if_damaged(tmp_path: Path, cache: Path) -> None:
+    put(tmp_path / "system", gzip.compress(CONTENT))
+    damaged = put(cache / "toy", gzip.compress(CONTENT)[:-5])
+    with pytest.raises(DataError, match="wanted a complete gzip file") as caught:
+        find("toy", FILE, [tmp_path / "system"], [], "none")
+    assert f"delete {damaged}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(CONTENT[:-1]), "wanted 40 bytes once decompressed, got 39"),
+        (gzip.compress(CONTENT[:-1] + b"x"), "wanted SHA-256"),
+        (b"not gzip at all", "wanted a complete gzip file"),
+        (gzip.compress(CONTENT)[:20], "wanted a complete gzip file"),
+        (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xff\xff\xff\xff", "wanted a complete gzip"),
+    ],
+)
+def test_find_refuses_damaged_files(cache: Path, content: bytes, message: str) -> None:
+    put(cache / "toy", content)
+    with pytest.raises(DataError, match=message):
+        find("toy", FILE, [], [], "none")
+
+
+def test_find_downloads_checks_and_keeps(tmp_path: Path, cache: Path) -> None:
+    server = tmp_path / "server"
+    put(server, gzip.compress(CONTENT))
+    urls = [(tmp_path / "nowhere").as_uri(), server.as_uri()]
+    assert find("toy", FILE, [], urls, "none") == CONTENT
+    assert (cache / "toy" / "pixels.gz").is_file()
+    assert find("toy", FILE, [], [], "none") == CONTENT
+
+
+def test_a_bad_download_leaves_nothing_and_the_error_names_every_place(
+    tmp_path: Path, cache: Path
+) -> None:
+    server = tmp_path / "server"
+    put(server, gzip.compress(CONTENT[:-1] + b"x"))
+    nowhere = (tmp_path / "nowhere").as_uri()
+    with pytest.raises(DataError) as caught:
+        find("toy", FILE, [tmp_path / "system"], [nowhere, server.as_uri()], "apt-get install toy")
+    text = str(caught.value)
+    for part in (cache / "toy", tmp_path / "system", nowhere, server.as_uri(), "wanted SHA-256"):
+        assert str(part) in text
+    assert "apt-get install toy" in text
+    assert list((cache / "toy").iterdir()) == []
+
+
+def test_cache_directory_defaults_to_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path.home() / ".cache" / "extensor"
+
+
+@pytest.mark.parametrize("source", [MNIST, FASHION_MNIST])
+def test_idx_sets_offline_name_the_way_out(
+    source: IdxSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*args: object, **kwargs: object) -> object:
+        raise OSError("no network here")
+
+    monkeypatch.setattr(fetch.urllib.request, "urlopen", offline)
+    monkeypatch.setattr("training.data.idx.Path.is_file", lambda self: False)
+    with pytest.raises(DataError) as caught:
+        source.load()
+    assert source.remedy in str(caught.value)
+    assert "no network here" in str(caught.value)
+    assert "--dataset digits" in str(caught.value)
+
+
+@pytest.mark.parametrize("source", [MNIST, FASHION_MNIST])
+def test_idx_rows_are_whole(source: IdxSource) -> None:
+    assert len(source.classes) == 10
+    assert len(set(source.checksums)) == 4
+    assert all(len(bytes.fromhex(c)) == 32 for c in source.checksums)
+
+
+def test_an_idx_set_loads_from_four_files(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    shapes = ((6, 28, 28), (6,), (4, 28, 28), (4,))
+    arrays = [rng.integers(0, 10, shape).astype(np.uint8) for shape in shapes]
+    stems = ("a", "b", "c", "d")
+    monkeypatch.setattr("training.data.idx.FILES", tuple(zip(stems, shapes, strict=True)))
+    for stem, array in zip(stems, arrays, strict=True):
+        put(cache / "toy", gzip.compress(idx_bytes(array)), f"{stem}.gz")
+    sums = tuple(hashlib.sha256(idx_bytes(a)).hexdigest() for a in arrays)
+    source = IdxSource("toy", tuple("0123456789"), 0.5, 0.25, sums, (), (), "none")
+    toy = source.load()
+    assert toy.train.images.dtype == np.uint8
+    batch = next(batches(toy, toy.train, 6))
+    np.testing.assert_allclose(
+        batch.images[:, 0], (arrays[0] / 255 - 0.5) / 0.25, rtol=1e-6, atol=1e-6
+    )
+    assert batch.labels.tolist() == arrays[1].tolist()
+
+
+def test_unknown_data_set_lists_near_names() -> None:
+    with pytest.raises(ValueError, match="did you mean 'fashion_mnist'"):
+        load_dataset("fashion-mnist")
+
+
+# --- order and batches
+
+
+def toy(count: int = 10) -> Dataset:
+    images = np.arange(count * 16, dtype=np.float32).reshape(count, 1, 4, 4)
+    split = Split(images, np.arange(count) % 3)
+    return Dataset("toy", split, split, ("a", "b", "c"), 0.0, 1.0)
+
+
+def test_epoch_order_is_a_pure_function_of_seed_and_epoch() -> None:
+    order = epoch_order(1000, 7, 3)
+    assert sorted(order.tolist()) == list(range(1000))
+    assert np.array_equal(order, epoch_order(1000, 7, 3))
+    assert not np.array_equal(order, epoch_order(1000, 7, 4))
+    assert not np.array_equal(order, epoch_order(1000, 8, 3))
+    # fixed for good: a change would break the resuming of runs made before it
+    assert epoch_order(10, 0, 0).tolist() == [2, 0, 8, 1, 3, 4, 5, 7, 6, 9]
+
+
+def test_epoch_orders_are_uniform() -> None:
+    firsts = np.bincount([epoch_order(8, 1, epoch)[0] for epoch in range(4000)], minlength=8)
+    # 500 expected, standard deviation 21
+    assert np.abs(firsts - 500).max() < 105
+
+
+def test_batches_cover_the_split_once_and_can_start_inside() -> None:
+    data = toy()
+    order = epoch_order(10, 0, 1)
+    drawn = list(batches(data, data.train, 4, order=order))
+    assert [len(b.labels) for b in drawn] == [4, 4, 2]
+    seen = np.concatenate([b.images[:, 0, 0, 0] for b in drawn]) / 16
+    assert np.array_equal(seen, order)
+    later = list(batches(data, data.train, 4, order=order, start=2))
+    assert later[0].index == 2
+    assert np.array_equal(later[0].images, drawn[2].images)
+
+
+def test_shifts_depend_on_the_image_not_the_batch() -> None:
+    data = toy()
+    indices = np.arange(10)
+    whole = shift_images(data.train.images, indices, 0, 1)
+    part = shift_images(data.train.images[3:5], indices[3:5], 0, 1)
+    assert np.array_equal(whole[3:5], part)
+    assert not np.array_equal(whole, data.train.images)
+    # whatever is left of an image is pixels of it, or zero
+    for before, after in zip(data.train.images, whole, strict=True):
+        assert set(after.ravel()) <= set(before.ravel()) | {0.0}
+
+
+def test_split_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"wanted \(N, C, H, W\)"):
+        Split(np.zeros((3, 4), np.float32), np.zeros(3, np.int64))
+    with pytest.raises(ValueError, match=r"labels: wanted \(3,\) of int64"):
+        Split(np.zeros((3, 1, 4, 4), np.float32), np.zeros(2, np.int64))

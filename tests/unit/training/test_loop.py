@@ -1,0 +1,273 @@
+"""The loop: what a run leaves, exact resuming, what it refuses, what it does not hide."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import extensor.nn
+from extensor.io import load_checkpoint
+from extensor.quant.recipe import Recipe, Rule
+from extensor.quant.recipes import get_recipe
+from training import loop
+from training.callbacks import LAST, Callback, EarlyStopping, SaveCheckpoint
+from training.config import RunConfig
+from training.data import DataError, Dataset, load_dataset
+from training.loop import Interrupted, Trainer, train
+from training.reports import StepReport
+from training.rundir import UsageError, claim
+
+Make = Callable[..., RunConfig]
+
+
+class InterruptAt(Callback):
+    """Asks for the end at a step, as a signal would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        if report.step == self.step:
+            trainer.interrupt()
+
+
+class Record(Callback):
+    """Keeps the step reports."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepReport] = []
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        self.steps.append(report)
+
+
+def weights(trainer: Trainer) -> dict[str, bytes]:
+    return {name: value.tobytes() for name, value in trainer.model.state_dict().items()}
+
+
+def timeless(trainer: Trainer) -> list[dict[str, Any]]:
+    """History without clocks and telemetry, which a checkpoint need not carry."""
+    drop = ("seconds", "images_per_second", "saturated", "flushed")
+    return [
+        {k: v for k, v in report.as_dict().items() if k not in drop} for report in trainer.history
+    ]
+
+
+def fitted(config: RunConfig, out: Path, *callbacks: Callback) -> Trainer:
+    out.mkdir(exist_ok=True)
+    trainer = Trainer(config, out, callbacks=callbacks)
+    trainer.fit()
+    return trainer
+
+
+def test_a_run_leaves_everything(small: Make, tmp_path: Path) -> None:
+    out, console = tmp_path / "run", Console(file=io.StringIO(), width=100)
+    config = small(recipe="mxfp4", label_smoothing=0.1, clip_norm=1.0, augment=True)
+    result = train(config, out, resume=False, console=console)
+    assert {p.name for p in out.iterdir()} == {
+        "config.toml",
+        "metrics.jsonl",
+        "result.json",
+        "tensorboard",
+        "checkpoint.safetensors",
+        "checkpoint-best.safetensors",
+    }
+    assert RunConfig(**tomllib.loads((out / "config.toml").read_text())) == config
+    assert json.loads((out / "result.json").read_text()) == result
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [1, 2]
+    assert result["accuracy"] == lines[-1]["test_accuracy"] > 0.5
+    assert result["loss"] == lines[-1]["test_loss"]
+    assert (result["steps"], result["skipped_steps"], result["diverged"]) == (12, 0, None)
+    assert result["parameters"] == 784 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
+    assert 0 < result["flushed"] < 1
+    assert 0 <= result["saturated"] < 0.1
+    assert sum(map(sum, result["confusion"])) == 60
+    assert result["peak_rss_mb"] < 1000
+    assert any((out / "tensorboard").iterdir())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("epoch 1/2") == 1
+    assert "saturated" in text
+    assert "layers.1" in text
+    assert str(out / "result.json") in text.replace("\n", "")
+
+
+def test_training_learns(small: Make, tmp_path: Path) -> None:
+    record = Record()
+    trainer = fitted(small(epochs=4), tmp_path, record)
+    assert record.steps[0].loss == pytest.approx(np.log(10), rel=0.15)
+    assert trainer.history[-1].test_accuracy > 0.7
+    assert record.steps[0].saturated is None
+    assert [s.batch for s in record.steps[:7]] == [1, 2, 3, 4, 5, 6, 1]
+
+
+@pytest.mark.parametrize(
+    ("step", "changes"),
+    [
+        (4, {"recipe": "mxfp4"}),
+        (6, {"recipe": "mxfp4"}),
+        (9, {"recipe": "fp32", "optimizer": "adam", "augment": True}),
+        (8, {"recipe": "mxfp4_adaptive", "optimizer": "adamw", "schedule": "constant"}),
+    ],
+)
+def test_a_resumed_run_is_bit_identical(
+    small: Make, tmp_path: Path, step: int, changes: dict[str, Any]
+) -> None:
+    config = small(**changes)
+    whole = fitted(config, tmp_path / "whole")
+    out = tmp_path / "parts"
+    with pytest.raises(Interrupted):
+        fitted(config, out, InterruptAt(step), SaveCheckpoint())
+    resumed = Trainer(config, out)
+    resumed.load(out / LAST)
+    assert resumed.position.step == step
+    resumed.fit()
+    assert weights(resumed) == weights(whole)
+    assert timeless(resumed) == timeless(whole)
+    assert resumed.scaler.state_dict() == whole.scaler.state_dict()
+    ours, theirs = resumed.optimizer.state_dict(), whole.optimizer.state_dict()
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours | theirs)
+
+
+def test_the_seed_decides_everything(small: Make, tmp_path: Path) -> None:
+    config = small(recipe="mxfp4", epochs=1)
+    one, again = (fitted(config, tmp_path / name) for name in "ab")
+    other = fitted(dataclasses.replace(config, seed=1), tmp_path / "c")
+    assert weights(one) == weights(again)
+    assert weights(one) != weights(other)
+
+
+def test_nan_in_the_data_names_the_batch(small: Make, tmp_path: Path) -> None:
+    digits = load_dataset("digits")
+    images = digits.train.images.copy()
+    trainer = Trainer(small(), tmp_path)
+    order = loop.epoch_order(96, 0, 1)
+    images[order[2 * 16 + 5], 0, 3, 3] = np.nan
+    spoilt = dataclasses.replace(digits, train=dataclasses.replace(digits.train, images=images))
+    trainer = Trainer(small(), tmp_path, dataset=spoilt)
+    with pytest.raises(DataError, match=r"NaN or infinite pixels in epoch 1, batch 2 .*\[5\]"):
+        trainer.fit()
+    assert trainer.position.step == 2
+
+
+def test_a_step_with_nan_gradients_is_skipped_and_counted(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(epochs=1)
+    record = Record()
+    trainer = Trainer(config, tmp_path, callbacks=[record])
+    usual, before = trainer.scaler.unscale_, []
+
+    def spoil(optimizer: Any) -> None:
+        if trainer.position.step == 2:
+            optimizer.params[0].grad.data[0, 0] = np.nan
+            before.append(weights(trainer))
+        elif trainer.position.step == 3:
+            before.append(weights(trainer))
+        usual(optimizer)
+
+    monkeypatch.setattr(trainer.scaler, "unscale_", spoil)
+    result = trainer.fit()
+    assert before[0] == before[1]
+    assert [s.skipped for s in record.steps] == [False, False, True, False, False, False]
+    assert record.steps[-1].skipped_steps == result["skipped_steps"] == 1
+    assert record.steps[2].loss_scale == record.steps[1].loss_scale / 2
+    assert result["diverged"] is None
+
+
+def test_a_run_that_cannot_go_on_is_recorded_as_diverged(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "MAX_SKIPPED_IN_A_ROW", 3)
+    trainer = Trainer(small(), tmp_path)
+    first = next(iter(trainer.model.parameters()))
+    first.assign_(np.full(first.shape, np.nan, np.float32))
+    result = trainer.fit()
+    assert result["steps"] == result["skipped_steps"] == 3
+    assert result["diverged"] == "no finite gradients in 3 steps in a row"
+    assert result["loss"] is None
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+
+
+def test_stuck_at_chance_is_recorded_as_diverged(small: Make, tmp_path: Path) -> None:
+    trainer = Trainer(small(lr=1e-12, epochs=1), tmp_path)
+    for parameter in trainer.model.parameters():
+        parameter.assign_(np.zeros(parameter.shape, np.float32))
+    assert "stuck at chance" in trainer.fit()["diverged"]
+
+
+def test_early_stopping_stops(small: Make, tmp_path: Path) -> None:
+    trainer = Trainer(small(epochs=9, lr=1e-12), tmp_path, callbacks=[EarlyStopping(2)])
+    trainer.fit()
+    losses = [report.test_loss for report in trainer.history]
+    assert len(losses) - 1 - losses.index(min(losses)) == 2  # type: ignore[type-var]
+    assert trainer.stop_reason is not None
+    assert "has not improved for 2 epochs" in trainer.stop_reason
+
+
+def test_best_checkpoint_is_the_best_epochs(small: Make, tmp_path: Path) -> None:
+    trainer = fitted(small(epochs=4), tmp_path, SaveCheckpoint())
+    best = load_checkpoint(tmp_path / "checkpoint-best.safetensors")
+    accuracies = [report.test_accuracy for report in trainer.history]
+    assert len(best.metadata["history"]) == accuracies.index(max(accuracies)) + 1
+    last = load_checkpoint(tmp_path / LAST)
+    assert len(last.metadata["history"]) == 4
+
+
+def test_a_batch_larger_than_the_data_is_refused(small: Make, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="wanted at most the 96 training images, got 97"):
+        Trainer(small(batch_size=97), tmp_path)
+
+
+def test_a_rule_that_matches_no_layer_is_refused_before_anything_is_written(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = get_recipe("fp32").layers
+    bad = Recipe("bad", "a rule too many", layers, (Rule("features.*", layers),))
+    monkeypatch.setattr(
+        loop, "apply_recipe", lambda model, name, seed: extensor.nn.apply_recipe(model, bad, seed)
+    )
+    with pytest.raises(UsageError, match=r"'features\.\*' matches no layer.*layers\.0"):
+        train(small(), tmp_path / "run", resume=False, console=Console(file=io.StringIO()))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused(small: Make, tmp_path: Path) -> None:
+    fitted(small(epochs=1), tmp_path, SaveCheckpoint())
+    other = Trainer(small(epochs=1, lr=0.03, seed=5), tmp_path)
+    before = weights(other)
+    with pytest.raises(ValueError, match="differs in lr, seed"):
+        other.load(tmp_path / LAST)
+    assert weights(other) == before
+
+
+def test_claiming_a_folder(small: Make, tmp_path: Path) -> None:
+    config, out = small(), tmp_path / "run"
+    with pytest.raises(UsageError, match=r"has no checkpoint\.safetensors"):
+        claim(out, config, resume=True)
+    claim(out, config, resume=False)
+    claim(out, config, resume=False)  # nothing was trained yet: it may begin again
+    with pytest.raises(UsageError, match="holds a run with another configuration"):
+        claim(out, small(seed=3), resume=False)
+    (out / LAST).touch()
+    with pytest.raises(UsageError, match="interrupted; the way out: add --resume"):
+        claim(out, config, resume=False)
+    (out / "result.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds this very run, finished"):
+        claim(out, config, resume=False)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(UsageError, match="is not empty, and holds no run"):
+        claim(tmp_path / "other", config, resume=False)
+    with pytest.raises(UsageError, match="wanted a folder, got a file"):
+        claim(tmp_path / "other" / "thesis.tex", config, resume=False)
+    assert isinstance(load_dataset("digits"), Dataset)

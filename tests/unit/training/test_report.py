@@ -1,0 +1,101 @@
+"""Tables and plots of comparisons, on made-up results."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from training.compare import CompareArgs
+from training.report import Finished, markdown, summarize, write_report
+from training.runs import defaults
+
+
+def args(**changes: Any) -> CompareArgs:
+    row = {k: v for k, v in defaults("lenet").items() if k not in ("recipe", "seed")}
+    return CompareArgs(**{**row, "recipes": "fp32,mxfp4,mxfp4_one", "seeds": 2, **changes})
+
+
+def run(recipe: str, seed: int, accuracy: float, diverged: str | None = None) -> Finished:
+    quantized = recipe != "fp32"
+    result = {
+        "accuracy": accuracy,
+        "saturated": 0.01 if quantized else None,
+        "flushed": 0.04 if quantized else None,
+        "seconds_per_epoch": 2.0 + seed,
+        "skipped_steps": seed,
+        "diverged": diverged,
+    }
+    return Finished(recipe, seed, result, [accuracy / 2, accuracy - 0.01, accuracy])
+
+
+RUNS = [
+    run("fp32", 0, 0.98),
+    run("fp32", 1, 0.99),
+    run("mxfp4", 0, 0.97),
+    run("mxfp4", 1, 0.98),
+    run("mxfp4_one", 0, 0.1, "stuck at chance"),
+]
+
+
+def test_rows_are_mean_sd_and_gap_in_points() -> None:
+    fp32, mxfp4, one = summarize(RUNS, ["fp32", "mxfp4", "mxfp4_one"], failed=["mxfp4_one"])
+    assert fp32.mean == pytest.approx(98.5)
+    assert fp32.sd == pytest.approx(math.sqrt(0.5))
+    assert fp32.gap == 0.0
+    assert fp32.saturated is None
+    assert mxfp4.gap == pytest.approx(-1.0)
+    assert mxfp4.seconds_per_epoch == 2.5
+    assert mxfp4.skipped_steps == 1
+    assert (one.sd, one.diverged, one.failed, one.runs) == (None, 1, 1, 1)
+
+
+def test_without_fp32_there_is_no_gap() -> None:
+    (row,) = summarize(RUNS, ["mxfp4"])
+    assert row.gap is None
+
+
+def test_markdown_has_a_line_per_recipe() -> None:
+    text = markdown(args(), summarize(RUNS, args().names))
+    assert "| mxfp4 | 97.50 ± 0.71 | -1.00 | 1.00% | 4.00% | 2.5 | 1 | 0/2 |" in text
+    assert "| mxfp4_one | 10.00 | -88.50 | 1.00% | 4.00% | 2.0 | 0 | 1/1 |" in text
+    assert "`mxfp4`: " in text
+
+
+def test_report_writes_everything(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    write_report(tmp_path, args(), summarize(RUNS, args().names), RUNS, console)
+    content = json.loads((tmp_path / "compare.json").read_text())
+    assert [row["recipe"] for row in content["rows"]] == ["fp32", "mxfp4", "mxfp4_one"]
+    assert len(content["runs"]) == 5
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert "97.50 ± 0.71" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": 0}, "--seeds: wanted a whole number, 1 or more, got 0"),
+        ({"jobs": -1}, "--jobs: wanted a whole number, 0 or more"),
+        ({"recipes": " , "}, "--recipes: wanted names separated by commas"),
+        ({"recipes": "fp32,mxfp44"}, "no recipe named 'mxfp44'; did you mean"),
+        ({"recipes": "mxfp8,mxfp8_nvidia"}, "wanted each recipe once"),
+        ({"epochs": 0}, "--epochs"),
+    ],
+)
+def test_bad_comparisons_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        args(**changes)
+
+
+def test_runs_are_every_recipe_with_every_seed() -> None:
+    runs = args(epochs=3).runs()
+    assert [(r.recipe, r.seed) for r in runs] == [
+        (recipe, seed) for seed in (0, 1) for recipe in ("fp32", "mxfp4", "mxfp4_one")
+    ]
+    assert {r.epochs for r in runs} == {3}

@@ -1,0 +1,159 @@
+"""How a run ends: its result as JSON, and what is said on the screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import resource
+import statistics
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+
+from extensor import ExTensor
+from extensor.inspect import SlotHealth, compare_layers, health_table, slot_health
+from extensor.nn import apply_recipe
+from training.callbacks import BEST, LAST, METRICS
+from training.callbacks.progress import percent
+from training.data import batches
+from training.rundir import RESULT
+
+if TYPE_CHECKING:
+    from training.loop import Trainer
+
+__all__ = ["health_of", "peak_rss_mb", "result_of", "show_end"]
+
+HEALTH_BATCH = 200
+CHANCE_MARGIN = 0.05
+"""A model that beats always guessing the commonest class by less than this has learnt nothing."""
+
+
+def peak_rss_mb() -> float:
+    """The process's largest resident memory so far, in 10**6 bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+
+
+def result_of(trainer: Trainer) -> dict[str, Any]:
+    """Everything result.json says: plain JSON, None for what is not finite.
+
+    ``accuracy`` is the test accuracy after the last epoch. ``diverged`` is None, or says why: the
+    loss is not finite, gradients stayed non-finite, or accuracy is no better than chance.
+    """
+    config, history = trainer.config, trainer.history
+    scores = trainer.scores if trainer.scores is not None else trainer.evaluate()
+    last, best = history[-1], max(history, key=lambda e: (e.test_accuracy, -e.epoch))
+    labels = trainer.dataset.test.labels
+    chance = float(np.bincount(labels).max() / len(labels))
+    diverged = trainer.diverged
+    if diverged is None and last.test_loss is None:
+        diverged = "the test loss is not finite"
+    if diverged is None and scores.accuracy < chance + CHANCE_MARGIN:
+        diverged = (
+            f"stuck at chance: accuracy {percent(scores.accuracy)}, always guessing one class "
+            f"gives {percent(chance)}"
+        )
+    seconds = [e.seconds for e in history]
+    per_class = [None if np.isnan(a) else float(a) for a in scores.per_class]
+    return {
+        "model": config.model,
+        "variant": config.variant,
+        "recipe": config.recipe,
+        "recipe_name": trainer.quant.recipe.name,
+        "dataset": config.dataset,
+        "seed": config.seed,
+        "device": config.device,
+        "accuracy": scores.accuracy,
+        "top3": scores.accuracy_k,
+        "loss": last.test_loss,
+        "train_loss": last.train_loss,
+        "train_accuracy": last.train_accuracy,
+        "best_accuracy": best.test_accuracy,
+        "best_epoch": best.epoch,
+        "diverged": diverged,
+        "stopped_early": trainer.stop_reason,
+        "epochs": len(history),
+        "steps": trainer.position.step,
+        "skipped_steps": trainer.position.skipped,
+        "saturated": _mean([e.saturated for e in history]),
+        "flushed": _mean([e.flushed for e in history]),
+        "seconds": trainer.position.seconds,
+        "seconds_per_epoch": statistics.fmean(seconds),
+        "images_per_second": statistics.fmean(e.images_per_second for e in history),
+        "peak_rss_mb": peak_rss_mb(),
+        "health": [{**dataclasses.asdict(row), "verdict": row.verdict} for row in trainer.health],
+        "parameters": sum(int(np.prod(p.shape)) for p in trainer.model.parameters()),
+        "per_class": dict(zip(trainer.dataset.classes, per_class, strict=True)),
+        "confusion": scores.confusion.tolist(),
+        "versions": {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            **{name: _version(name) for name in ("extensor", "numpy", "ml_dtypes")},
+        },
+    }
+
+
+def health_of(trainer: Trainer) -> tuple[SlotHealth, ...]:
+    """What quantizing did to each operand of each layer since the epoch began."""
+    switched = {(row.layer, row.slot) for row in trainer.scaler.report().slots if row.switched}
+    return slot_health(trainer.quant, switched)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed (used from its source)"
+
+
+def show_end(trainer: Trainer, result: dict[str, Any], console: Console) -> None:
+    """Accuracy, how each layer bears its formats, and where everything lies."""
+    console.print(
+        f"test accuracy {percent(result['accuracy'])} (top 3: {percent(result['top3'])}, best "
+        f"{percent(result['best_accuracy'])} in epoch {result['best_epoch']}) after "
+        f"{result['steps']} steps, {result['seconds']:.1f} s",
+    )
+    if result["skipped_steps"]:
+        console.print(
+            f"{result['skipped_steps']} steps were skipped for gradients that were not finite",
+            style="yellow",
+        )
+    if result["stopped_early"] and not result["diverged"]:
+        console.print(f"stopped early: {result['stopped_early']}")
+    if result["diverged"]:
+        console.print(
+            f"DIVERGED: {result['diverged']}; try a smaller --lr, or a recipe with rceil scales "
+            "and the first and last layer in high precision, such as mxfp4",
+            style="bold red",
+        )
+    _show_health(trainer, console)
+    for name, what in (
+        (LAST, "checkpoint"),
+        (BEST, "best checkpoint"),
+        (RESULT, "result"),
+        (METRICS, "per epoch"),
+        ("tensorboard", "events"),
+    ):
+        console.print(f"{what:<16}{trainer.out / name}")
+
+
+def _show_health(trainer: Trainer, console: Console) -> None:
+    """Each layer beside float32 with the same weights, and each operand in the last epoch."""
+    if not trainer.health:
+        return  # nothing is quantized to blocks
+    reference = trainer.fresh_model()
+    reference.load_state_dict(trainer.model.state_dict())
+    apply_recipe(reference, "fp32")
+    drawn = next(batches(trainer.dataset, trainer.dataset.test, HEALTH_BATCH))
+    images = ExTensor.from_numpy(drawn.images).to(trainer.config.device)
+    layers = compare_layers(trainer.model, reference, images)
+    console.print(f"\nlayers beside float32, on {len(drawn.labels)} test images\n{layers}")
+    console.print(f"\noperands in the last epoch\n{health_table(trainer.health)}\n")

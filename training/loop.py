@@ -1,0 +1,377 @@
+"""The loop: forward, loss, scaled backward, step; evaluation; checkpoints that resume exactly.
+
+Everything a step depends on is either a pure function of (config, step) - the order of the images,
+the learning rate, the random bits of stochastic rounding - or in the checkpoint: weights, optimizer
+and scaler state, position. So on the CPU a resumed run repeats an uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import models
+from extensor import ExTensor, no_grad, ops
+from extensor.backends.registry import get as get_backend
+from extensor.inspect import SlotHealth
+from extensor.io import load_checkpoint, save_checkpoint
+from extensor.nn import apply_recipe
+from extensor.optim import MXGradScaler, clip_grad_norm
+from extensor.quant import QuantStats
+from training.callbacks import (
+    LAST,
+    Callback,
+    EarlyStopping,
+    JsonLines,
+    SaveCheckpoint,
+    ShowProgress,
+    TensorBoard,
+)
+from training.config import RunConfig
+from training.data import Batch, DataError, Dataset, batches, epoch_order, load_dataset
+from training.finish import health_of, result_of, show_end
+from training.metrics import Scores, top_k_hits
+from training.optimizers import make_optimizer, make_schedule
+from training.reports import EpochReport, Position, StepReport, finite, share
+from training.rundir import RESULT, UsageError, claim, write_json
+
+__all__ = ["Interrupted", "Trainer", "train"]
+
+EVAL_BATCH = 500
+MAX_SKIPPED_IN_A_ROW = 50
+"""More than the scaler needs to halve 65536 down to 1: what fails then fails for good."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop; its checkpoint is written. No handler of errors catches it."""
+
+
+class Trainer:
+    """One run in memory.
+
+    Args:
+        config: what to run.
+        out: its folder; nothing is written before `fit`.
+        dataset: the data; None loads what the config names.
+        callbacks: who watches.
+
+    Raises:
+        ValueError: if the batch size exceeds the data, or a rule of the recipe matches no layer.
+        DataError: if the data set is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        out: Path,
+        dataset: Dataset | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.config, self.out, self.callbacks = config, out, list(callbacks)
+        dataset = load_dataset(config.dataset) if dataset is None else dataset
+        self.dataset = dataset.limited(config.train_limit or None, config.test_limit or None)
+        images = len(self.dataset.train)
+        if config.batch_size > images:
+            raise ValueError(
+                f"--batch-size: wanted at most the {images} training images, "
+                f"got {config.batch_size}"
+            )
+        self.batches = -(-images // config.batch_size)
+        channels, side, _ = self.dataset.image_shape
+        self.model_config = models.config(
+            config.model,
+            config.variant,
+            in_channels=channels,
+            image_size=side,
+            classes=len(self.dataset.classes),
+        )
+        self.model = self.fresh_model()
+        self.quant = apply_recipe(self.model, config.recipe, config.seed)
+        self.optimizer = make_optimizer(self.model, config)
+        self.schedule = make_schedule(config, self.batches)
+        dynamic = config.loss_scale == "dynamic"
+        self.scaler = (
+            MXGradScaler(self.quant)
+            if dynamic
+            else MXGradScaler(self.quant, init_scale=1.0, growth_factor=1.0)
+        )
+        self.position = Position()
+        self.history: list[EpochReport] = []
+        self.scores: Scores | None = None
+        self.health: tuple[SlotHealth, ...] = ()
+        self.stop_reason: str | None = None
+        self.diverged: str | None = None
+        self._interrupted = False
+
+    def fresh_model(self) -> Any:
+        """The model as it is before the first step."""
+        rng = np.random.default_rng(self.config.seed)
+        return models.build(self.config.model, self.model_config, rng).to(self.config.device)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this epoch; the reason goes into the result."""
+        self.stop_reason = reason
+
+    def interrupt(self) -> None:
+        """End the run after the step under way: save it and raise `Interrupted`."""
+        self._interrupted = True
+
+    def fit(self) -> dict[str, Any]:
+        """Train to the end from where the run is; returns the result, also in result.json.
+
+        Raises:
+            Interrupted: after SIGINT or SIGTERM, once the step under way is done and saved.
+            DataError: if a batch holds values that are not finite.
+        """
+        result = None
+        try:
+            for callback in self.callbacks:
+                callback.on_start(self)
+            with self._signals():
+                while self.position.epoch <= self.config.epochs and not self.stop_reason:
+                    self._train_epoch()
+                    self._end_epoch()
+            result = result_of(self)
+            write_json(self.out / RESULT, result)
+        finally:
+            for callback in self.callbacks:
+                callback.on_end(self, result)
+        return result
+
+    # --- one epoch ------------------------------------------------------------------------------
+
+    def _train_epoch(self) -> None:
+        config, position = self.config, self.position
+        self.quant.reset_telemetry()
+        order = epoch_order(len(self.dataset.train), config.seed, position.epoch)
+        augment = (config.seed, position.epoch) if config.augment else None
+        drawn = batches(
+            self.dataset,
+            self.dataset.train,
+            config.batch_size,
+            order=order,
+            start=position.batch,
+            augment=augment,
+        )
+        clock = time.perf_counter()
+        for batch in drawn:
+            loss, lr, good = self._step(batch)
+            now = time.perf_counter()
+            position.epoch_seconds += now - clock
+            position.seconds += now - clock
+            clock = now
+            report = self._step_report(loss, lr, not good)
+            for callback in self.callbacks:
+                callback.on_step(self, report)
+            if position.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                self.diverged = f"no finite gradients in {MAX_SKIPPED_IN_A_ROW} steps in a row"
+                self.stop(self.diverged)
+                break
+            self._stop_if_interrupted()
+
+    def _step(self, batch: Batch) -> tuple[float, float, bool]:
+        """One optimizer step: (loss, learning rate, whether the gradients were finite)."""
+        position, config = self.position, self.config
+        if not np.isfinite(batch.images).all():
+            bad = np.flatnonzero(~np.isfinite(batch.images).all(axis=(1, 2, 3)))
+            raise DataError(
+                f"data set {self.dataset.name!r}: NaN or infinite pixels in epoch "
+                f"{position.epoch}, batch {batch.index} (of {self.batches}, counted from 0), its "
+                f"images {bad[:5].tolist()}; wanted finite numbers: clean the data"
+            )
+        self.quant.step = position.step
+        self.schedule.apply(self.optimizer, position.step)
+        lr = float(self.optimizer.groups[0].options["lr"])
+        labels = self._tensor(batch.labels)
+        self.optimizer.zero_grad()
+        logits = self.model(self._tensor(batch.images))
+        loss = ops.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        if config.clip_norm:
+            clip_grad_norm(self.optimizer.params, config.clip_norm, nonfinite="return")
+        good = self.scaler.step(self.optimizer)
+        self.scaler.update()
+        value = float(loss.item())
+        position.step += 1
+        position.batch += 1
+        position.images += len(batch.labels)
+        position.loss_sum += value * len(batch.labels)
+        position.hits += top_k_hits(logits.numpy(), batch.labels, 1)
+        position.skipped += not good
+        position.skipped_in_a_row = 0 if good else position.skipped_in_a_row + 1
+        return value, lr, good
+
+    def _end_epoch(self) -> None:
+        position = self.position
+        seen = self._seen()
+        self.health = health_of(self)
+        self.scores = scores = self.evaluate()
+        report = EpochReport(
+            epoch=position.epoch,
+            step=position.step,
+            train_loss=finite(position.loss_sum / position.images),
+            train_accuracy=position.hits / position.images,
+            test_loss=finite(scores.loss),
+            test_accuracy=scores.accuracy,
+            test_top3=scores.accuracy_k,
+            lr=float(self.optimizer.groups[0].options["lr"]),
+            loss_scale=self.scaler.current_scale,
+            seconds=position.epoch_seconds,
+            images_per_second=position.images / max(position.epoch_seconds, 1e-9),
+            skipped_steps=position.skipped,
+            saturated=share(seen.saturated, seen.count),
+            flushed=share(seen.flushed, seen.count),
+        )
+        self.history.append(report)
+        position.next_epoch()
+        for callback in self.callbacks:
+            callback.on_epoch(self, report)
+        if position.epoch <= self.config.epochs and not self.stop_reason:
+            self._stop_if_interrupted()
+
+    def evaluate(self) -> Scores:
+        """Metrics of the test images, as the recipe's forward pass sees them."""
+        scores = Scores(len(self.dataset.classes))
+        self.model.eval()
+        with no_grad():
+            for batch in batches(self.dataset, self.dataset.test, EVAL_BATCH):
+                logits = self.model(self._tensor(batch.images))
+                loss = ops.cross_entropy(logits, self._tensor(batch.labels))
+                scores.add(logits.numpy(), batch.labels, float(loss.item()))
+        self.model.train()
+        return scores
+
+    def _seen(self) -> QuantStats:
+        """What quantizing did, over all layers and slots since the epoch began."""
+        return sum(self.quant.telemetry.values(), QuantStats())
+
+    def _step_report(self, loss: float, lr: float, skipped: bool) -> StepReport:
+        position, seen = self.position, self._seen()
+        return StepReport(
+            step=position.step,
+            epoch=position.epoch,
+            batch=position.batch,
+            batches=self.batches,
+            loss=finite(loss),
+            epoch_loss=finite(position.loss_sum / position.images),
+            epoch_accuracy=position.hits / position.images,
+            images_per_second=position.images / max(position.epoch_seconds, 1e-9),
+            lr=lr,
+            loss_scale=self.scaler.current_scale,
+            skipped=skipped,
+            skipped_steps=position.skipped,
+            saturated=share(seen.saturated, seen.count),
+            flushed=share(seen.flushed, seen.count),
+        )
+
+    def _tensor(self, array: np.ndarray) -> ExTensor:
+        return ExTensor.from_numpy(array).to(self.config.device)
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint, all or nothing."""
+        optimizer = self.optimizer.state_dict()
+        arrays = {k: v for k, v in optimizer.items() if isinstance(v, np.ndarray)}
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        tensors |= {f"optimizer.{name}": value for name, value in arrays.items()}
+        metadata = {
+            "config": self.config.as_dict(),
+            "position": self.position.as_dict(),
+            "history": [report.as_dict() for report in self.history],
+            "optimizer": {k: v for k, v in optimizer.items() if k not in arrays},
+            "scaler": self.scaler.state_dict(),
+        }
+        save_checkpoint(path, tensors, metadata)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint that `save` wrote.
+
+        Raises:
+            CheckpointError: if the file is damaged.
+            ValueError: if it belongs to another run.
+        """
+        checkpoint = load_checkpoint(path)
+        metadata, tensors = checkpoint.metadata, checkpoint.tensors
+        theirs, mine = metadata.get("config"), self.config.as_dict()
+        if theirs != mine:
+            differ = sorted(k for k in mine if not theirs or theirs.get(k) != mine[k])
+            raise ValueError(
+                f"{path}: wanted a checkpoint of this run, got one that differs in "
+                f"{', '.join(differ)}; the way out: the checkpoint that this run wrote"
+            )
+        parts: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+        for name, value in tensors.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = value
+        self.model.load_state_dict(parts["model"])
+        self.optimizer.load_state_dict({**metadata["optimizer"], **parts["optimizer"]})
+        self.scaler.load_state_dict(metadata["scaler"])
+        self.position = Position.from_dict(metadata["position"])
+        self.history = [EpochReport(**values) for values in metadata["history"]]
+
+    # --- interrupts -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM set a flag; a second one has its usual effect."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may set handlers
+            return
+        usual = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+
+        def on_signal(number: int, frame: object) -> None:
+            self.interrupt()
+            signal.signal(number, usual[signal.Signals(number)])
+
+        for number in usual:
+            signal.signal(number, on_signal)
+        try:
+            yield
+        finally:
+            for number, handler in usual.items():
+                signal.signal(number, handler)
+
+    def _stop_if_interrupted(self) -> None:
+        if self._interrupted:
+            self.save(self.out / LAST)
+            raise Interrupted
+
+
+def train(config: RunConfig, out: Path, *, resume: bool, console: Console) -> dict[str, Any]:
+    """Run a configuration into a folder, and say how it went.
+
+    Raises:
+        UsageError: if the folder or the configuration do not allow it.
+        DataError: if the data set is missing or damaged.
+        Interrupted: see `Trainer.fit`.
+    """
+    callbacks: list[Callback] = [JsonLines(), TensorBoard(), ShowProgress(console)]
+    if config.patience:
+        callbacks.append(EarlyStopping(config.patience))
+    callbacks.append(SaveCheckpoint())
+    try:
+        get_backend(config.device)
+    except RuntimeError as error:
+        raise UsageError(f"--device {config.device}: {error}") from error
+    try:
+        trainer = Trainer(config, out, callbacks=callbacks)
+        claim(out, config, resume=resume)
+        if resume:
+            trainer.load(out / LAST)
+            done = trainer.position
+            console.print(f"resuming in epoch {done.epoch}, after step {done.step}")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    result = trainer.fit()
+    show_end(trainer, result, console)
+    return result
