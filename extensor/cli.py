@@ -8,8 +8,6 @@ is one line on standard error and exit code 2.
 from __future__ import annotations
 
 import fnmatch
-import importlib
-import importlib.util
 import math
 import platform
 import sys
@@ -30,7 +28,8 @@ from tyro.conf import Positional, arg
 
 from extensor import config
 from extensor.backends import registry
-from extensor.backends.generic import GenericBackend
+from extensor.backends.cpu import CpuBackend
+from extensor.backends.protocol import Window
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS, SCALES, BlockFormat, Dialect
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.quant import QuantArray, QuantSpec, QuantStats
@@ -52,7 +51,6 @@ __all__ = [
 ]
 
 Array = Any
-CORE = "extensor._core._kernels"
 READABLE = (".npy", ".npz", ".safetensors")
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -191,8 +189,16 @@ def formats(dialects: bool = False) -> None:
 
 
 def doctor() -> None:
-    """Say what this installation has: versions, C++ core, devices, flags."""
-    _show([_version_sheet(), _core_sheet(), _method_sheet(), _device_sheet(), _flag_sheet()])
+    """Say what this installation has: versions, C++ core, what runs on it, devices, flags."""
+    sheets = [_version_sheet()]
+    try:
+        backend = registry.get("cpu")
+    except RuntimeError as error:
+        sheets.append(Sheet("C++ core", ("what", "state"), (("CPU backend", str(error)),)))
+    else:
+        assert isinstance(backend, CpuBackend)
+        sheets += [_core_sheet(backend), _format_path_sheet(backend), _window_path_sheet(backend)]
+    _show([*sheets, _device_sheet(), _flag_sheet()])
 
 
 def _version_sheet() -> Sheet:
@@ -205,52 +211,51 @@ def _version_sheet() -> Sheet:
     return Sheet("Versions", ("what", "version"), rows)
 
 
-def _core() -> tuple[Any, str]:
-    """The C++ core's module where it is used, else None; and what there is to say about it."""
-    if not config.use_core():
-        return None, f"switched off by {config.FLAGS['core'].name}={config.FLAGS['core'].read()}"
-    try:
-        core = importlib.import_module(CORE)
-    except ImportError as error:
-        built = importlib.util.find_spec(CORE) is not None
-        why = f"built, but does not load: {error}" if built else "not built: no C++20 compiler"
-        return None, f"{why}; reinstall with pip install -v to see why"
-    return core, "in use"
-
-
-def _core_sheet() -> Sheet:
-    core, state = _core()
-    rows = [("C++ core", state)]
-    try:
-        registry.get("cpu")  # sets the core's threads
-    except RuntimeError as error:
-        rows.append(("CPU backend", str(error)))
-    if core is not None:
+def _core_sheet(backend: CpuBackend) -> Sheet:
+    core = backend.core
+    if core is None:
+        rows = [("C++ core", f"not used: {backend.core_missing}")]
+    else:
         levels = " < ".join(core.levels())
-        rows.append(("instruction set", f"{core.level()} (this CPU and build: {levels})"))
-        rows.append(("threads", str(core.threads())))
+        rows = [
+            ("C++ core", "in use"),
+            ("instruction set", f"{core.level()} (this CPU and build: {levels})"),
+            ("threads", str(core.threads())),
+        ]
     return Sheet("C++ core", ("what", "state"), tuple(rows))
 
 
-def _method_sheet() -> Sheet:
-    """Which methods of the CPU backend have a kernel; the others are the generic ones, on numpy."""
-    core, state = _core()
-    try:
-        backend: type | None = type(registry.get("cpu"))
-    except RuntimeError:
-        backend = None
+def _format_path_sheet(backend: CpuBackend) -> Sheet:
+    """Which code each format's default spec takes on a float32 matrix."""
+    x = np.ones((64, 64), np.float32)
     rows = []
-    for name, generic in vars(GenericBackend).items():
-        if name.startswith("_"):
-            continue
-        if backend is None:
-            rows.append((name, "nothing", "there is no CPU backend, see above"))
-        elif getattr(backend, name) is not generic:
-            rows.append((name, "C++ core", ""))
-        else:
-            why = "no kernel: numpy serves it" if core is not None else f"the core is {state}"
-            rows.append((name, "numpy", why))
-    return Sheet("CPU backend", ("method", "runs on", "why"), tuple(rows))
+    for name in FORMATS:
+        spec = QuantSpec(name).resolve(x.ndim)
+        q, _ = backend.quantize(x, spec)
+        calls = (("quantize", x, spec), ("dequantize", q), ("operand", x, spec))
+        rows.append((name, *(backend.path(method, *args) for method, *args in calls)))
+    columns = ("format", "quantize", "dequantize", "operand (in a GEMM)")
+    return Sheet("Formats on the CPU, with their default spec", columns, tuple(rows))
+
+
+def _window_path_sheet(backend: CpuBackend) -> Sheet:
+    """Which code convolutions and pooling take on float32 images, 3x3 kernel, padding 1."""
+    x, w = np.ones((2, 4, 8, 8), np.float32), np.ones((4, 4, 3, 3), np.float32)
+    rows = []
+    for stride in (1, 2):
+        window = Window((3, 3), (stride, stride), (1, 1))
+        g, index = backend.max_pool2d(x, window)
+        calls: tuple[tuple[Any, ...], ...] = (
+            ("im2col", x, window),
+            ("col2im", backend.im2col(x, window), x.shape, window),
+            ("conv2d", x, w, window, 1),
+            ("conv2d_grad_x", g, w, x.shape, window, 1),
+            ("conv2d_grad_w", g, x, w.shape, window, 1),
+            ("max_pool2d", x, window),
+            ("max_pool2d_grad", g, index, x.shape),
+        )
+        rows += [(method, str(stride), backend.path(method, *args)) for method, *args in calls]
+    return Sheet("Windows on the CPU, float32", ("method", "stride", "path"), tuple(rows))
 
 
 def _device_sheet() -> Sheet:

@@ -129,8 +129,8 @@ bfloat16 = _dense("bfloat16", _FLOAT, ml_dtypes.bfloat16, LEVEL_HALF)
 float32 = _dense("float32", _FLOAT, np.float32, LEVEL_FLOAT)
 float64 = _dense("float64", _FLOAT, np.float64, LEVEL_FLOAT)
 
-_ROWS = (bool_, int8, int16, int32, int64, uint8, uint16, uint32, uint64)
-_ROWS += (float16, bfloat16, float32, float64)
+_INTEGERS = (int8, int16, int32, int64, uint8, uint16, uint32, uint64)
+_ROWS = (bool_, *_INTEGERS, float16, bfloat16, float32, float64)
 
 DENSE: MappingProxyType[str, DType] = MappingProxyType({row.name: row for row in _ROWS})
 """Every dense dtype, by name."""

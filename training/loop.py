@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 
 import models
-from extensor import ExTensor, no_grad, ops
+from extensor import ExTensor, cross_entropy, no_grad
 from extensor.backends.registry import get as get_backend
 from extensor.inspect import SlotHealth
 from extensor.io import load_checkpoint, save_checkpoint
@@ -193,7 +193,7 @@ class Trainer:
         labels = self._tensor(batch.labels)
         self.optimizer.zero_grad()
         logits = self.model(self._tensor(batch.images))
-        loss = ops.cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
+        loss = cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
         if config.clip_norm:
@@ -245,7 +245,7 @@ class Trainer:
         with no_grad():
             for batch in batches(self.dataset, self.dataset.test, EVAL_BATCH):
                 logits = self.model(self._tensor(batch.images))
-                loss = ops.cross_entropy(logits, self._tensor(batch.labels))
+                loss = cross_entropy(logits, self._tensor(batch.labels))
                 scores.add(logits.numpy(), batch.labels, float(loss.item()))
         self.model.train()
         return scores

@@ -128,9 +128,7 @@ def _prepare(
             )
         inputs = tuple(t.dequantize() if t.dtype.is_blocked else t for t in inputs)
     arrays = [t.data for t in inputs]
-    promoted = [
-        i for i, t in enumerate(inputs) if primitive.has_vjp(i) and not t.dtype.is_blocked
-    ]
+    promoted = [i for i, t in enumerate(inputs) if primitive.has_vjp(i) and not t.dtype.is_blocked]
     if not promoted:
         return inputs, arrays, None, None
     common = reduce(promote, [inputs[i].dtype for i in promoted])

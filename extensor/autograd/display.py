@@ -36,7 +36,11 @@ def repr_of(x: ExTensor) -> str:
 
 def html_of(x: ExTensor) -> str:
     """The same as a table."""
-    rows = [("shape", x.shape), ("dtype", x.dtype.name), ("device", x.device)]
+    rows: list[tuple[str, object]] = [
+        ("shape", x.shape),
+        ("dtype", x.dtype.name),
+        ("device", x.device),
+    ]
     rows += [("nbytes", x.nbytes)]
     if isinstance(x.data, QuantArray):
         q = x.data
@@ -54,7 +58,8 @@ def html_of(x: ExTensor) -> str:
 
 
 def _host(array: Any) -> np.ndarray[Any, Any]:
-    return array if isinstance(array, np.ndarray) else array.get()  # type: ignore[no-any-return]
+    host: np.ndarray[Any, Any] = array if isinstance(array, np.ndarray) else array.get()
+    return host
 
 
 def _few(array: Any, form: str) -> str:

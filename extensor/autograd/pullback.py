@@ -35,15 +35,17 @@ def node_gradients(
         fused: whether ``fused_vjp`` may be used (tests compare it with the VJPs).
     """
     primitive = node.primitive
+    parts: list[Gradient | None]
     if create_graph:
-        parts = _once(node, g, needs) if primitive.once else _composite(node, g, needs, True)
+        parts = list((_once if primitive.once else _recorded)(node, g, needs))
     elif primitive.fused_vjp is not None and (fused or primitive.once):
         parts = _fused(node, g, needs)
     else:
-        wrapped = _composite(node, wrap(g, node.backend), needs, False)
+        wrapped = _composite(node, wrap(g, node.backend), needs, graph=False)
         parts = [None if part is None else part.data for part in wrapped]
     for i, part in enumerate(parts):
-        if part is None:
+        if part is None or not needs[i]:
+            parts[i] = None
             continue
         if node.arrays is not None:
             array = node.arrays[i]
@@ -56,10 +58,10 @@ def node_gradients(
         wanted = gradient_dtype(dtype)
         if isinstance(part, ExTensor):
             parts[i] = part if part.dtype.numpy == wanted else part.astype(as_dtype(wanted))
+        elif isinstance(part, np.generic) or part.dtype != wanted:
+            parts[i] = node.backend.xp.asarray(part, dtype=wanted)
         else:
-            parts[i] = np.asarray(part, dtype=wanted) if isinstance(part, np.generic) else (
-                part if part.dtype == wanted else part.astype(wanted)
-            )  # fmt: skip
+            parts[i] = part
     return parts
 
 
@@ -134,6 +136,10 @@ def _composite(
             assert vjp is not None
             parts.append(vjp(g, out, *inputs, **params))
     return parts
+
+
+def _recorded(node: Node, g: ExTensor, needs: Sequence[bool]) -> list[ExTensor | None]:
+    return _composite(node, g, needs, graph=True)
 
 
 def _in_place_of(array: Any, edge: Node | ExTensor | None, backend: Any) -> ExTensor:

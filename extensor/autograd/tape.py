@@ -144,9 +144,7 @@ def _run(
                 edges = node.edges
                 assert edges is not None
                 needs = [
-                    e is not None
-                    and node.primitive.has_vjp(i)
-                    and (useful is None or e in useful)
+                    e is not None and node.primitive.has_vjp(i) and (useful is None or e in useful)
                     for i, e in enumerate(edges)
                 ]
                 if any(needs):

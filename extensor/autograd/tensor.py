@@ -405,9 +405,7 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         """
         self._check_write()
         if array.shape != self.data.shape:
-            raise ValueError(
-                f"assign_: wanted shape {self.shape}, got {tuple(array.shape)}"
-            )
+            raise ValueError(f"assign_: wanted shape {self.shape}, got {tuple(array.shape)}")
         if array.dtype != self.data.dtype:
             raise TypeError(f"assign_: wanted dtype {self.dtype.name}, got {array.dtype.name}")
         self.data = array

@@ -15,6 +15,7 @@ from typing import Any
 from extensor.backends.protocol import Array, Window
 
 __all__ = [
+    "check_max_windows",
     "col2im",
     "conv2d",
     "conv2d_grad_w",
@@ -89,8 +90,7 @@ def max_pool2d(x: Array, window: Window, xp: Any) -> tuple[Array, Array]:
         ValueError: if the window does not fit, or some window would hold padding only.
     """
     n, c, h, w = x.shape
-    ho, wo = _output_size(window, (h, w))
-    _check_no_empty_window(window, (h, w), (ho, wo))
+    ho, wo = check_max_windows(window, (h, w))
     best = xp.zeros((n, c, ho, wo), dtype=x.dtype)
     index = xp.full((n, c, ho, wo), -1, dtype=xp.int32)
     # Padding is only a mask: its value never takes part, so the -inf of an image can win.
@@ -106,6 +106,28 @@ def max_pool2d(x: Array, window: Window, xp: Any) -> tuple[Array, Array]:
         best = xp.where(take, value, best)
         index = xp.where(take, y * w + column, index)
     return best, index.astype(xp.int32, copy=False)
+
+
+def check_max_windows(window: Window, size: tuple[int, int]) -> tuple[int, int]:
+    """Output size of max pooling an image of ``size``.
+
+    Raises:
+        ValueError: if the window does not fit, or some window would hold padding only.
+    """
+    out = _output_size(window, size)
+    if window.padding == (0, 0):
+        return out
+    axes = zip(
+        size, out, window.kernel, window.stride, window.padding, window.dilation, strict=True
+    )
+    for n, windows, k, s, p, d in axes:
+        for o in range(windows):
+            if not any(0 <= o * s - p + t * d < n for t in range(k)):
+                raise ValueError(
+                    f"max_pool2d: window {o} of {window} on an image of {size} holds padding only; "
+                    "use less padding"
+                )
+    return out
 
 
 def max_pool2d_grad(g: Array, index: Array, shape: tuple[int, ...], xp: Any) -> Array:
@@ -169,19 +191,3 @@ def _fold(patches: Array, shape: tuple[int, ...], window: Window, xp: Any) -> Ar
     for (i, j), _, rows, columns in _taps(window, _output_size(window, (h, w))):
         padded[:, :, rows, columns] += patches[:, :, i, j]
     return xp.ascontiguousarray(padded[:, :, ph : ph + h, pw : pw + w])
-
-
-def _check_no_empty_window(
-    window: Window, size: tuple[int, int], out: tuple[int, int]
-) -> None:
-    """Raise where a window lies in the padding altogether: it has no maximum."""
-    axes = zip(
-        size, out, window.kernel, window.stride, window.padding, window.dilation, strict=True
-    )
-    for n, windows, k, s, p, d in axes:
-        for o in range(windows):
-            if not any(0 <= o * s - p + t * d < n for t in range(k)):
-                raise ValueError(
-                    f"max_pool2d: window {o} of {window} on an image of {size} holds padding only; "
-                    "use less padding"
-                )

@@ -148,10 +148,11 @@ class _Sums:
             )
         self.calls += 1
         self.count += array.size
-        self.dot += float((array * wanted).sum())
-        self.square += float((array * array).sum())
-        self.reference_square += float((wanted * wanted).sum())
-        self.error += float(((array - wanted) ** 2).sum())
+        with np.errstate(invalid="ignore"):  # infinities show as such in the figures
+            self.dot += float((array * wanted).sum())
+            self.square += float((array * array).sum())
+            self.reference_square += float((wanted * wanted).sum())
+            self.error += float(((array - wanted) ** 2).sum())
 
     def check_done(self) -> None:
         if self.calls != len(self.reference):
@@ -184,7 +185,7 @@ class _Sums:
     def _sqnr(self) -> float:
         if self.error == 0.0:
             return math.inf
-        if self.reference_square == 0.0:
+        if self.reference_square == 0.0 or self.error == math.inf:
             return -math.inf
         return 10.0 * math.log10(self.reference_square / self.error)
 

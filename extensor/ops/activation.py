@@ -22,7 +22,7 @@ __all__ = [
 
 
 def _masked(g: Any, mask: Any) -> Any:
-    """g where the bool mask is true and 0 elsewhere, even where g is infinite or NaN.
+    """G where the bool mask is true and 0 elsewhere, even where g is infinite or NaN.
 
     A selection on the bits: as fast as a product, without its 0 * inf = NaN.
     """
@@ -65,7 +65,7 @@ def relu6(x: ExTensor) -> ExTensor:
     errors=NO_TENSOR,
 )
 def leaky_relu(x: ExTensor, slope: float = 0.01) -> ExTensor:
-    """x where positive, ``slope`` * x elsewhere."""
+    """X where positive, ``slope`` * x elsewhere."""
     tensors_only("leaky_relu", x)
     return where(x > 0, x, x * slope)
 
@@ -77,7 +77,7 @@ def leaky_relu(x: ExTensor, slope: float = 0.01) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), np.zeros(2)), ValueError, "that broadcast"),),
 )
 def prelu(x: ExTensor, slope: ExTensor) -> ExTensor:
-    """x where positive, ``slope`` * x elsewhere; the slope is a tensor that broadcasts to x."""
+    """X where positive, ``slope`` * x elsewhere; the slope is a tensor that broadcasts to x."""
     tensors_only("prelu", x, slope)
     return where(x > 0, x, x * slope)
 
@@ -110,9 +110,7 @@ def _softmax(backend: Any, x: Any, axis: int) -> Any:
 
 @primitive(
     forward=_softmax,
-    vjps=(
-        lambda g, out, x, axis: out * (g - (g * out).sum(axis, keepdims=True)),
-    ),
+    vjps=(lambda g, out, x, axis: out * (g - (g * out).sum(axis, keepdims=True)),),
     fused_vjp=lambda backend, g, out, inputs, needs, axis: (
         out * (g - (g * out).sum(axis=axis, keepdims=True)),
     ),
@@ -139,9 +137,7 @@ def _log_softmax(backend: Any, x: Any, axis: int) -> Any:
 
 @primitive(
     forward=_log_softmax,
-    vjps=(
-        lambda g, out, x, axis: g - out.exp() * g.sum(axis, keepdims=True),
-    ),
+    vjps=(lambda g, out, x, axis: g - out.exp() * g.sum(axis, keepdims=True),),
     fused_vjp=lambda backend, g, out, inputs, needs, axis: (
         g - backend.xp.exp(out) * g.sum(axis=axis, keepdims=True),
     ),
@@ -176,7 +172,7 @@ def softplus(x: ExTensor) -> ExTensor:
     errors=(BadInput((np.zeros(3), "cubic"), ValueError, "'none' or 'tanh'"),),
 )  # fmt: skip
 def gelu(x: ExTensor, approximate: str = "none") -> ExTensor:
-    """x times the normal distribution function of x, or its tanh approximation.
+    """X times the normal distribution function of x, or its tanh approximation.
 
     Source: Hendrycks and Gimpel, arXiv 1606.08415.
 
@@ -194,7 +190,7 @@ def gelu(x: ExTensor, approximate: str = "none") -> ExTensor:
 
 @composite(samples=unary_samples(lambda x: x / (1 + np.exp(-x))), errors=NO_TENSOR)
 def silu(x: ExTensor) -> ExTensor:
-    """x * sigmoid(x)."""
+    """X * sigmoid(x)."""
     return x * sigmoid(x)
 
 
@@ -219,7 +215,7 @@ def swiglu(x: ExTensor, axis: int = -1) -> ExTensor:
 
 @composite(samples=unary_samples(lambda x: x * np.tanh(np.log1p(np.exp(x)))), errors=NO_TENSOR)
 def mish(x: ExTensor) -> ExTensor:
-    """x * tanh(softplus(x)). Source: Misra, arXiv 1908.08681."""
+    """X * tanh(softplus(x)). Source: Misra, arXiv 1908.08681."""
     return x * tanh(softplus(x))
 
 
@@ -228,7 +224,7 @@ def mish(x: ExTensor) -> ExTensor:
     errors=NO_TENSOR,
 )
 def elu(x: ExTensor, alpha: float = 1.0) -> ExTensor:
-    """x where positive, alpha * (exp(x) - 1) elsewhere. Source: arXiv 1511.07289."""
+    """X where positive, alpha * (exp(x) - 1) elsewhere. Source: arXiv 1511.07289."""
     tensors_only("elu", x)
     return where(x > 0, x, clip(x, high=0.0).expm1() * alpha)  # clipped, so as not to overflow
 
@@ -244,7 +240,7 @@ def selu(x: ExTensor) -> ExTensor:
     errors=NO_TENSOR,
 )
 def hard_sigmoid(x: ExTensor) -> ExTensor:
-    """x / 6 + 1/2, clipped to 0..1."""
+    """X / 6 + 1/2, clipped to 0..1."""
     tensors_only("hard_sigmoid", x)
     return clip(x * (1 / 6) + 0.5, 0.0, 1.0)
 
@@ -254,7 +250,7 @@ def hard_sigmoid(x: ExTensor) -> ExTensor:
     errors=NO_TENSOR,
 )
 def hard_swish(x: ExTensor) -> ExTensor:
-    """x * hard_sigmoid(x)."""
+    """X * hard_sigmoid(x)."""
     return x * hard_sigmoid(x)
 
 
@@ -262,5 +258,5 @@ def hard_swish(x: ExTensor) -> ExTensor:
     samples=unary_samples(lambda x: np.clip(x, -1, 1), apart_from=(-1.0, 1.0)), errors=NO_TENSOR
 )
 def hard_tanh(x: ExTensor) -> ExTensor:
-    """x clipped to -1..1."""
+    """X clipped to -1..1."""
     return clip(x, -1.0, 1.0)

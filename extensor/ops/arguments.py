@@ -62,9 +62,7 @@ def _beside(name: str, value: Any, x: ExTensor) -> ExTensor:
         return tensor
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return wrap(x.backend.xp.asarray(value), x.backend)
-    raise TypeError(
-        f"{name}: wanted an ExTensor, a number or an array, got {type(value).__name__}"
-    )
+    raise TypeError(f"{name}: wanted an ExTensor, a number or an array, got {type(value).__name__}")
 
 
 def as_tensor(name: str, value: Any, like: ExTensor | None = None) -> ExTensor:

@@ -40,7 +40,7 @@ __all__ = [
     errors=BAD_BROADCAST,
 )
 def add(a: Operand, b: Operand) -> ExTensor:
-    """a + b."""
+    """The sum a + b."""
     return apply("add", *pair("add", a, b))
 
 
@@ -54,7 +54,7 @@ def add(a: Operand, b: Operand) -> ExTensor:
     errors=BAD_BROADCAST,
 )
 def subtract(a: Operand, b: Operand) -> ExTensor:
-    """a - b."""
+    """The difference a - b."""
     return apply("subtract", *pair("subtract", a, b))
 
 
@@ -71,7 +71,7 @@ def subtract(a: Operand, b: Operand) -> ExTensor:
     errors=BAD_BROADCAST,
 )
 def multiply(a: Operand, b: Operand) -> ExTensor:
-    """a * b."""
+    """The product a * b."""
     return apply("multiply", *pair("multiply", a, b))
 
 
@@ -88,7 +88,7 @@ def multiply(a: Operand, b: Operand) -> ExTensor:
     errors=BAD_BROADCAST,
 )
 def divide(a: Operand, b: Operand) -> ExTensor:
-    """a / b; integers give float32. Division by zero gives infinities and NaN (IEEE 754)."""
+    """The quotient a / b; integers give float32. Division by zero gives infinities and NaN (IEEE 754)."""
     return apply("divide", *pair("divide", a, b))
 
 
@@ -116,7 +116,7 @@ def _power_base_vjp(g: ExTensor, out: ExTensor, a: ExTensor, b: ExTensor) -> ExT
     errors=BAD_BROADCAST,
 )
 def power(a: Operand, b: Operand) -> ExTensor:
-    """a to the power b; NaN for a negative a and a b that is not whole (IEEE 754)."""
+    """The power a ** b; NaN for a negative a and a b that is not whole (IEEE 754)."""
     return apply("power", *pair("power", a, b))
 
 
@@ -162,7 +162,7 @@ def floor_divide(a: Operand, b: Operand) -> ExTensor:
     check="grad",
 )
 def remainder(a: Operand, b: Operand) -> ExTensor:
-    """a - b * floor(a / b): the sign of b, as Python's ``%``."""
+    """What floor_divide leaves, a - b * floor(a / b): the sign of b, as Python's ``%``."""
     return apply("remainder", *pair("remainder", a, b))
 
 
@@ -226,7 +226,7 @@ def _clip_samples(rng: np.random.Generator) -> list[Sample]:
     ),
 )
 def clip(x: ExTensor, low: Operand | None = None, high: Operand | None = None) -> ExTensor:
-    """x, not below ``low`` and not above ``high``; the gradient passes strictly between them.
+    """Give x, not below ``low`` and not above ``high``; the gradient passes strictly between them.
 
     NaN stays NaN.
 
@@ -252,8 +252,8 @@ def clip(x: ExTensor, low: Operand | None = None, high: Operand | None = None) -
     forward=lambda backend, condition, a, b: backend.xp.where(condition, a, b),
     vjps=(
         None,
-        lambda g, out, condition, a, b: where(condition, g, 0.0),
-        lambda g, out, condition, a, b: where(condition, 0.0, g),
+        lambda g, out, condition, a, b: apply("where", condition, *pair("where", g, 0.0)),
+        lambda g, out, condition, a, b: apply("where", condition, *pair("where", 0.0, g)),
     ),
     broadcasts=True,
     reads="inputs",
@@ -268,7 +268,7 @@ def clip(x: ExTensor, low: Operand | None = None, high: Operand | None = None) -
     ),
 )
 def where(condition: ExTensor, a: Operand, b: Operand) -> ExTensor:
-    """a where the bool tensor ``condition`` is true, b elsewhere, broadcasting.
+    """Take a where the bool tensor ``condition`` is true, b elsewhere, broadcasting.
 
     Raises:
         TypeError: if the condition is not bool, or all three are plain numbers.
@@ -296,37 +296,37 @@ def _compared(name: str) -> Any:
 
 @primitive(**_compared("equal"))
 def equal(a: Operand, b: Operand) -> ExTensor:
-    """a == b, elementwise."""
+    """Whether a == b, elementwise."""
     return apply("equal", *pair("equal", a, b))
 
 
 @primitive(**_compared("not_equal"))
 def not_equal(a: Operand, b: Operand) -> ExTensor:
-    """a != b, elementwise."""
+    """Whether a != b, elementwise."""
     return apply("not_equal", *pair("not_equal", a, b))
 
 
 @primitive(**_compared("less"))
 def less(a: Operand, b: Operand) -> ExTensor:
-    """a < b, elementwise."""
+    """Whether a < b, elementwise."""
     return apply("less", *pair("less", a, b))
 
 
 @primitive(**_compared("less_equal"))
 def less_equal(a: Operand, b: Operand) -> ExTensor:
-    """a <= b, elementwise."""
+    """Whether a <= b, elementwise."""
     return apply("less_equal", *pair("less_equal", a, b))
 
 
 @primitive(**_compared("greater"))
 def greater(a: Operand, b: Operand) -> ExTensor:
-    """a > b, elementwise."""
+    """Whether a > b, elementwise."""
     return apply("greater", *pair("greater", a, b))
 
 
 @primitive(**_compared("greater_equal"))
 def greater_equal(a: Operand, b: Operand) -> ExTensor:
-    """a >= b, elementwise."""
+    """Whether a >= b, elementwise."""
     return apply("greater_equal", *pair("greater_equal", a, b))
 
 
@@ -412,7 +412,7 @@ def bitwise_xor(a: Operand, b: Operand) -> ExTensor:
     errors=(BadInput((np.zeros(3), "flaot32"), ValueError, "did you mean"),),
 )
 def astype(x: ExTensor, dtype: DTypeLike) -> ExTensor:
-    """x in another dtype, rounded to nearest even; x itself if it has it."""
+    """Give x in another dtype, rounded to nearest even; x itself if it has it."""
     tensors_only("astype", x)
     wanted = as_dtype(dtype)
     if wanted is x.dtype:

@@ -156,7 +156,7 @@ def quantize(
 @primitive(
     forward=lambda backend, q: backend.dequantize(q) if isinstance(q, QuantArray) else q,
     vjps=(lambda g, out, q: g,),
-    reads="nothing",
+    reads="inputs",
     takes_blocked=True,
     check="forward",
     samples=lambda rng: [Sample((rng.standard_normal((4, 40)).astype(np.float32),))],

@@ -134,14 +134,10 @@ def _vjp_at(
     to_float=True,
     samples=_samples,
     errors=(
-        BadInput((np.zeros((1, 4, 5)), np.zeros((4, 4, 3, 3))), ValueError, r"wanted x \(N, C"),
-        BadInput(
-            (np.zeros((1, 4, 5, 5)), np.zeros((4, 3, 3, 3))), ValueError, "w with 4 channels"
-        ),
+        BadInput((np.zeros((1, 4, 5)), np.zeros((4, 4, 3, 3))), ValueError, "wanted x (N, C"),
+        BadInput((np.zeros((1, 4, 5, 5)), np.zeros((4, 3, 3, 3))), ValueError, "w with 4 channels"),
         BadInput((np.zeros((1, 4, 2, 2)), np.zeros((4, 4, 3, 3))), ValueError, "does not fit"),
-        BadInput(
-            (np.zeros((1, 4, 5, 5)), np.zeros((4, 4, 3, 3)), np.zeros(3)), ValueError, "bias"
-        ),
+        BadInput((np.zeros((1, 4, 5, 5)), np.zeros((4, 4, 3, 3)), np.zeros(3)), ValueError, "bias"),
         BadInput(
             (np.zeros((1, 4, 5, 5)), np.zeros((4, 4, 3, 3))), ValueError, "stride", {"stride": 0}
         ),
@@ -165,7 +161,9 @@ def conv2d(
         x: images (N, C, H, W).
         w: kernels (O, C / groups, kh, kw).
         bias: added per output channel, (O,).
-        stride, padding, dilation: one number or (height, width); the padding is zeros.
+        stride: steps of the window, one number or (height, width).
+        padding: zeros on each side, likewise.
+        dilation: steps between the kernel's pixels, likewise.
         groups: channels are split into so many groups that do not see each other.
 
     Returns:

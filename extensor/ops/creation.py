@@ -45,7 +45,7 @@ def _matrix(name: str, x: ExTensor, k: int) -> ExTensor:
 
 @primitive(
     forward=lambda backend, x, k: backend.xp.tril(x, k),
-    vjps=(lambda g, out, x, k: tril(g, k),),
+    vjps=(lambda g, out, x, k: apply("tril", g, k=k),),
     reads="nothing",
     moves=True,
     samples=lambda rng: [Sample((rng.normal(size=(2, 3, 4)), 1))],
@@ -58,7 +58,7 @@ def tril(x: ExTensor, k: int = 0) -> ExTensor:
 
 @primitive(
     forward=lambda backend, x, k: backend.xp.triu(x, k),
-    vjps=(lambda g, out, x, k: triu(g, k),),
+    vjps=(lambda g, out, x, k: apply("triu", g, k=k),),
     reads="nothing",
     moves=True,
     samples=lambda rng: [Sample((rng.normal(size=(2, 3, 4)), -1))],

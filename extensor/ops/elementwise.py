@@ -15,9 +15,30 @@ from extensor.ops.arguments import NO_TENSOR, quiet, tensors_only, unary_samples
 from extensor.ops.erf import erf_array
 
 __all__ = [
-    "abs", "ceil", "cos", "erf", "exp", "expm1", "floor", "isfinite", "isinf", "isnan", "log",
-    "log10", "log1p", "log2", "round", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "square", "tan",
-    "tanh", "trunc",
+    "abs",
+    "ceil",
+    "cos",
+    "erf",
+    "exp",
+    "expm1",
+    "floor",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "log",
+    "log1p",
+    "log2",
+    "log10",
+    "round",
+    "rsqrt",
+    "sigmoid",
+    "sign",
+    "sin",
+    "sqrt",
+    "square",
+    "tan",
+    "tanh",
+    "trunc",
 ]  # fmt: skip
 
 
@@ -31,7 +52,7 @@ __all__ = [
     errors=NO_TENSOR,
 )
 def exp(x: ExTensor) -> ExTensor:
-    """e to the power x."""
+    """The exponential function, e ** x."""
     tensors_only("exp", x)
     return apply("exp", x)
 
@@ -46,7 +67,7 @@ def exp(x: ExTensor) -> ExTensor:
     errors=NO_TENSOR,
 )
 def expm1(x: ExTensor) -> ExTensor:
-    """exp(x) - 1, exact for small x."""
+    """The exponential less one, exp(x) - 1, exact for small x."""
     tensors_only("expm1", x)
     return apply("expm1", x)
 
@@ -76,7 +97,7 @@ def log(x: ExTensor) -> ExTensor:
     errors=NO_TENSOR,
 )
 def log1p(x: ExTensor) -> ExTensor:
-    """log(1 + x), exact for small x."""
+    """The logarithm of one more, log(1 + x), exact for small x."""
     tensors_only("log1p", x)
     return apply("log1p", x)
 
@@ -147,7 +168,7 @@ def rsqrt(x: ExTensor) -> ExTensor:
     errors=NO_TENSOR,
 )
 def square(x: ExTensor) -> ExTensor:
-    """x * x."""
+    """The square, x * x."""
     tensors_only("square", x)
     return apply("square", x)
 
@@ -346,4 +367,3 @@ def isfinite(x: ExTensor) -> ExTensor:
     """Whether each value is neither NaN nor an infinity."""
     tensors_only("isfinite", x)
     return apply("isfinite", x)
-

@@ -51,7 +51,7 @@ def _horner(coefficients: Any, x: Any) -> Any:
 
 
 def erf_array(xp: Any, x: Any) -> Any:
-    """erf of a float32 or float64 array, within 2 units in the last place of 1."""
+    """The error function of a float32 or float64 array, within 2 units in the last place of 1."""
     wide = x.dtype == np.float64
     x = xp.asarray(x)
     magnitude = xp.minimum(xp.abs(x), 30)  # erf is 1 long before, and exp(-x**2) stays a number

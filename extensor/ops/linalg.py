@@ -42,8 +42,9 @@ def _fused_vjp(backend: Any, g: Any, out: None, inputs: Any, needs: Any) -> Any:
 
 
 def _matmul_samples(rng: np.random.Generator) -> list[Sample]:
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
     shapes = [((2, 3), (3, 4)), ((2, 3, 4), (4, 2)), ((2, 1, 3, 4), (3, 4, 2))]
-    shapes += [((4,), (4,)), ((3,), (3, 4)), ((2, 3, 4), (4,))]  # type: ignore[list-item]
+    shapes += [((4,), (4,)), ((3,), (3, 4)), ((2, 3, 4), (4,))]
     made = [(rng.normal(size=a), rng.normal(size=b)) for a, b in shapes]
     return [Sample(p, expected=np.matmul(*p)) for p in made]
 

@@ -38,7 +38,7 @@ def _window(name: str, x: ExTensor, kernel: Pair, stride: Pair | None, padding: 
 
 
 _ERRORS = (
-    BadInput((np.zeros((4, 4)), 2), ValueError, r"wanted x \(N, C, H, W\)"),
+    BadInput((np.zeros((4, 4)), 2), ValueError, "wanted x (N, C, H, W)"),
     BadInput((np.zeros((1, 1, 4, 4)), 5), ValueError, "does not fit"),
     BadInput((np.zeros((1, 1, 4, 4)), 2, 2, 2), ValueError, "half the kernel"),
     BadInput((np.zeros((1, 1, 4, 4)), 2.5), TypeError, "an int or two"),
@@ -56,9 +56,7 @@ def _samples(rng: np.random.Generator) -> Iterator[Sample]:
 @primitive(
     forward=lambda backend, x, window: backend.max_pool2d(x, window),
     vjps=(
-        lambda g, out, x, window, saved: apply(
-            "max_pool2d_grad", g, index=saved, shape=x.shape
-        ),
+        lambda g, out, x, window, saved: apply("max_pool2d_grad", g, index=saved, shape=x.shape),
     ),
     fused_vjp=lambda backend, g, out, inputs, needs, window, saved: (
         backend.max_pool2d_grad(g, saved, inputs[0].shape),
@@ -76,8 +74,9 @@ def max_pool2d(
 
     Args:
         x: (N, C, H, W).
-        kernel, stride, padding: one number or (height, width); the stride is the kernel's if
-            None. Padding never wins, and is at most half the kernel.
+        kernel: the window, one number or (height, width).
+        stride: its steps, likewise; the kernel's size if None.
+        padding: on each side, likewise, at most half the kernel; it never wins.
 
     Returns:
         (N, C, Ho, Wo), Ho = (H + 2 padding - kh) // stride + 1.
@@ -112,9 +111,7 @@ def _max_pool2d_grad(g: ExTensor, index: Any, shape: tuple[int, ...]) -> ExTenso
 
 @primitive(
     forward=_gather,
-    vjps=(
-        lambda h, out, x, index: apply("max_pool2d_grad", h, index=index, shape=x.shape),
-    ),
+    vjps=(lambda h, out, x, index: apply("max_pool2d_grad", h, index=index, shape=x.shape),),
     reads="nothing",
     samples=lambda rng: [Sample((rng.normal(size=(1, 1, 3, 3)),), {"index": _INDEX})],
 )
@@ -156,9 +153,7 @@ def _avg_pool_grad(backend: Any, g: Any, shape: tuple[int, ...], window: Window)
 
 @primitive(
     forward=_avg_pool,
-    vjps=(
-        lambda g, out, x, window: apply("avg_pool2d_grad", g, shape=x.shape, window=window),
-    ),
+    vjps=(lambda g, out, x, window: apply("avg_pool2d_grad", g, shape=x.shape, window=window),),
     fused_vjp=lambda backend, g, out, inputs, needs, window: (
         _avg_pool_grad(backend, g, inputs[0].shape, window),
     ),
@@ -192,7 +187,7 @@ def _avg_pool2d_grad(g: ExTensor, shape: tuple[int, ...], window: Window) -> ExT
 
 @composite(
     samples=lambda rng: [Sample((rng.normal(size=(2, 3, 4, 4)),))],
-    errors=(BadInput((np.zeros((4, 4)),), ValueError, r"wanted x \(N, C, H, W\)"),),
+    errors=(BadInput((np.zeros((4, 4)),), ValueError, "wanted x (N, C, H, W)"),),
 )
 def global_avg_pool2d(x: ExTensor) -> ExTensor:
     """The mean of each image: (N, C, H, W) -> (N, C, 1, 1)."""

@@ -168,7 +168,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     ),
 )
 def quantized_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTensor:
-    """x w^T with operands quantized by a layer's recipe, in all three GEMMs.
+    """X w^T with operands quantized by a layer's recipe, in all three GEMMs.
 
     Args:
         x: (..., K), float32 or a 16-bit float.

@@ -106,7 +106,7 @@ def sum(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), (2,)), ValueError, "broadcasts to"),),
 )
 def sum_to(x: ExTensor, shape: tuple[int, ...]) -> ExTensor:
-    """x summed over the axes along which ``shape`` broadcasts to its shape.
+    """Give x summed over the axes along which ``shape`` broadcasts to its shape.
 
     Raises:
         ValueError: if ``shape`` does not broadcast to x's.
@@ -241,9 +241,7 @@ def min(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
         BadInput((np.zeros((1, 3)), 0), ValueError, "more than 1", {"correction": 1}),
     ),
 )
-def var(
-    x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: float = 0
-) -> ExTensor:
+def var(x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> ExTensor:
     """The variance over ``axis``, in two passes: sum((x - mean)**2) / (n - correction).
 
     Raises:
@@ -261,9 +259,7 @@ def var(
 
 
 @composite(samples=_samples(np.std), errors=_ERRORS)
-def std(
-    x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: float = 0
-) -> ExTensor:
+def std(x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> ExTensor:
     """The square root of `var`; its gradient is not defined where the variance is zero."""
     return var(x, axis, keepdims, correction).sqrt()
 
@@ -357,8 +353,9 @@ def _logsumexp(backend: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> A
 @primitive(
     forward=_logsumexp,
     vjps=(
-        lambda g, out, x, axis, keepdims: _expand(g, axis, keepdims)
-        * (x - _expand(out, axis, keepdims)).exp(),
+        lambda g, out, x, axis, keepdims: (
+            _expand(g, axis, keepdims) * (x - _expand(out, axis, keepdims)).exp()
+        ),
     ),
     to_float=True,
     samples=_samples(lambda x, axis, keepdims: np.log(np.exp(x).sum(axis, keepdims=keepdims))),

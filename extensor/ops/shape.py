@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -40,13 +41,13 @@ __all__ = [
     ),
 )
 def reshape(x: ExTensor, shape: int | Sequence[int]) -> ExTensor:
-    """x with another shape of as many elements, in row-major order; one axis may be -1.
+    """Give x with another shape of as many elements, in row-major order; one axis may be -1.
 
     Raises:
         TypeError, ValueError: for a shape that is no ints, or of another number of elements.
     """
     tensors_only("reshape", x)
-    sizes = list(shape) if isinstance(shape, (tuple, list)) else [shape]
+    sizes: list[Any] = list(shape) if isinstance(shape, (tuple, list)) else [shape]
     unknown = [i for i, n in enumerate(sizes) if isinstance(n, (int, np.integer)) and n == -1]
     if len(unknown) > 1:
         raise ValueError(f"reshape: wanted at most one -1, got {shape!r}")
@@ -94,7 +95,7 @@ def ravel(x: ExTensor) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), 0), ValueError, "length 1"),),
 )  # fmt: skip
 def squeeze(x: ExTensor, axis: Axis = None) -> ExTensor:
-    """x without its axes of length 1, or without ``axis``.
+    """Give x without its axes of length 1, or without ``axis``.
 
     Raises:
         ValueError: if a named axis has another length.
@@ -114,7 +115,7 @@ def squeeze(x: ExTensor, axis: Axis = None) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), 3), ValueError, "wanted -3..2"),),
 )
 def expand_dims(x: ExTensor, axis: int) -> ExTensor:
-    """x with an axis of length 1 put in at ``axis`` of the result."""
+    """Give x with an axis of length 1 put in at ``axis`` of the result."""
     tensors_only("expand_dims", x)
     at = axis_index("expand_dims", axis, x.ndim + 1)
     return reshape(x, (*x.shape[:at], 1, *x.shape[at:]))
@@ -146,9 +147,7 @@ def broadcast_to(x: ExTensor, shape: Sequence[int]) -> ExTensor:
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(
-            f"broadcast_to: wanted a shape that {x.shape} broadcasts to, got {wanted}"
-        )
+        raise ValueError(f"broadcast_to: wanted a shape that {x.shape} broadcasts to, got {wanted}")
     return x if x.shape == wanted else apply("broadcast_to", x, shape=wanted)
 
 
@@ -163,7 +162,7 @@ def broadcast_to(x: ExTensor, shape: Sequence[int]) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), (0, 0)), ValueError, "each axis once"),),
 )
 def permute(x: ExTensor, axes: Sequence[int]) -> ExTensor:
-    """x with its axes in another order.
+    """Give x with its axes in another order.
 
     Raises:
         ValueError: unless ``axes`` names each axis once.
@@ -204,9 +203,7 @@ def transpose(x: ExTensor, *axes: Any) -> ExTensor:
     if len(axes) == x.ndim and len({int(a) % x.ndim for a in axes}) == x.ndim > 2:
         return permute(x, axes)
     if len(axes) != 2:
-        raise ValueError(
-            f"transpose: wanted no axes, two, or all {x.ndim} of them, got {axes}"
-        )
+        raise ValueError(f"transpose: wanted no axes, two, or all {x.ndim} of them, got {axes}")
     return swapaxes(x, *axes)
 
 
@@ -215,7 +212,7 @@ def transpose(x: ExTensor, *axes: Any) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), 0, 2), ValueError, "wanted -2..1"),),
 )
 def swapaxes(x: ExTensor, first: int, second: int) -> ExTensor:
-    """x with two axes exchanged."""
+    """Give x with two axes exchanged."""
     tensors_only("swapaxes", x)
     order = list(range(x.ndim))
     a, b = axis_index("swapaxes", first, x.ndim), axis_index("swapaxes", second, x.ndim)
@@ -233,7 +230,7 @@ def swapaxes(x: ExTensor, first: int, second: int) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),),
 )
 def flip(x: ExTensor, axis: Axis = None) -> ExTensor:
-    """x backwards along ``axis`` (all axes if None)."""
+    """Give x backwards along ``axis`` (all axes if None)."""
     tensors_only("flip", x)
     return apply("flip", x, axis=axis_tuple("flip", axis, x.ndim))
 
@@ -251,9 +248,7 @@ def _span(inputs: Sequence[Any], index: int, axis: int) -> slice:
     return slice(start, start + inputs[index].shape[axis])
 
 
-def _concatenate_vjp(
-    index: int, g: ExTensor, out: None, *inputs: ExTensor, axis: int
-) -> ExTensor:
+def _concatenate_vjp(index: int, g: ExTensor, out: None, *inputs: ExTensor, axis: int) -> ExTensor:
     return g[(*(slice(None),) * axis, _span(inputs, index, axis))]
 
 
@@ -313,7 +308,7 @@ def stack(tensors: Sequence[ExTensor], axis: int = 0) -> ExTensor:
     ),
 )  # fmt: skip
 def split(x: ExTensor, sections: int | Sequence[int], axis: int = 0) -> list[ExTensor]:
-    """x in pieces along ``axis``: so many equal ones, or cut at the given positions.
+    """Give x in pieces along ``axis``: so many equal ones, or cut at the given positions.
 
     Raises:
         ValueError: if a number of pieces does not divide the axis, or positions do not ascend.
@@ -333,7 +328,7 @@ def split(x: ExTensor, sections: int | Sequence[int], axis: int = 0) -> list[ExT
             raise ValueError(f"split: wanted a number that divides {length}, got {sections}")
         cuts = [i * (length // count) for i in range(count + 1)]
     before = (slice(None),) * at
-    return [x[(*before, slice(a, b))] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [x[(*before, slice(a, b))] for a, b in itertools.pairwise(cuts)]
 
 
 @composite(
@@ -344,7 +339,7 @@ def split(x: ExTensor, sections: int | Sequence[int], axis: int = 0) -> list[ExT
     errors=(BadInput((np.zeros(3), -1), ValueError, "0 or more"),),
 )
 def tile(x: ExTensor, repeats: int | Sequence[int]) -> ExTensor:
-    """x laid side by side ``repeats`` times along each axis, counted from the last."""
+    """Give x laid side by side ``repeats`` times along each axis, counted from the last."""
     tensors_only("tile", x)
     times = as_shape(repeats if isinstance(repeats, int) else tuple(repeats), "tile")
     ndim = max(len(times), x.ndim)
@@ -382,7 +377,7 @@ def repeat(x: ExTensor, repeats: int, axis: int | None = None) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), 1, 2), ValueError, "wanted -2..1"),),
 )
 def roll(x: ExTensor, shift: int, axis: int | None = None) -> ExTensor:
-    """x moved by ``shift`` along ``axis``, what leaves coming in at the other end."""
+    """Give x moved by ``shift`` along ``axis``, what leaves coming in at the other end."""
     tensors_only("roll", x)
     if axis is None:
         return reshape(roll(ravel(x), shift, 0), x.shape)
@@ -414,7 +409,7 @@ def roll(x: ExTensor, shift: int, axis: int | None = None) -> ExTensor:
     ),
 )
 def pad(x: ExTensor, widths: int | Sequence[Sequence[int]], value: float = 0.0) -> ExTensor:
-    """x with ``value`` around it: (before, after) for each axis, or one width for all.
+    """Give x with ``value`` around it: (before, after) for each axis, or one width for all.
 
     Raises:
         ValueError: for another number of pairs, or negative widths.
@@ -422,8 +417,6 @@ def pad(x: ExTensor, widths: int | Sequence[Sequence[int]], value: float = 0.0) 
     tensors_only("pad", x)
     each = [(widths, widths)] * x.ndim if isinstance(widths, int) else list(widths)
     if len(each) != x.ndim or any(len(w) != 2 for w in each):
-        raise ValueError(
-            f"pad: wanted (before, after) for each of {x.ndim} axes, got {widths!r}"
-        )
+        raise ValueError(f"pad: wanted (before, after) for each of {x.ndim} axes, got {widths!r}")
     sizes = tuple(as_shape(tuple(w), "pad") for w in each)
     return apply("pad", x, widths=sizes, value=value)

@@ -52,7 +52,7 @@ def argsort(x: ExTensor, axis: int = -1, descending: bool = False) -> ExTensor:
 
 @composite(samples=_samples, errors=_ERRORS)
 def sort(x: ExTensor, axis: int = -1, descending: bool = False) -> ExTensor:
-    """x sorted along ``axis``; see `argsort`."""
+    """Give x sorted along ``axis``; see `argsort`."""
     return gather(x, argsort(x, axis, descending), axis)
 
 
@@ -60,9 +60,7 @@ def sort(x: ExTensor, axis: int = -1, descending: bool = False) -> ExTensor:
     samples=lambda rng: [Sample((rng.permutation(12).reshape(3, 4).astype(float), 2))],
     errors=(BadInput((np.zeros((2, 3)), 4), ValueError, "wanted 0..3"),),
 )
-def topk(
-    x: ExTensor, k: int, axis: int = -1, largest: bool = True
-) -> tuple[ExTensor, ExTensor]:
+def topk(x: ExTensor, k: int, axis: int = -1, largest: bool = True) -> tuple[ExTensor, ExTensor]:
     """The k largest (or smallest) values along ``axis``, best first, and their positions.
 
     Raises:
@@ -83,10 +81,8 @@ def topk(
     ],
     errors=(BadInput((np.zeros(3), 101.0), ValueError, "wanted 0..100"),),
 )
-def percentile(
-    x: ExTensor, q: float, axis: Axis = None, keepdims: bool = False
-) -> ExTensor:
-    """The q-th percentile over ``axis``, linear between the two nearest values; NaN if there is one.
+def percentile(x: ExTensor, q: float, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    """The q-th percentile over ``axis``, linear between the two nearest values; NaN if one is.
 
     Raises:
         ValueError: for q outside 0..100, or no values.

@@ -98,7 +98,8 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
                 chosen.append(slice(None))
             elif axis == spec.axis and name == "codes":
                 bits = spec.row.element.bits
-                chosen.append(slice(start * bits // 8, -(-stop * bits // 8)))
+                end = None if stop == length else stop * bits // 8  # the tail keeps its padding
+                chosen.append(slice(start * bits // 8, end))
             elif stored_extent[axis] == 1 or name == "codes":
                 chosen.append(entry)
             elif spec.tile == "tensor":

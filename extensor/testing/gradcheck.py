@@ -126,9 +126,7 @@ def _check_direction(
             _leaf(ExTensor(x.numpy() + h * directions[i])) if i in directions else x
             for i, x in enumerate(points)
         ]
-        terms = [
-            y.numpy() * w.numpy() for y, w in zip(_outputs(f(*shifted)), weights, strict=True)
-        ]
+        terms = [y.numpy() * w.numpy() for y, w in zip(_outputs(f(*shifted)), weights, strict=True)]
         return (
             float(sum(t.sum() for t in terms)),
             float(sum(np.abs(t).sum() for t in terms)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from extensor import ExTensor, nn, ops
+from extensor import ExTensor, nn, relu
 from models.lenet.configs import LeNetConfig
 
 __all__ = ["LeNet", "build"]
@@ -35,11 +35,11 @@ class LeNet(nn.Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """Images (N, C, H, W) float32 to logits (N, classes)."""
-        x = self.pool(ops.relu(self.conv1(x)))
-        x = self.pool(ops.relu(self.conv2(x)))
+        x = self.pool(relu(self.conv1(x)))
+        x = self.pool(relu(self.conv2(x)))
         x = x.reshape(x.shape[0], -1)
-        x = ops.relu(self.fc1(x))
-        x = ops.relu(self.fc2(x))
+        x = relu(self.fc1(x))
+        x = relu(self.fc2(x))
         return self.fc3(x)
 
 

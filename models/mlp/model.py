@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from extensor import ExTensor, nn, ops
+from extensor import ExTensor, nn, relu
 from models.mlp.configs import MLPConfig
 
 __all__ = ["MLP", "build"]
@@ -30,7 +30,7 @@ class MLP(nn.Module):
         x = x.reshape(x.shape[0], -1)
         *hidden, last = self.layers
         for layer in hidden:
-            x = ops.relu(layer(x))
+            x = relu(layer(x))
         return last(x)
 
 

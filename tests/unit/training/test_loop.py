@@ -71,7 +71,7 @@ def fitted(config: RunConfig, out: Path, *callbacks: Callback) -> Trainer:
 
 def test_a_run_leaves_everything(small: Make, tmp_path: Path) -> None:
     out, console = tmp_path / "run", Console(file=io.StringIO(), width=100)
-    config = small(recipe="mxfp4", label_smoothing=0.1, clip_norm=1.0, augment=True)
+    config = small(recipe="mxfp4", label_smoothing=0.1, clip_norm=1.0, augment=True, lr=0.05)
     result = train(config, out, resume=False, console=console)
     assert {p.name for p in out.iterdir()} == {
         "config.toml",

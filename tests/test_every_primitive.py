@@ -1,0 +1,265 @@
+"""Every operation in the registry, by what its declaration says about it.
+
+Nothing here names an operation: whoever declares one is tested.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+import extensor.ops.quantized  # the registry is complete once its declarations are imported
+from extensor.autograd.primitive import FUNCTIONS, OPS, Op, Primitive, Sample
+from extensor.autograd.pullback import node_gradients
+from extensor.testing import assert_bitwise_equal, gradcheck, gradgradcheck
+
+HALVES = (et.float16, et.bfloat16)
+
+
+def _samples(op: Op) -> list[Sample]:
+    return list(op.samples(np.random.default_rng(zlib.crc32(op.name.encode()))))
+
+
+def _cases(*kinds: str) -> list[Any]:
+    return [
+        pytest.param(op, sample, id=f"{name}-{i}")
+        for name, op in sorted(OPS.items())
+        if op.check in kinds
+        for i, sample in enumerate(_samples(op))
+    ]
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.float64
+
+
+class Call:
+    """An operation with a sample's arguments, as a function of the float64 ones."""
+
+    def __init__(self, op: Op, sample: Sample) -> None:
+        self.op, self.sample = op, sample
+        self.points: list[np.ndarray[Any, Any]] = []
+        for value in self._flat():
+            if _is_float(value):
+                self.points.append(value)
+
+    def _flat(self) -> Iterator[Any]:
+        for value in self.sample.args:
+            yield from value if isinstance(value, list) else [value]
+
+    def inputs(self, dtype: Any = et.float64, requires_grad: bool = False) -> list[et.ExTensor]:
+        made = [et.ExTensor(p, dtype) for p in self.points]
+        for tensor in made:
+            tensor.requires_grad = requires_grad
+        return made
+
+    def __call__(self, *inputs: et.ExTensor) -> Any:
+        rest = iter(inputs)
+
+        def made(value: Any) -> Any:
+            if isinstance(value, list) and any(isinstance(v, np.ndarray) for v in value):
+                return [made(v) for v in value]
+            if not isinstance(value, np.ndarray):
+                return value
+            return next(rest) if _is_float(value) else et.ExTensor(value)
+
+        return self.op.function(*[made(v) for v in self.sample.args], **self.sample.kwargs)
+
+
+def _outputs(result: Any) -> list[et.ExTensor]:
+    return [result] if isinstance(result, et.ExTensor) else list(result)
+
+
+def _nodes(result: Any) -> Iterator[Any]:
+    stack = [t.node for t in _outputs(result) if t.node is not None]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(e for e in node.edges if e is not None and not isinstance(e, et.ExTensor))
+
+
+def test_the_registry_is_not_empty() -> None:
+    assert len(OPS) > 100
+    assert all(FUNCTIONS[name] is op.function for name, op in OPS.items())
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_declarations_are_complete(name: str) -> None:
+    op = OPS[name]
+    assert _samples(op), "an operation without samples is not tested"
+    assert op.function.__doc__, "an operation without a docstring"
+    if not op.function.__name__.startswith("_") and not (op.primitive and op.primitive.once):
+        assert op.errors or op.check == "forward", "an operation without bad inputs"
+    if op.primitive is None or op.primitive.no_vjp or op.primitive.once:
+        return
+    if op.primitive.takes_blocked:
+        return  # central differences cannot move a code; tested with the quantized operations
+    assert op.check in ("gradgrad", "grad"), "a gradient that nothing checks"
+
+
+@pytest.mark.parametrize(("op", "sample"), _cases("gradgrad", "grad", "forward"))
+def test_forward(op: Op, sample: Sample) -> None:
+    call = Call(op, sample)
+    inputs = call.inputs()
+    before = [x.numpy().copy() for x in inputs]
+    result = call(*inputs)
+    for x, old in zip(inputs, before, strict=True):
+        assert_bitwise_equal(x.numpy(), old, f"{op.name} wrote to its input")
+    if sample.expected is not None:
+        np.testing.assert_allclose(result.numpy(), sample.expected, rtol=1e-12, atol=1e-14)
+        assert result.numpy().shape == np.shape(sample.expected)
+
+
+@pytest.mark.parametrize(("op", "sample"), _cases("gradgrad", "grad"))
+def test_float32_is_near_float64(op: Op, sample: Sample) -> None:
+    call = Call(op, sample)
+    if op.name == "astype":
+        pytest.skip("its sample names the result's dtype")
+    exact = _outputs(call(*call.inputs()))
+    for rough, fine in zip(_outputs(call(*call.inputs(et.float32))), exact, strict=True):
+        if fine.dtype is et.float64:
+            assert rough.dtype is et.float32, "an operation that widens float32"
+            np.testing.assert_allclose(rough.numpy(), fine.numpy(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("op", "sample"), _cases("gradgrad", "grad"))
+def test_first_derivative(op: Op, sample: Sample) -> None:
+    call = Call(op, sample)
+    assert call.points, "a differentiable operation needs a float64 sample"
+    gradcheck(call, call.inputs())
+
+
+@pytest.mark.parametrize(("op", "sample"), _cases("gradgrad"))
+def test_second_derivative(op: Op, sample: Sample) -> None:
+    call = Call(op, sample)
+    gradgradcheck(call, call.inputs())
+
+
+@pytest.mark.parametrize(
+    ("op", "bad"),
+    [
+        pytest.param(op, bad, id=f"{name}-{i}")
+        for name, op in sorted(OPS.items())
+        for i, bad in enumerate(op.errors)
+    ],
+)
+def test_bad_inputs_are_refused(op: Op, bad: Any) -> None:
+    call = Call(op, Sample(bad.args, bad.kwargs))
+    with pytest.raises(bad.error, match=re.escape(bad.match)):
+        call(*call.inputs())
+
+
+@pytest.mark.parametrize("dtype", [et.float32, et.float64], ids=lambda d: d.name)
+@pytest.mark.parametrize(("op", "sample"), _cases("gradgrad", "grad"))
+def test_fused_gradients_are_the_composite_ones(op: Op, sample: Sample, dtype: Any) -> None:
+    call = Call(op, sample)
+    rng = np.random.default_rng(3)
+    for node in _nodes(call(*call.inputs(dtype, requires_grad=True))):
+        primitive = node.primitive
+        if primitive.fused_vjp is None or not (primitive.vjps or primitive.vjp_at):
+            continue
+        needs = [e is not None and primitive.has_vjp(i) for i, e in enumerate(node.edges)]
+        shape = _forward_again(node).shape
+        g = rng.normal(size=shape).astype(dtype.numpy)
+        with et.no_grad():
+            fused = node_gradients(node, g, needs, create_graph=False)
+            composite = node_gradients(node, g, needs, create_graph=False, fused=False)
+        tolerance = 1e-12 if dtype is et.float64 else 2e-6
+        for a, b in zip(fused, composite, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.dtype == b.dtype == dtype.numpy
+                np.testing.assert_allclose(
+                    a, b, rtol=tolerance * 10, atol=tolerance * max(1, np.abs(b).max(initial=0))
+                )
+
+
+def _forward_again(node: Any) -> Any:
+    """The node's output, from what its gradient may read or from stand-ins of the same shape."""
+    if node.out is not None:
+        return node.out
+    arrays = node.arrays
+    if arrays is None:
+        arrays = [np.zeros(shape, dtype) for shape, dtype in node.specs]
+    out = node.primitive.forward(node.backend, *arrays, **node.params)
+    return np.asarray(out[0] if node.primitive.saves else out)
+
+
+@pytest.mark.parametrize("half", HALVES, ids=lambda d: d.name)
+@pytest.mark.parametrize(("op", "sample"), _cases("gradgrad", "grad", "forward"))
+def test_16_bit_floats_compute_in_float32_and_round_once(op: Op, sample: Sample, half: Any) -> None:
+    call = Call(op, sample)
+    if op.primitive is None or not call.points or op.name == "astype":
+        return  # a composite rounds once per operation that it is made of
+    narrow = call.inputs(half)
+    wide = [x.astype(et.float32) for x in narrow]
+    for result, exact in zip(_outputs(call(*narrow)), _outputs(call(*wide)), strict=True):
+        if exact.dtype is et.float32:
+            assert result.dtype is half
+            with np.errstate(over="ignore"):
+                rounded = exact.numpy().astype(half.numpy)
+            assert_bitwise_equal(result.numpy(), rounded, op.name)
+        elif not exact.dtype.is_blocked:
+            assert_bitwise_equal(result.numpy(), exact.numpy(), op.name)
+
+
+@pytest.mark.parametrize(("op", "sample"), _cases("gradgrad", "grad"))
+def test_gradients_have_the_dtype_of_their_tensors(op: Op, sample: Sample) -> None:
+    call = Call(op, sample)
+    if op.name == "astype":
+        return
+    inputs = call.inputs(et.bfloat16, requires_grad=True)
+    for y in _outputs(call(*inputs)):
+        if y.requires_grad:
+            y.backward(et.ones_like(y), retain_graph=True)
+    for x in inputs:
+        if x.grad is not None:
+            assert x.grad.dtype is et.bfloat16
+            assert x.grad.shape == x.shape
+
+
+def test_a_wrong_vjp_is_caught() -> None:
+    """The checks above can fail: a factor of 1.0001, and a second derivative left out."""
+    x = et.ExTensor(np.linspace(0.5, 1.5, 6))
+    right = OPS["exp"]
+    from extensor.autograd import primitive as registry
+
+    def planted(vjp: Any) -> Any:
+        made = Primitive("exp", right.primitive.forward, vjps=(vjp,))  # type: ignore[union-attr]
+        registry.PRIMITIVES["exp"] = made
+
+    try:
+        planted(lambda g, out, x: g * out * 1.0001)
+        with pytest.raises(AssertionError, match="the gradient says"):
+            gradcheck(et.exp, x)
+        planted(lambda g, out, x: g * out.detach())
+        gradcheck(et.exp, x)
+        with pytest.raises(AssertionError, match="the gradient says"):
+            gradgradcheck(et.exp, x)
+        planted(lambda g, out, x: g.sum())
+        with pytest.raises(RuntimeError, match="mistake in the primitive's declaration"):
+            gradcheck(et.exp, x)
+    finally:
+        assert right.primitive is not None
+        registry.PRIMITIVES["exp"] = right.primitive
+    assert gradcheck(et.exp, x)
+    assert gradgradcheck(et.exp, x)
+
+
+@pytest.mark.parametrize("declared", [{}, {"vjps": (None,), "no_vjp": "why"}])
+def test_registration_wants_a_vjp_or_a_reason(declared: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="either VJPs or no_vjp"):
+        Primitive("nothing", lambda backend, x: x, **declared)
+
+
+def test_a_name_is_registered_once() -> None:
+    from extensor.autograd.primitive import composite
+
+    with pytest.raises(ValueError, match="already an operation named 'exp'"):
+        composite(samples=lambda rng: [], name="exp")(lambda x: x)

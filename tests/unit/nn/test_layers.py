@@ -1,0 +1,273 @@
+"""Layers: values against numpy and torch, options, shapes, and what they refuse."""
+
+import numpy as np
+import pytest
+
+import extensor.nn as nn
+from extensor.autograd.tensor import ExTensor
+from extensor.inspect import slot_health
+
+
+def tensor(shape, seed=0, **options):
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return ExTensor(values, **options)
+
+
+# Against torch: outputs and all gradients.
+
+AGAINST_TORCH = {
+    "linear": (lambda: nn.Linear(5, 3, rng=0), "Linear", (5, 3), {}, (4, 2, 5)),
+    "linear no bias": (
+        lambda: nn.Linear(5, 3, False, rng=0), "Linear", (5, 3), {"bias": False}, (4, 5),
+    ),
+    "conv": (lambda: nn.Conv2d(3, 4, 3, rng=0), "Conv2d", (3, 4, 3), {}, (2, 3, 7, 8)),
+    "conv options": (
+        lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), (2, 1), (1, 2), 2, False, rng=0),
+        "Conv2d",
+        (4, 6, (3, 2), (2, 1), (2, 1), (1, 2), 2, False),
+        {},
+        (2, 4, 9, 8),
+    ),
+    "depthwise": (
+        lambda: nn.Conv2d(4, 4, 3, groups=4, rng=0), "Conv2d", (4, 4, 3), {"groups": 4},
+        (2, 4, 6, 6),
+    ),
+    "max pool": (lambda: nn.MaxPool2d(3, 2, 1), "MaxPool2d", (3, 2, 1), {}, (2, 3, 7, 8)),
+    "avg pool": (lambda: nn.AvgPool2d((2, 3)), "AvgPool2d", ((2, 3),), {}, (2, 3, 6, 6)),
+    "avg pool padded": (lambda: nn.AvgPool2d(3, 2, 1), "AvgPool2d", (3, 2, 1), {}, (2, 3, 7, 7)),
+    "flatten": (lambda: nn.Flatten(), "Flatten", (), {}, (2, 3, 4)),
+    "layer norm": (lambda: nn.LayerNorm((4, 5)), "LayerNorm", ((4, 5),), {}, (3, 4, 5)),
+    "batch norm": (lambda: nn.BatchNorm2d(3), "BatchNorm2d", (3,), {}, (4, 3, 5, 2)),
+    "relu": (lambda: nn.ReLU(), "ReLU", (), {}, (3, 4)),
+    "relu6": (lambda: nn.ReLU6(), "ReLU6", (), {}, (3, 4)),
+    "sigmoid": (lambda: nn.Sigmoid(), "Sigmoid", (), {}, (3, 4)),
+    "tanh": (lambda: nn.Tanh(), "Tanh", (), {}, (3, 4)),
+    "silu": (lambda: nn.SiLU(), "SiLU", (), {}, (3, 4)),
+    "mish": (lambda: nn.Mish(), "Mish", (), {}, (3, 4)),
+    "selu": (lambda: nn.SELU(), "SELU", (), {}, (3, 4)),
+    "hard sigmoid": (lambda: nn.HardSigmoid(), "Hardsigmoid", (), {}, (3, 4)),
+    "hard swish": (lambda: nn.HardSwish(), "Hardswish", (), {}, (3, 4)),
+    "hard tanh": (lambda: nn.HardTanh(), "Hardtanh", (), {}, (3, 4)),
+    "softplus": (lambda: nn.Softplus(), "Softplus", (), {}, (3, 4)),
+    "elu": (lambda: nn.ELU(0.5), "ELU", (0.5,), {}, (3, 4)),
+    "gelu": (lambda: nn.GELU(), "GELU", (), {}, (3, 4)),
+    "gelu tanh": (lambda: nn.GELU("tanh"), "GELU", ("tanh",), {}, (3, 4)),
+    "leaky relu": (lambda: nn.LeakyReLU(0.2), "LeakyReLU", (0.2,), {}, (3, 4)),
+    "prelu": (lambda: nn.PReLU(0.1), "PReLU", (1, 0.1), {}, (3, 4)),
+    "softmax": (lambda: nn.Softmax(0), "Softmax", (0,), {}, (3, 4)),
+    "log softmax": (lambda: nn.LogSoftmax(), "LogSoftmax", (-1,), {}, (3, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AGAINST_TORCH)
+@pytest.mark.parametrize("training", [True, False])
+def test_outputs_and_gradients_as_torch(case, training):
+    torch = pytest.importorskip("torch")
+    make, name, args, options, shape = AGAINST_TORCH[case]
+    mine, theirs = make().train(training), getattr(torch.nn, name)(*args, **options).train(training)
+    pairs = list(zip(mine.parameters(), theirs.parameters(), strict=True))
+    with torch.no_grad():
+        for seed, (p, q) in enumerate(pairs):
+            values = p.numpy() + np.random.default_rng(seed).random(p.shape).astype(np.float32)
+            p.data = values
+            q.copy_(torch.tensor(values.reshape(tuple(q.shape))))
+    x = tensor(shape, 1, requires_grad=True)
+    z = torch.tensor(x.numpy().copy(), requires_grad=True)
+    y, want = mine(x), theirs(z)
+    np.testing.assert_allclose(y.numpy(), want.detach().numpy(), rtol=2e-5, atol=2e-6)
+    g = np.random.default_rng(2).standard_normal(y.shape).astype(np.float32)
+    y.backward(ExTensor(g))
+    want.backward(torch.tensor(g))
+    np.testing.assert_allclose(x.grad.numpy(), z.grad.numpy(), rtol=1e-4, atol=2e-5)
+    for p, q in pairs:
+        got = p.grad.numpy().reshape(tuple(q.shape))
+        np.testing.assert_allclose(got, q.grad.numpy(), rtol=1e-4, atol=2e-5)
+    if case == "batch norm":
+        for name in ("running_mean", "running_var"):
+            got, want = getattr(mine, name).numpy(), getattr(theirs, name).numpy()
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_values_without_torch():
+    layer = nn.Linear(3, 2)
+    x = tensor((4, 3))
+    want = x.numpy() @ layer.weight.numpy().T + layer.bias.numpy()
+    np.testing.assert_allclose(layer(x).numpy(), want, rtol=1e-6)
+    x = tensor((2, 3, 4, 5))
+    np.testing.assert_allclose(
+        nn.GlobalAvgPool2d()(x).numpy(), x.numpy().mean((2, 3)), rtol=1e-5, atol=1e-7
+    )
+    assert nn.Flatten(2)(x).shape == (2, 3, 20)
+    assert nn.Flatten(0)(x).shape == (120,)
+
+
+def test_initial_weights_are_bounded_by_the_fan_in():
+    for layer, fan in ((nn.Linear(64, 200, rng=0), 64), (nn.Conv2d(8, 90, 3, groups=2, rng=0), 36)):
+        for p in layer.parameters():
+            top = np.abs(p.numpy()).max()
+            assert 0.9 / np.sqrt(fan) < top <= 1 / np.sqrt(fan)
+
+
+# Recipes.
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Linear(64, 8, rng=0), (4, 64)), (nn.Conv2d(4, 8, 3, padding=1, rng=0), (2, 4, 6, 6))],
+)
+def test_a_recipe_quantizes_the_layer(layer, shape):
+    x = tensor(shape, 1, requires_grad=True)
+    exact = layer(x).numpy()
+    state = nn.apply_recipe(nn.Sequential(layer), "mxfp4_all")
+    y = layer(x)
+    error = np.abs(y.numpy() - exact).mean() / np.abs(exact).mean()
+    assert 0.01 < error < 0.5
+    y.sum().backward()
+    assert {row.slot for row in slot_health(state)} == {
+        "fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x",
+    }  # fmt: skip
+    nn.apply_recipe(nn.Sequential(layer), "fp32")
+    np.testing.assert_allclose(layer(x).numpy(), exact, rtol=1e-5, atol=1e-6)
+    layer.quant = None
+
+
+# Dropout.
+
+
+def test_dropout_keeps_the_mean_and_scales():
+    layer, x = nn.Dropout(0.25, rng=0), ExTensor(np.ones((100, 100), np.float32))
+    y = layer(x).numpy()
+    assert set(np.unique(y)) == {np.float32(0), np.float32(1) / np.float32(0.75)}
+    assert (y == 0).mean() == pytest.approx(0.25, abs=0.02)
+    assert (layer(x).numpy() != y).any()
+
+
+def test_dropout_passes_gradients_where_it_kept():
+    layer = nn.Dropout(0.5, rng=0)
+    x = ExTensor(np.ones((10, 10), np.float32), requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy(), y.numpy())
+
+
+def test_dropout_does_nothing_in_evaluation_or_for_zero():
+    x = tensor((3, 3))
+    layer = nn.Dropout(0.5, rng=0).eval()
+    assert layer(x) is x and nn.Dropout(0.0)(x) is x
+    assert layer.draws.tolist()[1] == 0
+
+
+def test_dropout_resumes_where_it_was():
+    x = ExTensor(np.ones((20, 20), np.float32))
+    through = nn.Dropout(0.5, rng=0)
+    want = [through(x).numpy() for _ in range(4)]
+    first = nn.Dropout(0.5, rng=0)
+    got = [first(x).numpy() for _ in range(2)]
+    second = nn.Dropout(0.5, rng=1)
+    second.load_state_dict(first.state_dict())
+    got += [second(x).numpy() for _ in range(2)]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_dropout2d_drops_whole_channels():
+    y = nn.Dropout2d(0.5, rng=0)(ExTensor(np.ones((8, 16, 3, 3), np.float32))).numpy()
+    per_channel = y.reshape(128, 9)
+    assert (per_channel == per_channel[:, :1]).all()
+    assert 0.3 < (per_channel[:, 0] == 0).mean() < 0.7
+
+
+def test_dropout_keeps_the_dtype():
+    for dtype in ("bfloat16", "float64"):
+        y = nn.Dropout(0.5, rng=0)(ExTensor(np.ones((4, 4)), dtype))
+        assert y.dtype.name == dtype
+
+
+# Batch norm.
+
+
+def test_batch_norm_in_evaluation_uses_the_running_statistics():
+    layer = nn.BatchNorm2d(2, eps=1e-3).eval()
+    layer.running_mean.assign_(np.array([1.0, -1.0], np.float32))
+    layer.running_var.assign_(np.array([4.0, 0.25], np.float32))
+    x = tensor((3, 2, 2, 2))
+    mean, var = np.array([1.0, -1.0]), np.array([4.0, 0.25])
+    want = (x.numpy() - mean[:, None, None]) / np.sqrt(var + 1e-3)[:, None, None]
+    np.testing.assert_allclose(layer(x).numpy(), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(layer.running_mean.numpy(), mean)
+
+
+# What they refuse.
+
+IMAGE = (2, 3, 8, 8)
+BAD_CALLS = [
+    (nn.Linear(4, 2), (3, 5), r"Linear: wanted an input of shape \(..., 4\), got \(3, 5\)"),
+    (nn.Linear(4, 2), (), "Linear: wanted an input"),
+    (nn.Conv2d(3, 4, 3), (3, 8, 8), r"Conv2d: wanted an input of shape \(N, 3, H, W\)"),
+    (nn.Conv2d(4, 4, 3), IMAGE, r"\(N, 4, H, W\), got \(2, 3, 8, 8\)"),
+    (nn.Conv2d(3, 4, 9), IMAGE, "conv2d"),
+    (nn.MaxPool2d(2), (3, 8, 8), "max_pool2d: wanted x"),
+    (nn.MaxPool2d(9), IMAGE, "max_pool2d"),
+    (nn.MaxPool2d(2, padding=2), IMAGE, "max_pool2d"),
+    (nn.AvgPool2d(2), (3, 8, 8), "avg_pool2d: wanted x"),
+    (nn.GlobalAvgPool2d(), (3, 8, 8), r"GlobalAvgPool2d: wanted .*\(N, C, H, W\)"),
+    (nn.Flatten(2), (3, 8), "Flatten: wanted an input of more than 2 axes"),
+    (nn.LayerNorm((8, 8)), (8,), r"LayerNorm: wanted an input of shape \(..., 8, 8\), got \(8,\)"),
+    (nn.BatchNorm2d(4), IMAGE, r"BatchNorm2d: wanted .*\(N, 4, H, W\)"),
+    (nn.BatchNorm2d(3), (1, 3, 1, 1), "two values or more per channel"),
+    (nn.Dropout2d(0.5), (3, 8), "Dropout2d: wanted"),
+]
+
+
+@pytest.mark.parametrize(("layer", "shape", "message"), BAD_CALLS)
+def test_bad_inputs(layer, shape, message):
+    with pytest.raises(ValueError, match=message):
+        layer(tensor(shape))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: nn.Linear(0, 3), ValueError, "in_features: wanted 1 or more, got 0"),
+        (lambda: nn.Linear(3, 2.0), TypeError, "out_features: wanted an int, got 2.0"),
+        (lambda: nn.Linear(3, True), TypeError, "out_features"),
+        (lambda: nn.Linear(3, 3, rng="x"), TypeError, "rng: wanted"),
+        (lambda: nn.Conv2d(0, 3, 3), ValueError, "in_channels"),
+        (lambda: nn.Conv2d(3, 0, 3), ValueError, "out_channels"),
+        (lambda: nn.Conv2d(3, 4, 3, groups=2), ValueError, "groups: wanted a divisor"),
+        (lambda: nn.Conv2d(4, 3, 3, groups=2), ValueError, "groups: wanted a divisor"),
+        (lambda: nn.Conv2d(3, 3, 3, groups=0), ValueError, "groups"),
+        (lambda: nn.Conv2d(3, 3, 0), ValueError, "kernel_size: wanted 1 or more"),
+        (lambda: nn.Conv2d(3, 3, (3, 3, 3)), TypeError, "kernel_size"),
+        (lambda: nn.Conv2d(3, 3, 3, stride=0), ValueError, "stride"),
+        (lambda: nn.Conv2d(3, 3, 3, padding=-1), ValueError, "padding: wanted 0 or more"),
+        (lambda: nn.Conv2d(3, 3, 3, dilation=1.5), TypeError, "dilation"),
+        (lambda: nn.MaxPool2d(0), ValueError, "MaxPool2d: kernel_size"),
+        (lambda: nn.AvgPool2d(2, 0), ValueError, "AvgPool2d: stride"),
+        (lambda: nn.Flatten(-1), ValueError, "start: wanted 0 or more"),
+        (lambda: nn.Dropout(1.0), ValueError, r"p: wanted a number in \[0, 1\), got 1.0"),
+        (lambda: nn.Dropout(-0.1), ValueError, "p: wanted"),
+        (lambda: nn.Dropout(True), ValueError, "p: wanted"),
+        (lambda: nn.Dropout("half"), ValueError, "p: wanted"),
+        (lambda: nn.LayerNorm(()), ValueError, "at least one axis"),
+        (lambda: nn.LayerNorm(3, eps=0.0), ValueError, "eps above 0"),
+        (lambda: nn.LayerNorm(0), ValueError, "shape: wanted 1 or more"),
+        (lambda: nn.BatchNorm2d(0), ValueError, "channels"),
+        (lambda: nn.BatchNorm2d(3, eps=-1.0), ValueError, "eps above 0"),
+        (lambda: nn.BatchNorm2d(3, momentum=2.0), ValueError, r"momentum in \[0, 1\]"),
+    ],
+)
+def test_bad_arguments(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_reprs_show_what_is_not_the_default():
+    assert repr(nn.Linear(2, 3, bias=False)) == "Linear(2, 3, bias=False)"
+    layer = nn.Conv2d(4, 4, 3, stride=2, padding=1, dilation=2, groups=4, bias=False)
+    assert repr(layer) == (
+        "Conv2d(4, 4, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), dilation=(2, 2), "
+        "groups=4, bias=False)"
+    )
+    assert repr(nn.LeakyReLU(0.2)) == "LeakyReLU(slope=0.2)"
+    assert repr(nn.Dropout(0.1)) == "Dropout(p=0.1)"
+    assert repr(nn.Flatten(2)) == "Flatten(start=2)" and repr(nn.Flatten()) == "Flatten()"

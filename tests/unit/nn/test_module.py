@@ -1,0 +1,271 @@
+"""Modules: what they own, their state, and what they refuse."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import extensor.nn as nn
+from extensor.autograd.tensor import ExTensor
+from extensor.io import load_checkpoint, save_checkpoint
+from extensor.quant.array import QuantArray
+
+
+class Block(nn.Module):
+    def __init__(self, rng=None):
+        self.name = "a plain attribute"
+        self.scale = nn.Parameter(np.ones(3, np.float32))
+        self.body = nn.Sequential(nn.Linear(3, 3, rng=rng), nn.ReLU())
+        self.count = nn.Buffer(np.zeros((), np.int64))
+        self.shift = nn.Parameter(np.zeros(3, np.float32))
+
+    def forward(self, x):
+        return self.body(x) * self.scale + self.shift
+
+
+class Net(nn.Module):
+    def __init__(self, rng=0):
+        rng = nn.init.as_rng(rng)
+        self.blocks = nn.ModuleList([Block(rng), Block(rng)])
+        self.head = nn.Linear(3, 2, bias=False, rng=rng)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+BLOCK = ["scale", "shift", "body.0.weight", "body.0.bias"]
+NAMES = [f"blocks.{i}.{name}" for i in (0, 1) for name in BLOCK] + ["head.weight"]
+
+
+def test_what_a_module_owns():
+    net = Net()
+    assert [name for name, _ in net.named_parameters()] == NAMES
+    assert len(list(net.parameters())) == len(NAMES)
+    assert [name for name, _ in net.named_buffers()] == ["blocks.0.count", "blocks.1.count"]
+    assert [name for name, _ in net.named_modules()] == [
+        "",
+        "blocks",
+        *(f"blocks.0{rest}" for rest in ("", ".body", ".body.0", ".body.1")),
+        *(f"blocks.1{rest}" for rest in ("", ".body", ".body.0", ".body.1")),
+        "head",
+    ]
+    assert all(p.requires_grad for p in net.parameters())
+    assert not any(b.requires_grad for b in net.buffers())
+
+
+def test_an_attribute_set_later_or_anew_or_deleted_counts():
+    net = Net()
+    net.head = nn.Linear(3, 5, bias=False)
+    net.extra = nn.Parameter([1.0])
+    assert net.head.weight.shape == (5, 3)
+    assert [n for n, _ in net.named_parameters()][-1] == "head.weight"
+    assert next(iter(net.named_parameters()))[0] == "extra"
+    del net.extra
+    net.head = None
+    assert [n for n, _ in net.named_parameters()] == NAMES[:-1]
+
+
+def test_shared_parts_count_once():
+    net = Net()
+    net.tied = net.head
+    net.blocks[1].scale = net.blocks[0].scale
+    names = [name for name, _ in net.named_parameters()]
+    assert names == [n for n in NAMES if n != "blocks.1.scale"]
+    assert "tied" not in [name for name, _ in net.named_modules()]
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, lambda x: {"a": x[0]}])
+@pytest.mark.parametrize("item", [nn.ReLU(), nn.Parameter([1.0]), nn.Buffer([1.0])])
+def test_a_plain_container_of_modules_is_refused(wrap, item):
+    net = Net()
+    with pytest.raises(TypeError, match=r"Net.parts: wanted a ModuleList .* would not be found"):
+        net.parts = wrap([item])
+    net.parts = [1, 2]
+    assert not hasattr(Net(), "parts")
+
+
+@pytest.mark.parametrize("name", ["training", "forward", "parameters", "role"])
+def test_names_that_modules_use_are_refused(name):
+    with pytest.raises(AttributeError, match=f"Net.{name}: every module has"):
+        setattr(Net(), name, nn.ReLU())
+    with pytest.raises(AttributeError, match="choose another"):
+        nn.Sequential(train=nn.ReLU())
+
+
+def test_forward_backward_and_zero_grad():
+    net = Net()
+    x = ExTensor(np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32))
+    net(x).sum().backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in net.parameters())
+    net.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_module_without_forward():
+    for module in (nn.Module(), nn.ModuleList()):
+        with pytest.raises(TypeError, match=r"defines no forward\(\)"):
+            module(1)
+
+
+def test_train_and_eval_reach_everything():
+    net = Net()
+    assert net.training and net.eval() is net
+    assert not any(m.training for m in net.modules())
+    net.blocks[0].train()
+    assert net.blocks[0].body.training and not net.blocks[1].training and not net.training
+    assert net.train().head.training
+
+
+def test_seeds_build_the_same_model():
+    for one, two in zip(Net(3).parameters(), Net(3).parameters(), strict=True):
+        np.testing.assert_array_equal(one.numpy(), two.numpy())
+    assert (Net(3).head.weight.numpy() != Net(4).head.weight.numpy()).any()
+    net = Net(np.random.default_rng(3))
+    np.testing.assert_array_equal(net.head.weight.numpy(), Net(3).head.weight.numpy())
+    first, second = (block.body[0].weight.numpy() for block in net.blocks)
+    assert (first != second).any()
+
+
+def test_hooks_see_outputs_until_removed():
+    net, seen = Net(), []
+    removers = [net.head.register_forward_hook(lambda m, y: seen.append((m, y))) for _ in range(2)]
+    x = ExTensor(np.ones((1, 3), np.float32))
+    y = net(x)
+    assert len(seen) == 2 and seen[0][0] is net.head and seen[0][1] is y
+    removers[0]()
+    net(x)
+    assert len(seen) == 3
+    removers[1]()
+    net(x)
+    assert len(seen) == 3
+
+
+def test_the_tree():
+    assert repr(Block(0)) == (
+        "Block(\n  (body): Sequential(\n    (0): Linear(3, 3)\n    (1): ReLU()\n  )\n)"
+    )
+
+
+def test_deepcopy_and_pickle():
+    net = Net()
+    net.tied = net.head
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert twin.tied is twin.head
+        for one, two in zip(net.parameters(), twin.parameters(), strict=True):
+            assert one is not two and type(two) is nn.Parameter and two.requires_grad
+            np.testing.assert_array_equal(one.numpy(), two.numpy())
+            assert not np.shares_memory(one.data, two.data)
+
+
+def test_moving_to_where_it_is_and_to_what_is_no_device():
+    net = Net()
+    before = list(net.parameters())
+    assert net.to("cpu") is net
+    assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
+    with pytest.raises(ValueError, match="wanted 'cpu' or 'cuda', got 'bfloat16'"):
+        net.to("bfloat16")
+    assert all(p.data.dtype == np.float32 for p in net.parameters())
+
+
+# State.
+
+
+def test_state_round_trip_through_a_file(tmp_path):
+    net, other = Net(0), Net(1)
+    net.blocks[0].count.assign_(np.asarray(7))
+    save_checkpoint(tmp_path / "a", net.state_dict())
+    parameters = list(other.parameters())
+    other.load_state_dict(load_checkpoint(tmp_path / "a", like=other.state_dict()).tensors)
+    assert net.state_dict().keys() == {*NAMES, "blocks.0.count", "blocks.1.count"}
+    for name, value in net.state_dict().items():
+        np.testing.assert_array_equal(value, other.state_dict()[name])
+    assert all(a is b for a, b in zip(parameters, other.parameters(), strict=True))
+    assert other.blocks[0].count.item() == 7
+
+
+def test_state_is_copied_both_ways():
+    net = Net()
+    state = net.state_dict()
+    state["head.weight"][:] = 5
+    assert (net.head.weight.numpy() != 5).all()
+    net.load_state_dict(state)
+    assert (net.head.weight.numpy() == 5).all()
+    state["head.weight"][:] = 6
+    assert (net.head.weight.numpy() == 5).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"head.weight": None}, ValueError, "head.weight: wanted float32 .* got nothing"),
+        ({"more": np.zeros(1)}, ValueError, r"more: wanted nothing, got float64 of shape \(1,\)"),
+        (
+            {"head.weight": np.zeros((3, 2), np.float32)},
+            ValueError,
+            r"this state for Net does not fit: head.weight: wanted float32 of shape \(2, 3\), "
+            r"got float32 of shape \(3, 2\)\. Use",
+        ),
+        ({"head.weight": np.zeros((2, 3))}, ValueError, "got float64"),
+        ({"head.weight": [[1.0]]}, TypeError, "head.weight: wanted a numpy array, got list"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(change, error, message):
+    net = Net(0)
+    before = net.state_dict()
+    state = {**Net(1).state_dict(), **change}
+    with pytest.raises(error, match=message):
+        net.load_state_dict({k: v for k, v in state.items() if v is not None})
+    for name, value in net.state_dict().items():
+        np.testing.assert_array_equal(value, before[name])
+
+
+def test_blocked_buffers_are_part_of_the_state(tmp_path):
+    def build(seed):
+        net = nn.Sequential(nn.Linear(4, 4))
+        values = np.random.default_rng(seed).standard_normal((4, 64)).astype(np.float32)
+        net.codebook = nn.Buffer(ExTensor(values).to("mxfp4").data)
+        return net
+
+    one, two = build(0), build(1)
+    save_checkpoint(tmp_path / "a", one.state_dict())
+    state = load_checkpoint(tmp_path / "a").tensors
+    assert isinstance(state["codebook"], QuantArray)
+    two.load_state_dict(state)
+    np.testing.assert_array_equal(two.codebook.data.codes, one.codebook.data.codes)
+    with pytest.raises(ValueError, match=r"codebook: wanted QuantSpec\(format='mxfp4'"):
+        two.load_state_dict({**state, "codebook": np.zeros((4, 64), np.float32)})
+
+
+# Containers.
+
+
+def test_sequential():
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), last=nn.Linear(3, 1))
+    assert [name for name, _ in net.named_children()] == ["0", "1", "last"]
+    assert len(net) == 3 and net[-1] is net.last and list(net)[1] is net[1]
+    assert net(ExTensor(np.ones((5, 2), np.float32))).shape == (5, 1)
+    with pytest.raises(TypeError, match="Sequential: 1: wanted a Module, got 3"):
+        nn.Sequential(nn.ReLU(), 3)
+    with pytest.raises(IndexError):
+        net[3]
+
+
+def test_module_list():
+    parts = nn.ModuleList([nn.ReLU()])
+    parts.append(nn.Tanh())
+    assert len(parts) == 2 and isinstance(parts[1], nn.Tanh)
+    assert [name for name, _ in parts.named_children()] == ["0", "1"]
+    with pytest.raises(TypeError, match="ModuleList: wanted a Module"):
+        parts.append("x")
+
+
+def test_parameters_are_dense_floats():
+    assert nn.Parameter([1.0]).dtype.name == "float32"
+    assert nn.Parameter([1.0], "bfloat16").dtype.name == "bfloat16"
+    with pytest.raises(TypeError, match="floating-point"):
+        nn.Parameter([1, 2])
+    with pytest.raises(TypeError, match="clone"):
+        nn.Parameter(ExTensor([1.0]))

@@ -1,0 +1,229 @@
+"""The low-precision primitives against their definition.
+
+Oracle: the float op's VJP at the dequantized operands, each quantized by hand along its own
+contraction axis with the public `quantize`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
+from extensor.quant.context import LayerContext
+from extensor.quant.recipe import SLOTS, Gemm, LayerRecipe
+from extensor.quant.recipes import RECIPES
+from extensor.quant.reference import operand
+from extensor.quant.spec import QuantSpec
+
+RNG = np.random.default_rng(7)
+
+
+def _values(x: np.ndarray, context: LayerContext, slot: str, axis: int) -> np.ndarray:
+    """What the slot's operand should be, through the reference and no code of the primitive."""
+    wanted = context.layer.slot(slot)
+    if isinstance(wanted, str):
+        return np.asarray(et.from_numpy(x).to(wanted).to("float32").numpy())
+    spec = wanted.replace(axis=axis)
+    stream = context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
+    return operand(np.ascontiguousarray(x), spec, stream)[0]
+
+
+def _close(actual: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> None:
+    """Actual equals scale * a @ b up to float32 summation: |error| <= K eps (|a| @ |b|) * 2."""
+    wanted = scale * (a.astype(np.float64) @ b.astype(np.float64))
+    bound = 2 * (a.shape[1] + 2) * 2.0**-24 * scale * (np.abs(a) @ np.abs(b)).astype(np.float64)
+    assert actual.shape == wanted.shape
+    assert np.all(np.abs(actual - wanted) <= bound + 1e-30)
+
+
+def _tensor(*shape: int, scale: float = 1.0) -> et.ExTensor:
+    x = et.from_numpy((RNG.standard_normal(shape) * scale).astype(np.float32))
+    x.requires_grad = True
+    return x
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_matmul_is_three_gemms_of_dequantized_operands(name: str) -> None:
+    context = layer_context(RECIPES[name].layers, seed=3)
+    x, w = _tensor(6, 7, 70), _tensor(20, 70, scale=0.1)
+    y = quantized_matmul(x, w, context)
+    g = RNG.standard_normal(y.shape).astype(np.float32)
+    y.backward(et.from_numpy(g))
+    rows, grows = x.numpy().reshape(42, 70), g.reshape(42, 20)
+    layer = context.layer
+    _close(
+        y.numpy().reshape(42, 20),
+        _values(rows, context, "fprop.x", 1),
+        _values(w.numpy(), context, "fprop.w", 1).T,
+        layer.fprop.output_scale,
+    )
+    _close(
+        x.grad.numpy().reshape(42, 70),
+        _values(grows, context, "dgrad.g", 1),
+        _values(w.numpy(), context, "dgrad.w", 0),
+        layer.dgrad.output_scale,
+    )
+    _close(
+        w.grad.numpy(),
+        _values(grows, context, "wgrad.g", 0).T,
+        _values(rows, context, "wgrad.x", 0),
+        layer.wgrad.output_scale,
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", ["bf16", "mxfp4", "mxfp4_tseng", "nvfp4_nvidia", "mxfp8_nvidia"])
+def test_conv2d_is_three_gemms_of_patches(name: str, groups: int) -> None:
+    context = layer_context(RECIPES[name].layers, seed=5)
+    x, w = _tensor(3, 4, 9, 8), _tensor(6, 4 // groups, 3, 3, scale=0.2)
+    y = quantized_conv2d(x, w, context, stride=2, padding=1, groups=groups)
+    g = RNG.standard_normal(y.shape).astype(np.float32)
+    y.backward(et.from_numpy(g))
+    from extensor.backends import windows
+    from extensor.backends.protocol import Window
+
+    window = Window((3, 3), (2, 2), (1, 1))
+    step, outs = 4 // groups, 6 // groups
+    for i in range(groups):
+        part = np.ascontiguousarray(x.numpy()[:, i * step : (i + 1) * step])
+        patches = windows.im2col(part, window, np)
+        kernel = w.numpy()[i * outs : (i + 1) * outs].reshape(outs, -1)
+        rows = g[:, i * outs : (i + 1) * outs].transpose(0, 2, 3, 1).reshape(-1, outs)
+        mine = y.numpy()[:, i * outs : (i + 1) * outs].transpose(0, 2, 3, 1).reshape(-1, outs)
+        layer = context.layer
+        _close(
+            mine,
+            _values(patches, context, "fprop.x", 1),
+            _values(kernel, context, "fprop.w", 1).T,
+            layer.fprop.output_scale,
+        )
+        _close(
+            w.grad.numpy()[i * outs : (i + 1) * outs].reshape(outs, -1),
+            _values(rows, context, "wgrad.g", 0).T,
+            _values(patches, context, "wgrad.x", 0),
+            layer.wgrad.output_scale,
+        )
+        a = _values(rows, context, "dgrad.g", 1)
+        b = _values(kernel, context, "dgrad.w", 0)
+        wanted = windows.col2im(
+            (layer.dgrad.output_scale * (a.astype(np.float64) @ b)), part.shape, window, np
+        )
+        bound = windows.col2im(np.abs(a).astype(np.float64) @ np.abs(b), part.shape, window, np)
+        error = np.abs(x.grad.numpy()[:, i * step : (i + 1) * step] - wanted)
+        k = a.shape[1] + 9 + 2
+        assert np.all(error <= 2 * layer.dgrad.output_scale * k * 2.0**-24 * bound + 1e-30)
+
+
+def test_stochastic_bits_follow_step_and_repeat() -> None:
+    context = layer_context(RECIPES["mxfp4"].layers, seed=1)
+    x, w = _tensor(32, 64), _tensor(16, 64)
+
+    def gradient(step: int) -> np.ndarray:
+        context.state.step = step
+        x.grad = w.grad = None
+        (quantized_matmul(x, w, context) * 0.01).sum().backward()
+        quantized_matmul(x, w, context).backward(et.from_numpy(g))
+        return np.asarray(w.grad.numpy())
+
+    g = RNG.standard_normal((32, 16)).astype(np.float32)
+    first, again, other = gradient(1), gradient(1), gradient(2)
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_telemetry_counts_every_slot() -> None:
+    context = layer_context(RECIPES["mxfp4_floor"].layers)
+    x, w = _tensor(32, 64), _tensor(16, 64)
+    quantized_matmul(x, w, context).sum().backward()
+    telemetry = context.state.telemetry
+    assert {slot for _, slot in telemetry} == set(SLOTS)
+    assert telemetry["layer", "fprop.x"].count == 32 * 64
+    assert telemetry["layer", "fprop.x"].saturated > 0
+    assert telemetry["layer", "dgrad.g"].count == 32 * 16
+    context.state.reset_telemetry()
+    assert not context.state.telemetry
+
+
+def test_only_what_is_needed_is_computed() -> None:
+    context = layer_context(RECIPES["mxfp4"].layers)
+    x, w = _tensor(8, 32), _tensor(4, 32)
+    x.requires_grad = False
+    quantized_matmul(x, w, context).sum().backward()
+    assert not any(slot.startswith("dgrad") for _, slot in context.state.telemetry)
+
+
+def test_second_derivative_is_refused() -> None:
+    context = layer_context(RECIPES["mxfp4"].layers)
+    x, w = _tensor(8, 32), _tensor(4, 32)
+    loss = (quantized_matmul(x, w, context) ** 2).sum()
+    loss.backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="fp32 recipe"):
+        (x.grad * x.grad).sum().backward()
+
+
+def test_nan_reaches_the_gradients() -> None:
+    """NaN in an operand comes out as NaN, in whole blocks, never as a silent zero."""
+    context = layer_context(RECIPES["mxfp4"].layers)
+    x, w = _tensor(8, 32), _tensor(4, 32)
+    x.data[3, 5] = np.nan
+    y = quantized_matmul(x, w, context)
+    assert np.isnan(y.numpy()[3]).all()
+    assert np.isfinite(np.delete(y.numpy(), 3, axis=0)).all()
+    y.sum().backward()
+    assert np.isnan(w.grad.numpy()[:, 5]).all()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "match"),
+    [
+        (((3, 4), (5, 6)), "wanted x"),
+        (((3, 4), (5, 4, 1)), "wanted x"),
+    ],
+)
+def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...], ...], match: str) -> None:
+    context = layer_context(RECIPES["mxfp4"].layers)
+    with pytest.raises(ValueError, match=match):
+        quantized_matmul(et.ones(shapes[0]), et.ones(shapes[1]), context)
+
+
+def test_integers_and_float64_are_refused() -> None:
+    context = layer_context(RECIPES["mxfp4"].layers)
+    for dtype in ("int32", "float64"):
+        with pytest.raises(TypeError, match="float32"):
+            quantized_matmul(et.ones((3, 4), dtype=dtype), et.ones((5, 4)), context)
+
+
+def test_transforms_must_match() -> None:
+    from extensor.quant.spec import Hadamard
+
+    rotated = QuantSpec("mxfp4", transform=Hadamard(16))
+    with pytest.raises(ValueError, match="both operands"):
+        Gemm(rotated, QuantSpec("mxfp4"))
+    with pytest.raises(ValueError, match="QuantSpec"):
+        Gemm("float8", "bfloat16")  # type: ignore[arg-type]
+
+
+def test_planted_wrong_axis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantizing wgrad's operands along rows, a classic mistake, fails the oracle above."""
+    import extensor.ops.quantized as module
+
+    honest = module._operand
+    monkeypatch.setattr(
+        module,
+        "_operand",
+        lambda b, x, c, slot, axis: honest(b, x, c, slot, 1 if slot == "wgrad.x" else axis),
+    )
+    with pytest.raises(AssertionError):
+        test_matmul_is_three_gemms_of_dequantized_operands("mxfp4")
+
+
+def test_layer_recipe_slots() -> None:
+    layer = LayerRecipe.uniform("bfloat16")
+    spec = QuantSpec("mxfp4")
+    changed = layer.with_slot("wgrad.x", spec)
+    assert changed.wgrad == Gemm("bfloat16", spec)
+    assert changed.fprop == layer.fprop
+    with pytest.raises(ValueError, match="no slot named"):
+        layer.with_slot("wgrad.w", spec)
