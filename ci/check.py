@@ -26,8 +26,8 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST_CLOSING = re.compile(r"^=+ .*\bin \d[\d.]*s\b.* =+$")
-NUMBER_TESTS = ("tests/oracle",)
-"""What is run a second time on the pure numpy path."""
+NUMBER_TESTS = ("tests/test_every_format.py", "tests/unit/quant", "tests/unit/nn", "tests/unit/ops")
+"""What is run a second time on the pure numpy path: formats, layers, quantized products."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Test workers share the CPUs; a BLAS pool in each would fight over them."""

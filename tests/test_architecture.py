@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import extensor
+import extensor.ops.quantized  # layers import it; the registry is complete with it
 from extensor import config
 from extensor.autograd.primitive import OPS
 from extensor.dtypes import BLOCKED, DENSE
@@ -137,8 +138,8 @@ def test_every_format_is_a_public_dtype() -> None:
         assert getattr(extensor, public) is dtype
 
 
-METHODS = {"quantize", "dequantize", "getitem", "sum_to"}
-"""Operations that are called through ExTensor (`x.quantize`, `x[...]`) or by the engine."""
+METHODS = {"quantize", "dequantize", "getitem", "sum_to", "quantized_matmul", "quantized_conv2d"}
+"""Operations called through ExTensor (`x.quantize`, `x[...]`), by the engine or by layers."""
 
 
 def test_public_names_are_complete() -> None:

@@ -52,6 +52,9 @@ class Run:
     datasets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
+# 1,437 images are few: without shifts LeNet-5 knows them by heart in six epochs (96.7% on the test
+# images in float32), with them it reaches 98.9%.
+DIGITS = {"augment": True}
 LARGE = {"epochs": 5, "batch_size": 64, "lr": 0.03, "warmup_epochs": 0.25}
 
 RUNS: dict[str, Run] = {
@@ -60,14 +63,14 @@ RUNS: dict[str, Run] = {
         doc="LeNet-5, 61,706 weights: two convolutions, three linear layers",
         dataset="digits",
         settings={"variant": "lenet5", "epochs": 10, "batch_size": 32, "lr": 0.03},
-        datasets={"mnist": LARGE, "fashion_mnist": LARGE},
+        datasets={"digits": DIGITS, "mnist": LARGE, "fashion_mnist": LARGE},
     ),
     "mlp": Run(
         model="mlp",
         doc="multilayer perceptron 784-256-128-10",
         dataset="digits",
         settings={"variant": "mlp", "epochs": 10, "batch_size": 32, "lr": 0.03},
-        datasets={"mnist": LARGE, "fashion_mnist": LARGE},
+        datasets={"digits": DIGITS, "mnist": LARGE, "fashion_mnist": LARGE},
     ),
 }
 

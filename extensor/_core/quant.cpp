@@ -176,15 +176,53 @@ void row_maxima(const Call& call, RowPiece piece, int64_t count, uint32_t* maxim
             *maxima++ = run_maximum(piece.x + t, least(tile, length - t));
 }
 
+// The random words of `count` rows, one run of `stride` words per tile. Where ties are not to even,
+// the words are the constant that has the same effect.
+uint32_t* row_words(const Call& call, int64_t first, int64_t count, int64_t& stride) {
+    const QuantJob& job = call.job;
+    const int64_t total = count * call.tiles, band = job.tile_rows;
+    if (!call.plan.stochastic) {
+        stride = 0;
+        const int64_t room = job.tile_length + VL;
+        uint32_t* words = scratch_of<uint32_t>(Slot::weights, room);
+        for (int64_t i = 0; i < room; ++i) words[i] = call.constant;
+        return words;
+    }
+    const uint32_t calls = static_cast<uint32_t>(call.calls);
+    const int64_t raw = 4 * call.calls, room = total * raw + 8 * VL;
+    uint32_t* words = scratch_of<uint32_t>(Slot::weights, call.plan.rbits == 8 ? 5 * room : room);
+    if (band == 1) {
+        philox_run(words, 0, calls, static_cast<uint32_t>(first * call.tiles), total, call.stream);
+    } else {
+        const int64_t bands = ceil_div(job.rows, band);
+        for (int64_t r = 0; r < count; ++r) {
+            const int64_t row = (first + r) % job.rows, image = (first + r) / job.rows;
+            philox_run(words + r * call.tiles * raw, static_cast<uint32_t>(row % band) * calls, calls,
+                       static_cast<uint32_t>((image * bands + row / band) * call.tiles), call.tiles,
+                       call.stream);
+        }
+    }
+    stride = raw;
+    if (call.plan.rbits == 32) return words;
+    // Spread each octet to a word of its own.
+    stride = 4 * raw;
+    uint32_t* spread = words + room;
+    const auto* octets = reinterpret_cast<const uint8_t*>(words);
+    for (int64_t i = 0; i < total * stride; ++i)
+        spread[i] = static_cast<uint32_t>(octets[i]) << 24 | 1u << 23;
+    return spread;
+}
+
 template <bool Words, bool Divide, bool Codes>
 void quantize_rows(const Call& call, RowPiece piece, int64_t first, int64_t count,
-                   const uint32_t* maxima, Tally& tally) {
+                   const uint32_t* maxima, Tally& tally_out) {
     const QuantJob& job = call.job;
-    const QuantPlan& plan = call.plan;
     const int64_t tiles = call.tiles, tile = job.tile_length, total = count * tiles;
-    const int64_t band = job.tile_rows, bands = ceil_div(job.rows, band);
+    const int64_t coded = job.coded, padded = tiles * tile;
     const Grid grid = call.scaler.grid;
-    const vf element_scale = splat(plan.element_scale), tensor_scale = splat(call.scaler.tensor_scale);
+    const vf element_scale = splat(call.plan.element_scale);
+    const vf tensor_scale = splat(call.scaler.tensor_scale);
+    Tally tally;
 
     // Scales of all tiles of the piece, as arrays: apply, decode, live, stored.
     const int64_t room = round_up(total, VL) + VL;
@@ -200,68 +238,55 @@ void quantize_rows(const Call& call, RowPiece piece, int64_t first, int64_t coun
         store(live + i, s.live);
         store(stored + i, s.stored);
     }
+    int64_t word_stride = 0;
+    const uint32_t* words = Words ? row_words(call, first, count, word_stride) : nullptr;
+    uint8_t* unpacked = Codes ? scratch_of<uint8_t>(Slot::offsets, padded + 4 * VL) : nullptr;
 
-    uint32_t* words = nullptr;
-    const int64_t block_words = 4 * call.calls;  // of one row of a tile
-    if (Words && plan.stochastic) {
-        words = scratch_of<uint32_t>(Slot::weights, total * block_words + 8 * VL);
-        if (band == 1)
-            philox_run(words, 0, static_cast<uint32_t>(call.calls),
-                       static_cast<uint32_t>(first * tiles), total, call.stream);
-        else
-            for (int64_t r = 0; r < count; ++r) {
-                const int64_t row = (first + r) % job.rows, image = (first + r) / job.rows;
-                philox_run(words + r * tiles * block_words,
-                           static_cast<uint32_t>(row % band * call.calls),
-                           static_cast<uint32_t>(call.calls),
-                           static_cast<uint32_t>((image * bands + row / band) * tiles), tiles,
-                           call.stream);
-            }
-    }
-    const int64_t padded = tiles * tile;
-    uint8_t* unpacked = nullptr;
-    if (Codes) {
-        unpacked = scratch_of<uint8_t>(Slot::offsets, padded + 4 * VL);
-        std::memset(unpacked, 0, static_cast<size_t>(padded + 4 * VL));
-    }
-
-    for (int64_t r = 0; r < count; ++r) {
+    for (int64_t r = 0, at = 0; r < count; ++r) {
         const float* x = piece.x + r * piece.stride;
-        float* out = job.values ? job.values + (first + r) * job.coded : nullptr;
-        for (int64_t t = 0; t < tiles; ++t) {
-            const int64_t at = r * tiles + t, start = t * tile, n = least(tile, job.coded - start);
+        float* out = Codes ? nullptr : job.values + (first + r) * coded;
+        uint8_t* codes = unpacked;
+        for (int64_t left = coded; left > 0; left -= tile, ++at) {
+            const int64_t n = least(tile, left), whole = n / VL * VL;
             const Scales s = {splat(apply[at]), splat(decode[at]), splat(live[at]), vu{}};
-            const uint32_t* w = words ? words + at * block_words : nullptr;
-            for (int64_t i = 0; i < n; i += VL) {
-                vu word = splat(call.constant), code;
-                if (Words && w) {
-                    if (plan.rbits == 32) {
-                        word = load(w + i);
-                    } else {
-                        typedef uint8_t octets __attribute__((vector_size(VL), aligned(1), may_alias));
-                        const auto* octet = reinterpret_cast<const uint8_t*>(w) + i;
-                        word = __builtin_convertvector(*reinterpret_cast<const octets*>(octet), vu);
-                        word = (word << 24) | (1u << 23);
-                    }
-                }
-                const vf v = load_upto(x + start + i, n - i);
+            const uint32_t* w = words + at * word_stride;
+            vu code;
+            for (int64_t i = 0; i < whole; i += VL) {
+                const vu word = Words ? load(w + i) : vu{};
                 const vf value = quantize_vector<Words, Divide, Codes>(
-                    v, word, s, element_scale, tensor_scale, grid, tally, code);
-                if (out) store_upto(out + start + i, value, n - i);
-                if (Codes) store_codes(unpacked + start + i, code);
+                    load(x + i), word, s, element_scale, tensor_scale, grid, tally, code);
+                if constexpr (Codes)
+                    store_codes(codes + i, code);
+                else
+                    store(out + i, value);
             }
-            // The last vector of a ragged tile wrote codes of zeros past its end: that is padding,
-            // or the start of the next tile, which follows.
+            if (whole < n) {
+                const int rest = static_cast<int>(n - whole);
+                const vu word = Words ? load(w + whole) : vu{};
+                const vf value = quantize_vector<Words, Divide, Codes>(
+                    load_part(x + whole, rest), word, s, element_scale, tensor_scale, grid, tally,
+                    code);
+                // Codes go past the tile's end: that is padding, or the next tile, which follows.
+                if constexpr (Codes)
+                    store_codes(codes + whole, code);
+                else
+                    store_part(out + whole, value, rest);
+            }
+            x += tile;
+            Codes ? void(codes += tile) : void(out += tile);
         }
-        if (Codes) {
-            std::memset(unpacked + job.coded, 0, static_cast<size_t>(padded - job.coded + VL));
+        if constexpr (Codes) {
+            std::memset(unpacked + coded, 0, static_cast<size_t>(padded - coded + VL));
             pack_row(unpacked, padded, grid.bits, job.codes + (first + r) * call.packed);
+            const int64_t row = (first + r) % job.rows, image = (first + r) / job.rows;
+            const int64_t band = row / job.tile_rows, bands = ceil_div(job.rows, job.tile_rows);
+            if (row % job.tile_rows == 0)
+                store_scales(job.scales, (image * bands + band) * tiles, stored + r * tiles, tiles,
+                             call.bytes());
         }
-        const int64_t row = (first + r) % job.rows, image = (first + r) / job.rows;
-        if (job.scales && row % band == 0)
-            store_scales(job.scales, (image * bands + row / band) * tiles, stored + r * tiles,
-                         tiles, call.bytes());
     }
+    tally_out.saturated += tally.saturated;
+    tally_out.flushed += tally.flushed;
 }
 
 // ---- blocks down columns ----
@@ -328,7 +353,7 @@ void quantize_columns(const Call& call, const ColumnPiece& piece, int64_t image,
             first_call[i] = static_cast<uint32_t>(column % job.tile_rows * call.calls);
         }
     }
-    if (job.scales) {
+    if constexpr (Codes) {
         uint32_t stored[VL];
         store(stored, s.stored);
         if (job.tile_rows == 1) {
@@ -338,27 +363,39 @@ void quantize_columns(const Call& call, const ColumnPiece& piece, int64_t image,
                 store_scales(job.scales, block[i], stored + i, 1, call.bytes());
         }
     }
-    float* out = job.values ? job.values + (image * job.coded + start) * job.inner + j : nullptr;
-    vu w[4] = {};
-    for (int64_t i = 0; i < n; ++i) {
-        vu word = splat(call.constant), code;
-        if (Words && plan.stochastic) {
-            const int64_t per_call = plan.rbits == 8 ? 16 : 4;
-            const int64_t k = i % per_call;
-            if (k == 0)
-                philox(first_call + static_cast<uint32_t>(i / per_call), block, call.stream, w);
-            if (plan.rbits == 32)
-                word = w[k];
-            else
-                word = (w[k / 4] >> static_cast<uint32_t>(8 * (k % 4))) << 24 | (1u << 23);
+    const int64_t inner = job.inner;
+    float* out = Codes ? nullptr : job.values + (image * job.coded + start) * inner + j;
+    const float* x = piece.x;
+    const bool random = Words && plan.stochastic, octets = plan.rbits == 8;
+    Tally mine = tally;
+    vu draw[4] = {}, word[4];
+    for (vu& v : word) v = splat(call.constant);
+    for (int64_t i = 0; i < n; i += 4) {
+        if (random && !octets) {
+            philox(first_call + static_cast<uint32_t>(i / 4), block, call.stream, word);
+        } else if (random) {
+            if (i % 16 == 0)
+                philox(first_call + static_cast<uint32_t>(i / 16), block, call.stream, draw);
+            for (int k = 0; k < 4; ++k)
+                word[k] = (draw[i / 4 % 4] >> static_cast<uint32_t>(8 * k)) << 24 | (1u << 23);
         }
-        const vf v = load_upto(piece.x + i * piece.stride, lanes);
-        const vf value = quantize_vector<Words, Divide, Codes>(v, word, s, element_scale,
-                                                               tensor_scale, grid, tally, code);
-        if (out) store_upto(out + i * job.inner, value, lanes);
-        if (Codes) store_codes(unpacked + i * VL, code);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) {
+            if (i + k >= n) break;
+            vu code;
+            const vf value = quantize_vector<Words, Divide, Codes>(
+                load_upto(x, lanes), word[k], s, element_scale, tensor_scale, grid, mine, code);
+            x += piece.stride;
+            if constexpr (Codes) {
+                store_codes(unpacked + (i + k) * VL, code);
+            } else {
+                store_upto(out, value, lanes);
+                out += inner;
+            }
+        }
     }
-    if (Codes) {
+    tally = mine;
+    if constexpr (Codes) {
         // Pack down the columns: rows of codes, zero-padded to the block, into rows of bytes.
         const int bits = grid.bits;
         std::memset(unpacked + n * VL, 0, static_cast<size_t>((job.tile_length - n + 4) * VL));
@@ -404,6 +441,12 @@ struct Counts {
     int64_t saturated, flushed;
 };
 
+Counts count(const Tally& tally) {
+    Counts c = {0, 0};
+    for (int i = 0; i < VL; ++i) c.saturated += tally.saturated[i], c.flushed += tally.flushed[i];
+    return c;
+}
+
 // A task is a run of panels of one image; body(task, piece, image, tile, j, lanes, rows, tally).
 struct ColumnTasks {
     int64_t span, panels, per_task, per_image, count;
@@ -437,8 +480,7 @@ void for_columns(const Call& call, const ColumnTasks& tasks, Counts* counts, Bod
                 }
             }
         }
-        tally.fold();
-        counts[task] = {tally.total_saturated, tally.total_flushed};
+        counts[task] = count(tally);
     });
 }
 
@@ -474,16 +516,16 @@ void run(Call& call) {
     const bool columns = job.inner != 1;
     const bool whole = job.tile_rows > 1 || call.scaler.needs_global();
     const ColumnTasks tasks(job, call.plan.hadamard);
-    const int64_t count = columns ? tasks.count : row_tasks(job);
+    const int64_t parts = columns ? tasks.count : row_tasks(job);
     const int64_t width = columns ? job.inner : call.tiles;
     const int64_t runs = columns ? job.outer * call.tiles : job.outer * job.rows;
 
     // The caller's own scratch, in slots that no task uses: totals per task, and all maxima.
-    char* shared = scratch_of<char>(Slot::partial, count * 24 + (whole ? runs * width + VL : 0) * 4);
+    char* shared = scratch_of<char>(Slot::partial, parts * 24 + (whole ? runs * width + VL : 0) * 4);
     Counts* counts = reinterpret_cast<Counts*>(shared);
-    uint32_t* finite = reinterpret_cast<uint32_t*>(shared + count * 16);
-    uint32_t* maxima = reinterpret_cast<uint32_t*>(shared + count * 24);
-    std::memset(shared, 0, static_cast<size_t>(count * 24));
+    uint32_t* finite = reinterpret_cast<uint32_t*>(shared + parts * 16);
+    uint32_t* maxima = reinterpret_cast<uint32_t*>(shared + parts * 24);
+    std::memset(shared, 0, static_cast<size_t>(parts * 24));
     const bool elements = call.plan.scale == Scale::ue4m3;
 
     if (whole) {
@@ -521,7 +563,7 @@ void run(Call& call) {
         }
         if (call.scaler.needs_global()) {
             call.scaler.set_global(elements ? as_float(finite_maximum(
-                                                  reinterpret_cast<float*>(finite), count, 1))
+                                                  reinterpret_cast<float*>(finite), parts, 1))
                                             : finite_block_maximum(maxima, runs * width));
         }
     }
@@ -551,12 +593,11 @@ void run(Call& call) {
                 m = mine;
             }
             quantize_rows<Words, Divide, Codes>(call, piece, first, rows, m, tally);
-            tally.fold();
-            counts[task] = {tally.total_saturated, tally.total_flushed};
+            counts[task] = count(tally);
         });
     }
     job.saturated = job.flushed = 0;
-    for (int64_t task = 0; task < count; ++task) {
+    for (int64_t task = 0; task < parts; ++task) {
         job.saturated += counts[task].saturated;
         job.flushed += counts[task].flushed;
     }

@@ -88,14 +88,7 @@ struct Scales {
 };
 
 struct Tally {
-    vi saturated = {}, flushed = {};
-    int64_t total_saturated = 0, total_flushed = 0;
-
-    // Lanes count up to 2**31: fold now and then.
-    INLINE void fold() {
-        for (int i = 0; i < VL; ++i) total_saturated += saturated[i], total_flushed += flushed[i];
-        saturated = flushed = vi{};
-    }
+    vi saturated = {}, flushed = {};  // lanes hold fewer than 2**31 within one piece of work
 };
 
 // One vector of values: coded, and decoded again.

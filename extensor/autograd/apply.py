@@ -88,7 +88,10 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
         out = np.asarray(out)
     result: ExTensor = _new(ExTensor)
     result.data = out
-    result.dtype = dtype_of(out)
+    if direct and getattr(out, "dtype", None) is dtype.numpy:
+        result.dtype = dtype  # the usual case, without a look into the table
+    else:
+        result.dtype = dtype_of(out)
     result.backend = backend
     result.grad = None
     result.node = None

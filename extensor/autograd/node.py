@@ -8,16 +8,23 @@ is no cycle, and a graph that is dropped is freed without the garbage collector.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from extensor.autograd.primitive import Primitive
 
 if TYPE_CHECKING:
     from extensor.autograd.tensor import ExTensor
 
-__all__ = ["Node"]
+__all__ = ["Node", "Spec"]
 
 _count = itertools.count()
+
+
+class Spec(NamedTuple):
+    """What is left of an input whose values the gradient does not read."""
+
+    shape: tuple[int, ...]
+    dtype: Any
 
 
 class Node:
@@ -26,8 +33,8 @@ class Node:
     Attributes:
         primitive: what was applied; params: with which parameters.
         edges: per input the node or leaf tensor it came from; None where no gradient goes.
-        arrays: the inputs' data, if the gradient reads it.
-        specs: the inputs' (shape, dtype) where it does not.
+        arrays: the inputs' data, if the gradient reads it; else a `Spec`, or None for an input
+            of the output's shape and dtype.
         out: the output's data, if the gradient reads it.
         saved: what forward saved.
         backend: the device it ran on.
@@ -49,9 +56,11 @@ class Node:
         "primitive",
         "saved",
         "seq",
-        "specs",
         "stamp",
     )
+
+    edges: list[Node | ExTensor | None] | None
+    arrays: list[Any]
 
     def __init__(
         self,
@@ -69,24 +78,42 @@ class Node:
         self.backend = inputs[0].backend
         self.compute = compute
         self.seq = next(_count)
-        self.edges: list[Node | ExTensor | None] | None = [
-            t.node or (t if t._requires_grad else None) for t in inputs
-        ]
-        if primitive.reads_inputs:
-            self.arrays: list[Any] | None = [t.data for t in inputs]
-            self.specs: list[tuple[tuple[int, ...], Any]] | None = None
-            cells = [t._version for t in inputs]
-        else:
-            self.arrays = None
-            self.specs = [(t.data.shape, t.dtype.numpy) for t in inputs]
-            cells = []
+        # Plain loops: a comprehension is a call, and this is the hot path.
+        edges: list[Node | ExTensor | None] = []
+        arrays: list[Any] = []
+        cells: list[list[int]] = []
+        stamp = 0
+        reads_inputs = primitive.reads_inputs
+        out_type = getattr(out, "dtype", None)  # None for a QuantArray, as its dtype's numpy is
+        for tensor in inputs:
+            if tensor.node is not None:
+                edges.append(tensor.node)
+            else:
+                edges.append(tensor if tensor._requires_grad else None)
+            data = tensor.data
+            if reads_inputs:
+                cell = tensor._version
+                cells.append(cell)
+                stamp += cell[0]
+                arrays.append(data)
+            elif data.shape == out.shape and tensor.dtype.numpy is out_type:
+                arrays.append(None)
+            else:
+                arrays.append(Spec(data.shape, tensor.dtype.numpy))
+        if not primitive.every_vjp:
+            for i in range(len(edges)):
+                if not primitive.has_vjp(i):
+                    edges[i] = None
         if primitive.reads_output:
             self.out = out
             cells.append(out_cell)
+            stamp += out_cell[0]
         else:
             self.out = None
+        self.edges = edges
+        self.arrays = arrays
         self.cells = cells
-        self.stamp = sum([cell[0] for cell in cells])
+        self.stamp = stamp
 
     def check(self) -> None:
         """Refuse to differentiate what is gone or was overwritten.
@@ -99,7 +126,9 @@ class Node:
                 f"{self.primitive.name}: this part of the graph was already used by a backward "
                 "pass, which freed it; pass retain_graph=True to the earlier pass"
             )
-        written = sum([cell[0] for cell in self.cells]) - self.stamp
+        written = -self.stamp
+        for cell in self.cells:
+            written += cell[0]
         if written:
             raise RuntimeError(
                 f"{self.primitive.name}: a tensor that its gradient needs was written in place "
@@ -109,6 +138,7 @@ class Node:
 
     def release(self) -> None:
         """Drop everything held for the gradient."""
-        self.edges = self.arrays = self.out = self.saved = self.specs = None
+        self.edges = self.out = self.saved = None
+        self.arrays = []
         self.cells = []
         self.stamp = 0

@@ -127,6 +127,7 @@ class Primitive:
     reads_inputs: bool = field(init=False)
     reads_output: bool = field(init=False)
     differentiable: bool = field(init=False)
+    every_vjp: bool = field(init=False)
 
     def __post_init__(self) -> None:
         rule = bool(self.vjps or self.vjp_at or (self.fused_vjp and self.once))
@@ -146,6 +147,7 @@ class Primitive:
             ("reads_inputs", self.reads in ("both", "inputs")),
             ("reads_output", self.reads in ("both", "output")),
             ("differentiable", rule),
+            ("every_vjp", None not in self.vjps),
         ):
             object.__setattr__(self, name, value)
 

@@ -44,24 +44,22 @@ def node_gradients(
         wrapped = _composite(node, wrap(g, node.backend), needs, graph=False)
         parts = [None if part is None else part.data for part in wrapped]
     for i, part in enumerate(parts):
-        if part is None or not needs[i]:
+        if part is None:
+            continue
+        if not needs[i]:
             parts[i] = None
             continue
-        if node.arrays is not None:
-            array = node.arrays[i]
-            shape, dtype = array.shape, getattr(array, "dtype", None)
-        else:
-            assert node.specs is not None
-            shape, dtype = node.specs[i]
-        if part.shape != shape:
-            part = _reduce(part, shape, node.primitive)
-        wanted = gradient_dtype(dtype)
+        like = node.arrays[i]
+        if like is None:  # of the output's shape and dtype, as g is
+            like = g.data if create_graph else g
+        if part.shape != like.shape:
+            parts[i] = part = _reduce(part, like.shape, primitive)
+        wanted = gradient_dtype(getattr(like, "dtype", None))
         if isinstance(part, ExTensor):
-            parts[i] = part if part.dtype.numpy == wanted else part.astype(as_dtype(wanted))
+            if part.dtype.numpy != wanted:
+                parts[i] = part.astype(as_dtype(wanted))
         elif isinstance(part, np.generic) or part.dtype != wanted:
             parts[i] = node.backend.xp.asarray(part, dtype=wanted)
-        else:
-            parts[i] = part
     return parts
 
 
@@ -90,7 +88,9 @@ def _reduce(part: Gradient, shape: tuple[int, ...], primitive: Primitive) -> Gra
 
 def _fused(node: Node, g: Any, needs: Sequence[bool]) -> list[Any]:
     primitive = node.primitive
-    inputs = node.arrays if node.arrays is not None else _hollow(node)
+    inputs = node.arrays
+    if not primitive.reads_inputs:
+        inputs = [g if a is None else a for a in inputs]
     out = node.out
     if node.compute is not None:
         g = g.astype(node.compute, copy=False)
@@ -114,7 +114,7 @@ def _composite(
 ) -> list[ExTensor | None]:
     """The VJPs written in operations; with ``graph`` their inputs keep their place in it."""
     primitive, backend = node.primitive, node.backend
-    arrays = node.arrays if node.arrays is not None else _hollow(node)
+    arrays = node.arrays if primitive.reads_inputs else _hollow(node, g.data)
     inputs = [
         _in_place_of(array, edge, backend) if graph else wrap(array, backend)
         for array, edge in zip(arrays, node.edges or (), strict=True)
@@ -149,13 +149,16 @@ def _in_place_of(array: Any, edge: Node | ExTensor | None, backend: Any) -> ExTe
     return wrap(array, backend, edge)
 
 
-def _hollow(node: Node) -> list[Any]:
+def _hollow(node: Node, g: Any) -> list[Any]:
     """Stand-ins for inputs that were not kept: right shape and dtype, NaN so as not to be read."""
     xp = node.backend.xp
-    return [
-        xp.broadcast_to(xp.asarray(0 if dtype.kind in "biu" else xp.nan, dtype=dtype), shape)
-        for shape, dtype in node.specs or ()
-    ]
+    stand_ins = []
+    for spec in node.arrays:
+        shape, dtype = (g.shape, g.dtype) if spec is None else spec
+        dtype = gradient_dtype(dtype)
+        value = xp.asarray(0 if dtype.kind in "biu" else xp.nan, dtype=dtype)
+        stand_ins.append(xp.broadcast_to(value, shape))
+    return stand_ins
 
 
 def _refuse(index: int, g: ExTensor, out: None, *inputs: ExTensor, name: str, why: str) -> None:
@@ -179,8 +182,8 @@ def _once(node: Node, g: ExTensor, needs: Sequence[bool]) -> list[ExTensor | Non
             continue
         params = {"name": node.primitive.name, "why": node.primitive.once}
         refusal = Node(_TWICE, params, (g,), part, None, [0])
-        assert refusal.edges is not None and refusal.specs is not None
+        assert refusal.edges is not None
         refusal.edges += node.edges or []
-        refusal.specs *= len(refusal.edges)
+        refusal.arrays *= len(refusal.edges)
         results.append(wrap(part, node.backend, refusal))
     return results

@@ -115,13 +115,15 @@ def _run(
             if tensor.node is not None:
                 inner.setdefault(tensor.node, []).append(tensor)
 
-    def deliver(edge: Edge, g: Gradient) -> None:
+    def deliver(edge: Edge | None, g: Gradient) -> None:
         if isinstance(edge, Node):
             if edge in pending:
                 pending[edge] = pending[edge] + g
             else:
                 pending[edge] = g
                 heapq.heappush(heap, (-edge.seq, edge))
+        elif edge is None:
+            return
         elif id(edge) in found:
             found[id(edge)] = (edge, found[id(edge)][1] + g)
         else:
@@ -143,16 +145,14 @@ def _run(
                 node.check()
                 edges = node.edges
                 assert edges is not None
-                needs = [
-                    e is not None and node.primitive.has_vjp(i) and (useful is None or e in useful)
-                    for i, e in enumerate(edges)
-                ]
-                if any(needs):
-                    given = node_gradients(node, g, needs, create_graph)
-                    for edge_, part in zip(edges, given, strict=True):
+                if useful is None:
+                    needs = [e is not None for e in edges]
+                else:
+                    needs = [e is not None and e in useful for e in edges]
+                if True in needs:
+                    for i, part in enumerate(node_gradients(node, g, needs, create_graph)):
                         if part is not None:
-                            assert edge_ is not None
-                            deliver(edge_, part)
+                            deliver(edges[i], part)
                 if not retain:
                     node.release()
     finally:

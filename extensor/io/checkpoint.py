@@ -66,7 +66,8 @@ def save_checkpoint(
     Raises:
         TypeError, ValueError: for a tensor or metadata that cannot be stored; nothing is written.
         OSError: if the disk is full or the directory cannot be written. An older file under
-            ``path`` is then still there, unchanged, and nothing else is left behind.
+            ``path`` is then still there, unchanged, and nothing else is left behind. (Where only
+            the final sync of the directory fails, the new file is there, whole.)
     """
     arrays: dict[str, Array] = {}
     blocked: dict[str, Any] = {}

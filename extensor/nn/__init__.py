@@ -24,8 +24,10 @@ from extensor.nn.avg_pool2d import AvgPool2d
 from extensor.nn.batch_norm2d import BatchNorm2d
 from extensor.nn.conv2d import Conv2d
 from extensor.nn.dropout import Dropout, Dropout2d
+from extensor.nn.embedding import Embedding
 from extensor.nn.flatten import Flatten
 from extensor.nn.global_avg_pool2d import GlobalAvgPool2d
+from extensor.nn.group_norm import GroupNorm, InstanceNorm
 from extensor.nn.layer_norm import LayerNorm
 from extensor.nn.linear import Linear
 from extensor.nn.max_pool2d import MaxPool2d
@@ -33,6 +35,7 @@ from extensor.nn.module import Hook, Module
 from extensor.nn.module_list import ModuleList
 from extensor.nn.parameter import Buffer, Parameter
 from extensor.nn.quantize import apply_recipe, gemm_layers
+from extensor.nn.rms_norm import RMSNorm
 from extensor.nn.sequential import Sequential
 
 __all__ = [
@@ -45,12 +48,15 @@ __all__ = [
     "Conv2d",
     "Dropout",
     "Dropout2d",
+    "Embedding",
     "Flatten",
     "GlobalAvgPool2d",
+    "GroupNorm",
     "HardSigmoid",
     "HardSwish",
     "HardTanh",
     "Hook",
+    "InstanceNorm",
     "LayerNorm",
     "LeakyReLU",
     "Linear",
@@ -61,6 +67,7 @@ __all__ = [
     "ModuleList",
     "PReLU",
     "Parameter",
+    "RMSNorm",
     "ReLU",
     "ReLU6",
     "Sequential",

@@ -11,6 +11,7 @@ from extensor.autograd.tensor import ExTensor
 from extensor.nn.checks import check_size
 from extensor.nn.module import Module
 from extensor.nn.parameter import Buffer, Parameter
+from extensor.ops.arguments import tensors_only
 
 __all__ = ["BatchNorm2d"]
 
@@ -53,6 +54,7 @@ class BatchNorm2d(Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """The same shape."""
+        tensors_only("BatchNorm2d", x)
         if x.ndim != 4 or x.shape[1] != self.channels:
             raise ValueError(
                 f"BatchNorm2d: wanted an input of shape (N, {self.channels}, H, W), got {x.shape}"

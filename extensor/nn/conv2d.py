@@ -10,6 +10,7 @@ from extensor.nn import init
 from extensor.nn.checks import check_size
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
+from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import Pair, conv2d, int_pair
 from extensor.ops.quantized import quantized_conv2d
 from extensor.quant.context import LayerContext
@@ -74,6 +75,7 @@ class Conv2d(Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """(N, C, H, W) -> (N, O, Ho, Wo)."""
+        tensors_only("Conv2d", x)
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(
                 f"Conv2d: wanted an input of shape (N, {self.in_channels}, H, W), got {x.shape}"

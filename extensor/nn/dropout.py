@@ -11,6 +11,7 @@ from extensor.nn import init
 from extensor.nn.checks import check_probability
 from extensor.nn.module import Module
 from extensor.nn.parameter import Buffer
+from extensor.ops.arguments import tensors_only
 
 __all__ = ["Dropout", "Dropout2d"]
 
@@ -43,6 +44,7 @@ class Dropout(Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """The same shape; ``x`` itself in evaluation."""
+        tensors_only("Dropout", x)
         if not self.training or self.p == 0.0:
             return x
         shape = self.mask_shape(x)

@@ -7,6 +7,7 @@ import math
 from extensor.autograd.tensor import ExTensor
 from extensor.nn.checks import check_size
 from extensor.nn.module import Module
+from extensor.ops.arguments import tensors_only
 
 __all__ = ["Flatten"]
 
@@ -23,6 +24,7 @@ class Flatten(Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """The same values with fewer axes."""
+        tensors_only("Flatten", x)
         if x.ndim <= self.start:
             raise ValueError(
                 f"Flatten: wanted an input of more than {self.start} axes, got shape {x.shape}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from extensor.autograd.tensor import ExTensor
 from extensor.nn.module import Module
+from extensor.ops.arguments import tensors_only
 
 __all__ = ["GlobalAvgPool2d"]
 
@@ -17,6 +18,7 @@ class GlobalAvgPool2d(Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """(N, C, H, W) -> (N, C)."""
+        tensors_only("GlobalAvgPool2d", x)
         if x.ndim != 4:
             raise ValueError(
                 f"GlobalAvgPool2d: wanted an input of shape (N, C, H, W), got {x.shape}"

@@ -10,6 +10,7 @@ from extensor.autograd.tensor import ExTensor
 from extensor.nn.checks import check_size
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
+from extensor.ops.arguments import tensors_only
 
 __all__ = ["LayerNorm"]
 
@@ -42,6 +43,7 @@ class LayerNorm(Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """The same shape."""
+        tensors_only("LayerNorm", x)
         count = len(self.shape)
         if x.shape[-count:] != self.shape:
             raise ValueError(

@@ -10,6 +10,7 @@ from extensor.nn import init
 from extensor.nn.checks import check_size
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
+from extensor.ops.arguments import tensors_only
 from extensor.ops.quantized import quantized_matmul
 from extensor.quant.context import LayerContext
 
@@ -45,6 +46,7 @@ class Linear(Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """(..., K) -> (..., N)."""
+        tensors_only("Linear", x)
         if x.ndim < 1 or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"Linear: wanted an input of shape (..., {self.in_features}), got {x.shape}"

@@ -57,7 +57,8 @@ def getitem(x: ExTensor, key: Any) -> ExTensor:
         TypeError: for anything else in the key.
     """
     tensors_only("getitem", x)
-    return apply("getitem", x, key=raw_key(key))
+    simple = isinstance(key, (int, slice))
+    return apply("getitem", x, key=key if simple else raw_key(key))
 
 
 def _put(backend: Any, g: Any, key: Any, shape: tuple[int, ...]) -> Any:

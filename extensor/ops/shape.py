@@ -47,22 +47,31 @@ def reshape(x: ExTensor, shape: int | Sequence[int]) -> ExTensor:
         TypeError, ValueError: for a shape that is no ints, or of another number of elements.
     """
     tensors_only("reshape", x)
-    sizes: list[Any] = list(shape) if isinstance(shape, (tuple, list)) else [shape]
-    unknown = [i for i, n in enumerate(sizes) if isinstance(n, (int, np.integer)) and n == -1]
+    wanted = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
+    try:
+        if x.dtype.is_blocked or not x.data.size:
+            wanted = _resolved(x, wanted)
+        return apply("reshape", x, shape=wanted)
+    except (TypeError, ValueError):
+        _resolved(x, wanted)  # says what is wrong
+        raise
+
+
+def _resolved(x: ExTensor, wanted: tuple[Any, ...]) -> tuple[int, ...]:
+    """The shape meant, without -1, of as many elements as x has."""
+    unknown = [i for i, n in enumerate(wanted) if isinstance(n, (int, np.integer)) and n == -1]
     if len(unknown) > 1:
-        raise ValueError(f"reshape: wanted at most one -1, got {shape!r}")
+        raise ValueError(f"reshape: wanted at most one -1, got {wanted}")
+    sizes = list(as_shape(tuple(1 if i in unknown else n for i, n in enumerate(wanted)), "reshape"))
     for i in unknown:
-        sizes[i] = 1
-    known = as_shape(sizes, "reshape")
-    if unknown:
-        rest = math.prod(known)
-        known = (*known[: unknown[0]], x.size // rest if rest else 0, *known[unknown[0] + 1 :])
-    if math.prod(known) != x.size:
+        rest = math.prod(sizes)
+        sizes[i] = x.size // rest if rest else 0
+    if math.prod(sizes) != x.size:
         raise ValueError(
             f"reshape: wanted a shape of {x.size} elements for a tensor of shape {x.shape}, "
-            f"got {shape!r}"
+            f"got {wanted}"
         )
-    return apply("reshape", x, shape=known)
+    return tuple(sizes)
 
 
 @composite(

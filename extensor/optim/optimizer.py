@@ -152,11 +152,28 @@ class Optimizer(ABC):
             step: how many updates this parameter has had, this one included.
         """
 
+    def prepare(
+        self,
+        xp: Any,
+        weight: Array,
+        grad: Array,
+        state: Mapping[str, Array],
+        options: Mapping[str, Any],
+    ) -> tuple[Array, Mapping[str, Any]]:
+        """What needs a whole tensor: the gradient and the options that `update` is given.
+
+        All arrays have the parameter's shape. ``weight`` and ``grad`` are not written, ``state``
+        may be.
+        """
+        return grad, options
+
     def step(self) -> None:
         """Update every parameter that has a gradient, in place.
 
         Raises:
             RuntimeError: if no parameter has a gradient.
+            ValueError: for options that were changed to something out of range, or that need
+                state which was not kept. Nothing is updated then.
         """
         ready = [(g, m) for g in self.groups for m in g.members if m.param.grad is not None]
         if not ready:
@@ -166,6 +183,12 @@ class Optimizer(ABC):
             )
         for group in self.groups:
             self._check_options(group.options)
+            missing = set(self.slots(group.options)) - group.members[0].arrays.keys()
+            if missing:
+                raise ValueError(
+                    f"step: the options now need {sorted(missing)}, which was not kept from the "
+                    "start; make a new optimizer with these options"
+                )
         for group, member in ready:
             self._step_one(member, group.options)
 
@@ -177,7 +200,15 @@ class Optimizer(ABC):
         state = {slot: a for slot, a in member.arrays.items() if slot != MASTER}
         master = member.arrays.get(MASTER)
         flat = _flat_view(param.data) if master is None else master
-        g = grad.data.reshape(-1).astype(flat.dtype, copy=False)
+        whole = {slot: a.reshape(param.shape) for slot, a in state.items()}
+        g, options = self.prepare(
+            xp,
+            flat.reshape(param.shape),
+            grad.data.astype(flat.dtype, copy=False),
+            whole,
+            options,
+        )
+        g = g.reshape(-1)
         stretch = min(STRETCH, flat.size) if xp is np else flat.size
         one, two = xp.empty(stretch, flat.dtype), xp.empty(stretch, flat.dtype)
         for begin in range(0, flat.size, max(stretch, 1)):

@@ -37,6 +37,12 @@ AGAINST_TORCH = {
     "avg pool padded": (lambda: nn.AvgPool2d(3, 2, 1), "AvgPool2d", (3, 2, 1), {}, (2, 3, 7, 7)),
     "flatten": (lambda: nn.Flatten(), "Flatten", (), {}, (2, 3, 4)),
     "layer norm": (lambda: nn.LayerNorm((4, 5)), "LayerNorm", ((4, 5),), {}, (3, 4, 5)),
+    "rms norm": (lambda: nn.RMSNorm(5, 1e-3), "RMSNorm", (5, 1e-3), {}, (3, 4, 5)),
+    "group norm": (lambda: nn.GroupNorm(2, 6), "GroupNorm", (2, 6), {}, (3, 6, 4, 5)),
+    "group norm flat": (lambda: nn.GroupNorm(2, 6), "GroupNorm", (2, 6), {}, (3, 6)),
+    "instance norm": (
+        lambda: nn.InstanceNorm(3), "InstanceNorm2d", (3,), {"affine": True}, (2, 3, 4, 5),
+    ),
     "batch norm": (lambda: nn.BatchNorm2d(3), "BatchNorm2d", (3,), {}, (4, 3, 5, 2)),
     "relu": (lambda: nn.ReLU(), "ReLU", (), {}, (3, 4)),
     "relu6": (lambda: nn.ReLU6(), "ReLU6", (), {}, (3, 4)),
@@ -106,6 +112,26 @@ def test_initial_weights_are_bounded_by_the_fan_in():
         for p in layer.parameters():
             top = np.abs(p.numpy()).max()
             assert 0.9 / np.sqrt(fan) < top <= 1 / np.sqrt(fan)
+
+
+def test_embedding():
+    layer = nn.Embedding(10, 3, rng=0)
+    index = ExTensor(np.array([[1, 9], [1, 0]]))
+    y = layer(index)
+    np.testing.assert_array_equal(y.numpy(), layer.weight.numpy()[index.numpy()])
+    y.sum().backward()
+    want = np.zeros((10, 3))
+    want[[0, 9]], want[1] = 1.0, 2.0
+    np.testing.assert_array_equal(layer.weight.grad.numpy(), want)
+    assert layer.role == "embedding" and layer(ExTensor(np.zeros((0,), int))).shape == (0, 3)
+    assert 0.01 < nn.Embedding(100, 50, rng=0).weight.numpy().std() < 0.03
+    for bad in (-1, 10):
+        with pytest.raises(ValueError, match=rf"wanted numbers in 0..9, got .*{bad}"):
+            layer(ExTensor(np.array([5, bad])))
+    with pytest.raises(TypeError, match="Embedding: wanted integers, got float32"):
+        layer(ExTensor([1.0]))
+    with pytest.raises(TypeError, match="wanted an ExTensor, got int"):
+        layer(3)
 
 
 # Recipes.
@@ -212,6 +238,9 @@ BAD_CALLS = [
     (nn.GlobalAvgPool2d(), (3, 8, 8), r"GlobalAvgPool2d: wanted .*\(N, C, H, W\)"),
     (nn.Flatten(2), (3, 8), "Flatten: wanted an input of more than 2 axes"),
     (nn.LayerNorm((8, 8)), (8,), r"LayerNorm: wanted an input of shape \(..., 8, 8\), got \(8,\)"),
+    (nn.RMSNorm(4), (3, 5), r"RMSNorm: wanted an input of shape \(..., 4\), got \(3, 5\)"),
+    (nn.GroupNorm(2, 4), IMAGE, r"GroupNorm: wanted an input of shape \(N, 4, ...\)"),
+    (nn.InstanceNorm(4), (4,), r"InstanceNorm: wanted an input of shape \(N, 4, ...\), got \(4,\)"),
     (nn.BatchNorm2d(4), IMAGE, r"BatchNorm2d: wanted .*\(N, 4, H, W\)"),
     (nn.BatchNorm2d(3), (1, 3, 1, 1), "two values or more per channel"),
     (nn.Dropout2d(0.5), (3, 8), "Dropout2d: wanted"),
@@ -222,6 +251,12 @@ BAD_CALLS = [
 def test_bad_inputs(layer, shape, message):
     with pytest.raises(ValueError, match=message):
         layer(tensor(shape))
+
+
+@pytest.mark.parametrize(("layer", "shape", "message"), BAD_CALLS)
+def test_arrays_that_are_no_tensors(layer, shape, message):
+    with pytest.raises(TypeError, match=r"wanted an ExTensor, got ndarray; make one"):
+        layer(np.zeros(shape, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -251,6 +286,13 @@ def test_bad_inputs(layer, shape, message):
         (lambda: nn.LayerNorm(()), ValueError, "at least one axis"),
         (lambda: nn.LayerNorm(3, eps=0.0), ValueError, "eps above 0"),
         (lambda: nn.LayerNorm(0), ValueError, "shape: wanted 1 or more"),
+        (lambda: nn.RMSNorm(0), ValueError, "size"),
+        (lambda: nn.RMSNorm(3, eps=0.0), ValueError, "RMSNorm: wanted eps above 0"),
+        (lambda: nn.GroupNorm(2, 3), ValueError, "groups that divide channels"),
+        (lambda: nn.GroupNorm(1, 3, eps=-1.0), ValueError, "eps above 0"),
+        (lambda: nn.InstanceNorm(0), ValueError, "groups: wanted 1 or more"),
+        (lambda: nn.Embedding(0, 3), ValueError, "count"),
+        (lambda: nn.Embedding(3, 0), ValueError, "size"),
         (lambda: nn.BatchNorm2d(0), ValueError, "channels"),
         (lambda: nn.BatchNorm2d(3, eps=-1.0), ValueError, "eps above 0"),
         (lambda: nn.BatchNorm2d(3, momentum=2.0), ValueError, r"momentum in \[0, 1\]"),

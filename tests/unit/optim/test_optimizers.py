@@ -8,7 +8,8 @@ import pytest
 
 from extensor.autograd.tensor import ExTensor
 from extensor.io import load_checkpoint, save_checkpoint
-from extensor.optim import SGD, Adam, AdamW, Optimizer
+from extensor.optim import LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, Optimizer, RMSprop
+from extensor.optim.muon import orthogonalize
 from extensor.optim.optimizer import STRETCH
 
 SHAPES = [(3, 4), (5,), (), (2, 0)]
@@ -24,6 +25,9 @@ OPTIONS = {
         {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1},
     ),
     "adamw": (AdamW, {"lr": 0.01}),
+    "adagrad": (Adagrad, {"lr": 0.1, "weight_decay": 0.1}),
+    "rmsprop": (RMSprop, {"lr": 0.01, "weight_decay": 0.1}),
+    "rmsprop momentum": (RMSprop, {"lr": 0.01, "momentum": 0.9}),
     "adamw options": (AdamW, {"lr": 0.02, "betas": (0.5, 0.9), "weight_decay": 0.3}),
 }
 
@@ -67,6 +71,54 @@ def test_twenty_steps_as_torch(case, dtype):
             np.testing.assert_allclose(p.numpy(), want, rtol=tolerance, atol=tolerance)
 
 
+def test_lion_by_hand():
+    p = param([1.0, 1.0, 1.0], np.float64)
+    optimizer = Lion([p], lr=0.1, betas=(0.5, 0.75), weight_decay=1.0)
+    set_grad(p, [4.0, -4.0, 0.0])
+    optimizer.step()  # m = [1, -1, 0]
+    np.testing.assert_allclose(p.numpy(), [0.8, 1.0, 0.9])
+    set_grad(p, [-0.5, -0.5, 1.0])
+    optimizer.step()  # 0.5 m + 0.5 g = [0.25, -0.75, 0.5]
+    np.testing.assert_allclose(p.numpy(), [0.62, 1.0, 0.71])
+
+
+def test_lars_by_hand():
+    p = param([3.0, 4.0], np.float64)
+    optimizer = LARS([p], lr=0.5, momentum=0.5, weight_decay=0.1, trust=0.2)
+    set_grad(p, [0.0, 2.0])
+    optimizer.step()  # ratio 0.2 * 5 / (2 + 0.5) = 0.4; g' = [0.3, 2.4]
+    np.testing.assert_allclose(p.numpy(), [3.0 - 0.06, 4.0 - 0.48])
+    set_grad(p, [0.0, 0.0])
+    w = p.numpy().copy()
+    optimizer.step()  # no gradient: ratio 1, momentum goes on
+    np.testing.assert_allclose(p.numpy(), w - 0.5 * (0.1 * w + 0.5 * np.array([0.12, 0.96])))
+    zero = param([0.0], np.float64)
+    set_grad(zero, [2.0])
+    LARS([zero], lr=0.5).step()
+    np.testing.assert_allclose(zero.numpy(), [-1.0])
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 16), (16, 4)])
+def test_orthogonalize_brings_singular_values_near_one(shape):
+    matrix = np.random.default_rng(0).standard_normal(shape)
+    values = np.linalg.svd(orthogonalize(matrix, np), compute_uv=False)
+    assert values.min() > 0.6 and values.max() < 1.25
+    np.testing.assert_array_equal(orthogonalize(np.zeros(shape), np), 0.0)
+
+
+def test_muon_by_hand():
+    w, g = np.ones((8, 2, 2)), np.random.default_rng(0).standard_normal((8, 2, 2))
+    p = param(w, np.float64)
+    optimizer = Muon([p], lr=0.1, momentum=0.5, weight_decay=0.5)
+    set_grad(p, g)
+    optimizer.step()
+    u = orthogonalize(1.5 * g.reshape(8, 4), np).reshape(w.shape) * np.sqrt(2)
+    np.testing.assert_allclose(p.numpy(), 0.95 * w - 0.1 * u)
+    np.testing.assert_array_equal(optimizer.state_dict()["state.0.momentum"], g)
+    with pytest.raises(ValueError, match=r"two axes or more, got shape \(1,\); give it to AdamW"):
+        Muon([param([1.0])])
+
+
 def test_sgd_by_hand():
     p = param([1.0, 2.0])
     optimizer = SGD([p], lr=0.5, momentum=0.5, weight_decay=0.25)
@@ -105,9 +157,17 @@ def test_stretches_do_not_show(case, size, monkeypatch):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+EVERY = {
+    **OPTIONS,
+    "lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
+    "lars": (LARS, {"lr": 0.1, "weight_decay": 0.1}),
+    "muon": (Muon, {"lr": 0.1, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", EVERY)
 def test_gradients_are_not_written(case):
-    kind, options = OPTIONS[case]
+    kind, options = EVERY[case]
     p = param(np.ones((3, 4)))
     g = np.arange(12.0).reshape(3, 4).astype(np.float32)
     set_grad(p, g)
@@ -150,13 +210,14 @@ def test_half_precision_parameters_have_float32_masters(dtype):
     assert p.data != np.asarray(1.0, dtype)
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", EVERY)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
 def test_resume_is_bit_identical(case, dtype, tmp_path):
-    kind, options = OPTIONS[case]
+    kind, options = EVERY[case]
     rng = np.random.default_rng(2)
-    start = [rng.standard_normal(s).astype(dtype) for s in [(3, 4), (5,)]]
-    grads = [[rng.standard_normal(s) for s in [(3, 4), (5,)]] for _ in range(6)]
+    shapes = [(3, 4), (5, 1)]
+    start = [rng.standard_normal(s).astype(dtype) for s in shapes]
+    grads = [[rng.standard_normal(s) for s in shapes] for _ in range(6)]
 
     def run(params, optimizer, steps):
         for step in steps:
@@ -274,6 +335,15 @@ BAD_OPTIONS = [
     (Adam, {"betas": (0.9, -0.1)}, ValueError, "beta2"),
     (Adam, {"eps": 0.0}, ValueError, "eps"),
     (AdamW, {"weight_decay": float("inf")}, ValueError, "weight_decay"),
+    (Adagrad, {"eps": 0.0}, ValueError, "eps"),
+    (RMSprop, {"eps": -1.0}, ValueError, "eps"),
+    (RMSprop, {"decay": 1.0}, ValueError, "decay"),
+    (RMSprop, {"momentum": 1.5}, ValueError, "momentum"),
+    (Lion, {"betas": (1.0, 0.9)}, ValueError, "beta1"),
+    (Lion, {"betas": (0.9, 1.0)}, ValueError, "beta2"),
+    (LARS, {"lr": 0.1, "trust": 0.0}, ValueError, "trust"),
+    (LARS, {"lr": 0.1, "momentum": 1.0}, ValueError, "momentum"),
+    (Muon, {"momentum": -0.5}, ValueError, "momentum"),
 ]
 
 
@@ -322,6 +392,16 @@ def test_options_are_checked_again_when_used():
     optimizer = SGD([p], lr=0.1)
     optimizer.groups[0].options["lr"] = float("nan")
     with pytest.raises(ValueError, match="lr: wanted"):
+        optimizer.step()
+    np.testing.assert_array_equal(p.numpy(), [1.0])
+
+
+def test_momentum_cannot_be_switched_on_later():
+    p = param([1.0])
+    set_grad(p, [1.0])
+    optimizer = SGD([p], lr=0.1)
+    optimizer.groups[0].options["momentum"] = 0.9
+    with pytest.raises(ValueError, match=r"need \['momentum'\], which was not kept"):
         optimizer.step()
     np.testing.assert_array_equal(p.numpy(), [1.0])
 

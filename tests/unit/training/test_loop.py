@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 import extensor.nn
+from extensor import no_grad
 from extensor.io import load_checkpoint
 from extensor.quant.recipe import Recipe, Rule
 from extensor.quant.recipes import get_recipe
@@ -190,7 +191,8 @@ def test_a_run_that_cannot_go_on_is_recorded_as_diverged(
     monkeypatch.setattr(loop, "MAX_SKIPPED_IN_A_ROW", 3)
     trainer = Trainer(small(), tmp_path)
     first = next(iter(trainer.model.parameters()))
-    first.assign_(np.full(first.shape, np.nan, np.float32))
+    with no_grad():
+        first.assign_(np.full(first.shape, np.nan, np.float32))
     result = trainer.fit()
     assert result["steps"] == result["skipped_steps"] == 3
     assert result["diverged"] == "no finite gradients in 3 steps in a row"
@@ -200,8 +202,9 @@ def test_a_run_that_cannot_go_on_is_recorded_as_diverged(
 
 def test_stuck_at_chance_is_recorded_as_diverged(small: Make, tmp_path: Path) -> None:
     trainer = Trainer(small(lr=1e-12, epochs=1), tmp_path)
-    for parameter in trainer.model.parameters():
-        parameter.assign_(np.zeros(parameter.shape, np.float32))
+    with no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.assign_(np.zeros(parameter.shape, np.float32))
     assert "stuck at chance" in trainer.fit()["diverged"]
 
 

@@ -1,0 +1,55 @@
+"""Embedding."""
+
+from __future__ import annotations
+
+from extensor.autograd.creation import Seed
+from extensor.autograd.tensor import ExTensor
+from extensor.nn import init
+from extensor.nn.checks import check_size
+from extensor.nn.module import Module
+from extensor.nn.parameter import Parameter
+from extensor.ops.arguments import tensors_only
+from extensor.ops.indexing import take
+
+__all__ = ["Embedding"]
+
+
+class Embedding(Module):
+    """A vector for each of ``count`` numbers.
+
+    Args:
+        count: how many vectors, 1 or more.
+        size: their length, 1 or more.
+        std: standard deviation of the initial normal values.
+        rng: draws them; see `init.as_rng`.
+
+    Attributes:
+        weight: float32 (count, size).
+
+    Raises:
+        ValueError: for sizes below 1; when called, for a number outside 0..count - 1.
+        TypeError: when called with something that is no integer tensor.
+    """
+
+    role = "embedding"
+
+    def __init__(self, count: int, size: int, std: float = 0.02, rng: Seed = None) -> None:
+        self.count, self.size = check_size("count", count), check_size("size", size)
+        values = init.as_rng(rng).standard_normal((count, size)) * std
+        self.weight = Parameter(values.astype("float32"))
+
+    def forward(self, index: ExTensor) -> ExTensor:
+        """Integers of any shape (...) -> (..., size)."""
+        tensors_only("Embedding", index)
+        if not index.dtype.is_integer:
+            raise TypeError(f"Embedding: wanted integers, got {index.dtype.name}")
+        if index.size and not 0 <= int(index.data.min()) <= int(index.data.max()) < self.count:
+            raise ValueError(
+                f"Embedding: wanted numbers in 0..{self.count - 1}, got "
+                f"{int(index.data.min())}..{int(index.data.max())}"
+            )
+        return take(self.weight, index, axis=0)
+
+    def extra_repr(self) -> str:
+        """Its sizes."""
+        return f"{self.count}, {self.size}"

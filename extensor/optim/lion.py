@@ -1,0 +1,68 @@
+"""Lion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from extensor.optim.optimizer import Array, Optimizer, Option, check_range
+
+__all__ = ["Lion"]
+
+
+class Lion(Optimizer):
+    """Lion (arXiv 2302.06675, program 1): the sign of an interpolated momentum.
+
+    w -= lr (sign(beta1 m + (1 - beta1) g) + weight_decay w);  m = beta2 m + (1 - beta2) g.
+
+    Args:
+        params: see `Optimizer`.
+        lr: learning rate, 0 or more; every weight moves by it, so a tenth of Adam's.
+        betas: each in [0, 1); in a group, ``beta1`` and ``beta2``.
+        weight_decay: 0 or more.
+
+    Raises:
+        ValueError: for an option out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
+
+    def _check_options(self, options: Mapping[str, Option]) -> None:
+        super()._check_options(options)
+        check_range("beta1", options["beta1"], 0.0, 1.0)
+        check_range("beta2", options["beta2"], 0.0, 1.0)
+
+    def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
+        """The average of the gradient."""
+        return ("mean",)
+
+    def update(
+        self,
+        xp: Any,
+        weight: Array,
+        grad: Array,
+        state: Mapping[str, Array],
+        scratch: tuple[Array, Array],
+        options: Mapping[str, Any],
+        step: int,
+    ) -> None:
+        """Move one stretch, in place."""
+        one, two = scratch
+        mean, lr = state["mean"], options["lr"]
+        xp.multiply(mean, options["beta1"], out=one)
+        xp.multiply(grad, 1.0 - options["beta1"], out=two)
+        one += two
+        xp.sign(one, out=one)
+        one *= lr
+        weight *= 1.0 - lr * options["weight_decay"]
+        weight -= one
+        mean *= options["beta2"]
+        xp.multiply(grad, 1.0 - options["beta2"], out=two)
+        mean += two
