@@ -239,7 +239,7 @@ class CreationMethods:
         """
         if not isinstance(array, np.ndarray):
             raise TypeError(
-                f"from_numpy: wanted a numpy array, got {type(array).__name__}; use et.ExTensor(...)"
+                f"from_numpy: wanted a numpy array, got {type(array).__name__}; use et.ExTensor"
             )
         from extensor.autograd.apply import wrap
 

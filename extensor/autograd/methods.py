@@ -28,6 +28,7 @@ class OpMethods:
     """Operators and methods that call public operations by name."""
 
     __slots__ = ()
+    __hash__ = object.__hash__  # `==` is elementwise, identity is what sets and dicts want
 
     # Arithmetic.
 
@@ -349,7 +350,7 @@ class OpMethods:
         return _op["swapaxes"](self, first, second)
 
     @property
-    def T(self) -> ExTensor:
+    def T(self) -> ExTensor:  # noqa: N802  (numpy's name)
         """All axes reversed, as numpy's ``T``."""
         return _op["transpose"](self)
 

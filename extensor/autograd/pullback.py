@@ -43,7 +43,8 @@ def node_gradients(
     else:
         wrapped = _composite(node, wrap(g, node.backend), needs, graph=False)
         parts = [None if part is None else part.data for part in wrapped]
-    for i, part in enumerate(parts):
+    for i in range(len(parts)):
+        part = parts[i]
         if part is None:
             continue
         if not needs[i]:
@@ -53,7 +54,7 @@ def node_gradients(
         if like is None:  # of the output's shape and dtype, as g is
             like = g.data if create_graph else g
         if part.shape != like.shape:
-            parts[i] = part = _reduce(part, like.shape, primitive)
+            part = parts[i] = _reduce(part, like.shape, primitive)
         wanted = gradient_dtype(getattr(like, "dtype", None))
         if isinstance(part, ExTensor):
             if part.dtype.numpy != wanted:

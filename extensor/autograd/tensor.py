@@ -127,7 +127,7 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is stored: of the array, or of codes, scales and all that goes with them."""
+        """Bytes of what is stored: of the array, or of codes, scales and all beside them."""
         return int(self.data.nbytes)
 
     @property
@@ -180,8 +180,6 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
 
     def __iter__(self) -> Iterator[ExTensor]:
         return (self[i] for i in range(len(self)))
-
-    __hash__ = object.__hash__  # `==` is elementwise, identity is what sets and dicts want
 
     # Gradients.
 

@@ -19,6 +19,7 @@ __all__ = [
     "as_tensor",
     "axis_index",
     "axis_tuple",
+    "broadcasts",
     "pair",
     "pairs",
     "quiet",
@@ -125,6 +126,12 @@ def axis_tuple(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
     if len(set(axes)) < len(axes):
         raise ValueError(f"{name}: axis: wanted each axis once, got {axis!r}")
     return axes
+
+
+def broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether an array of ``shape`` broadcasts to ``wanted``."""
+    lead = len(wanted) - len(shape)
+    return lead >= 0 and all(n in (1, m) for n, m in zip(shape, wanted[lead:], strict=True))
 
 
 def quiet(function: Callable[..., Any]) -> Callable[..., Any]:

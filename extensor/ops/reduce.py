@@ -12,7 +12,7 @@ from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.pullback import sum_to as _sum_to
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import Axis, axis_index, axis_tuple, quiet, tensors_only
+from extensor.ops.arguments import Axis, axis_index, axis_tuple, broadcasts, quiet, tensors_only
 
 __all__ = [
     "all", "any", "argmax", "argmin", "cumsum", "logsumexp", "max", "mean", "min", "prod", "std",
@@ -112,11 +112,7 @@ def sum_to(x: ExTensor, shape: tuple[int, ...]) -> ExTensor:
         ValueError: if ``shape`` does not broadcast to x's.
     """
     tensors_only("sum_to", x)
-    try:
-        fits = np.broadcast_shapes(shape, x.shape) == x.shape
-    except ValueError:
-        fits = False
-    if not fits:
+    if not broadcasts(shape, x.shape):
         raise ValueError(f"sum_to: wanted a shape that broadcasts to {x.shape}, got {shape}")
     return apply("sum_to", x, shape=tuple(shape))
 

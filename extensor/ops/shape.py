@@ -13,7 +13,7 @@ from extensor.autograd.apply import apply
 from extensor.autograd.creation import as_shape
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import NO_TENSOR, Axis, axis_index, axis_tuple, tensors_only
+from extensor.ops.arguments import NO_TENSOR, Axis, axis_index, axis_tuple, broadcasts, tensors_only
 
 __all__ = [
     "broadcast_to", "concatenate", "expand_dims", "flatten", "flip", "pad", "permute", "ravel",
@@ -151,11 +151,7 @@ def broadcast_to(x: ExTensor, shape: Sequence[int]) -> ExTensor:
     """
     tensors_only("broadcast_to", x)
     wanted = as_shape(tuple(shape), "broadcast_to")
-    try:
-        fits = np.broadcast_shapes(x.shape, wanted) == wanted
-    except ValueError:
-        fits = False
-    if not fits:
+    if not broadcasts(x.shape, wanted):
         raise ValueError(f"broadcast_to: wanted a shape that {x.shape} broadcasts to, got {wanted}")
     return x if x.shape == wanted else apply("broadcast_to", x, shape=wanted)
 

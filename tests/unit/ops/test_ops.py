@@ -1,4 +1,4 @@
-"""What operations mean where samples do not reach: special values, dtypes, against torch's rules."""
+"""What operations mean where samples do not reach: special values, dtypes, conventions."""
 
 from __future__ import annotations
 
