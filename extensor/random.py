@@ -107,4 +107,4 @@ def random_words(
             [(words >> xp.uint32(8 * i)) & xp.uint32(0xFF) for i in range(4)], axis=-1
         )
         words = (octets << xp.uint32(24)) | xp.uint32(1 << 23)
-    return words.reshape(len(block), -1)[:, :block_size]
+    return words.reshape(len(block), calls * (128 // rbits))[:, :block_size]

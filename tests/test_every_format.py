@@ -157,6 +157,24 @@ def test_outliers(name: str) -> None:
             check(x, spec)
 
 
+@pytest.mark.parametrize(
+    ("name", "rule"), [(n, r) for n, r in rules() if FORMATS[n].scale.name == "ue4m3"]
+)
+def test_block_scales_next_to_a_tie(name: str, rule: str) -> None:
+    """Block maxima whose e4m3 scale nearly ties: the order of the float32 operations decides."""
+    rng = np.random.default_rng(120)
+    bound = 1536 if rule == "four_over_six" else 2688
+    for _ in range(8):
+        amax = np.float32(1 + 4 * rng.random())
+        ties = np.array([8.5, 9.5, 10.5, 17, 19, 21, 34, 38, 100, 108, 216, 232], np.float32)
+        middle = (ties * 6 * amax / bound).astype(np.float32)
+        near = [np.nextafter(middle, np.float32(0)), middle, np.nextafter(middle, np.float32(9))]
+        tops = np.concatenate([[amax], *near]).astype(np.float32)
+        blocks = rng.uniform(-1, 1, (len(tops), 16)).astype(np.float32) * tops[:, None]
+        blocks[:, 3] = tops
+        check(blocks.reshape(1, -1), QuantSpec(name, scale_rule=rule))
+
+
 @pytest.mark.parametrize("name", TILED)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5), (2, 0, 3)])
 def test_no_elements(name: str, shape: tuple[int, ...]) -> None:

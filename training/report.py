@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
+from extensor.inspect import Table
 from extensor.quant.recipes import get_recipe
 from training.callbacks.progress import percent
 from training.rundir import write_json
@@ -160,12 +160,8 @@ def write_report(
     console: Console,
 ) -> None:
     """Print the table; write compare.json, compare.md and compare.png."""
-    table = Table(title=_title(args))
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "recipe" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row), style="red" if row.diverged or row.failed else None)
-    console.print(table)
+    table = Table(COLUMNS, tuple(_cells(row) for row in rows))
+    console.print(f"\n{_title(args)}\n\n{table}\n")
     settings = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "plot_only")}
     content = {
         "settings": settings,

@@ -350,7 +350,7 @@ class OpMethods:
         return _op["swapaxes"](self, first, second)
 
     @property
-    def T(self) -> ExTensor:  # noqa: N802  (numpy's name)
+    def T(self) -> ExTensor:
         """All axes reversed, as numpy's ``T``."""
         return _op["transpose"](self)
 

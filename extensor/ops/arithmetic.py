@@ -88,7 +88,7 @@ def multiply(a: Operand, b: Operand) -> ExTensor:
     errors=BAD_BROADCAST,
 )
 def divide(a: Operand, b: Operand) -> ExTensor:
-    """The quotient a / b; integers give float32. Division by zero gives infinities and NaN (IEEE 754)."""
+    """The quotient a / b; integers give float32, division by zero infinities and NaN."""
     return apply("divide", *pair("divide", a, b))
 
 

@@ -332,6 +332,20 @@ def test_scale_window_by_hand() -> None:
         np.testing.assert_array_equal(q.scales[:, 0], [*wanted, 0, 0xFF])
 
 
+def test_scale_window_is_anchored_on_blocks_that_hold_something() -> None:
+    """Not on a zero, which has no exponent, nor on NaN: E is -12, so nothing falls below -13."""
+    x = np.stack([spread([2.0**-10]), spread([2.0**-20]), spread([0.0]), spread([np.nan])])
+    q, _ = quantize(x, QuantSpec("mxfp4", scale_window=1))
+    np.testing.assert_array_equal(q.scales[:, 0], [115, 114, 0, 0xFF])
+
+
+def test_nvfp4_block_scale_takes_a_sixth_of_s_enc_first() -> None:
+    """Amax times (S_enc times 1/6), as Transformer Engine: any other order gives 0x58 here."""
+    x = np.stack([spread([float.fromhex("0x1.80bf6cp+0")], 16)] * 2)
+    x[1, 0] = float.fromhex("0x1.d33196p-5")
+    np.testing.assert_array_equal(quantize(x, QuantSpec("nvfp4"))[0].scales[:, 0], [0x7E, 0x59])
+
+
 def test_percentile_is_the_nearest_rank_of_real_elements() -> None:
     x = np.array([[16.0, 1.0, 2.0, 4.0, 8.0, 0.0, 0.0, 0.0, 0.0, 0.0]], F)  # ten, then padding
     for percentile, amax in ((100.0, 16), (95.0, 16), (90.0, 8), (70.0, 2), (60.0, 1)):

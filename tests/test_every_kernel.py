@@ -1,0 +1,470 @@
+"""Every kernel against the generic method it overrides.
+
+Overrides are found by reflection; each must have cases here. Codes, scales, decoded values, counts,
+copies and maxima are compared by their bytes; sums of products within the bound that holds for any
+order of additions: |error| <= gamma_K * sum |a| |b|, gamma_K = K u / (1 - K u), u = 2**-24.
+All of it at every instruction set this machine has, on one thread and on two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor.backends import cpu
+from extensor.backends.generic import GenericBackend
+from extensor.backends.protocol import Window
+from extensor.formats import DIALECTS, FORMATS
+from extensor.quant.spec import Hadamard, QuantSpec
+from extensor.random import Stream
+
+BACKEND = cpu.make_backend()
+CORE = BACKEND.core
+GENERIC = GenericBackend("generic", np)
+LEVELS = CORE.levels() if CORE else ["numpy only"]
+METHODS = [name for name in vars(GenericBackend) if not name.startswith("_")]
+OVERRIDES = [name for name in METHODS if name in vars(cpu.CpuBackend)]
+UNIT = 2.0**-24
+
+Case = tuple[Any, ...]
+
+
+@pytest.fixture(params=[(level, n) for level in LEVELS for n in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}")
+def backend(request: pytest.FixtureRequest) -> Iterator[cpu.CpuBackend]:
+    if CORE is None:
+        yield BACKEND
+        return
+    before = CORE.level(), CORE.threads()
+    CORE.set_level(request.param[0])
+    CORE.set_threads(request.param[1])
+    yield BACKEND
+    CORE.set_level(before[0])
+    CORE.set_threads(before[1])
+
+
+# --- arrays -------------------------------------------------------------------------------------
+
+
+def plain(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Normal values over a dozen binades."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, shape))
+    return values.astype(np.float32)
+
+
+def special(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Zero blocks, NaN, infinities, signed zeros, subnormals and the ends of float32 among them."""
+    rng = np.random.default_rng(seed)
+    x = plain(shape, seed)
+    flat = x.reshape(-1)
+    if flat.size:
+        for value in (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-39, 3.4e38, -3e38):
+            flat[rng.integers(0, flat.size, max(1, flat.size // 150))] = value
+    flat[: min(40, flat.size // 2)] = 0.0
+    return x
+
+
+def tiny(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Magnitudes about the smallest scale."""
+    return plain(shape, seed) * np.float32(1e-38)
+
+
+def ties(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Multiples of a quarter: halfway cases on every small grid."""
+    return (np.random.default_rng(seed).integers(-32, 33, shape) / 4).astype(np.float32)
+
+
+def misaligned(x: np.ndarray) -> np.ndarray:
+    octets = np.empty(x.nbytes + 1, dtype=np.uint8)
+    octets[1:] = np.frombuffer(x.tobytes(), dtype=np.uint8)
+    return octets[1:].view(x.dtype).reshape(x.shape)
+
+
+def read_only(x: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+VIEWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "strided": lambda x: np.repeat(x, 2, axis=-1)[..., ::2],
+    "reversed": lambda x: x[..., ::-1],
+    "transposed": lambda x: np.asfortranarray(x),
+    "misaligned": misaligned,
+    "read-only": read_only,
+}
+
+
+# --- quantizing ---------------------------------------------------------------------------------
+
+
+def specs() -> Iterator[QuantSpec]:
+    for name, row in FORMATS.items():
+        for rule in row.scale_rules:
+            yield QuantSpec(name, scale_rule=rule)
+    for name in ("mxfp4", "mxfp8_e4m3", "mxint8", "mxfp6_e3m2"):
+        for tile in ((1, 16), (1, 128), (16, 16), (32, 32), (1, 10), "channel", "tensor"):
+            yield QuantSpec(name, tile=tile)
+        yield QuantSpec(name, scale_window=3)
+        yield QuantSpec(name, scale_window=0, scale_rule="rceil")
+        yield QuantSpec(name, element_scale=0.75)
+        yield QuantSpec(name, transform=Hadamard(16))
+        yield QuantSpec(name, transform=Hadamard(128, "random", seed=9), tile=(1, 24))
+    for size in (32, 64):
+        yield QuantSpec("mxfp4", transform=Hadamard(size, "none"), element_scale=0.75)
+    for dialect in DIALECTS:
+        for name in ("mxfp4", "mxfp8_e5m2", "nvfp4"):
+            yield QuantSpec(name, dialect=dialect)
+    yield QuantSpec("nvfp4", tile=(16, 16))
+    yield QuantSpec("nvfp4", transform=Hadamard(16))
+    for name in ("fp8_e4m3", "fp8_e5m2", "int8", "int4"):
+        for tile in ("tensor", "channel", (1, 128), (128, 128), (4, 32)):
+            yield QuantSpec(name, tile=tile)
+    yield QuantSpec("int8", symmetric=False)
+    yield QuantSpec("int4", scale_dtype="float16")
+    yield QuantSpec("mxfp4", statistic="percentile", percentile=90.0)
+
+
+def quant_cases() -> Iterator[Case]:
+    number = 0
+    rounding = ({}, {"rounding": "stochastic"}, {"rounding": "stochastic", "rbits": 8})
+    for base in specs():
+        for choice in rounding:
+            for shape, axis in (
+                ((37, 150), 1),
+                ((70, 25), 0),
+                ((2, 33, 6), 1),
+                ((3, 18, 40), 2),
+                ((1, 1), 0),
+                ((130,), 0),
+            ):
+                number += 1
+                spec = base.replace(axis=axis, **choice)
+                if len(shape) == 1 and isinstance(spec.tile, tuple) and spec.tile[0] > 1:
+                    continue
+                make = (plain, special, tiny, ties)[number % 4]
+                stream = None
+                if choice:
+                    stream = Stream(0x123456789ABCDEF0 + number, number, 5, 3, axis == 0)
+                yield make(shape, number), spec, stream
+    shapes = ((0, 32), (4, 0), (1, 5000), (4100, 3), (300, 300), (5, 1))
+    for name in ("mxfp4", "mxfp8_e4m3", "nvfp4"):
+        for shape in shapes:
+            for axis in (0, 1):
+                yield special(shape, 1), QuantSpec(name, axis=axis), None
+                random = QuantSpec(name, axis=axis, rounding="stochastic")
+                yield plain(shape, 2), random, Stream(1, column=axis == 0)
+        for view in VIEWS.values():
+            yield view(special((40, 70), 3)), QuantSpec(name), None
+            yield view(special((40, 70), 3)), QuantSpec(name, axis=0), None
+        for dtype in (np.float64, np.float16, ml_dtypes.bfloat16, ">f4"):
+            x = plain((8, 70), 4).astype(dtype)
+            yield x, QuantSpec(name), None
+
+
+@cache
+def quant_table() -> list[tuple[Case, Any, Any, Any]]:
+    """Every case with what the generic methods make of it: quantize, operand, dequantize."""
+    table = []
+    for case in quant_cases():
+        q, stats = GENERIC.quantize(*case)
+        values, same = GENERIC.operand(*case)
+        assert same == stats
+        table.append((case, (q, stats), values, GENERIC.dequantize(q)))
+    return table
+
+
+def assert_bytes(got: np.ndarray, wanted: np.ndarray, what: object) -> None:
+    assert got.dtype == wanted.dtype, what
+    assert got.shape == wanted.shape, what
+    assert got.flags.c_contiguous, what
+    if got.tobytes() != wanted.tobytes():
+        bits = [a.view(f"u{a.itemsize}") for a in (got, wanted)]
+        at = tuple(int(i) for i in np.argwhere(bits[0] != bits[1])[0])
+        raise AssertionError(f"{what}: at {at} got {got[at]!r}, wanted {wanted[at]!r}")
+
+
+def check_quantize(backend: cpu.CpuBackend) -> None:
+    for case, (wanted, stats), _, _ in quant_table():
+        what = (case[0].shape, case[1], backend.path("quantize", *case))
+        q, got = backend.quantize(*case)
+        assert got == stats, what
+        assert q.spec == wanted.spec, what
+        assert q.shape == wanted.shape, what
+        assert q.parts.keys() == wanted.parts.keys(), what
+        for name, part in q.parts.items():
+            assert_bytes(part, wanted.parts[name], (name, *what))
+
+
+def check_operand(backend: cpu.CpuBackend) -> None:
+    for case, (_, stats), wanted, _ in quant_table():
+        what = (case[0].shape, case[1], backend.path("operand", *case))
+        values, got = backend.operand(*case)
+        assert got == stats, what
+        assert_bytes(values, wanted, what)
+
+
+def check_dequantize(backend: cpu.CpuBackend) -> None:
+    for case, (q, _), _, wanted in quant_table():
+        what = (case[0].shape, case[1], backend.path("dequantize", q))
+        assert_bytes(backend.dequantize(q), wanted, what)
+
+
+# --- windows ------------------------------------------------------------------------------------
+
+# (N, C, H, W), O, groups, window: LeNet's first, then what a direct kernel may get wrong.
+WINDOWS = (
+    ((64, 1, 28, 28), 6, 1, Window((5, 5), padding=(2, 2))),
+    ((64, 6, 14, 14), 16, 1, Window((5, 5))),
+    ((3, 4, 11, 9), 8, 2, Window((3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2))),
+    ((2, 6, 13, 17), 6, 6, Window((3, 3), padding=(1, 1))),
+    ((2, 3, 12, 40), 7, 1, Window((3, 3), stride=(1, 2), padding=(2, 3), dilation=(2, 2))),
+    ((1, 4, 5, 70), 13, 1, Window((1, 1), stride=(3, 2))),
+    ((1, 1, 1, 1), 1, 1, Window((1, 1))),
+    ((5, 2, 6, 6), 3, 1, Window((6, 6))),
+    ((9, 1, 8, 100), 2, 1, Window((2, 9), padding=(1, 4))),
+    ((2, 2, 4, 4), 2, 1, Window((1, 2), padding=(2, 2))),
+    ((0, 2, 6, 6), 3, 1, Window((3, 3))),
+)
+
+
+@cache
+def window_arrays(number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, w and the output's gradient."""
+    shape, outputs, groups, window = WINDOWS[number]
+    rng = np.random.default_rng(number)
+    ho, wo = window.output_size(shape[2:])
+    shapes = (
+        shape,
+        (outputs, shape[1] // groups, *window.kernel),
+        (shape[0], outputs, ho, wo),
+    )
+    arrays = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+    return arrays[0], arrays[1], arrays[2]
+
+
+@cache
+def convolution(name: str, number: int) -> tuple[Case, np.ndarray, np.ndarray]:
+    """The call's arguments, its value in float64 and the bound on a float32 result's error."""
+    _, _, groups, window = WINDOWS[number]
+    x, w, g = window_arrays(number)
+    options = {
+        "conv2d": ((x, w), (), w[0].size),
+        "conv2d_grad_x": ((g, w), (x.shape,), w[:, 0].size // groups),
+        "conv2d_grad_w": ((g, x), (w.shape,), g[:, 0].size),
+    }
+    (a, b), extra, terms = options[name]
+    tail = (*extra, window, groups)
+    exact = getattr(GENERIC, name)(a.astype(np.float64), b.astype(np.float64), *tail)
+    total = getattr(GENERIC, name)(
+        np.abs(a).astype(np.float64), np.abs(b).astype(np.float64), *tail
+    )
+    gamma = terms * UNIT / (1 - terms * UNIT)
+    return (a, b, *tail), exact, gamma * total * (1 + 1e-9)
+
+
+def check_convolution(name: str) -> Callable[[cpu.CpuBackend], None]:
+    def check(backend: cpu.CpuBackend) -> None:
+        for number in range(len(WINDOWS)):
+            case, exact, bound = convolution(name, number)
+            got = getattr(backend, name)(*case)
+            what = (WINDOWS[number], backend.path(name, *case))
+            assert got.dtype == np.float32, what
+            assert got.shape == exact.shape, what
+            assert (np.abs(got - exact) <= bound).all(), what
+            views = [view(case[0]) for view in VIEWS.values() if view is not VIEWS["reversed"]]
+            for view in views:
+                assert_bytes(getattr(backend, name)(view, *case[1:]), got, what)
+
+    return check
+
+
+def check_im2col(backend: cpu.CpuBackend) -> None:
+    for number, (_, _, _, window) in enumerate(WINDOWS):
+        x = window_arrays(number)[0]
+        assert_bytes(backend.im2col(x, window), GENERIC.im2col(x, window), window)
+
+
+def check_col2im(backend: cpu.CpuBackend) -> None:
+    for number, (shape, _, _, window) in enumerate(WINDOWS):
+        columns = plain(GENERIC.im2col(window_arrays(number)[0], window).shape, number)
+        wanted = GENERIC.col2im(columns, shape, window)
+        assert_bytes(backend.col2im(columns, shape, window), wanted, window)
+
+
+POOLS = (
+    Window((2, 2), stride=(2, 2)),
+    Window((3, 3), stride=(2, 2), padding=(1, 1)),
+    Window((2, 3), stride=(1, 2), dilation=(2, 1)),
+    Window((3, 1), padding=(1, 0)),
+)
+POOL_SHAPES = ((33, 6, 28, 28), (40, 16, 10, 10), (2, 3, 7, 9), (1, 2, 5, 130))
+
+
+def pool_input(shape: tuple[int, ...]) -> np.ndarray:
+    """Few distinct values, so that the first of equal maxima matters; NaN and -Inf among them."""
+    rng = np.random.default_rng(7)
+    x = rng.integers(-3, 4, shape).astype(np.float32)
+    x[rng.random(shape) < 0.05] = np.nan
+    x[rng.random(shape) < 0.3] = -np.inf
+    x[rng.random(shape) < 0.05] = -0.0
+    return x
+
+
+def check_max_pool2d(backend: cpu.CpuBackend) -> None:
+    for shape in POOL_SHAPES:
+        x = pool_input(shape)
+        for window in POOLS:
+            wanted = GENERIC.max_pool2d(x, window)
+            for view in (x, *(VIEWS[name](x) for name in ("strided", "misaligned", "transposed"))):
+                got = backend.max_pool2d(view, window)
+                assert_bytes(got[1], wanted[1], (shape, window))
+                assert_bytes(got[0], wanted[0], (shape, window))
+
+
+def check_max_pool2d_grad(backend: cpu.CpuBackend) -> None:
+    for shape in POOL_SHAPES:
+        for window in POOLS:
+            _, index = GENERIC.max_pool2d(pool_input(shape), window)
+            g = plain(index.shape)
+            wanted = GENERIC.max_pool2d_grad(g, index, shape)
+            assert_bytes(backend.max_pool2d_grad(g, index, shape), wanted, (shape, window))
+
+
+CHECKS: dict[str, Callable[[cpu.CpuBackend], None]] = {
+    "quantize": check_quantize,
+    "dequantize": check_dequantize,
+    "operand": check_operand,
+    "im2col": check_im2col,
+    "col2im": check_col2im,
+    "conv2d": check_convolution("conv2d"),
+    "conv2d_grad_x": check_convolution("conv2d_grad_x"),
+    "conv2d_grad_w": check_convolution("conv2d_grad_w"),
+    "max_pool2d": check_max_pool2d,
+    "max_pool2d_grad": check_max_pool2d_grad,
+}
+
+
+def test_every_override_has_a_check() -> None:
+    assert sorted(OVERRIDES) == sorted(CHECKS)
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_kernel_equals_generic(backend: cpu.CpuBackend, name: str) -> None:
+    CHECKS[name](backend)
+
+
+# --- which path, and the promises beside values -------------------------------------------------
+
+
+def test_most_cases_take_the_core() -> None:
+    """A comparison of the generic method with itself would prove nothing."""
+    if CORE is None:
+        assert BACKEND.path("im2col", plain((1, 1, 3, 3)), Window((2, 2))).startswith("generic: ")
+        return
+    paths = [BACKEND.path("operand", *case) for case, *_ in quant_table()]
+    taken = sum(path.startswith("core (") for path in paths)
+    assert taken > 0.8 * len(paths)
+    for name in ("conv2d", "conv2d_grad_x", "conv2d_grad_w"):
+        for number in (0, 1, 3):
+            assert BACKEND.path(name, *convolution(name, number)[0]).startswith("core (")
+
+
+@pytest.mark.skipif(CORE is None, reason="about the core's own reasons")
+def test_path_names_the_reason() -> None:
+    x = plain((2, 3, 8, 8))
+    w = plain((4, 3, 3, 3))
+    window = Window((3, 3))
+    strided = Window((3, 3), stride=(2, 2))
+    q, _ = GENERIC.quantize(x, QuantSpec("mxfp4", transform=Hadamard(16)))
+    for reason, method, *args in (
+        ("float64", "im2col", x.astype(np.float64), window),
+        ("empty", "conv2d", x[:0], w, window, 1),
+        ("stride (2, 2)", "conv2d_grad_x", x, w, x.shape, strided, 1),
+        ("outlier", "quantize", x, QuantSpec("outlier")),
+        ("zero point", "operand", x, QuantSpec("int8", symmetric=False)),
+        ("middle", "operand", x, QuantSpec("mxfp4", axis=1, tile=(4, 32))),
+        ("four_over_six", "operand", x, QuantSpec("nvfp4", scale_rule="four_over_six")),
+        ("float16", "operand", x, QuantSpec("int4", scale_dtype="float16")),
+        ("running maximum", "quantize", x, QuantSpec("mxfp4"), None, x),
+        ("Hadamard", "dequantize", q),
+        ("int64", "max_pool2d_grad", x, np.zeros(x.shape, np.int64), x.shape),
+    ):
+        path = BACKEND.path(method, *args)
+        assert path.startswith("generic: "), (reason, path)
+        assert reason in path
+    with pytest.raises(ValueError, match="wanted one of quantize"):
+        BACKEND.path("matmul", x, x)
+
+
+@pytest.mark.skipif(CORE is None, reason="there are no threads without the core")
+@pytest.mark.parametrize("name", ["conv2d", "conv2d_grad_x", "conv2d_grad_w"])
+def test_sums_do_not_depend_on_threads(name: str) -> None:
+    before = CORE.threads()
+    try:
+        for number in range(len(WINDOWS)):
+            case = convolution(name, number)[0]
+            results = []
+            for threads in (1, 2, 3):
+                CORE.set_threads(threads)
+                results.append(getattr(BACKEND, name)(*case).tobytes())
+            assert len(set(results)) == 1, WINDOWS[number]
+    finally:
+        CORE.set_threads(before)
+
+
+def test_infinities_stay_where_they_are(backend: cpu.CpuBackend) -> None:
+    """Lanes beyond the image may hold anything; nothing of it may reach a sum."""
+    window = Window((5, 5), padding=(2, 2))
+    x = plain((3, 2, 9, 11))
+    w = plain((4, 2, 5, 5))
+    g = plain((3, 4, 9, 11))
+    x[0, 0, 4, 5], x[2, 1, 8, 10], g[1, 2, 8, 10], g[0, 0, 0, 0] = np.inf, np.nan, np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        for name, *case in (
+            ("conv2d", x, w, window, 1),
+            ("conv2d_grad_x", g, w, x.shape, window, 1),
+            ("conv2d_grad_w", g, x, w.shape, window, 1),
+        ):
+            wanted, got = getattr(GENERIC, name)(*case), getattr(backend, name)(*case)
+            assert (np.isfinite(got) == np.isfinite(wanted)).all(), name
+            assert (np.isnan(got) == np.isnan(wanted)).all(), name
+
+
+def test_bad_arguments_are_errors(backend: cpu.CpuBackend) -> None:
+    x, w = plain((2, 3, 8, 8)), plain((4, 3, 3, 3))
+    with pytest.raises(ValueError, match="does not fit"):
+        backend.conv2d(x, plain((4, 3, 9, 9)), Window((9, 9)), 1)
+    with pytest.raises(ValueError, match="padding only"):
+        backend.max_pool2d(x, Window((1, 1), padding=(1, 1)))
+    with pytest.raises(ValueError, match="needs a stream"):
+        backend.operand(x, QuantSpec("mxfp4", rounding="stochastic"))
+    with pytest.raises(ValueError, match="takes no stream"):
+        backend.operand(x, QuantSpec("mxfp4"), Stream(1))
+    with pytest.raises(TypeError, match="float array"):
+        backend.quantize(np.ones((4, 4), dtype=np.int32), QuantSpec("mxfp4"))
+    with pytest.raises((ValueError, IndexError), match=r"outside the image|out of bounds"):
+        backend.max_pool2d_grad(x, np.full(x.shape, 1000, np.int32), x.shape)
+    assert w.shape == (4, 3, 3, 3)
+
+
+def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXTENSOR_CORE", "0")
+    off = cpu.make_backend()
+    assert off.path("im2col", plain((1, 1, 3, 3)), Window((2, 2))) == "generic: EXTENSOR_CORE=0"
+
+    def missing(name: str) -> None:
+        raise ImportError(f"no {name}")
+
+    monkeypatch.setenv("EXTENSOR_CORE", "1")
+    monkeypatch.setattr(cpu.importlib, "import_module", missing)
+    monkeypatch.setenv("EXTENSOR_REQUIRE_CORE", "0")
+    assert "not built" in cpu.make_backend().core_missing
+    monkeypatch.setenv("EXTENSOR_REQUIRE_CORE", "1")
+    with pytest.raises(RuntimeError, match="EXTENSOR_REQUIRE_CORE=1"):
+        cpu.make_backend()
