@@ -34,7 +34,9 @@ UNIT = 2.0**-24
 Case = tuple[Any, ...]
 
 
-@pytest.fixture(params=[(level, n) for level in LEVELS for n in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    params=[(level, n) for level in LEVELS for n in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}"
+)
 def backend(request: pytest.FixtureRequest) -> Iterator[cpu.CpuBackend]:
     if CORE is None:
         yield BACKEND

@@ -268,9 +268,10 @@ void conv_grad_w(const Conv& s, const float* g, const float* x, float* gw) {
     const Planes p = forward_planes(s);
     const Split outs(p.o, WO), kernels(p.taps, WT);
     // Fixed batches of images, each with its own partial sum: the cut depends on shapes only.
-    constexpr int64_t kImages = 8, kBatches = 32;
-    const Split batches(s.n, most(kImages, ceil_div(s.n, kBatches)));
+    constexpr int64_t kImages = 8, kBatches = 32, kPartial = 1 << 23;
     const int64_t weights = s.o * p.taps, x_size = s.c * s.h * s.w, g_size = s.o * p.pixels;
+    const int64_t most_batches = most(1, least(kBatches, kPartial / most(weights, 1)));
+    const Split batches(s.n, most(kImages, ceil_div(s.n, most_batches)));
     int64_t* offset = scratch_of<int64_t>(Slot::offsets, p.taps);
     float* partial = scratch_of<float>(Slot::partial, batches.parts * weights);
     p.offsets(offset);
@@ -453,19 +454,49 @@ void im2col(const Conv& s, const float* x, float* columns) {
     });
 }
 
+// Lane 0 from `first`, the others from v, one lane down.
+INLINE vf shift_in(vf first, vf v) {
+#if EXTENSOR_LANES == 16
+    return __builtin_shufflevector(first, v, 0, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28,
+                                   29, 30);
+#elif EXTENSOR_LANES == 8
+    return __builtin_shufflevector(first, v, 0, 8, 9, 10, 11, 12, 13, 14);
+#else
+    return __builtin_shufflevector(first, v, 0, 4, 5, 6);
+#endif
+}
+
+// Adds one row of pixels' runs of kw values, the last pixel first; run i goes to row[i .. i + kw).
+// The runs overlap: a vector slides along with them, so that no sum waits for memory.
+void add_runs(const float* from, int64_t stride, int64_t pixels, int kw, float* row) {
+    vf sum = load_part(row + pixels - 1, kw);
+    for (int64_t i = pixels - 1;; --i) {
+        sum += load_part(from + i * stride, kw);
+        store_part(row + i, sum, kw);
+        if (i == 0) break;
+        sum = shift_in(splat(row[i - 1]), sum);
+    }
+}
+
 // Pixels go backwards so that every sum adds in row-major kernel order, as the reference does.
 void col2im(const Conv& s, const float* columns, float* x) {
     const Planes p = column_planes(s);
+    const bool slide = s.sw == 1 && s.dw == 1 && s.kw <= VL;
     threads::run(s.n, s.n * p.pixels * p.taps, [&](int64_t n) {
         float* padded = scratch_of<float>(Slot::padded, p.padded_floats());
         std::memset(padded, 0, static_cast<size_t>(p.padded_floats()) * 4);
-        for (int64_t pixel = p.pixels - 1; pixel >= 0; --pixel) {
-            const float* from = columns + (n * p.pixels + pixel) * p.taps;
-            float* corner = padded + pixel / s.wo * s.sh * p.wp + pixel % s.wo * s.sw;
+        for (int64_t y = s.ho - 1; y >= 0; --y) {
+            const float* from = columns + (n * p.pixels + y * s.wo) * p.taps;
             for (int64_t c = 0; c < s.c; ++c) {
                 for (int64_t i = 0; i < s.kh; ++i, from += s.kw) {
-                    float* to = corner + (c * p.hp + i * s.dh) * p.wp;
-                    for (int64_t j = 0; j < s.kw; ++j) to[j * s.dw] += from[j];
+                    float* row = padded + (c * p.hp + y * s.sh + i * s.dh) * p.wp;
+                    if (slide) {
+                        add_runs(from, p.taps, s.wo, static_cast<int>(s.kw), row);
+                        continue;
+                    }
+                    for (int64_t k = s.wo - 1; k >= 0; --k)
+                        for (int64_t j = 0; j < s.kw; ++j)
+                            row[k * s.sw + j * s.dw] += from[k * p.taps + j];
                 }
             }
         }

@@ -31,9 +31,8 @@ _NO_STREAM = (0, 0, 0, 0)
 _FLOAT32 = np.dtype(np.float32)
 # A panel of columns under a Hadamard transform is copied whole; longer ones would leave the cache.
 _MAX_SPAN = 8192
-# Beyond this many multiplications per output the GEMM of numpy's BLAS is ahead of the direct
-# convolution, whose kernels stream from the cache (ci/bench/cpu_kernels.py).
-_MAX_TAPS = 1 << 30
+# Sums over few pixels for many weights: there numpy's BLAS beats the direct kernel.
+_FEW_PIXELS, _MANY_TAPS = 16, 1024
 
 
 def load_core() -> tuple[Any, str]:
@@ -125,9 +124,7 @@ class CpuBackend(GenericBackend):
             return super().col2im(columns, shape, window)
         return self.core.col2im(_ready(columns), shape, window.kernel, *_placement(window))
 
-    def _col2im_reason(
-        self, columns: Array, shape: tuple[int, ...], window: Window
-    ) -> str | None:
+    def _col2im_reason(self, columns: Array, shape: tuple[int, ...], window: Window) -> str | None:
         return self._arrays_reason(columns)
 
     def conv2d(self, x: Array, w: Array, window: Window, groups: int) -> Array:
@@ -169,6 +166,8 @@ class CpuBackend(GenericBackend):
     def _conv2d_grad_w_reason(
         self, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
     ) -> str | None:
+        if math.prod(g.shape[2:]) <= _FEW_PIXELS and math.prod(shape[1:]) >= _MANY_TAPS:
+            return f"{math.prod(shape[1:])} weights per output and few pixels; BLAS is faster"
         return self._arrays_reason(g, x) or _conv_reason(x.shape, shape, groups)
 
     def max_pool2d(self, x: Array, window: Window) -> tuple[Array, Array]:
@@ -188,9 +187,7 @@ class CpuBackend(GenericBackend):
             return super().max_pool2d_grad(g, index, shape)
         return self.core.max_pool2d_grad(_ready(g), _ready(index), shape)
 
-    def _max_pool2d_grad_reason(
-        self, g: Array, index: Array, shape: tuple[int, ...]
-    ) -> str | None:
+    def _max_pool2d_grad_reason(self, g: Array, index: Array, shape: tuple[int, ...]) -> str | None:
         if index.dtype != np.int32:
             return f"{index.dtype} positions; the core takes int32"
         return self._arrays_reason(g)
@@ -313,9 +310,6 @@ def _conv_reason(x: tuple[int, ...], w: tuple[int, ...], groups: int) -> str | N
         return "not images"
     if groups < 1 or x[1] % groups or w[0] % groups:
         return "channels that the groups do not divide"
-    taps = math.prod(w[1:])
-    if taps > _MAX_TAPS:
-        return f"{taps} multiplications per output: numpy's BLAS is faster"
     return None
 
 

@@ -72,7 +72,7 @@ class QuantArray:
     @property
     def parts(self) -> dict[str, Array]:
         """Every stored array, by field name."""
-        names = ("codes", "scales", "tensor_scale", "zero_points")
+        names: tuple[str, ...] = ("codes", "scales", "tensor_scale", "zero_points")
         names += ("row_means", "outlier_index", "outlier_value")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 

@@ -171,7 +171,7 @@ class QuantSpec:
             self.transform or self.statistic != "amax" or self.tile not in (None, "channel")
         ):
             raise ValueError(
-                f"{self.format} codes whole rows by their largest magnitude: wanted transform=None, "
+                f"{self.format} codes whole rows by their largest value: wanted transform=None, "
                 f"statistic='amax' and the format's tile, got {self.transform!r}, "
                 f"{self.statistic!r} and {self.tile!r}"
             )
