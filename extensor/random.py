@@ -79,7 +79,7 @@ def philox4x32(
         )
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
     words = xp.broadcast_arrays(c0, c1, c2, c3)
-    return tuple(w.astype(xp.uint32) for w in words)  # type: ignore[return-value]
+    return tuple(w.astype(xp.uint32) for w in words)
 
 
 def random_words(

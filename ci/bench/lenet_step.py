@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ def theirs(images: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
 def measure(steps: dict[str, Callable[[], None]], rounds: int, burst: int) -> dict[str, float]:
     """Median seconds per step, in turns of ``burst`` steps."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for name, step in steps.items():
+    for step in steps.values():
         for _ in range(3):
             step()
     for _ in range(rounds):
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(num_threads())
-    rows = []
+    rows: list[dict[str, Any]] = []
     for batch in (int(n) for n in args.batches.split(",")):
         rng = np.random.default_rng(0)
         images = rng.standard_normal((batch, 1, 28, 28)).astype(np.float32)

@@ -104,16 +104,15 @@ class ElementFormat:
     def decode(self, code: int) -> float:
         """Value of one code, exactly (every grid value is a float64)."""
         if not 0 <= code < 1 << self.bits:
-            raise ValueError(
-                f"{self.name}: wanted a code in 0..{(1 << self.bits) - 1}, got {code}"
-            )
+            raise ValueError(f"{self.name}: wanted a code in 0..{(1 << self.bits) - 1}, got {code}")
         if not self.is_float:
             signed = code - (1 << self.bits) if code & self.sign_mask else code
             return math.ldexp(float(signed), self.grid_exponent)
         sign = -1.0 if code & self.sign_mask else 1.0
         magnitude = code & (self.sign_mask - 1)
-        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & (
-            (1 << self.mantissa_bits) - 1
+        exponent, mantissa = (
+            magnitude >> self.mantissa_bits,
+            magnitude & ((1 << self.mantissa_bits) - 1),
         )
         if self.specials == "nan" and magnitude == self.sign_mask - 1:
             return math.nan

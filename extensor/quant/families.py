@@ -103,9 +103,7 @@ def block_statistic(
     magnitude = xp.abs(x)
     amax = magnitude.max(axis=1) if x.size else xp.zeros(len(x), dtype=xp.float32)
     if spec.statistic == "running" and previous_amax is not None:
-        return xp.where(
-            amax == 0, amax, xp.maximum(amax, xp.float32(spec.decay) * previous_amax)
-        )
+        return xp.where(amax == 0, amax, xp.maximum(amax, xp.float32(spec.decay) * previous_amax))
     if spec.statistic != "percentile" or not x.size:
         return amax
     ordered = xp.sort(xp.where(real, magnitude, xp.float32(np.inf)), axis=1)

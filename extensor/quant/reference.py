@@ -68,9 +68,7 @@ def quantize(
     return quantize_blocks(x, spec, stream, previous_amax, xp)
 
 
-def _check_previous(
-    previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...], xp: Any
-) -> None:
+def _check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...], xp: Any) -> None:
     if spec.statistic != "running":
         raise ValueError(f"previous_amax: only with statistic='running', not {spec.statistic!r}")
     grid = block_grid(spec, shape)

@@ -60,9 +60,7 @@ def round_magnitude(
 def _stochastic_up(rest: Array, shift: Array, words: Array, xp: Any) -> Array:
     """Rest / 2**shift * 2**32 > word, in integers: word < ceil(rest * 2**(32 - shift))."""
     left, right = xp.maximum(32 - shift, 0), xp.maximum(shift - 32, 0)
-    threshold = xp.where(
-        shift <= 32, rest << left, (rest + (xp.int64(1) << right) - 1) >> right
-    )
+    threshold = xp.where(shift <= 32, rest << left, (rest + (xp.int64(1) << right) - 1) >> right)
     return words < threshold
 
 
@@ -123,9 +121,7 @@ def pack(codes: Array, bits: int, xp: Any = np) -> Array:
     for i in range(1, group):
         word = word | (lanes[..., i] << xp.uint32(bits * i))
     size = group * bits // 8
-    octets = xp.stack(
-        [(word >> xp.uint32(8 * i)) & xp.uint32(0xFF) for i in range(size)], axis=-1
-    )
+    octets = xp.stack([(word >> xp.uint32(8 * i)) & xp.uint32(0xFF) for i in range(size)], axis=-1)
     packed = octets.astype(xp.uint8).reshape(*codes.shape[:-1], groups * size)
     return packed[..., : -(-codes.shape[-1] * bits // 8)]
 

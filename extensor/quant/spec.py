@@ -152,9 +152,7 @@ class QuantSpec:
                 f"'float16'), got {self.scale_dtype!r} with {self.format}"
             )
         if not self.symmetric and not row.zero_point:
-            raise ValueError(
-                f"symmetric=False: {self.format} has no zero point; use int8 or int4"
-            )
+            raise ValueError(f"symmetric=False: {self.format} has no zero point; use int8 or int4")
         if not self.symmetric and self.statistic != "amax":
             raise ValueError(
                 f"statistic={self.statistic!r} replaces the largest magnitude; with "
@@ -232,8 +230,6 @@ def _check_tile(tile: object) -> None:
     if tile is None or tile in ("tensor", "channel"):
         return
     if not (isinstance(tile, tuple) and len(tile) == 2 and all(_is_int(n) for n in tile)):
-        raise TypeError(
-            f"tile: wanted (rows, columns), 'channel', 'tensor' or None, got {tile!r}"
-        )
+        raise TypeError(f"tile: wanted (rows, columns), 'channel', 'tensor' or None, got {tile!r}")
     if min(tile) < 1:
         raise ValueError(f"tile and block sizes are 1 or more, got {tile!r}")

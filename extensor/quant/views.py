@@ -115,9 +115,7 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
             raise ValueError(f"slicing the rows of the outlier codec; {_WAY_OUT}")
     parts = _map_parts(q, cut)
     new_axis = kept.index(spec.axis)
-    return dataclasses.replace(
-        q, **parts, shape=tuple(new_shape), spec=spec.replace(axis=new_axis)
-    )
+    return dataclasses.replace(q, **parts, shape=tuple(new_shape), spec=spec.replace(axis=new_axis))
 
 
 def _check_slice(axis: int, start: int, stop: int, step: int, length: int, extent: int) -> None:
@@ -147,7 +145,10 @@ def reshape(q: QuantArray, shape: tuple[int, ...]) -> QuantArray:
         if n == length
         and math.prod(shape[:axis]) == before
         and math.prod(shape) == math.prod(q.shape)
-        and (rows == 1 or (axis > 0 and q.spec.axis > 0 and shape[axis - 1] == q.shape[q.spec.axis - 1]))
+        and (
+            rows == 1
+            or (axis > 0 and q.spec.axis > 0 and shape[axis - 1] == q.shape[q.spec.axis - 1])
+        )
     ]
     if not matches:
         raise ValueError(
