@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from extensor.autograd.primitive import FUNCTIONS
-from extensor.formats import ELEMENTS, Tile
+from extensor.errors import unknown_name
+from extensor.formats import ELEMENTS, FORMATS, Tile
 from extensor.quant.array import QuantArray
-from extensor.quant.spec import QuantSpec, Rounding
+from extensor.quant.spec import Hadamard, QuantSpec, Rounding
 
 if TYPE_CHECKING:
     from extensor.autograd.tensor import ExTensor
     from extensor.quant.reference import RunningAmax
 
-__all__ = ["BlockedMethods"]
+__all__ = ["BlockOptions", "BlockedMethods"]
+
+
+class BlockOptions(TypedDict, total=False):
+    """What the ``to_*`` methods take beside the block size: fields of `QuantSpec`, and the seed."""
+
+    axis: int
+    tile: Tile | None
+    scale_rule: str | None
+    rounding: Rounding
+    seed: int | None
+    rbits: int
+    transform: Hadamard | None
+    dialect: str
+    percentile: float
+    statistic: Literal["amax", "percentile"]
+    scale_window: int | None
+    element_scale: float
+    scale_dtype: Literal["float32", "float16"] | None
+    symmetric: bool
 
 
 def _tile(block_size: int | None, tile: Tile | None) -> Tile | None:
@@ -31,9 +52,6 @@ def _tile(block_size: int | None, tile: Tile | None) -> Tile | None:
 
 def _format_of(family: str, element: str) -> str:
     """The format ``family_element``, with a clear error for another element."""
-    from extensor.errors import unknown_name
-    from extensor.formats import FORMATS
-
     known = [n.removeprefix(family + "_") for n in FORMATS if n.startswith(family + "_")]
     if element not in known:
         hint = "" if element in ELEMENTS else "; no such element grid at all"
@@ -67,156 +85,81 @@ class BlockedMethods:
         result: ExTensor = FUNCTIONS["dequantize"](self)
         return result
 
-    def _to(
-        self,
-        format: str,
-        block_size: int | None,
-        tile: Tile | None,
-        rounding: Rounding,
-        seed: int | None,
-        **options: Any,
-    ) -> ExTensor:
-        spec = QuantSpec(format, tile=_tile(block_size, tile), rounding=rounding, **options)
+    def _to(self, format: str, size: int | None, options: BlockOptions) -> ExTensor:
+        fields: dict[str, Any] = dict(options)
+        seed = fields.pop("seed", None)
+        tile = _tile(size, fields.pop("tile", None))
+        try:
+            spec = QuantSpec(format, tile=tile, **fields)
+        except TypeError as error:
+            unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(QuantSpec)})
+            if not unknown:
+                raise
+            known = BlockOptions.__annotations__
+            raise TypeError(unknown_name("option", unknown[0], known)) from error
         return self.quantize(spec, seed)
 
-    def to_mxfp4(
-        self,
-        block_size: int | None = None,
-        axis: int = -1,
-        scale_rule: str | None = None,
-        rounding: Rounding = "nearest_even",
-        seed: int | None = None,
-        *,
-        tile: Tile | None = None,
-        **options: Any,
-    ) -> ExTensor:
+    def to_mxfp4(self, block_size: int | None = None, **options: Unpack[BlockOptions]) -> ExTensor:
         """To MXFP4: e2m1 codes, two per byte, and an E8M0 scale per block of 32.
 
         Args:
             block_size: elements along ``axis`` that share a scale; 32 if neither it nor ``tile``
                 is given.
-            axis: the axis the blocks run along: the GEMM's reduction axis.
-            scale_rule: floor (OCP, the default), rceil, ceil, even, one.
-            rounding: ``"nearest_even"`` or ``"stochastic"`` (needs ``seed``).
-            seed: names the random bits of stochastic rounding.
-            tile: (rows, columns) blocks instead of ``block_size``.
-            options: further fields of `QuantSpec` (dialect, transform, statistic, ...).
+            options: any of `BlockOptions`: ``axis`` (the GEMM's reduction axis, -1), ``scale_rule``
+                (floor, rceil, ceil, even, one), ``rounding`` ("nearest_even", or "stochastic" with
+                ``seed``), ``tile`` and further fields of `QuantSpec`.
         """
-        options.update(axis=axis, scale_rule=scale_rule)
-        return self._to("mxfp4", block_size, tile, rounding, seed, **options)
+        return self._to("mxfp4", block_size, options)
 
     def to_mxfp6(
         self,
         element: Literal["e2m3", "e3m2"] = "e2m3",
         block_size: int | None = None,
-        axis: int = -1,
-        scale_rule: str | None = None,
-        rounding: Rounding = "nearest_even",
-        seed: int | None = None,
-        *,
-        tile: Tile | None = None,
-        **options: Any,
+        **options: Unpack[BlockOptions],
     ) -> ExTensor:
         """To MXFP6, four codes in three bytes; arguments as `to_mxfp4`."""
-        options.update(axis=axis, scale_rule=scale_rule)
-        return self._to(_format_of("mxfp6", element), block_size, tile, rounding, seed, **options)
+        return self._to(_format_of("mxfp6", element), block_size, options)
 
     def to_mxfp8(
         self,
         element: Literal["e4m3", "e5m2"] = "e4m3",
         block_size: int | None = None,
-        axis: int = -1,
-        scale_rule: str | None = None,
-        rounding: Rounding = "nearest_even",
-        seed: int | None = None,
-        *,
-        tile: Tile | None = None,
-        **options: Any,
+        **options: Unpack[BlockOptions],
     ) -> ExTensor:
         """To MXFP8; arguments as `to_mxfp4`."""
-        options.update(axis=axis, scale_rule=scale_rule)
-        return self._to(_format_of("mxfp8", element), block_size, tile, rounding, seed, **options)
+        return self._to(_format_of("mxfp8", element), block_size, options)
 
-    def to_mxint8(
-        self,
-        block_size: int | None = None,
-        axis: int = -1,
-        scale_rule: str | None = None,
-        rounding: Rounding = "nearest_even",
-        seed: int | None = None,
-        *,
-        tile: Tile | None = None,
-        **options: Any,
-    ) -> ExTensor:
+    def to_mxint8(self, block_size: int | None = None, **options: Unpack[BlockOptions]) -> ExTensor:
         """To MXINT8; arguments as `to_mxfp4`."""
-        options.update(axis=axis, scale_rule=scale_rule)
-        return self._to("mxint8", block_size, tile, rounding, seed, **options)
+        return self._to("mxint8", block_size, options)
 
-    def to_nvfp4(
-        self,
-        block_size: int | None = None,
-        axis: int = -1,
-        scale_rule: str | None = None,
-        rounding: Rounding = "nearest_even",
-        seed: int | None = None,
-        *,
-        tile: Tile | None = None,
-        **options: Any,
-    ) -> ExTensor:
+    def to_nvfp4(self, block_size: int | None = None, **options: Unpack[BlockOptions]) -> ExTensor:
         """To NVFP4: e2m1 codes, an e4m3 scale per 16, a float32 scale per tensor.
 
         ``scale_rule`` is ``"amax"`` (Transformer Engine's) or ``"four_over_six"``; the other
         arguments as `to_mxfp4`.
         """
-        options.update(axis=axis, scale_rule=scale_rule)
-        return self._to("nvfp4", block_size, tile, rounding, seed, **options)
+        return self._to("nvfp4", block_size, options)
 
     def to_fp8(
-        self,
-        element: Literal["e4m3", "e5m2"] = "e4m3",
-        tile: Tile | None = None,
-        axis: int = -1,
-        rounding: Rounding = "nearest_even",
-        seed: int | None = None,
-        **options: Any,
+        self, element: Literal["e4m3", "e5m2"] = "e4m3", **options: Unpack[BlockOptions]
     ) -> ExTensor:
-        """To FP8 with float32 scales: per tensor, ``tile="channel"``, (1, 128) or (128, 128)."""
-        return self._to(
-            _format_of("fp8", element), None, tile, rounding, seed, axis=axis, **options
-        )
+        """To FP8, a float32 scale per tensor or ``tile``: "channel", (1, 128), (128, 128)."""
+        return self._to(_format_of("fp8", element), None, options)
 
-    def to_int8(
-        self,
-        tile: Tile | None = None,
-        axis: int = -1,
-        symmetric: bool = True,
-        rounding: Rounding = "nearest_even",
-        seed: int | None = None,
-        *,
-        group_size: int | None = None,
-        **options: Any,
-    ) -> ExTensor:
-        """To INT8 with float scales: per channel by default, ``"tensor"``, or groups.
+    def to_int8(self, group_size: int | None = None, **options: Unpack[BlockOptions]) -> ExTensor:
+        """To INT8 with float scales: per channel by default, ``tile="tensor"``, or groups.
 
         ``symmetric=False`` adds a zero point per scale.
         """
-        options.update(axis=axis, symmetric=symmetric)
-        return self._to("int8", group_size, tile, rounding, seed, **options)
+        return self._to("int8", group_size, options)
 
-    def to_int4(
-        self,
-        group_size: int | None = None,
-        axis: int = -1,
-        symmetric: bool = True,
-        rounding: Rounding = "nearest_even",
-        seed: int | None = None,
-        *,
-        tile: Tile | None = None,
-        **options: Any,
-    ) -> ExTensor:
-        """To INT4, two codes per byte, with a float scale per group of 32 by default."""
-        options.update(axis=axis, symmetric=symmetric)
-        return self._to("int4", group_size, tile, rounding, seed, **options)
+    def to_int4(self, group_size: int | None = None, **options: Unpack[BlockOptions]) -> ExTensor:
+        """To INT4, two codes per byte, with a float scale per group of 32 by default.
+
+        ``symmetric=False`` adds a zero point per scale.
+        """
+        return self._to("int4", group_size, options)
 
     # --- reading --------------------------------------------------------------------------------
 

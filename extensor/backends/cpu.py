@@ -148,12 +148,14 @@ class CpuBackend(GenericBackend):
     def _conv2d_grad_x_reason(
         self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
     ) -> str | None:
+        if reason := self._arrays_reason(g, w):
+            return reason
         if window.stride != (1, 1):
             return f"stride {window.stride}; the core's kernel has stride 1"
         extent = [d * (k - 1) for d, k in zip(window.dilation, window.kernel, strict=True)]
         if window.padding[0] > extent[0] or window.padding[1] > extent[1]:
             return f"padding {window.padding} is as large as the kernel"
-        return self._arrays_reason(g, w) or _conv_reason(g.shape, w.shape, groups)
+        return _conv_reason(shape, w.shape, groups)
 
     def conv2d_grad_w(
         self, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
@@ -166,9 +168,11 @@ class CpuBackend(GenericBackend):
     def _conv2d_grad_w_reason(
         self, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
     ) -> str | None:
+        if reason := self._arrays_reason(g, x) or _conv_reason(x.shape, shape, groups):
+            return reason
         if math.prod(g.shape[2:]) <= _FEW_PIXELS and math.prod(shape[1:]) >= _MANY_TAPS:
             return f"{math.prod(shape[1:])} weights per output and few pixels; BLAS is faster"
-        return self._arrays_reason(g, x) or _conv_reason(x.shape, shape, groups)
+        return None
 
     def max_pool2d(self, x: Array, window: Window) -> tuple[Array, Array]:
         """See the protocol."""
@@ -188,9 +192,9 @@ class CpuBackend(GenericBackend):
         return self.core.max_pool2d_grad(_ready(g), _ready(index), shape)
 
     def _max_pool2d_grad_reason(self, g: Array, index: Array, shape: tuple[int, ...]) -> str | None:
-        if index.dtype != np.int32:
-            return f"{index.dtype} positions; the core takes int32"
-        return self._arrays_reason(g)
+        if reason := self._arrays_reason(g):
+            return reason
+        return None if index.dtype == np.int32 else f"{index.dtype} positions, not int32"
 
     # --- quantizing ---
 
@@ -230,11 +234,10 @@ class CpuBackend(GenericBackend):
         stream: Stream | None = None,
         previous_amax: Array | None = None,
     ) -> str | None:
+        if reason := self._operand_reason(x, spec, stream):
+            return reason
         if previous_amax is not None:
             return "a running maximum"
-        reason = self._operand_reason(x, spec, stream)
-        if reason:
-            return reason
         placed = _place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         return placed.no_codes

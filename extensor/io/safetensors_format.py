@@ -1,18 +1,14 @@
-"""The safetensors container, read strictly and written canonically.
+"""The safetensors container, written and read by the `safetensors` library, believed by nobody.
 
-A file is: eight bytes, the header's length (little-endian); the header, JSON that
-maps each tensor's name to dtype, shape and offsets, padded with spaces to eight
-bytes; the tensors' bytes, without holes. `read` believes nothing: it checks the
-whole header against the file's size before it allocates an array, and rejects the
-duplicate keys that the reference implementation accepts.
-
-Source: the safetensors format description, version 0.8.
+The library works on raw bytes here, since its numpy loader knows neither bfloat16 nor FP8. It
+checks offsets, sizes and types; what it lets through and a checkpoint must not have (keys given
+twice, of which one would silently win, fields it does not know, BOOL bytes other than 0 and 1) is
+refused here. A file's bytes depend only on its content.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -20,14 +16,14 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 
 __all__ = ["DTYPES", "METADATA_KEY", "CheckpointError", "read", "write"]
 
 Array = npt.NDArray[Any]
 
 METADATA_KEY = "__metadata__"
-MAX_HEADER_BYTES = 100_000_000
-ALIGNMENT = 8
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -49,50 +45,42 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """The container's dtype names and the numpy dtypes their bytes are."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 
 class CheckpointError(ValueError):
     """A file that is not what it should be. Nothing was loaded."""
 
 
 def write(file: BinaryIO, tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
-    """Write a container to an open binary file. Bytes depend only on the content.
+    """Write a container to an open binary file.
 
     Args:
         file: open for writing, at its start.
-        tensors: arrays of a dtype in `DTYPES`, of any shape and memory order.
-        metadata: strings by name.
+        tensors: arrays of a dtype in `DTYPES`, of any shape, memory order and byte order.
+        metadata: strings by name. (The library orders several names at random.)
 
     Raises:
         TypeError: for a dtype the container cannot hold.
         ValueError: for an empty or reserved name, or a header that is too long.
     """
+    # The library is given addresses: `plain` keeps the arrays alive until it is done.
     plain = {name: _little_endian(name, array) for name, array in tensors.items()}
-    # Wide dtypes first keeps every tensor aligned to its item size without padding.
-    order = sorted(plain, key=lambda name: (-plain[name].dtype.itemsize, name))
-    header: dict[str, Any] = {METADATA_KEY: dict(sorted(metadata.items()))} if metadata else {}
-    offset = 0
-    for name in order:
-        array = plain[name]
-        header[name] = {
-            "dtype": _NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
-        }
-        offset += array.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"header: wanted at most {MAX_HEADER_BYTES} bytes, got {len(text)}; "
-            "put large values in tensors, not in metadata"
+    specs = {
+        name: TensorSpec(
+            dtype=array.dtype.name,
+            shape=array.shape,
+            data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
         )
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)
-    for name in order:
-        # A flat byte view: extension dtypes (bfloat16) have no buffer protocol of their own.
-        file.write(plain[name].reshape(-1).view(np.uint8).data)
+        for name, array in plain.items()
+    }
+    try:
+        content = serialize(specs, dict(metadata) or None)
+    except SafetensorError as error:
+        raise ValueError(
+            f"safetensors: wanted what fits its header, got: {error}; put large values in "
+            "tensors, not in metadata"
+        ) from None
+    file.write(content)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]]:
@@ -104,17 +92,14 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]
             one. The message names the file and what is wrong with it.
     """
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        try:
-            header, start = _read_header(file, size)
-            metadata = _check_metadata(header.pop(METADATA_KEY, {}))
-            _check_entries(header, size - start)
-            tensors = {name: _read_tensor(file, start, name, e) for name, e in header.items()}
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{os.fspath(path)}: {error}. Nothing was loaded; use an intact safetensors file"
-            ) from None
-    return tensors, metadata
+        content = file.read()
+    try:
+        return _decode(content)
+    except (CheckpointError, SafetensorError) as error:
+        what = error if isinstance(error, CheckpointError) else f"truncated or damaged: {error}"
+        raise CheckpointError(
+            f"{os.fspath(path)}: {what}. Nothing was loaded; use an intact safetensors file"
+        ) from None
 
 
 def _little_endian(name: str, array: Array) -> Array:
@@ -125,38 +110,31 @@ def _little_endian(name: str, array: Array) -> Array:
     # ascontiguousarray would turn a scalar into a vector.
     array = np.asarray(array, order="C")
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    if array.dtype not in _NAMES:
+    if array.dtype not in DTYPES.values():
         raise TypeError(
-            f"{name}: wanted one of {', '.join(str(d) for d in _NAMES)}, got {array.dtype}; "
-            "cast the tensor first"
+            f"{name}: wanted one of {', '.join(str(d) for d in DTYPES.values())}, "
+            f"got {array.dtype}; cast the tensor first"
         )
     return array
 
 
-def _read_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
-    """The parsed header, and where the tensors' bytes start."""
-    if size < 8:
-        raise CheckpointError(f"truncated: wanted at least 8 bytes, got {size}")
-    length = int.from_bytes(file.read(8), "little")
-    if length > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"not a safetensors file: its header would have {length} bytes, more than "
-            f"{MAX_HEADER_BYTES}"
-        )
-    if length > size - 8:
-        raise CheckpointError(
-            f"truncated: wanted a header of {length} bytes, got {size - 8} bytes in all"
-        )
-    text = file.read(length)
-    if not text.startswith(b"{"):
-        raise CheckpointError(f"bad header: wanted a JSON object, got {text[:16]!r}")
-    try:
-        header = json.loads(text.decode(), object_pairs_hook=_no_duplicates)
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"bad header: wanted UTF-8 JSON, got {error}") from None
-    return header, 8 + length
+def _decode(content: bytes) -> tuple[dict[str, Array], dict[str, str]]:
+    entries = dict(deserialize(content))  # a well-formed header, whose tensors tile the file
+    header = _strict_header(content)
+    metadata: dict[str, str] = header.pop(METADATA_KEY, {})
+    return {name: _to_array(name, entries[name]) for name in header}, metadata
+
+
+def _strict_header(content: bytes) -> dict[str, Any]:
+    """The header of a container that the library accepts, without what it overlooks."""
+    length = int.from_bytes(content[:8], "little")
+    header: dict[str, Any] = json.loads(content[8 : 8 + length], object_pairs_hook=_no_duplicates)
+    for name, entry in header.items():
+        if name != METADATA_KEY and set(entry) != _FIELDS:
+            raise CheckpointError(
+                f"bad header: {name!r}: wanted dtype, shape and data_offsets, got {entry!r:.80}"
+            )
+    return header
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -168,65 +146,12 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _check_metadata(metadata: Any) -> dict[str, str]:
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"bad header: wanted {METADATA_KEY} to map names to strings")
-    return metadata
-
-
-def _check_entries(header: dict[str, Any], data_bytes: int) -> None:
-    """Every entry well-formed, and together they cover the data exactly once."""
-    spans = []
-    for name, entry in header.items():
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise CheckpointError(
-                f"bad header: {name!r}: wanted dtype, shape and data_offsets, got {entry!r:.80}"
-            )
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise CheckpointError(
-                f"bad header: {name!r}: wanted a dtype in {', '.join(DTYPES)}, got {dtype!r}"
-            )
-        if not _are_sizes(shape):
-            raise CheckpointError(
-                f"bad header: {name!r}: wanted a shape of whole numbers, got {shape!r}"
-            )
-        if not _are_sizes(offsets) or len(offsets) != 2:
-            raise CheckpointError(
-                f"bad header: {name!r}: wanted data_offsets [begin, end], got {offsets!r}"
-            )
-        wanted = math.prod(shape) * DTYPES[dtype].itemsize
-        if offsets[1] - offsets[0] != wanted:
-            raise CheckpointError(
-                f"bad header: {name!r}: wanted {wanted} bytes for {dtype} of shape {shape}, "
-                f"got {offsets[1] - offsets[0]}"
-            )
-        spans.append((offsets[0], offsets[1], name))
-    end = 0
-    for begin, stop, name in sorted(spans):
-        if begin != end:
-            raise CheckpointError(
-                f"bad header: {name!r}: wanted its bytes to begin at {end}, got {begin} "
-                "(a hole or an overlap)"
-            )
-        end = stop
-    if end != data_bytes:
-        what = "truncated" if end > data_bytes else "bytes to spare"
-        raise CheckpointError(f"{what}: wanted {end} bytes of tensors, got {data_bytes}")
-
-
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
-
-
-def _read_tensor(file: BinaryIO, start: int, name: str, entry: dict[str, Any]) -> Array:
-    begin, end = entry["data_offsets"]
-    raw = np.empty(end - begin, np.uint8)
-    file.seek(start + begin)
-    if file.readinto(raw.data) != raw.size:  # type: ignore[attr-defined]
+def _to_array(name: str, entry: dict[str, Any]) -> Array:
+    if entry["dtype"] not in DTYPES:
         raise CheckpointError(
-            f"truncated: {name!r} ended early; the file changed while it was read"
+            f"bad header: {name!r}: wanted a dtype in {', '.join(DTYPES)}, got {entry['dtype']!r}"
         )
+    raw = np.frombuffer(entry["data"], np.uint8)  # of a bytearray that is ours: writable
     if entry["dtype"] == "BOOL" and raw.size and raw.max() > 1:
         raise CheckpointError(f"{name!r}: wanted BOOL bytes 0 or 1, got {raw.max()}")
     return raw.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])

@@ -104,19 +104,19 @@ def test_every_truncation_is_noticed(tmp_path):
     whole = write_file(tmp_path / "a", {"x": np.arange(6, dtype=np.float32)}).read_bytes()
     for length in range(len(whole)):
         (tmp_path / "b").write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match=r"truncated|bad header"):
+        with pytest.raises(CheckpointError, match="truncated"):
             read(tmp_path / "b")
     (tmp_path / "b").write_bytes(whole + b"\0")
-    with pytest.raises(CheckpointError, match="bytes to spare: wanted 24 bytes of tensors, got 25"):
+    with pytest.raises(CheckpointError, match="not fully covered"):
         read(tmp_path / "b")
 
 
 BAD_HEADERS = {
-    "not json": (b"{nonsense", "wanted UTF-8 JSON"),
-    "not utf-8": (b'{"\xff":1}', "wanted UTF-8 JSON"),
-    "a list": (b"[]", "wanted a JSON object"),
-    "deep": (b'{"a":' + b"[" * 100_000, "wanted UTF-8 JSON"),
-    "huge number": (b'{"a":' + b"9" * 5000 + b"}", "wanted UTF-8 JSON"),
+    "not json": (b"{nonsense", "invalid JSON"),
+    "not utf-8": (b'{"\xff":1}', "invalid UTF-8"),
+    "a list": (b"[]", "invalid JSON"),
+    "deep": (b'{"a":' + b"[" * 100_000, "recursion limit"),
+    "huge number": (b'{"a":' + b"9" * 5000 + b"}", "out of range"),
     "duplicate tensor": (
         b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
         b'"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
@@ -124,27 +124,32 @@ BAD_HEADERS = {
     ),
     "duplicate field": (
         b'{"x":{"dtype":"F32","dtype":"I32","shape":[2],"data_offsets":[0,8]}}',
-        r"each key once, got \['dtype'\]",
+        "duplicate field `dtype`",
     ),
-    "entry no object": ({"x": 3}, "wanted dtype, shape and data_offsets"),
-    "entry lacks a field": ({"x": {"dtype": "F32", "shape": [2]}}, "wanted dtype, shape"),
+    "duplicate metadata": (
+        b'{"__metadata__":{"a":"1","a":"2"},"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        r"each key once, got \['a'\]",
+    ),
+    "entry no object": ({"x": 3}, "invalid type: integer"),
+    "entry lacks a field": ({"x": {"dtype": "F32", "shape": [2]}}, "missing field"),
     "entry with more": ({"x": {**entry(), "more": 1}}, "wanted dtype, shape"),
-    "dtype unknown": ({"x": entry(dtype="F4")}, "wanted a dtype in F64.*got 'F4'"),
-    "dtype no string": ({"x": entry(dtype=["F32"])}, "wanted a dtype in"),
-    "shape negative": ({"x": entry(shape=(-2,))}, r"wanted a shape of whole numbers, got \[-2\]"),
-    "shape bool": ({"x": entry(shape=(True, 2))}, "wanted a shape"),
-    "shape float": ({"x": entry(shape=(2.0,))}, "wanted a shape"),
-    "offsets three": ({"x": entry(offsets=(0, 4, 8))}, "wanted data_offsets"),
-    "offsets negative": ({"x": entry(offsets=(-8, 0))}, "wanted data_offsets"),
-    "offsets reversed": ({"x": entry(offsets=(8, 0))}, "wanted 8 bytes for F32"),
-    "wrong length": ({"x": entry(shape=(3,))}, r"wanted 12 bytes for F32 of shape \[3\], got 8"),
-    "shape product huge": ({"x": entry(shape=(2**40, 2**40))}, "wanted .* bytes for F32"),
-    "hole": ({"x": entry(), "y": entry(offsets=(12, 20))}, "to begin at 8, got 12"),
-    "overlap": ({"x": entry(), "y": entry(offsets=(4, 12))}, "to begin at 8, got 4"),
-    "same bytes": ({"x": entry(), "y": entry()}, "to begin at 8, got 0"),
-    "data too short": ({"x": entry(shape=(4,), offsets=(0, 16))}, "truncated: wanted 16 bytes"),
-    "metadata no object": ({"__metadata__": 3, "x": entry()}, "map names to strings"),
-    "metadata no strings": ({"__metadata__": {"a": 3}, "x": entry()}, "map names to strings"),
+    "dtype unknown": ({"x": entry(dtype="F99")}, "unknown variant"),
+    "dtype not ours": ({"x": entry(dtype="C64", shape=(1,))}, "wanted a dtype in F64.*got 'C64'"),
+    "dtype no string": ({"x": entry(dtype=["F32"])}, "invalid type: sequence"),
+    "shape negative": ({"x": entry(shape=(-2,))}, "integer `-2`"),
+    "shape bool": ({"x": entry(shape=(True, 2))}, "boolean `true`"),
+    "shape float": ({"x": entry(shape=(2.0,))}, "floating point `2.0`"),
+    "offsets three": ({"x": entry(offsets=(0, 4, 8))}, "invalid length 3"),
+    "offsets negative": ({"x": entry(offsets=(-8, 0))}, "integer `-8`"),
+    "offsets reversed": ({"x": entry(offsets=(8, 0))}, "invalid offset for tensor `x`"),
+    "wrong length": ({"x": entry(shape=(3,))}, "invalid shape, data type, or offset"),
+    "shape product huge": ({"x": entry(shape=(2**40, 2**40))}, "overflow"),
+    "hole": ({"x": entry(), "y": entry(offsets=(12, 20))}, "invalid offset for tensor `y`"),
+    "overlap": ({"x": entry(), "y": entry(offsets=(4, 12))}, "invalid offset for tensor `y`"),
+    "same bytes": ({"x": entry(), "y": entry()}, "invalid offset"),
+    "data too short": ({"x": entry(shape=(4,), offsets=(0, 16))}, "truncated .* not fully covered"),
+    "metadata no object": ({"__metadata__": 3, "x": entry()}, "expected a map"),
+    "metadata no strings": ({"__metadata__": {"a": 3}, "x": entry()}, "expected a string"),
 }
 
 
@@ -163,7 +168,7 @@ def test_the_good_header_behind_the_bad_ones(tmp_path):
 
 
 def test_the_reference_library_accepts_a_duplicate_that_we_reject(tmp_path):
-    """Why our own reader: a duplicate key silently picks one of two tensors."""
+    """Why we check the header again: a duplicate key silently picks one of two tensors."""
     first = json.dumps(entry())
     second = json.dumps(entry(dtype="I32"))
     text = f'{{"x":{first},"x":{second}}}'.encode()
@@ -176,7 +181,7 @@ def test_the_reference_library_accepts_a_duplicate_that_we_reject(tmp_path):
 
 def test_a_header_length_that_is_nonsense(tmp_path):
     (tmp_path / "a").write_bytes(b"PK\x03\x04 a zip file, say" * 20)
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
+    with pytest.raises(CheckpointError, match="header too large"):
         read(tmp_path / "a")
 
 
