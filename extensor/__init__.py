@@ -190,8 +190,10 @@ from extensor.ops.sort import argsort, median, percentile, sort, topk
 if TYPE_CHECKING:
     from extensor import inspect, io, nn, optim, testing
     from extensor.inspect import compare_layers
+    from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
     from extensor.quant.recipe import Recipe
     from extensor.quant.recipes import RECIPES
+    from extensor.quant.reference import RunningAmax
     from extensor.quant.spec import Hadamard, QuantSpec
 
 __all__ = [
@@ -205,6 +207,7 @@ __all__ = [
     "Hadamard",
     "QuantSpec",
     "Recipe",
+    "RunningAmax",
     "__version__",
     "abs",
     "add",
@@ -284,6 +287,7 @@ __all__ = [
     "isnan",
     "kl_div",
     "l1",
+    "layer_context",
     "leaky_relu",
     "less",
     "less_equal",
@@ -326,6 +330,8 @@ __all__ = [
     "prelu",
     "prod",
     "promote",
+    "quantized_conv2d",
+    "quantized_matmul",
     "rand",
     "rand_like",
     "randn",
@@ -398,6 +404,10 @@ _LAZY = {
     "QuantSpec": "extensor.quant.spec:QuantSpec",
     "Recipe": "extensor.quant.recipe:Recipe",
     "RECIPES": "extensor.quant.recipes:RECIPES",
+    "RunningAmax": "extensor.quant.reference:RunningAmax",
+    "layer_context": "extensor.ops.quantized:layer_context",
+    "quantized_conv2d": "extensor.ops.quantized:quantized_conv2d",
+    "quantized_matmul": "extensor.ops.quantized:quantized_matmul",
 }
 
 

@@ -33,7 +33,11 @@ from training.runs import RUNS, defaults
 __all__ = ["TrainArgs", "main", "parse_train"]
 
 PROGRAM = "python -m training"
-EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+DISK_WAY_OUT = (
+    "the way out: another --out, or free some space and go on with --resume; what the last "
+    "checkpoint holds is safe"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, DataError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except OSError as error:  # the folder cannot be made, the disk is full
+        print(f"error: {error}; {DISK_WAY_OUT}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -3,26 +3,29 @@
     python ci/bench/lenet_step.py                    # the C++ core
     EXTENSOR_CORE=0 python ci/bench/lenet_step.py    # numpy only
 
-A step is forward, loss, backward and SGD with momentum, on random images. The contestants take
-turns in one process on the same threads; medians are reported and written, with machine and
-versions, to ci/bench/results/. Needs torch (extra ``bench``).
+A step is forward, loss, backward and SGD with momentum, on random images. Each contestant has a
+process of its own, because idle threads of one library (OpenBLAS, OpenMP) spin for a while and
+slow the next; they take turns, all on the same number of threads. Medians are reported and written,
+with machine and versions, to ci/bench/results/. Needs torch (extra ``bench``).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from datetime import date
+from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import extensor as et
 from extensor.config import num_threads, use_core
@@ -32,6 +35,8 @@ from models.lenet.configs import LeNetConfig
 from models.lenet.model import build
 
 RESULTS = Path(__file__).parent / "results"
+SETTLE_S = 0.15
+"""Pause between turns, for the threads of the one before to go to sleep."""
 
 
 def ours(recipe: str, images: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
@@ -52,6 +57,9 @@ def ours(recipe: str, images: np.ndarray, labels: np.ndarray) -> Callable[[], No
 
 def theirs(images: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
     """One step of torch's."""
+    import torch
+
+    torch.set_num_threads(num_threads())
     nn = torch.nn
     model = nn.Sequential(
         nn.Conv2d(1, 6, 5, padding=2),
@@ -78,18 +86,38 @@ def theirs(images: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
     return step
 
 
-def measure(steps: dict[str, Callable[[], None]], rounds: int, burst: int) -> dict[str, float]:
-    """Median seconds per step, in turns of ``burst`` steps."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
+def contestant(name: str, batch: int, pipe: Connection) -> None:
+    """A process: makes its step, then times a burst of steps whenever it is asked to."""
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((batch, 1, 28, 28)).astype(np.float32)
+    labels = rng.integers(0, 10, batch)
+    step = theirs(images, labels) if name == "torch" else ours(name, images, labels)
+    while (burst := pipe.recv()) is not None:
         for _ in range(3):
             step()
-    for _ in range(rounds):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            for _ in range(burst):
-                step()
-            times[name].append((time.perf_counter() - start) / burst)
+        start = time.perf_counter()
+        for _ in range(burst):
+            step()
+        pipe.send((time.perf_counter() - start) / burst)
+
+
+def measure(names: list[str], batch: int, rounds: int, burst: int) -> dict[str, float]:
+    """Median seconds per step, in turns of ``burst`` steps."""
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
+        pipes[name], child = context.Pipe()
+        context.Process(target=contestant, args=(name, batch, child), daemon=True).start()
+    for turn in range(rounds + 1):
+        for name, pipe in pipes.items():
+            pipe.send(burst)
+            value = pipe.recv()
+            if turn:  # the first turn warms up
+                times[name].append(value)
+            time.sleep(SETTLE_S)
+    for pipe in pipes.values():
+        pipe.send(None)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -100,15 +128,10 @@ def main() -> None:
     parser.add_argument("--batches", default="64,256")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    torch.set_num_threads(num_threads())
     rows: list[dict[str, Any]] = []
     for batch in (int(n) for n in args.batches.split(",")):
-        rng = np.random.default_rng(0)
-        images = rng.standard_normal((batch, 1, 28, 28)).astype(np.float32)
-        labels = rng.integers(0, 10, batch)
-        steps = {"torch": theirs(images, labels), "fp32": ours("fp32", images, labels)}
-        steps |= {name: ours(name, images, labels) for name in args.recipes.split(",") if name}
-        seconds = measure(steps, args.rounds, max(1, 640 // batch))
+        names = ["torch", "fp32", *(name for name in args.recipes.split(",") if name)]
+        seconds = measure(names, batch, args.rounds, max(1, 640 // batch))
         for name, value in seconds.items():
             rows.append(
                 {
@@ -132,7 +155,7 @@ def main() -> None:
         "command": f"EXTENSOR_CORE={int(use_core())} python ci/bench/lenet_step.py",
         "date": str(date.today()),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {num_threads()} threads",
-        "versions": {"numpy": np.__version__, "torch": torch.__version__},
+        "versions": {"numpy": np.__version__, "torch": version("torch")},
     }
     path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     print(f"written to {path}")

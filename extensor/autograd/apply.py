@@ -82,7 +82,7 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     saved = None
     if primitive.saves:
         out, saved = out
-    if rounded is not None and out.dtype == np.float32:
+    if rounded is not None and getattr(out, "dtype", None) == np.float32:  # codes have no dtype
         out = out.astype(rounded)
     if isinstance(out, _scalar):
         out = np.asarray(out)

@@ -45,9 +45,22 @@ def as_data(data: Any, dtype: DType | None, xp: Any = np) -> Any:
 
     Raises:
         TypeError: for data that is not numbers.
+        ValueError: for lists of unequal lengths.
     """
     if isinstance(data, QuantArray):
         return data
+    if not hasattr(data, "dtype") and not _holds_arrays(data):
+        try:
+            numbers = np.array(data).dtype.kind in "biuf"
+        except ValueError:
+            raise ValueError(
+                f"ExTensor(data): wanted nested lists of equal lengths, got {data!r:.80}"
+            ) from None
+        if not numbers:
+            raise TypeError(
+                f"ExTensor(data): wanted numbers, nested lists of them or an array, got "
+                f"{data!r:.80}"
+            )
     if dtype is None and not hasattr(data, "dtype"):
         array = np.array(data)
         # Python numbers have no width of their own; numpy's choice of float64 is not ours.
@@ -99,7 +112,16 @@ class CreationMethods:
             dtype = "bool" if isinstance(value, bool) else int64 if type(value) is int else float32
         kind = as_dtype(dtype)
         xp = registry.get(device).xp
-        data = xp.full(as_shape(shape), value, dtype=_made_in(kind))
+        number = value.item() if isinstance(value, np.generic) else value
+        if not isinstance(number, (int, float)):
+            raise TypeError(f"full: wanted a number, got {value!r}")
+        try:
+            fill = np.asarray(number, dtype=_made_in(kind))
+        except (ValueError, OverflowError):  # NaN, Inf or too large for an integer
+            raise ValueError(
+                f"full: wanted a number that {kind.name} can hold, got {value!r}"
+            ) from None
+        data = xp.full(as_shape(shape), fill, dtype=fill.dtype)
         return _finish(data, kind, device, requires_grad)
 
     @staticmethod
@@ -177,7 +199,13 @@ class CreationMethods:
             start, stop = 0, start
         whole = all(isinstance(v, (int, np.integer)) for v in (start, stop, step))
         kind = as_dtype((int64 if whole else float32) if dtype is None else dtype)
-        data = registry.get(device).xp.arange(start, stop, step, dtype=_made_in(kind))
+        try:
+            data = registry.get(device).xp.arange(start, stop, step, dtype=_made_in(kind))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise type(error)(
+                f"arange: wanted finite numbers that {kind.name} can hold, got {start!r}, "
+                f"{stop!r}, {step!r} ({error})"
+            ) from None
         return _finish(data, kind, device, requires_grad)
 
     @staticmethod
@@ -209,7 +237,7 @@ class CreationMethods:
         ``shape`` is a tuple or separate ints.
         """
         kind = as_dtype(dtype)
-        values = np.random.default_rng(seed).standard_normal(_sizes(shape), _draw_type(kind))
+        values = _generator(seed).standard_normal(_sizes(shape), _draw_type(kind))
         data = registry.get(device).xp.asarray(values)
         return _finish(data, kind, device, requires_grad)
 
@@ -226,7 +254,7 @@ class CreationMethods:
         ``shape`` is a tuple or separate ints.
         """
         kind = as_dtype(dtype)
-        values = np.random.default_rng(seed).random(_sizes(shape), _draw_type(kind))
+        values = _generator(seed).random(_sizes(shape), _draw_type(kind))
         data = registry.get(device).xp.asarray(values)
         return _finish(data, kind, device, requires_grad)
 
@@ -308,6 +336,19 @@ def _draw_type(dtype: DType) -> Any:
             f"random values: wanted a floating-point or blocked dtype, got {dtype.name}"
         )
     return made
+
+
+def _generator(seed: Seed) -> np.random.Generator:
+    if not (seed is None or isinstance(seed, np.random.Generator)):
+        try:
+            good = operator.index(seed) >= 0
+        except TypeError:
+            good = False
+        if not good:
+            raise ValueError(
+                f"seed: wanted an int of 0 or more, a numpy Generator or None, got {seed!r}"
+            )
+    return np.random.default_rng(seed)
 
 
 def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:

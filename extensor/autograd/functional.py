@@ -87,10 +87,12 @@ def value_and_grad(
         argnums: the argument to differentiate by, or several (then the gradient is a tuple).
         create_graph: record the gradient, so that it can be differentiated again.
 
-    Raises (when called):
-        TypeError: if such an argument is no float tensor.
+    Raises:
+        TypeError: for what is no function; when called, if such an argument is no float tensor.
         RuntimeError: if the value does not depend on any of them.
     """
+    if not callable(function):
+        raise TypeError(f"value_and_grad: wanted a function, got {type(function).__name__}")
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def both(*args: Any, **kwargs: Any) -> tuple[ExTensor, Any]:

@@ -135,7 +135,9 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # a full disk names no file
+            error.filename = os.fspath(path)
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise

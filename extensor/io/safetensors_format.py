@@ -119,7 +119,8 @@ def _little_endian(name: str, array: Array) -> Array:
 
 
 def _decode(content: bytes) -> tuple[dict[str, Array], dict[str, str]]:
-    entries = dict(deserialize(content))  # a well-formed header, whose tensors tile the file
+    # What passes has a well-formed header, whose tensors tile the file.
+    entries = dict(deserialize(content))  # type: ignore[no-untyped-call]
     header = _strict_header(content)
     metadata: dict[str, str] = header.pop(METADATA_KEY, {})
     return {name: _to_array(name, entries[name]) for name in header}, metadata

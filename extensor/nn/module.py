@@ -182,8 +182,13 @@ class Module:
         Raises:
             ValueError: if names, shapes or dtypes differ; every difference is named (the first
                 eight, and how many more), and nothing is changed.
-            TypeError: if a value is no array.
+            TypeError: if it is no mapping, or a value is no array.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"load_state_dict: wanted arrays by path, got {type(state).__name__}; pass "
+                "load_checkpoint(path).tensors or another model's state_dict()"
+            )
         for path, value in state.items():
             if not isinstance(value, (np.ndarray, QuantArray)):
                 raise TypeError(

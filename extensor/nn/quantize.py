@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from extensor.nn.module import Module
 from extensor.quant.context import LayerContext, RecipeState
 from extensor.quant.recipe import Recipe
-from extensor.quant.recipes import get_recipe
+from extensor.quant.recipes import RECIPES, get_recipe
+from extensor.random import Stream
 
 __all__ = ["apply_recipe", "gemm_layers"]
 
@@ -31,10 +32,19 @@ def apply_recipe(model: Module, recipe: Recipe | str, seed: int = 0) -> RecipeSt
         The recipe's state: set ``step`` before each optimizer step, read ``telemetry`` after.
 
     Raises:
-        ValueError: for an unknown name, or a path rule that matches no layer. The model is
-            unchanged then.
+        TypeError: for what is no model or no recipe.
+        ValueError: for an unknown name, a path rule that matches no layer, or a seed out of range.
+            The model is unchanged then.
     """
+    if not isinstance(model, Module):
+        raise TypeError(f"apply_recipe: wanted a Module, got {type(model).__name__}")
+    if not isinstance(recipe, (Recipe, str)):
+        raise TypeError(
+            f"apply_recipe: wanted a Recipe or the name of one, got {recipe!r}; "
+            f"names: {', '.join(RECIPES)}"
+        )
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    Stream(seed)  # refuses what cannot seed the stochastic rounding
     layers = list(gemm_layers(model))
     roles: list[tuple[str, frozenset[str]]] = []
     for number, (path, module) in enumerate(layers):

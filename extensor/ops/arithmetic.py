@@ -9,7 +9,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.dtypes import DTypeLike, as_dtype
+from extensor.dtypes import DType, DTypeLike, as_dtype, dtype_of
 from extensor.ops.arguments import (
     BAD_BROADCAST,
     NO_TENSOR,
@@ -403,16 +403,44 @@ def bitwise_xor(a: Operand, b: Operand) -> ExTensor:
     return apply("bitwise_xor", *_bit_pair("bitwise_xor", a, b))
 
 
+def _cast(backend: Any, x: Any, dtype: DType) -> Any:
+    """X as ``dtype``: floats round (or become Inf), what an integer cannot hold is an error."""
+    if dtype.is_integer and dtype_of(x).kind != "bool" and x.size:
+        limits, xp = np.iinfo(dtype.numpy), backend.xp
+        low, high = x.min(), x.max()  # NaN passes through both
+        if dtype_of(x).is_float:
+            low, high = xp.trunc(low.astype(np.float64)), xp.trunc(high.astype(np.float64))
+        if not (limits.min <= low.item() and high.item() <= limits.max):
+            raise ValueError(
+                f"astype: wanted values within {dtype.name}'s {limits.min}..{limits.max}, got "
+                f"{x.min()}..{x.max()}; clip them or take a wider dtype"
+            )
+    return x.astype(dtype.numpy)
+
+
 @primitive(
-    forward=quiet(lambda backend, x, dtype: x.astype(dtype.numpy)),
+    forward=quiet(_cast),
     vjps=(lambda g, out, x, dtype: g.astype(x.dtype),),
     reads="nothing",
     moves=True,
     samples=lambda rng: [Sample((rng.normal(size=(3, 4)), "float64"))],
-    errors=(BadInput((np.zeros(3), "flaot32"), ValueError, "did you mean"),),
+    errors=(
+        BadInput((np.zeros(3), "flaot32"), ValueError, "did you mean"),
+        BadInput((np.array([1, np.nan]), "int32"), ValueError, "within int32's"),
+        BadInput((np.array([np.inf]), "uint8"), ValueError, "within uint8's"),
+        BadInput((np.array([2.0**63]), "int64"), ValueError, "within int64's"),
+        BadInput((np.array([256, 0]), "uint8"), ValueError, r"0..255, got 0..256; clip"),
+    ),
 )
 def astype(x: ExTensor, dtype: DTypeLike) -> ExTensor:
-    """Give x in another dtype, rounded to nearest even; x itself if it has it."""
+    """Give x in another dtype, rounded to nearest even; x itself if it has it.
+
+    Floats become integers by dropping the fraction.
+
+    Raises:
+        ValueError: if an integer dtype cannot hold a value (NaN and Inf too).
+        TypeError: for an element grid without a scale.
+    """
     tensors_only("astype", x)
     wanted = as_dtype(dtype)
     if wanted is x.dtype:

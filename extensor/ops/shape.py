@@ -384,6 +384,8 @@ def repeat(x: ExTensor, repeats: int, axis: int | None = None) -> ExTensor:
 def roll(x: ExTensor, shift: int, axis: int | None = None) -> ExTensor:
     """Give x moved by ``shift`` along ``axis``, what leaves coming in at the other end."""
     tensors_only("roll", x)
+    if not isinstance(shift, (int, np.integer)):
+        raise TypeError(f"roll: shift: wanted an int, got {shift!r}")
     if axis is None:
         return reshape(roll(ravel(x), shift, 0), x.shape)
     at = axis_index("roll", axis, x.ndim)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from extensor.optim.optimizer import Array, Optimizer, Option, check_range
+from extensor.optim.optimizer import Array, Optimizer, Option, check_betas, check_range
 
 __all__ = ["Adam"]
 
@@ -38,8 +38,9 @@ class Adam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
+        beta1, beta2 = check_betas(betas)
         super().__init__(
-            params, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay
+            params, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay
         )
 
     def _check_options(self, options: Mapping[str, Option]) -> None:

@@ -1,4 +1,4 @@
-"""Gradient clipping, and the one test for gradients that are not finite."""
+"""Gradient clipping."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from typing import Any, Literal
 import numpy as np
 
 from extensor.autograd.tensor import ExTensor
-from extensor.optim.optimizer import check_range
+from extensor.optim.optimizer import check_range, is_finite
 
-__all__ = ["clip_grad_norm", "clip_grad_value", "is_finite"]
+__all__ = ["clip_grad_norm", "clip_grad_value"]
 
 Array = Any
-
-
-def is_finite(array: Array, xp: Any) -> bool:
-    """Whether every value of a float array is finite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        # A sum shows any NaN or infinity in one pass; only when it overflows is a look needed.
-        return bool(xp.isfinite(array.sum())) or bool(xp.isfinite(array).all())
 
 
 def grad_arrays(params: Iterable[ExTensor]) -> list[tuple[Array, Any]]:
@@ -47,9 +40,12 @@ def clip_grad_norm(
         The norm before clipping, summed in float64.
 
     Raises:
+        TypeError: for a ``max_norm`` that is no number.
         ValueError: for a ``max_norm`` not above 0, or no gradients at all.
         FloatingPointError: if the norm is not finite and ``nonfinite`` is ``"raise"``.
     """
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
+        raise TypeError(f"max_norm: wanted a number, got {max_norm!r}")
     if math.isnan(max_norm) or max_norm <= 0:
         raise ValueError(f"max_norm: wanted a number above 0, got {max_norm!r}")
     if nonfinite not in ("raise", "return"):

@@ -17,8 +17,8 @@ from typing import Any
 
 from extensor.autograd.tensor import ExTensor
 from extensor.inspect.health import SlotHealth, slot_health
-from extensor.optim.clip import grad_arrays, is_finite
-from extensor.optim.optimizer import Optimizer
+from extensor.optim.clip import grad_arrays
+from extensor.optim.optimizer import Optimizer, is_finite
 from extensor.quant.array import QuantStats
 from extensor.quant.context import RecipeState
 from extensor.quant.spec import QuantSpec

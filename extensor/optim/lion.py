@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from extensor.optim.optimizer import Array, Optimizer, Option, check_range
+from extensor.optim.optimizer import Array, Optimizer, Option, check_betas, check_range
 
 __all__ = ["Lion"]
 
@@ -32,7 +32,8 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(params, lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
+        beta1, beta2 = check_betas(betas)
+        super().__init__(params, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
 
     def _check_options(self, options: Mapping[str, Option]) -> None:
         super()._check_options(options)

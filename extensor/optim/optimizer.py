@@ -80,6 +80,8 @@ class Optimizer(ABC):
     def __init__(self, params: Iterable[Any], **defaults: Option) -> None:
         if isinstance(params, ExTensor):
             raise TypeError("params: wanted a list of tensors, got one tensor; pass [tensor]")
+        if hasattr(params, "parameters"):
+            raise TypeError("params: wanted tensors, got a module; pass model.parameters()")
         self.groups: list[ParamGroup] = []
         given = list(params)
         if not given:
@@ -172,8 +174,12 @@ class Optimizer(ABC):
 
         Raises:
             RuntimeError: if no parameter has a gradient.
+            FloatingPointError: if a gradient holds NaN or Inf; `MXGradScaler.step` skips and counts
+                such steps instead.
             ValueError: for options that were changed to something out of range, or that need
-                state which was not kept. Nothing is updated then.
+                state which was not kept.
+
+        Nothing is updated after an error.
         """
         ready = [(g, m) for g in self.groups for m in g.members if m.param.grad is not None]
         if not ready:
@@ -188,6 +194,12 @@ class Optimizer(ABC):
                 raise ValueError(
                     f"step: the options now need {sorted(missing)}, which was not kept from the "
                     "start; make a new optimizer with these options"
+                )
+        for _, member in ready:
+            if not is_finite(member.param.grad.data, member.param.backend.xp):  # type: ignore[union-attr]
+                raise FloatingPointError(
+                    f"step: wanted finite gradients, got NaN or infinity in that of {member.name}; "
+                    "skip the step, or leave that to MXGradScaler().step(optimizer)"
                 )
         for group, member in ready:
             self._step_one(member, group.options)
@@ -297,6 +309,13 @@ class Optimizer(ABC):
             check_range("weight_decay", options["weight_decay"], 0.0)
 
 
+def is_finite(array: Array, xp: Any) -> bool:
+    """Whether every value of a float array is finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        # A sum shows any NaN or infinity in one pass; only when it overflows is a look needed.
+        return bool(xp.isfinite(array.sum())) or bool(xp.isfinite(array).all())
+
+
 def check_range(name: str, value: Any, low: float, below: float = math.inf) -> None:
     """Refuse an option outside [low, below).
 
@@ -308,6 +327,17 @@ def check_range(name: str, value: Any, low: float, below: float = math.inf) -> N
         raise TypeError(f"{name}: wanted a number, got {value!r}")
     if not low <= value < below:
         raise ValueError(f"{name}: wanted a finite number in [{low}, {below}), got {value!r}")
+
+
+def check_betas(betas: object) -> tuple[Any, Any]:
+    """Two numbers, whose ranges `check_range` looks at.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas: wanted two numbers, got {betas!r}")
+    return betas[0], betas[1]
 
 
 def _check_param(name: object, param: object) -> None:

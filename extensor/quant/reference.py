@@ -17,7 +17,6 @@ from extensor.quant import outlier
 from extensor.quant.array import QuantArray, QuantStats, block_grid
 from extensor.quant.blocks import BlockLayout
 from extensor.quant.blockwise import decode_array, quantize_blocks
-from extensor.quant.families import block_statistic
 from extensor.quant.hadamard import hadamard, inverse_hadamard
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -107,8 +106,10 @@ def operand(
 class RunningAmax:
     """Block maxima kept from call to call: value = max(amax, float32(decay) * previous value).
 
-    For tensors whose shape does not change. ``value`` is float32 of the scales' shape, None before
-    the first call; it goes into checkpoints like any array.
+    A block with NaN or Inf leaves its maximum as it was (0 before the first finite one): the block
+    itself is NaN, and the steps after it must not be. For tensors whose shape does not change.
+    ``value`` is float32 of the scales' shape, None before the first call; it goes into
+    checkpoints like any array.
     """
 
     def __init__(self) -> None:
@@ -126,13 +127,15 @@ class RunningAmax:
                 f"running amax: wanted a tensor with blocks {self.value.shape} as before, got "
                 f"{layout.grid}; use one RunningAmax per tensor"
             )
-        x = xp.asarray(x, dtype=xp.float32)
+        with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf
+            x = xp.asarray(x, dtype=xp.float32)
         if spec.transform:
             x = xp.moveaxis(
                 hadamard(xp.moveaxis(x, spec.axis, -1), spec.transform, xp), -1, spec.axis
             )
-        blocks = layout.split(x)
-        before = None if self.value is None else layout.split_scales(self.value)
-        real = xp.ones(blocks.shape, dtype=bool)
-        statistic = block_statistic(blocks, real, spec, before, xp)
-        self.value = xp.ascontiguousarray(layout.join_scales(statistic))
+        magnitude = xp.abs(layout.split(x))
+        amax = magnitude.max(axis=1) if x.size else xp.zeros(len(magnitude), dtype=xp.float32)
+        before = xp.zeros_like(amax) if self.value is None else layout.split_scales(self.value)
+        kept = xp.maximum(amax, xp.float32(spec.decay) * before)
+        kept = xp.where(xp.isfinite(amax), kept, before)
+        self.value = xp.ascontiguousarray(layout.join_scales(kept))

@@ -19,6 +19,7 @@ Rounding = Literal["nearest_even", "stochastic"]
 Statistic = Literal["amax", "percentile", "running"]
 
 HADAMARD_SIZES = (16, 32, 64, 128)
+MAX_EXTENT = 2**31 - 1  # so that places within a tile fit 64 bits
 TRANSFORMER_ENGINE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The sign vector Transformer Engine fixes for its Hadamard-16."""
 
@@ -233,3 +234,7 @@ def _check_tile(tile: object) -> None:
         raise TypeError(f"tile: wanted (rows, columns), 'channel', 'tensor' or None, got {tile!r}")
     if min(tile) < 1:
         raise ValueError(f"tile and block sizes are 1 or more, got {tile!r}")
+    if max(tile) > MAX_EXTENT:
+        raise ValueError(
+            f"tile and block sizes are at most {MAX_EXTENT}, got {tile!r}; 'channel' spans the axis"
+        )

@@ -41,6 +41,10 @@ def epoch_line(report: EpochReport, epochs: int) -> str:
     )
 
 
+WIDE = 115
+"""Columns that everything takes; a narrower terminal gets a shorter bar and no time left."""
+
+
 class ShowProgress(Callback):
     """The bar, the lines, and nothing else."""
 
@@ -51,12 +55,13 @@ class ShowProgress(Callback):
     def on_start(self, trainer: Trainer) -> None:
         if not self.console.is_terminal:
             return
+        wide = self.console.width >= WIDE
         self._bar = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
+            BarColumn(bar_width=24 if wide else 8),
+            *([MofNCompleteColumn()] if wide else []),
             TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(compact=True),
+            *([TimeRemainingColumn(compact=True)] if wide else []),
             console=self.console,
             transient=True,
         )
@@ -66,19 +71,20 @@ class ShowProgress(Callback):
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         if self._bar is None:
             return
-        numbers = (
-            f"loss {_loss(report.epoch_loss)}  acc {percent(report.epoch_accuracy)}  "
-            f"{report.images_per_second:,.0f} images/s"
-        )
+        numbers = [
+            f"loss {_loss(report.epoch_loss)}",
+            f"acc {percent(report.epoch_accuracy)}",
+            f"{report.images_per_second:,.0f} images/s",
+        ]
         if report.saturated is not None:
-            numbers += f"  sat {percent(report.saturated)}  flush {percent(report.flushed)}"
+            numbers += [f"sat {percent(report.saturated)}", f"flush {percent(report.flushed)}"]
         if report.skipped_steps:
-            numbers += f"  skipped {report.skipped_steps}"
+            numbers += [f"skipped {report.skipped_steps}"]
         self._bar.update(
             self._task,
             completed=report.batch,
             epoch=f"{report.epoch}/{trainer.config.epochs}",
-            numbers=numbers,
+            numbers=("  " if self.console.width >= WIDE else " ").join(numbers),
         )
 
     def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:

@@ -298,6 +298,12 @@ def test_functional_forms() -> None:
     assert not x.requires_grad
 
 
+@pytest.mark.parametrize("form", [et.value_and_grad, et.grad])
+def test_functional_forms_take_functions(form: Any) -> None:
+    with pytest.raises(TypeError, match=r"function.*got int"):
+        form(3)
+
+
 def test_hvp_is_the_hessian_times_a_vector() -> None:
     a = np.array([[2.0, 1.0], [1.0, 3.0]])
     matrix = et.ExTensor(a)

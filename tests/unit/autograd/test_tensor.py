@@ -28,8 +28,54 @@ def test_construction() -> None:
     assert shared.tolist() == [8.0, 1.0]
     with pytest.raises(TypeError, match=r"use x\.clone"):
         et.ExTensor(x)
-    with pytest.raises(TypeError):
-        et.ExTensor(["a"])
+
+
+@pytest.mark.parametrize("bad", ["abc", ["a"], None, [None], {1}, 1j, [object()]])
+def test_what_is_not_numbers_is_refused(bad: object) -> None:
+    with pytest.raises(TypeError, match=r"wanted numbers, nested lists of them or an array, got"):
+        et.ExTensor(bad)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "mxfp4"])
+def test_ragged_lists_are_refused(dtype: str | None) -> None:
+    with pytest.raises(ValueError, match=r"lists of equal lengths, got \[\[1, 2\], \[3\]\]"):
+        et.ExTensor([[1, 2], [3]], dtype)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (np.nan, "int32"),
+        (np.float32("inf"), "int64"),
+        (300, "uint8"),
+        (-1, "uint8"),
+        (1e30, "int8"),
+    ],
+)
+def test_full_refuses_a_number_that_the_dtype_cannot_hold(value: float, dtype: str) -> None:
+    with pytest.raises(ValueError, match=f"a number that {dtype} can hold, got"):
+        et.full((2,), value, dtype)
+    with pytest.raises(ValueError, match=f"within {dtype}'s"):
+        et.ExTensor(np.array([0, value])).astype(dtype)
+
+
+@pytest.mark.parametrize("value", ["a", None, [1], 1j])
+def test_full_takes_a_number(value: object) -> None:
+    with pytest.raises(TypeError, match="full: wanted a number, got"):
+        et.full((2,), value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [-1, "a", 1.5, [1]])
+def test_seeds_are_whole_numbers(seed: object) -> None:
+    for make in (et.randn, et.rand):
+        with pytest.raises(ValueError, match="seed: wanted an int of 0 or more"):
+            make(3, seed=seed)  # type: ignore[arg-type]
+
+
+def test_arange_refuses_what_has_no_length() -> None:
+    for stop in (float("nan"), float("inf"), 1e30):
+        with pytest.raises((ValueError, OverflowError), match="arange: wanted finite numbers"):
+            et.arange(0, stop)
 
 
 def test_creation_functions() -> None:

@@ -68,7 +68,7 @@ AGAINST_TORCH = {
 @pytest.mark.parametrize("case", AGAINST_TORCH)
 @pytest.mark.parametrize("training", [True, False])
 def test_outputs_and_gradients_as_torch(case, training):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is the oracle: pip install -e .[peers]")
     make, name, args, options, shape = AGAINST_TORCH[case]
     mine, theirs = make().train(training), getattr(torch.nn, name)(*args, **options).train(training)
     pairs = list(zip(mine.parameters(), theirs.parameters(), strict=True))

@@ -222,6 +222,11 @@ def test_a_state_that_does_not_fit_changes_nothing(change, error, message):
         np.testing.assert_array_equal(value, before[name])
 
 
+def test_a_state_is_a_mapping():
+    with pytest.raises(TypeError, match=r"wanted arrays by path, got NoneType; pass load_check"):
+        Net(0).load_state_dict(None)
+
+
 def test_blocked_buffers_are_part_of_the_state(tmp_path):
     def build(seed):
         net = nn.Sequential(nn.Linear(4, 4))

@@ -155,6 +155,19 @@ def test_matmul_wants_the_contraction_axis() -> None:
         a.to_mxfp4(axis=0) @ b.to_mxfp4().T
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "outlier"])
+def test_every_float_can_be_quantized(name: str, dtype: str) -> None:
+    x = _tensor().to(dtype)
+    wanted = x.to("float32").to(name)
+    x.requires_grad = True
+    q = x.to(name)
+    assert np.array_equal(q.codes, wanted.codes) and np.array_equal(q.scales, wanted.scales)
+    assert q.dtype is wanted.dtype and q.dequantize().dtype is et.float32
+    (q.dequantize() * 3.0).sum().backward()
+    assert x.grad.dtype is x.dtype and np.all(x.grad.to("float32").numpy() == 3.0)
+
+
 def test_in_place_writes_are_refused() -> None:
     q = _tensor().to_mxfp4()
     with pytest.raises((TypeError, ValueError), match=r"blocked|dequantize"):
@@ -187,8 +200,34 @@ def test_running_amax_follows_its_formula() -> None:
     assert int(q.scales[0, 0]) == 127  # amax 4 of the decayed maximum, emax 2
     with pytest.raises(ValueError, match="one RunningAmax per tensor"):
         et.from_numpy(X).quantize(spec, running=running)
+    assert running.value.tolist() == [[4.0]]
     with pytest.raises(ValueError, match="needs running"):
         et.from_numpy(small).quantize(spec)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_running_amax_survives_a_block_that_is_not_finite(bad: float) -> None:
+    """The block is NaN; the maxima of the other blocks go on, its own stays as it was."""
+    spec = et.QuantSpec("mxfp4", statistic="running", decay=0.5)
+    running = RunningAmax()
+    x = np.full((1, 64), 8.0, np.float32)
+    broken = x.copy()
+    broken[0, 3] = bad
+    q = et.from_numpy(broken).quantize(spec, running=running)  # before any finite value, too
+    assert running.value.tolist() == [[0.0, 8.0]]
+    et.from_numpy(x).quantize(spec, running=running)
+    q = et.from_numpy(broken / 64).quantize(spec, running=running)
+    assert running.value.tolist() == [[8.0, 4.0]]
+    assert q.scales.tolist() == [[255, 127]]
+    assert np.isfinite(et.from_numpy(x).quantize(spec, running=running).dequantize().numpy()).all()
+
+
+def test_running_amax_decays_through_a_block_of_zeros() -> None:
+    spec = et.QuantSpec("mxfp4", statistic="running", decay=0.5)
+    running = RunningAmax()
+    et.full((1, 32), 8.0).quantize(spec, running=running)
+    assert et.zeros((1, 32)).quantize(spec, running=running).scales.tolist() == [[0]]
+    assert running.value.tolist() == [[4.0]]  # not 0: one empty step forgets nothing
 
 
 def test_stochastic_needs_a_seed_and_repeats() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from extensor.autograd.tensor import ExTensor
 from extensor.optim import clip_grad_norm, clip_grad_value
-from extensor.optim.clip import is_finite
+from extensor.optim.optimizer import is_finite
 
 
 def params(*grads):
@@ -46,7 +46,7 @@ def test_norm_of_many_values_against_numpy():
 
 
 def test_norm_against_torch():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is the oracle: pip install -e .[peers]")
     rng = np.random.default_rng(1)
     values = [rng.standard_normal(s).astype(np.float32) for s in [(3, 4), (7,)]]
     theirs = [torch.zeros(v.shape, requires_grad=True) for v in values]
@@ -69,6 +69,12 @@ def test_gradients_that_are_not_finite(bad):
     assert not np.isfinite(norm)
     np.testing.assert_array_equal(made[0].grad.numpy(), [3.0, bad])
     assert grads(made)[1] == [1.0]
+
+
+@pytest.mark.parametrize("norm", ["1", None, True])
+def test_a_norm_is_a_number(norm):
+    with pytest.raises(TypeError, match="max_norm: wanted a number, got"):
+        clip_grad_norm(params([1.0]), norm)
 
 
 def test_values_are_clipped():

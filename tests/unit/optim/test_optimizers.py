@@ -8,6 +8,7 @@ import pytest
 
 from extensor.autograd.tensor import ExTensor
 from extensor.io import load_checkpoint, save_checkpoint
+from extensor.nn import Linear
 from extensor.optim import LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, Optimizer, RMSprop
 from extensor.optim.muon import orthogonalize
 from extensor.optim.optimizer import STRETCH
@@ -47,7 +48,7 @@ def bits(array) -> bytes:
 @pytest.mark.parametrize("case", OPTIONS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_twenty_steps_as_torch(case, dtype):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is the oracle: pip install -e .[peers]")
     kind, options = OPTIONS[case]
     rng = np.random.default_rng(0)
     start = [rng.standard_normal(shape).astype(dtype) for shape in SHAPES]
@@ -334,6 +335,8 @@ BAD_OPTIONS = [
     (Adam, {"betas": (1.0, 0.9)}, ValueError, "beta1"),
     (Adam, {"betas": (0.9, -0.1)}, ValueError, "beta2"),
     (Adam, {"eps": 0.0}, ValueError, "eps"),
+    (Adam, {"betas": 0.9}, TypeError, "betas: wanted two numbers, got 0.9"),
+    (Lion, {"betas": (0.9,)}, TypeError, "betas: wanted two numbers"),
     (AdamW, {"weight_decay": float("inf")}, ValueError, "weight_decay"),
     (Adagrad, {"eps": 0.0}, ValueError, "eps"),
     (RMSprop, {"eps": -1.0}, ValueError, "eps"),
@@ -359,6 +362,7 @@ def integer():
 
 BAD_PARAMS = [
     (lambda: P, TypeError, r"got one tensor; pass \[tensor\]"),
+    (lambda: Linear(2, 2), TypeError, r"got a module; pass model.parameters\(\)"),
     (lambda: [], ValueError, "got none; was a generator used up"),
     (lambda: [P, P], ValueError, "1 is given twice"),
     (lambda: [("a", P), ("a", param([2.0]))], ValueError, "a is given twice"),
@@ -379,6 +383,21 @@ BAD_PARAMS = [
 def test_bad_params(params, error, message):
     with pytest.raises(error, match=message):
         SGD(params(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW, Muon])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_step_on_gradients_that_are_not_finite_changes_nothing(kind, bad):
+    good, broken = param(np.ones((2, 2))), param(np.ones((2, 2)))
+    optimizer = kind([("good", good), ("broken", broken)], lr=0.1)
+    before = optimizer.state_dict()
+    set_grad(good, np.ones((2, 2)))
+    set_grad(broken, [[1.0, 1.0], [1.0, bad]])
+    with pytest.raises(FloatingPointError, match="in that of broken; .*MXGradScaler"):
+        optimizer.step()
+    assert (good.numpy() == 1).all() and (broken.numpy() == 1).all()
+    for name, value in optimizer.state_dict().items():
+        np.testing.assert_array_equal(value, before[name])
 
 
 def test_a_step_without_gradients_is_an_error():

@@ -66,7 +66,7 @@ def test_values_by_hand():
 
 @pytest.mark.parametrize("total", [4, 10, 37, 100])
 def test_against_torch(total):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is the oracle: pip install -e .[peers]")
     schedulers = torch.optim.lr_scheduler
     cases = [
         (lambda o: schedulers.StepLR(o, 3, 0.5), Step(3, 0.5)),
@@ -90,7 +90,7 @@ def test_against_torch(total):
 
 
 def test_plateau_against_torch():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is the oracle: pip install -e .[peers]")
     rng = np.random.default_rng(0)
     for mode in ("min", "max"):
         theirs = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)

@@ -32,6 +32,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tile": (1, 0)}, ValueError, r"1 or more, got \(1, 0\)"),
     ({"tile": (1, -32)}, ValueError, r"1 or more, got \(1, -32\)"),
     ({"tile": (0, 32)}, ValueError, r"1 or more"),
+    ({"tile": (1, 2**31)}, ValueError, r"at most 2147483647.*'channel' spans the axis"),
+    ({"tile": (10**30, 1)}, ValueError, r"at most 2147483647"),
     ({"tile": (1, 32.0)}, TypeError, r"tile: wanted \(rows, columns\)"),
     ({"tile": (1, True)}, TypeError, r"tile: wanted \(rows, columns\)"),
     ({"tile": 32}, TypeError, r"tile: wanted \(rows, columns\).*got 32"),

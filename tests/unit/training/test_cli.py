@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -42,6 +43,31 @@ def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) ->
     assert "example" in text
     assert "mxfp4_tseng" in text
     assert "Peak learning rate" in text
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main([*SMALL, "--out", str(tmp_path / "file" / "run")]) == 1
+    error = capsys.readouterr().err
+    assert "Not a directory" in error and "another --out" in error and error.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line_and_leaves_a_run_to_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: object, tensors: object, metadata: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = [*SMALL, "--out", str(tmp_path / "run")]
+    monkeypatch.setattr("extensor.io.checkpoint.write", full)
+    assert main(run) == 1
+    error = capsys.readouterr().err
+    assert "No space left on device" in error and "checkpoint.safetensors" in error
+    assert "free some space" in error and error.count("\n") == 1
+    monkeypatch.undo()
+    assert main(run) == 0  # nothing was saved, so it starts anew
 
 
 def test_flags_override_the_file_and_the_file_the_row(tmp_path: Path) -> None:

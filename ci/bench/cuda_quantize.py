@@ -1,0 +1,168 @@
+"""The fused CUDA quantizers against a copy: bytes moved per second, beside torch's clone.
+
+    python ci/bench/cuda_quantize.py [--output FOLDER] [--only mxfp4 ...]
+
+Normal bfloat16 data of 16384 x 16384. Every contestant's bytes are what it must read and write once
+(values in, codes and scales out); its rate stands beside the rate of torch's clone of the same
+array, timed in the same round. CUDA events around single calls, the contestants taking turns,
+medians, two inputs in turn so that nothing is left in the cache. The tensor maximum of NVFP4 is
+given ("amax given") or found by a pass of its own. "counts" also counts saturated and flushed
+values. Needs a GPU, torch and the extra ``cuda13``; writes GPU, versions and command beside the
+figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import torch
+
+from extensor.backends import registry
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda.kernels import quantize as kernels
+
+RESULTS = Path(__file__).parent / "results"
+SIZE = 16384
+STREAM = Stream(seed=1, step=2, tensor=3, slot=4)
+SPECS = {
+    "mxfp8_e4m3 rows": QuantSpec("mxfp8_e4m3"),
+    "mxfp4 rows": QuantSpec("mxfp4"),
+    "nvfp4 rows, amax given": QuantSpec("nvfp4"),
+    "nvfp4 rows": QuantSpec("nvfp4"),
+    "mxfp6_e2m3 rows": QuantSpec("mxfp6_e2m3"),
+    "mxint8 rows": QuantSpec("mxint8"),
+    "mxfp4 rows, rceil": QuantSpec("mxfp4", scale_rule="rceil"),
+    "mxfp4 rows, stochastic, 8 bits": QuantSpec("mxfp4", rounding="stochastic", rbits=8),
+    "mxfp4 rows, stochastic, 32 bits": QuantSpec("mxfp4", rounding="stochastic"),
+    "mxfp8_e4m3 columns": QuantSpec("mxfp8_e4m3", axis=0),
+    "nvfp4 columns, amax given": QuantSpec("nvfp4", axis=0),
+    "mxfp4 columns": QuantSpec("mxfp4", axis=0),
+}
+
+Call = Callable[[int], Any]
+
+
+def inputs(xp: Any) -> list[tuple[torch.Tensor, Any]]:
+    """Two arrays, each as torch's and as cupy's view of the same memory."""
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        x = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
+        made.append((x, xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16)))
+    return made
+
+
+def decode(xp: Any, plan: kernels.Plan, q: Any, turn: int) -> Any:
+    return kernels.dequantize(q, plan, xp)
+
+
+def contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str, tuple[int, Call]]:
+    """Bytes that must move, and a call that takes a round's number."""
+    count = SIZE * SIZE
+    made: dict[str, tuple[int, Call]] = {
+        "torch clone": (4 * count, lambda turn: data[turn % 2][0].clone())
+    }
+    for name, spec in SPECS.items():
+        plan = kernels.plan_of(spec, (SIZE, SIZE))
+        assert isinstance(plan, kernels.Plan), plan
+        stream = STREAM if spec.rounding == "stochastic" else None
+        amax = None
+        if "given" in name:
+            amax = xp.asarray(max(float(x.abs().max()) for x, _ in data), dtype=xp.float32)
+        example = kernels.quantize_raw(data[0][1], plan, stream, xp, amax).q
+        assert example is not None
+        moved = 2 * count + example.nbytes + (2 * count if plan.needs_tensor and not amax else 0)
+        for stats in (False, True):
+
+            def call(
+                turn: int,
+                plan: kernels.Plan = plan,
+                stream: Stream | None = stream,
+                amax: Any = amax,
+                stats: bool = stats,
+            ) -> Any:
+                return kernels.quantize_raw(data[turn % 2][1], plan, stream, xp, amax, stats)
+
+            made[name + (", counts" if stats else "")] = (moved, call)
+        if name in ("mxfp8_e4m3 rows", "mxfp4 rows", "mxfp4 columns"):
+            made[f"dequantize {name}"] = (
+                4 * count + example.nbytes,
+                partial(decode, xp, plan, example),
+            )
+    return made
+
+
+def measure(calls: dict[str, tuple[int, Call]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of every call in every round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn, (name, (_, call)) in itertools.product(range(rounds), calls.items()):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)  # the host runs ahead, so that no launch gap is timed
+        start.record()
+        call(turn)
+        stop.record()
+        stop.synchronize()
+        if turn >= 3:
+            times[name].append(start.elapsed_time(stop))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="fused CUDA quantizers against torch's clone")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of contestants' names")
+    chosen = parser.parse_args()
+    xp = registry.get("cuda").xp
+    calls = contestants(xp, inputs(xp))
+    if chosen.only:
+        calls = {n: c for n, c in calls.items() if any(o in n for o in ["clone", *chosen.only])}
+    times = measure(calls, chosen.rounds)
+    copy = statistics.median(times["torch clone"])
+    copy_rate = calls["torch clone"][0] / copy
+    rows = {}
+    for name, milliseconds in times.items():
+        median = statistics.median(milliseconds)
+        rate = calls[name][0] / median
+        rows[name] = {
+            "milliseconds": round(median, 4),
+            "lowest": round(min(milliseconds), 4),
+            "terabytes_per_second": round(rate / 1e9, 3),
+            "of_copy": round(rate / copy_rate, 3),
+        }
+        print(
+            f"{name:42s} {median:7.4f} ms  {rate / 1e9:6.3f} TB/s  {rate / copy_rate:6.3f} of copy"
+        )
+    runtime = xp.cuda.runtime
+    record = {
+        "what": "fused CUDA quantizers, 16384 x 16384 bfloat16, against torch's clone",
+        "command": " ".join(["python", "ci/bench/cuda_quantize.py", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "gpu": runtime.getDeviceProperties(0)["name"].decode(),
+        "driver": runtime.driverGetVersion(),
+        "versions": {
+            "python": platform.python_version(),
+            **{n: version(n) for n in ("torch", "cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")},
+        },
+        "results": rows,
+    }
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    path = chosen.output / f"{date.today().isoformat()}-cuda-quantize.json"
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The core's tests under the address and undefined-behaviour sanitizers.
+
+    python ci/sanitize.py                                  the kernel and format tests
+    python ci/sanitize.py -- tests/unit/ops -k conv        other tests
+
+The core is built with EXTENSOR_SANITIZE in a scratch copy (see ci/scratch.py) and loaded into this
+Python with the sanitizer preloaded. Any finding ends the process: exit code 1, and its report.
+Needs g++ or clang with libasan, cmake, ninja and pybind11.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = (
+    "tests/test_every_kernel.py",
+    "tests/test_kernel_shapes.py",
+    "tests/test_exhaustive.py",
+    "tests/unit/quant/test_worked_vectors.py",
+    "tests/unit/ops/test_quantized.py",
+    "-q",
+)
+# CPython keeps what it allocates to the end, and a big array may be asked for and refused.
+ADDRESS = "detect_leaks=0:allocator_may_return_null=1:halt_on_error=1:exitcode=99"
+UNDEFINED = "print_stacktrace=1:halt_on_error=1"
+
+
+def library(compiler: str, name: str) -> str:
+    """The full path of a library as the compiler would link it."""
+    command = [compiler, f"-print-file-name={name}"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(path).is_absolute():
+        raise SystemExit(f"{compiler} has no {name}; install its sanitizer libraries")
+    return str(Path(path).resolve())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build, preload, test; 0 if nothing was found and every test passed."""
+    parser = argparse.ArgumentParser(description="tests under address and UB sanitizers")
+    parser.add_argument("--compiler", default="g++", help="the one CMake finds, for its libraries")
+    parser.add_argument("--folder", type=Path, help="for the copy; kept, so that it is reused")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    chosen = parser.parse_args(argv)
+    # An exception that C++ throws passes through the sanitizer, which must find the C++ library.
+    preload = " ".join(library(chosen.compiler, name) for name in ("libasan.so", "libstdc++.so"))
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="extensor-sanitize-") as temporary:
+        command = [sys.executable, str(ROOT / "ci" / "scratch.py")]
+        command += [str(chosen.folder or temporary), "--define", "EXTENSOR_SANITIZE=ON"]
+        command += ["--define", "EXTENSOR_OPTIMIZE=-O1"]
+        for entry in (
+            f"LD_PRELOAD={preload}",
+            f"ASAN_OPTIONS={ADDRESS}",
+            f"UBSAN_OPTIONS={UNDEFINED}",
+            "PYTHONMALLOC=malloc",  # so that a small overrun is not hidden in Python's arenas
+            "OPENBLAS_NUM_THREADS=1",
+        ):
+            command += ["--env", entry]
+        code = subprocess.run([*command, "--", *(chosen.pytest or TESTS)], check=False).returncode
+    print(
+        f"sanitizers: {'clean' if code == 0 else 'failed'}, {time.perf_counter() - started:.0f} s"
+    )
+    return 1 if code else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

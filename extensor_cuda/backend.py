@@ -1,0 +1,129 @@
+"""The CUDA backend: cupy's arrays, and kernels compiled for the GPU at hand.
+
+Each override asks ``reason`` first: None means that a fused kernel covers these arguments, anything
+else is a sentence, and the generic method runs on cupy instead. `CudaBackend.path` gives the same
+answer without running anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from extensor.backends.generic import GenericBackend
+from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda.kernels import quantize as kernels
+
+__all__ = ["CudaBackend", "make_backend"]
+
+Array = Any
+_WAY_OUT = "it takes an NVIDIA GPU with its driver, and pip install 'extensor[cuda13]'"
+
+
+def make_backend() -> CudaBackend:
+    """The CUDA backend on cupy's current device.
+
+    Raises:
+        RuntimeError: without cupy, a driver or a GPU; names what is missing and the way out.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise RuntimeError(
+            f"device 'cuda': cupy cannot be imported ({error}); {_WAY_OUT}"
+        ) from error
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(
+            f"device 'cuda': no usable NVIDIA driver or GPU ({error}); {_WAY_OUT}"
+        ) from error
+    if not count:
+        raise RuntimeError(f"device 'cuda': the driver finds no GPU; {_WAY_OUT}")
+    return CudaBackend(cupy)
+
+
+class CudaBackend(GenericBackend):
+    """cupy, with fused quantizers."""
+
+    def __init__(self, xp: Any) -> None:
+        super().__init__("cuda", xp)
+
+    def path(self, method: str, *args: Any) -> str:
+        """Which code ``method(*args)`` takes: "fused kernel", or "generic: " and the reason.
+
+        Raises:
+            ValueError: for a method that has no kernel.
+        """
+        reasons: dict[str, Callable[..., str | None]] = {
+            "quantize": self._quantize_reason,
+            "operand": self._operand_reason,
+            "dequantize": self._dequantize_reason,
+        }
+        if method not in reasons:
+            raise ValueError(f"path: wanted one of {', '.join(reasons)}, got {method!r}")
+        reason = reasons[method](*args)
+        return "fused kernel" if reason is None else f"generic: {reason}"
+
+    def quantize(
+        self,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None = None,
+        previous_amax: Array | None = None,
+    ) -> tuple[QuantArray, QuantStats]:
+        """See the protocol. Waits for the GPU, whose counts it returns."""
+        if self._quantize_reason(x, spec, stream, previous_amax):
+            return super().quantize(x, spec, stream, previous_amax)
+        plan = kernels.plan_of(spec, tuple(x.shape))
+        assert isinstance(plan, kernels.Plan)
+        return kernels.quantize(self._ready(x), plan, stream, self.xp)
+
+    def _quantize_reason(
+        self,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None = None,
+        previous_amax: Array | None = None,
+    ) -> str | None:
+        reason = self._operand_reason(x, spec, stream)
+        return reason or (None if previous_amax is None else "a running maximum")
+
+    def operand(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> tuple[Array, QuantStats]:
+        """See the protocol. Waits for the GPU, whose counts it returns."""
+        if self._operand_reason(x, spec, stream):
+            return super().operand(x, spec, stream)
+        plan = kernels.plan_of(spec, tuple(x.shape))
+        assert isinstance(plan, kernels.Plan)
+        return kernels.operand(self._ready(x), plan, stream, self.xp)
+
+    def _operand_reason(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> str | None:
+        if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
+            return f"{x.dtype} array"
+        if (stream is None) == (spec.rounding == "stochastic"):
+            return "the stream does not go with the rounding"
+        plan = kernels.plan_of(spec, tuple(x.shape))
+        return plan if isinstance(plan, str) else None
+
+    def dequantize(self, q: QuantArray) -> Array:
+        """See the protocol."""
+        plan = kernels.plan_of(q.spec, q.shape, decoding=True)
+        if isinstance(plan, str):
+            return super().dequantize(q)
+        return kernels.dequantize(q, plan, self.xp)
+
+    def _dequantize_reason(self, q: QuantArray) -> str | None:
+        plan = kernels.plan_of(q.spec, q.shape, decoding=True)
+        return plan if isinstance(plan, str) else None
+
+    def _ready(self, x: Array) -> Array:
+        """C-contiguous, in a dtype that the kernels read; float64 becomes float32 as everywhere."""
+        if x.dtype.name not in kernels.INPUTS:
+            x = x.astype(self.xp.float32)
+        return self.xp.ascontiguousarray(x)

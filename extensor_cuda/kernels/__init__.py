@@ -1,0 +1,1 @@
+"""CUDA kernels: sources (``*.cu``) and the Python that places their arguments."""

@@ -1,0 +1,343 @@
+"""Placing the fused quantizers: a spec and a shape -> macros, grid and output arrays.
+
+Covers blocks of 16, 32, 64 or 128 along any axis, E8M0 scales under every rule, and NVFP4's
+rule; `reason` says why something else is not covered, and the generic method runs instead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.formats import ELEMENTS, ElementFormat
+from extensor.quant.array import QuantArray, QuantStats, block_grid, packed_length
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda.jit import Source, launch
+
+__all__ = [
+    "Outputs",
+    "Plan",
+    "dequantize",
+    "is_whole",
+    "operand",
+    "plan_of",
+    "quantize",
+    "quantize_raw",
+]
+
+Array = Any
+
+INPUTS = ("float32", "bfloat16", "float16")
+BLOCKS = (16, 32, 64, 128)
+THREADS, CHUNK, PANEL, SLOTS = 256, 16, 128, 256  # as in quantize.cu
+_RULES = ("floor", "rceil", "ceil", "even", "one", "amax")
+_OUT = {"codes": 0, "values": 1, "maximum": 2}
+_SCALE = ELEMENTS["e4m3"]
+_TIE_WORDS = {"away": "0x7FFFFFFFu", "zero": "0x80000000u"}  # round as a constant random word
+_FOLDER = Path(__file__).parent
+_NO_STREAM = (0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved spec on arrays of one shape.
+
+    The array is (outer, length, inner), blocked along ``length``; ``inner == 1`` is a row block.
+    """
+
+    spec: QuantSpec
+    shape: tuple[int, ...]
+    outer: int
+    length: int
+    inner: int
+    block: int
+    scales_shape: tuple[int, ...]
+    codes_shape: tuple[int, ...]
+
+    @property
+    def columns(self) -> bool:
+        """Whether blocks run down columns."""
+        return self.inner > 1
+
+    @property
+    def needs_tensor(self) -> bool:
+        """Whether block scales depend on the whole tensor."""
+        return self.spec.row.tensor_scale or self.spec.scale_window is not None
+
+    @property
+    def count(self) -> int:
+        """Values that go in."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What one launch wrote, all on the device: nothing here waits for the GPU."""
+
+    q: QuantArray | None
+    values: Array | None
+    counters: Array | None
+    maximum: Array | None
+
+    def stats(self, count: int) -> QuantStats:
+        """The counts; waits for the kernel."""
+        assert self.counters is not None
+        saturated, flushed = self.counters.get().reshape(SLOTS, 2).sum(axis=0).tolist()
+        return QuantStats(count, int(saturated), int(flushed))
+
+
+@lru_cache(maxsize=4096)
+def plan_of(spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False) -> Plan | str:
+    """The plan, or why the kernels do not cover it; decoding asks less of the spec."""
+    try:
+        spec = spec.resolve(len(shape))
+    except ValueError as error:
+        return str(error)  # the generic method raises it
+    if math.prod(shape) == 0:
+        return "empty array"
+    if not spec.is_mx and not spec.row.tensor_scale:
+        return f"{spec.scale_name} scales"
+    if spec.rule not in _RULES and not decoding:
+        return f"the {spec.rule} scale rule"
+    if spec.statistic != "amax" and not decoding:
+        return f"the {spec.statistic} statistic"
+    if spec.transform:
+        return "a Hadamard transform"
+    if not isinstance(spec.tile, tuple) or spec.tile[0] != 1 or spec.tile[1] not in BLOCKS:
+        return f"tile {spec.tile}; the kernels have (1, n) with n in {BLOCKS}"
+    grid = block_grid(spec, shape)
+    if math.prod(grid) >= 1 << 32:
+        return "2**32 blocks or more"
+    codes = list(shape)
+    codes[spec.axis] = packed_length(spec, shape)
+    outer, inner = math.prod(shape[: spec.axis]), math.prod(shape[spec.axis + 1 :])
+    placed = (outer, shape[spec.axis], inner, spec.tile[1])
+    return Plan(spec, shape, *placed, scales_shape=grid, codes_shape=tuple(codes))
+
+
+def _element_macros(element: ElementFormat) -> dict[str, object]:
+    return {
+        "BITS": element.bits,
+        "MANTISSA": element.mantissa_bits,
+        "MIN_EXPONENT": element.min_exponent,
+        "EMAX": element.emax,
+        "MAX_CODE": f"{element.max_magnitude_code}u",
+        "IS_FLOAT": int(element.is_float),
+        "HAS_INFINITY": int(element.specials == "ieee"),
+        "SCALE_MANTISSA": _SCALE.mantissa_bits,
+        "SCALE_MIN_EXPONENT": _SCALE.min_exponent,
+        "SCALE_MAX_CODE": f"{_SCALE.max_magnitude_code}u",
+    }
+
+
+def _float(value: float) -> str:
+    """A float32 as an exact literal."""
+    return f"{np.float32(value).item().hex()}f"
+
+
+def _tie_at_top(element: ElementFormat) -> float:
+    """What a magnitude must exceed to round, to nearest even, beyond the largest code."""
+    step = element.max - element.decode(element.max_magnitude_code - 1)
+    tie = np.float32(element.max + step / 2)
+    even = element.max_magnitude_code % 2 == 0  # then the tie itself goes to the largest code
+    return float(tie if even else np.nextafter(tie, np.float32(0)))
+
+
+@lru_cache(maxsize=4096)
+def quantize_source(plan: Plan, dtype: str, out: str, whole: bool, stats: bool) -> Source:
+    """The quantizer's program for one plan, input dtype and kind of output."""
+    spec, element, dialect = plan.spec, plan.spec.row.element, plan.spec.dialect_row
+    stochastic = spec.rounding == "stochastic"
+    words = stochastic or dialect.ties != "even"
+    top = np.float32(element.max)
+    macros = _element_macros(element) | {
+        "IN": INPUTS.index(dtype),
+        "OUT": _OUT[out],
+        "WHOLE": int(whole),
+        "STATS": int(stats),
+        "BLOCK": plan.block,
+        "DOWN": int(plan.columns),
+        "ITEMS": 1 if dtype == "float32" or words else 2,
+        "COLUMNS": columns_of(plan, dtype),
+        "RULE": _RULES.index(spec.rule),
+        "UE4M3": int(not spec.is_mx),
+        "NEEDS_TENSOR": int(plan.needs_tensor),
+        "WINDOW": -1 if spec.scale_window is None else spec.scale_window,
+        "WORDS": int(words),
+        "RBITS": spec.rbits if stochastic else 0,
+        "TIE_WORD": _TIE_WORDS.get(dialect.ties, "0u"),
+        "ELEMENT_SCALE": _float(spec.element_scale),
+        "TOP": _float(element.max),
+        "LEAST": _float(element.min_positive),
+        "CLAMP_BITS": f"{(element.emax + 2 + 127) << 23}u",
+        "RECIPROCAL_TOP": _float(float(np.float32(1) / top)),
+        "TIE_AT_TOP": _float(_tie_at_top(element)),
+        "TENSOR_TARGET": _float(_SCALE.max * element.max),
+        "SCALE_TOP": _float(_SCALE.max),
+        "INF_BYTE": f"{dialect.mx_inf_byte}u",
+        "ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
+        "TINY_SATURATES": int(dialect.nvfp4_tiny_saturates),
+        "PAIRS": int(_in_pairs(plan, dtype, out, words)),
+        "HARDWARE": int(element.bits == 8 and element.is_float and not words),
+        "HARDWARE_TYPE": f'"{element.name}"',
+    }
+    return Source.read(_FOLDER / "quantize.cu", macros)
+
+
+def _in_pairs(plan: Plan, dtype: str, out: str, words: bool) -> bool:
+    """Whether the kernel works on two values at a time: bfloat16 to e2m1 by powers of two."""
+    spec, element = plan.spec, plan.spec.row.element
+    small = element.bits == 4 and element.is_float and spec.is_mx and spec.element_scale == 1.0
+    return small and dtype == "bfloat16" and out == "codes" and not words
+
+
+def columns_of(plan: Plan, dtype: str) -> int:
+    """Neighbouring columns of a thread: as many as its registers hold without spilling."""
+    dialect = plan.spec.dialect_row
+    words = plan.spec.rounding == "stochastic" or dialect.ties != "even"
+    return 2 if dtype == "float32" or words else 4
+
+
+@lru_cache(maxsize=4096)
+def dequantize_source(plan: Plan, whole: bool) -> Source:
+    """The decoder's program for one plan."""
+    macros = _element_macros(plan.spec.row.element) | {
+        "WHOLE": int(whole),
+        "BLOCK": plan.block,
+        "UE4M3": int(not plan.spec.is_mx),
+    }
+    return Source.read(_FOLDER / "dequantize.cu", macros)
+
+
+def is_whole(plan: Plan, pointer: int, dtype: str) -> bool:
+    """Whether every vector access is in bounds and aligned."""
+    if not plan.columns:
+        return plan.length % plan.block == 0 and pointer % 16 == 0
+    columns = columns_of(plan, dtype)
+    return plan.length % PANEL == 0 and plan.inner % columns == 0 and pointer % 8 == 0
+
+
+def _grid(plan: Plan, items: int) -> int:
+    tiles = plan.scales_shape[plan.spec.axis]
+    if not plan.columns:
+        return -(-plan.outer * tiles * (plan.block // CHUNK) // (THREADS * items))
+    columns = 32 * int(items)
+    return plan.outer * -(-plan.inner // columns) * -(-tiles * plan.block // PANEL)
+
+
+def _run(plan: Plan, x: Array, out: str, stats: bool, stream: Stream | None, arrays: Any) -> None:
+    dtype = x.dtype.name
+    whole = is_whole(plan, x.data.ptr, dtype)
+    source = quantize_source(plan, dtype, out, whole, stats)
+    kernel = "quantize_columns" if plan.columns else "quantize_rows"
+    items = int(dict(source.macros)["COLUMNS" if plan.columns else "ITEMS"])
+    words = _NO_STREAM if stream is None else (*stream.key, *stream.counter_high)
+    sizes = (plan.outer, plan.length, plan.inner) if plan.columns else (plan.outer, plan.length)
+    null = np.uint64(0)
+    launch(
+        source,
+        kernel,
+        _grid(plan, items),
+        THREADS,
+        x,
+        *(null if array is None else array for array in arrays),
+        *(np.uint32(word) for word in words),
+        *(np.int64(size) for size in sizes),
+    )
+
+
+def _tensor(plan: Plan, x: Array, amax: Array | None, xp: Any) -> tuple[Array | None, Array | None]:
+    """The three words that blocks need of the whole tensor, and the tensor's maximum."""
+    if not plan.needs_tensor:
+        return None, None
+    if amax is None:
+        amax = xp.zeros((), dtype=xp.float32)
+        _run(plan, x, "maximum", False, None, (None, None, None, None, amax, None))
+    tensor = xp.empty(3, dtype=xp.float32)
+    source = quantize_source(plan, x.dtype.name, "codes", False, False)
+    launch(source, "tensor_scales", 1, 1, amax, tensor)
+    return tensor, amax
+
+
+def quantize_raw(
+    x: Array,
+    plan: Plan,
+    stream: Stream | None,
+    xp: Any,
+    amax: Array | None = None,
+    stats: bool = True,
+    values: bool = False,
+) -> Outputs:
+    """Launch the quantizer and return without waiting.
+
+    Args:
+        x: C-contiguous float32, bfloat16 or float16 array of the plan's shape.
+        plan: from `plan_of`.
+        stream: names the random bits, given exactly under stochastic rounding.
+        xp: cupy.
+        amax: float32 of shape () on the device: the largest finite magnitude (for a scale window:
+            among blocks of finite values). None: a pass over x finds it where it is needed.
+        stats: count saturated and flushed values.
+        values: write decoded float32 values instead of codes and scales.
+    """
+    tensor, maximum = _tensor(plan, x, amax, xp)
+    counters = xp.zeros(2 * SLOTS, dtype=xp.uint64) if stats else None
+    if values:
+        decoded = xp.empty(plan.shape, dtype=xp.float32)
+        _run(plan, x, "values", stats, stream, (None, None, decoded, tensor, None, counters))
+        return Outputs(None, decoded, counters, maximum)
+    codes = xp.empty(plan.codes_shape, dtype=xp.uint8)
+    scales = xp.empty(plan.scales_shape, dtype=xp.uint8)
+    _run(plan, x, "codes", stats, stream, (codes, scales, None, tensor, None, counters))
+    of_tensor = None
+    if plan.spec.row.tensor_scale:
+        assert tensor is not None
+        of_tensor = tensor[0]
+    q = QuantArray(codes, scales, plan.spec, plan.shape, tensor_scale=of_tensor)
+    return Outputs(q, None, counters, maximum)
+
+
+def quantize(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[QuantArray, QuantStats]:
+    """Codes, scales and counts; waits for the counts."""
+    done = quantize_raw(x, plan, stream, xp)
+    assert done.q is not None
+    return done.q, done.stats(plan.count)
+
+
+def operand(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[Array, QuantStats]:
+    """The decoded values and counts; waits for the counts."""
+    done = quantize_raw(x, plan, stream, xp, values=True)
+    return done.values, done.stats(plan.count)
+
+
+def dequantize(q: QuantArray, plan: Plan, xp: Any) -> Array:
+    """Codes and scales -> float32 of the plan's shape, without waiting."""
+    values = xp.empty(plan.shape, dtype=xp.float32)
+    codes, scales = xp.ascontiguousarray(q.codes), xp.ascontiguousarray(q.scales)
+    aligned = codes.data.ptr % 4 == 0 and scales.data.ptr % 4 == 0
+    whole = aligned and plan.length % plan.block == 0
+    threads = plan.outer * plan.scales_shape[plan.spec.axis] * (plan.block // 4)
+    sizes: tuple[int, ...] = (plan.outer, plan.length)
+    if plan.columns:
+        whole = whole and plan.inner % 4 == 0
+        threads *= -(-plan.inner // 4)
+        sizes = (*sizes, plan.inner)
+    tensor = np.uint64(0) if q.tensor_scale is None else q.tensor_scale
+    launch(
+        dequantize_source(plan, whole),
+        "dequantize_columns" if plan.columns else "dequantize_rows",
+        -(-threads // THREADS),
+        THREADS,
+        codes,
+        scales,
+        tensor,
+        values,
+        *(np.int64(size) for size in sizes),
+    )
+    return values

@@ -1,0 +1,153 @@
+"""The torchao dialect against torchao's own quantizers on CPU, byte for byte.
+
+Known differences, each with a test here: an infinity does not make torchao's block NaN; blocks
+below the smallest scale; NVFP4 scales have a floor of 2**-6, and exact ties of NVFP4 codes fall
+either way because the reciprocal of the scale is taken in another order.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from extensor.io.layouts import to_swizzled_scales
+from extensor.quant.reference import quantize
+from extensor.quant.rounding import unpack
+from extensor.quant.spec import QuantSpec
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch")
+    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    nvfp4_tensor = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    constants = pytest.importorskip("torchao.prototype.mx_formats.constants")
+    utils = pytest.importorskip("torchao.prototype.mx_formats.utils")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+F = np.float32
+ELEMENTS = {
+    "mxfp8_e4m3": torch.float8_e4m3fn,
+    "mxfp8_e5m2": torch.float8_e5m2,
+    "mxfp6_e2m3": constants.DTYPE_FP6_E2M3,
+    "mxfp6_e3m2": constants.DTYPE_FP6_E3M2,
+    "mxfp4": torch.float4_e2m1fn_x2,
+}
+SHAPE = (64, 512)
+
+
+def samples() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    spread = np.exp2(rng.integers(-40, 40, (64, 16)).repeat(32, axis=1))
+    normal = (rng.standard_normal(SHAPE) * spread).astype(F)
+    zeros = normal.copy()
+    zeros[0, :32], zeros[1, :64], zeros[2, 5] = 0.0, -0.0, -0.0
+    ties = (rng.integers(-32, 33, SHAPE) / 4).astype(F)
+    huge = np.clip(rng.standard_normal(SHAPE), -1, 1).astype(F) * F(3.4e38)
+    return {"normal": normal, "zeros": zeros, "ties": ties, "huge": huge}
+
+
+def theirs(x: np.ndarray, name: str, rule: str) -> tuple[np.ndarray, np.ndarray]:
+    mode = mx_tensor.ScaleCalculationMode[rule.upper()]
+    scales, codes = mx_tensor.to_mx(torch.from_numpy(x), ELEMENTS[name], 32, mode)
+    return scales.view(torch.uint8).numpy(), codes.view(torch.uint8).numpy().reshape(len(x), -1)
+
+
+def ours(x: np.ndarray, name: str, rule: str) -> tuple[np.ndarray, np.ndarray]:
+    dialect = {"dialect": "torchao"} if rule == "floor" else {"scale_rule": rule}
+    q, _ = quantize(x, QuantSpec(name, **dialect))  # type: ignore[arg-type]
+    # torchao keeps six-bit codes one to a byte.
+    return q.scales, unpack(q.codes, 6, x.shape[1]) if "fp6" in name else q.codes
+
+
+@pytest.mark.parametrize("kind", ["normal", "zeros", "ties", "huge"])
+@pytest.mark.parametrize("rule", ["floor", "rceil", "ceil", "even"])
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_mx_scales_and_codes(name: str, rule: str, kind: str) -> None:
+    x = samples()[kind]
+    for got, wanted in zip(ours(x, name, rule), theirs(x, name, rule), strict=True):
+        assert got.tobytes() == np.ascontiguousarray(wanted).tobytes()
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_a_nan_makes_the_block_nan(name: str) -> None:
+    x = samples()["normal"]
+    x[3, 40] = np.nan
+    assert theirs(x, name, "floor")[0].tobytes() == ours(x, name, "floor")[0].tobytes()
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_an_infinity_differs(name: str) -> None:
+    """Ours is NaN, as in torchao's development branch; releases apply the rule to infinity."""
+    x = samples()["normal"]
+    x[3, 40] = np.inf
+    (a, _), (b, _) = ours(x, name, "floor"), theirs(x, name, "floor")
+    assert a[3, 1] == 0xFF
+    assert b[3, 1] in (
+        0xFF,
+        255 - {"mxfp8_e4m3": 8, "mxfp8_e5m2": 15, "mxfp6_e3m2": 4}.get(name, 2),
+    )
+    assert np.delete(a.reshape(-1), 3 * 16 + 1).tobytes() == np.delete(b, 3 * 16 + 1).tobytes()
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_blocks_below_the_smallest_scale_differ(name: str) -> None:
+    """Both store scale byte 0; torchao then divides by 2**-126 instead of 2**-127."""
+    x = samples()["normal"]
+    x[5] = np.random.default_rng(1).standard_normal(512) * 2.0**-135
+    (a, c), (b, d) = ours(x, name, "floor"), theirs(x, name, "floor")
+    assert a.tobytes() == b.tobytes()
+    assert (a[5] == 0).all()
+    assert np.delete(c, 5, axis=0).tobytes() == np.delete(d, 5, axis=0).tobytes()
+
+
+def nvfp4(x: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Our scales and codes, then theirs, and which blocks differ in codes."""
+    q, _ = quantize(x, QuantSpec("nvfp4", dialect="torchao"))
+    amax = torch.from_numpy(x).abs().max()
+    tensor_scale = nvfp4_tensor.per_tensor_amax_to_scale(amax)
+    scales, codes = nvfp4_tensor.nvfp4_quantize(torch.from_numpy(x), 16, tensor_scale)
+    scales = scales.view(torch.uint8).numpy().reshape(q.scales.shape)
+    differs = (codes.numpy() != q.codes).reshape(*q.scales.shape, 8).any(axis=-1)
+    return q.scales, q.codes, scales, codes.numpy(), differs
+
+
+def test_nvfp4_scales_and_codes() -> None:
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(SHAPE) * np.exp2(rng.integers(-5, 5, (64, 32)).repeat(16, 1))).astype(
+        F
+    )
+    x[0, :32], x[1, 5] = 0.0, -0.0  # scale byte 0x08, as the dialect says
+    a, c, b, d, _ = nvfp4(x)
+    low = a < 8
+    assert a[~low].tobytes() == b[~low].tobytes()
+    keep = np.repeat(~low, 8, axis=1)
+    assert c[keep].tobytes() == d[keep].tobytes()
+    assert not low.all()
+    assert low[0, :2].tolist() == [False, False]
+
+
+def test_nvfp4_small_scales_differ() -> None:
+    """torchao's block scales are never below 2**-6, byte 0x08."""
+    rng = np.random.default_rng(2)
+    spread = np.exp2(rng.integers(-20, 20, (64, 32)).repeat(16, axis=1))
+    a, _, b, _, _ = nvfp4((rng.standard_normal(SHAPE) * spread).astype(F))
+    assert (a < 8).any()
+    assert np.maximum(a, 8).tobytes() == b.tobytes()
+
+
+def test_nvfp4_ties_differ_by_one_code() -> None:
+    a, c, b, d, differs = nvfp4(samples()["ties"])
+    assert a.tobytes() == b.tobytes()
+    steps = unpack(c, 4, 512).astype(int) - unpack(d, 4, 512)
+    assert np.abs(steps).max() <= 1
+    assert 0 < differs.mean() < 0.1
+
+
+def test_swizzled_scales() -> None:
+    for shape in ((128, 4), (200, 10), (1, 1), (300, 33)):
+        scales = np.random.default_rng(0).integers(0, 255, shape).astype(np.uint8)
+        wanted = utils.to_blocked(torch.from_numpy(scales)).numpy()
+        assert to_swizzled_scales(scales).tobytes() == wanted.tobytes()

@@ -1,0 +1,290 @@
+"""The core against the generic methods for every format on every class of arrays, and from threads.
+
+tests/test_every_kernel.py compares rules and options on a few shapes; here every format meets
+ragged, empty, one-element, huge, strided, misaligned and read-only arrays at every instruction
+set, by table and by hypothesis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extensor.backends import cpu
+from extensor.backends.generic import GenericBackend
+from extensor.formats import DIALECTS, FORMATS
+from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.spec import Hadamard, QuantSpec
+from extensor.random import Stream, random_words
+
+BACKEND = cpu.make_backend()
+CORE = BACKEND.core
+GENERIC = GenericBackend("generic", np)
+LEVELS = CORE.levels() if CORE else ["numpy only"]
+F = np.float32
+HUGE = 1 << 16
+THREADS = 8
+
+Answer = tuple[QuantArray, QuantStats, Any, Any]
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    if CORE is None:
+        yield request.param
+        return
+    before = CORE.level()
+    CORE.set_level(request.param)
+    yield request.param
+    CORE.set_level(before)
+
+
+# --- arrays -------------------------------------------------------------------------------------
+
+
+def values(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Normal values over many binades, with zeros, subnormals and special values among them."""
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal(shape) * np.exp2(rng.integers(-8, 9, shape))).astype(F)
+    flat = x.reshape(-1)
+    for value in (0.0, -0.0, 1e-45, -1e-39, 3.4e38, np.nan, np.inf, -np.inf):
+        flat[rng.integers(0, flat.size, flat.size // 300)] = value
+    return x
+
+
+def misaligned(x: np.ndarray) -> np.ndarray:
+    octets = np.empty(x.nbytes + 1, np.uint8)
+    octets[1:] = np.frombuffer(x.tobytes(), np.uint8)
+    view = octets[1:].view(x.dtype).reshape(x.shape)
+    assert not view.size or not view.flags.aligned
+    return view
+
+
+def read_only(x: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def every_third(x: np.ndarray) -> np.ndarray:
+    wide = np.full((*x.shape[:-1], 3 * x.shape[-1]), np.nan, x.dtype)
+    wide[..., 1::3] = x
+    return wide[..., 1::3]
+
+
+VIEWS = {
+    "plain": lambda x: x,
+    "strided": every_third,
+    "reversed": lambda x: x[::-1, ..., ::-1] if x.ndim > 1 else x[::-1],
+    "Fortran": np.asfortranarray,
+    "repeated": lambda x: np.broadcast_to(x[:1], x.shape),
+    "misaligned": misaligned,
+    "read-only": read_only,
+    "swapped bytes": lambda x: x.astype(">f4"),
+}
+
+# Class of shapes -> (shape, axis).
+SHAPES: dict[str, tuple[tuple[tuple[int, ...], int], ...]] = {
+    "ragged": (((7, 45), 1), ((45, 7), 0), ((3, 33, 5), 1), ((2, 3, 2, 67), 3), ((129,), 0)),
+    "empty": (((0,), 0), ((0, 32), 1), ((32, 0), 1), ((4, 0), 0), ((2, 0, 32), 2)),
+    "one element": (((1,), 0), ((1, 1), 0), ((1, 1, 1), 1)),
+    "whole blocks": (((4, 64), 1), ((64, 16), 0)),
+    "huge": (((1, HUGE + 5), 1), ((HUGE + 5,), 0), ((HUGE // 128 + 1, 129), 0)),
+}
+
+
+def cases(name: str, kind: str) -> Iterator[tuple[np.ndarray, QuantSpec, Stream | None]]:
+    for number, (shape, axis) in enumerate(SHAPES[kind]):
+        for rounding in ("nearest_even", "stochastic"):
+            spec = QuantSpec(name, axis=axis, rounding=rounding)
+            stream = Stream(5, number, 1, 2, axis == 0) if rounding == "stochastic" else None
+            yield values(shape, number), spec, stream
+
+
+def answer(backend: GenericBackend, x: Any, spec: QuantSpec, stream: Stream | None) -> Answer:
+    """Everything a backend makes of one array: stored, counted, decoded, as an operand."""
+    q, stats = backend.quantize(x, spec, stream)
+    operand, same = backend.operand(x, spec, stream)
+    assert same == stats
+    return q, stats, backend.dequantize(q), operand
+
+
+def assert_same(got: Answer, wanted: Answer, what: object) -> None:
+    assert got[1] == wanted[1], what
+    assert got[0].parts.keys() == wanted[0].parts.keys(), what
+    parts = [(name, part, wanted[0].parts[name]) for name, part in got[0].parts.items()]
+    for name, a, b in (
+        *parts,
+        ("dequantized", got[2], wanted[2]),
+        ("operand", got[3], wanted[3]),
+    ):
+        assert a.dtype == b.dtype, (name, what)
+        assert a.shape == b.shape, (name, what)
+        if a.tobytes() != b.tobytes():
+            bits = [part.view(f"u{part.itemsize}") for part in (a, b)]
+            at = tuple(int(i) for i in np.argwhere(bits[0] != bits[1])[0])
+            raise AssertionError(f"{name} at {at}: got {a[at]!r}, wanted {b[at]!r}; {what}")
+
+
+@cache
+def wanted_answers(name: str, kind: str) -> list[Answer]:
+    return [answer(GENERIC, *case) for case in cases(name, kind)]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_on_every_shape(name: str, kind: str) -> None:
+    """At every level, on one thread and on two."""
+    wanted = wanted_answers(name, kind)
+    settings_ = [(level, n) for level in LEVELS for n in (1, 2)]
+    before = (CORE.level(), CORE.threads()) if CORE else None
+    try:
+        for level, threads in settings_:
+            if CORE:
+                CORE.set_level(level)
+                CORE.set_threads(threads)
+            for case, expected in zip(cases(name, kind), wanted, strict=True):
+                kept = case[0].tobytes()
+                what = f"{level}, {threads} threads, {case[1]} on {case[0].shape}"
+                assert_same(answer(BACKEND, *case), expected, what)
+                assert case[0].tobytes() == kept, f"{what}: the input changed"
+    finally:
+        if CORE and before:
+            CORE.set_level(before[0])
+            CORE.set_threads(before[1])
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_in_every_memory_layout(level: str, name: str, view: str) -> None:
+    """However an array lies in memory, it is stored as its plain copy is."""
+    for shape, axis in (((12, 70), 1), ((70, 12), 0), ((3, 20, 37), 1), ((100,), 0)):
+        x = VIEWS[view](values(shape, 3))
+        kept = x.tobytes()
+        spec = QuantSpec(name, axis=axis)
+        wanted = answer(GENERIC, np.array(x, dtype=F, order="C"), spec, None)
+        assert_same(answer(BACKEND, x, spec, None), wanted, (level, spec, view))
+        assert x.tobytes() == kept
+
+
+@pytest.mark.parametrize(("name", "rule"), [("nvfp4", "amax"), ("nvfp4", "four_over_six")])
+def test_block_scales_next_to_a_tie(level: str, name: str, rule: str) -> None:
+    """Block maxima whose e4m3 scale nearly ties: the order of the float32 operations decides."""
+    rng = np.random.default_rng(120)
+    bound = 256 if rule == "four_over_six" else 448
+    ties = np.array([8.5, 9.5, 10.5, 13.5, 17, 19, 21, 34, 38, 54, 100, 108, 216, 232], F)
+    for _ in range(8):
+        amax = F(1 + 4 * rng.random())
+        middle = (ties * amax / bound).astype(F)
+        near = [np.nextafter(middle, F(0)), middle, np.nextafter(middle, F(9))]
+        tops = np.concatenate([[amax], *near]).astype(F)
+        x = (rng.uniform(-1, 1, (tops.size, 16)) * tops[:, None]).astype(F)
+        x[:, 3] = tops
+        for axis, blocked in ((1, x.reshape(1, -1)), (0, x.reshape(-1, 1))):
+            spec = QuantSpec(name, axis=axis, scale_rule=rule)
+            got, wanted = (answer(b, blocked, spec, None) for b in (BACKEND, GENERIC))
+            assert_same(got, wanted, (level, spec))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("half_steps", [0, 1, 2])
+def test_fractions_next_to_their_random_word(level: str, axis: int, half_steps: int) -> None:
+    """Up exactly when frac * 2**32 > word: not where they are equal, but half a step above it."""
+    stream = Stream(21, column=axis == 0)
+    words = random_words(stream, np.arange(4096), 32, 32)
+    chosen = (words < 2**22) & (np.arange(32) > 0)
+    assert chosen.sum() > 50
+    x = np.zeros(words.shape, F)
+    x[:, 0] = 4  # the scale is one, and between 0 and 0.5 the fraction is x / 0.5
+    x[chosen] = np.ldexp(words[chosen] + half_steps / 2, -33)
+    spec = QuantSpec("mxfp4", axis=axis, rounding="stochastic")
+    blocked = np.ascontiguousarray(x.T) if axis == 0 else x
+    for got in (BACKEND.operand(blocked, spec, stream), GENERIC.operand(blocked, spec, stream)):
+        rounded = got[0].T if axis == 0 else got[0]
+        assert (rounded[chosen] == (0.5 if half_steps else 0)).all(), level
+    assert_same(
+        answer(BACKEND, blocked, spec, stream), answer(GENERIC, blocked, spec, stream), level
+    )
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> tuple[Any, QuantSpec, Stream | None, str]:
+    """A format, rule, tile, transform, dialect, rounding, axis, shape, layout and level."""
+    name = draw(st.sampled_from(list(FORMATS)))
+    row = FORMATS[name]
+    shape = tuple(draw(st.lists(st.integers(1, 70), min_size=1, max_size=3)))
+    options: dict[str, Any] = {"axis": draw(st.integers(0, len(shape) - 1))}
+    dialect = draw(st.sampled_from(list(DIALECTS)))
+    options["dialect"] = dialect
+    if not (row.scale.name == "e8m0" and DIALECTS[dialect].mx_scale_rule):
+        options["scale_rule"] = draw(st.sampled_from((None, *row.scale_rules)))
+    if not row.outliers:
+        rows = draw(st.sampled_from((1, 1, 1, 2, 16))) if len(shape) > 1 else 1
+        columns = draw(st.sampled_from((16, 32, 1, 6, 10, 64)))
+        options["tile"] = draw(st.sampled_from((None, (rows, columns), "channel", "tensor")))
+        options["transform"] = draw(st.sampled_from((None, None, Hadamard(16), Hadamard(64))))
+    options["rounding"] = draw(st.sampled_from(("nearest_even", "stochastic")))
+    options["rbits"] = draw(st.sampled_from((8, 32)))
+    spec = QuantSpec(name, **options)
+    stream = None
+    if spec.rounding == "stochastic":
+        stream = Stream(draw(st.integers(0, 2**64 - 1)), column=draw(st.booleans()))
+    x = VIEWS[draw(st.sampled_from(list(VIEWS)))](values(shape, draw(st.integers(0, 99))))
+    return x, spec, stream, draw(st.sampled_from(LEVELS))
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_case())
+def test_any_case(case: tuple[Any, QuantSpec, Stream | None, str]) -> None:
+    x, spec, stream, level = case
+    before = CORE.level() if CORE else None
+    if CORE:
+        CORE.set_level(level)
+    try:
+        got = answer(BACKEND, x, spec, stream)
+    finally:
+        if CORE:
+            CORE.set_level(before)
+    wanted = answer(GENERIC, np.array(x, dtype=F, order="C"), spec, stream)
+    assert_same(got, wanted, (level, spec, x.shape, x.strides))
+
+
+# --- threads ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_eight_threads_on_one_tensor(level: str, name: str, axis: int) -> None:
+    """Calls at the same time, each on two threads of its own, give what a call alone gives."""
+    x = values((66, 517), 9)
+    stream = Stream(11, column=axis == 0)
+    specs = (QuantSpec(name, axis=axis), QuantSpec(name, axis=axis, rounding="stochastic"))
+    pairs = [(specs[0], None), (specs[1], stream)]
+    wanted = [answer(GENERIC, x, *pair) for pair in pairs]
+    kept = x.tobytes()
+
+    def hammer(number: int) -> list[Answer]:
+        order = (0, 1, 0) if number % 2 else (1, 0, 1)
+        return [answer(BACKEND, x, *pairs[k]) for k in order]
+
+    before = CORE.threads() if CORE else 1
+    if CORE:
+        CORE.set_threads(2)
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            results = list(pool.map(hammer, range(THREADS)))
+    finally:
+        if CORE:
+            CORE.set_threads(before)
+    for number, answers in enumerate(results):
+        order = (0, 1, 0) if number % 2 else (1, 0, 1)
+        for k, got in zip(order, answers, strict=True):
+            assert_same(got, wanted[k], (level, name, axis, number))
+    assert x.tobytes() == kept

@@ -1,0 +1,31 @@
+"""What the CUDA tests need, and why they are skipped where it is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from extensor.backends import registry
+
+
+@pytest.fixture(scope="session")
+def cuda() -> Any:
+    """The CUDA backend; skips with the backend's own words where there is none."""
+    try:
+        return registry.get("cuda")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def nvrtc() -> None:
+    """Skips where the compiler of the cuda13 extra is not installed."""
+    for name in ("cuda.core", "cuda.bindings.nvrtc"):
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            pytest.skip(f"{name} is not installed; pip install 'extensor[cuda13]'")

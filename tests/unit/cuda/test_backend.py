@@ -1,0 +1,100 @@
+"""What is said where something that CUDA takes is missing, and what the kernels cover. No GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from extensor.formats import FORMATS
+from extensor.quant.spec import Hadamard, QuantSpec
+from extensor_cuda import backend
+from extensor_cuda.kernels import quantize as kernels
+
+
+class DriverError(Exception):
+    pass
+
+
+def fake_cupy(count: int | None) -> types.ModuleType:
+    """A cupy whose driver reports so many GPUs, or fails."""
+
+    def device_count() -> int:
+        if count is None:
+            raise DriverError("cudaErrorInsufficientDriver")
+        return count
+
+    runtime = types.SimpleNamespace(getDeviceCount=device_count, CUDARuntimeError=DriverError)
+    module = types.ModuleType("cupy")
+    module.cuda = types.SimpleNamespace(runtime=runtime)  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("count", "missing"), [(None, "driver.*cudaErrorInsufficientDriver"), (0, "finds no GPU")]
+)
+def test_no_gpu_names_what_is_missing(
+    count: int | None, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(count))
+    with pytest.raises(RuntimeError, match=rf"{missing}.*pip install 'extensor\[cuda13\]'"):
+        backend.make_backend()
+
+
+def test_no_cupy_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(RuntimeError, match=r"cupy cannot be imported.*extensor\[cuda13\]"):
+        backend.make_backend()
+
+
+def test_the_backend_module_loads_neither_cupy_nor_cuda() -> None:
+    code = (
+        "import sys, extensor_cuda.backend; "
+        "assert not {'cupy', 'cuda', 'cuda.core', 'cuda.bindings'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_blocked_format_has_a_plan_or_a_reason() -> None:
+    for name, row in FORMATS.items():
+        plan = kernels.plan_of(QuantSpec(name), (64, 64))
+        covered = row.scale.name == "e8m0" or ("amax" in row.scale_rules and row.tensor_scale)
+        assert isinstance(plan, kernels.Plan) == bool(covered), name
+        if row.tensor_scale:
+            assert isinstance(
+                kernels.plan_of(QuantSpec(name), (64, 64), decoding=True), kernels.Plan
+            )
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (QuantSpec("mxfp4", transform=Hadamard(16)), "Hadamard"),
+        (QuantSpec("mxfp4", tile=(16, 16)), "tile"),
+        (QuantSpec("mxfp4", tile=(1, 24)), "tile"),
+        (QuantSpec("mxfp4", statistic="percentile"), "percentile"),
+        (QuantSpec("nvfp4", scale_rule="four_over_six"), "four_over_six"),
+        (QuantSpec("mxfp4", axis=5), "axis"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_covered_has_a_reason(spec: QuantSpec, reason: str) -> None:
+    plan = kernels.plan_of(spec, (64, 64))
+    assert isinstance(plan, str) and reason in plan
+
+
+def test_vectors_are_used_only_where_they_fit() -> None:
+    whole = {
+        ((64, 64), -1): True,
+        ((64, 70), -1): False,
+        ((256, 64), 0): True,
+        ((70, 64), 0): False,
+    }
+    whole |= {((256, 66), 0): False}
+    for (shape, axis), wanted in whole.items():
+        plan = kernels.plan_of(QuantSpec("mxfp4", axis=axis), shape)
+        assert isinstance(plan, kernels.Plan)
+        assert kernels.is_whole(plan, 4096, "bfloat16") is wanted, shape
+        assert not kernels.is_whole(plan, 4098, "bfloat16")

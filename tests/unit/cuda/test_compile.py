@@ -1,0 +1,134 @@
+"""Every kernel compiles for every architecture it is meant for, without spills. Needs no GPU."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from extensor.formats import FORMATS
+from extensor.quant.spec import QuantSpec
+from extensor_cuda import jit
+from extensor_cuda.kernels import quantize as kernels
+
+pytestmark = pytest.mark.usefixtures("nvrtc")
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
+COVERED = [name for name, row in FORMATS.items() if row.scale.name == "e8m0"] + ["nvfp4"]
+SHAPES = ((256, 256, -1), (256, 256, 0), (70, 19, 0))
+ROUNDINGS = (("nearest_even", 32), ("stochastic", 32), ("stochastic", 8))
+FORMATS_OF = {"sm_90a": COVERED, "sm_80": ["mxfp8_e4m3", "mxfp4"], "sm_89": ["mxfp8_e5m2", "nvfp4"]}
+
+
+def sources(name: str, arch: str) -> list[jit.Source]:
+    made = []
+    for rows, columns, axis in SHAPES:
+        for rounding, rbits in ROUNDINGS if arch == "sm_90a" else ROUNDINGS[::2]:
+            spec = QuantSpec(name, axis=axis, rounding=rounding, rbits=rbits)  # type: ignore[arg-type]
+            plan = kernels.plan_of(spec, (rows, columns))
+            assert isinstance(plan, kernels.Plan)
+            made.append(kernels.quantize_source(plan, "bfloat16", "codes", rows == 256, True))
+        made.append(kernels.dequantize_source(plan, rows == 256))
+    made.append(kernels.quantize_source(plan, "float32", "values", False, True))
+    return made
+
+
+REGISTERS, FRAME = 0x2F, 0x11  # attributes of a cubin's .nv.info section: (kernel, number)
+
+
+def properties(code: bytes) -> dict[int, dict[str, int]]:
+    """Registers and stack bytes of each kernel, by symbol. Registers that spill take stack."""
+    found: dict[int, dict[str, int]] = {}
+    headers, size, count, names = (*struct.unpack_from("<Q", code, 40), *code_header(code))
+    sections = [struct.unpack_from("<IIQQQQ", code, headers + i * size) for i in range(count)]
+    strings = sections[names][4]
+    for name, _, _, _, offset, length in sections:
+        start = strings + name
+        if code[start : code.index(b"\0", start)] != b".nv.info":
+            continue
+        at = offset
+        while at < offset + length:
+            form, attribute, number = struct.unpack_from("<BBH", code, at)
+            at += 4
+            if form == 4:  # a value of `number` bytes follows
+                if attribute in (REGISTERS, FRAME):
+                    symbol, value = struct.unpack_from("<II", code, at)
+                    found.setdefault(symbol, {})[
+                        "registers" if attribute == REGISTERS else "stack"
+                    ] = value
+                at += number
+    return found
+
+
+def code_header(code: bytes) -> tuple[int, int, int]:
+    """An ELF file's section header size, their number, and which one holds their names."""
+    return struct.unpack_from("<HHH", code, 58)
+
+
+def test_a_spill_is_noticed() -> None:
+    text = """extern "C" __global__ void __launch_bounds__(1024) f(float* x) {
+        float v[96];
+        for (int i = 0; i < 96; ++i) v[i] = x[i * 1024 + threadIdx.x];
+        for (int k = 0; k < 96; ++k) for (int i = 0; i < 96; ++i) v[i] += v[(i + k) % 96] * v[i];
+        for (int i = 0; i < 96; ++i) x[i * 1024 + threadIdx.x] = v[i];
+    }"""
+    (numbers,) = properties(jit.compile_cubin(jit.Source("spills", text), "sm_90a")[0]).values()
+    assert numbers["stack"] > 0 and numbers["registers"] <= 64
+
+
+@pytest.mark.parametrize(("arch", "name"), [(a, n) for a in ARCHITECTURES for n in FORMATS_OF[a]])
+def test_no_kernel_spills(arch: str, name: str) -> None:
+    for source in sources(name, arch):
+        code, log = jit.compile_cubin(source, arch)
+        assert code[:4] == b"\x7fELF"
+        assert "warning" not in log, log
+        found = properties(code)
+        assert found
+        for numbers in found.values():
+            assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
+
+
+def small_source() -> jit.Source:
+    return jit.Source(
+        "probe", 'extern "C" __global__ void probe(int* x) { *x = VALUE; }\n', (("VALUE", "7"),)
+    )
+
+
+def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = jit.cubin(small_source(), "sm_80")
+    files = list(jit.cache_folder().iterdir())
+    assert len(files) == 1 and files[0].suffix == ".cubin"
+
+    def refuse(source: jit.Source, arch: str) -> tuple[bytes, str]:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(jit, "compile_cubin", refuse)
+    assert jit.cubin(small_source(), "sm_80") == first
+    with pytest.raises(AssertionError, match="compiled again"):
+        jit.cubin(small_source(), "sm_90a")
+
+
+def test_a_damaged_file_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = jit.cubin(small_source(), "sm_80")
+    (file,) = jit.cache_folder().iterdir()
+    for damage in (b"", file.read_bytes()[:-1], b"x" * 100):
+        file.write_bytes(damage)
+        assert jit.cubin(small_source(), "sm_80") == first
+    assert list(jit.cache_folder().iterdir()) == [file]
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert jit.cubin(small_source(), "sm_80")[:4] == b"\x7fELF"
+
+
+def test_an_error_holds_the_compilers_log() -> None:
+    bad = jit.Source("bad", "__global__ void f() { undeclared = VALUE; }", (("VALUE", "1"),))
+    with pytest.raises(RuntimeError, match=r"(?s)bad for sm_80.*-DVALUE=1.*undeclared"):
+        jit.compile_cubin(bad, "sm_80")
