@@ -14,7 +14,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from extensor.cli import Sheet, dialect_sheet, element_sheet, format_sheet, scale_sheet
+from extensor.cli import (
+    Sheet,
+    dialect_sheet,
+    element_sheet,
+    format_sheet,
+    layout_sheet,
+    scale_sheet,
+)
 from extensor.formats import ELEMENTS, FORMATS, BlockFormat, ElementFormat
 from extensor.quant.recipe import SLOTS, LayerRecipe, Operand
 from extensor.quant.recipes import ALIASES, RECIPES
@@ -208,6 +215,7 @@ PAGES = {
         "formats": format_sheet,
         "scales": scale_sheet,
         "dialects": dialect_sheet,
+        "layouts": layout_sheet,
     },
     "recipes.md": {"recipes": recipe_sheet, "aliases": alias_sheet},
 }

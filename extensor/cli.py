@@ -32,6 +32,7 @@ from extensor.backends.cpu import CpuBackend
 from extensor.backends.protocol import Window
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS, SCALES, BlockFormat, Dialect
 from extensor.io import load_checkpoint, save_checkpoint
+from extensor.io.layouts import LAYOUTS
 from extensor.quant import QuantArray, QuantSpec, QuantStats
 from extensor.quant.rounding import decode, encode
 from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes
@@ -45,6 +46,7 @@ __all__ = [
     "format_sheet",
     "formats",
     "inspect",
+    "layout_sheet",
     "main",
     "quantize",
     "read_tensors",
@@ -175,14 +177,27 @@ def dialect_sheet() -> Sheet:
     return Sheet("Dialects: where libraries differ", columns, tuple(rows))
 
 
+def layout_sheet() -> Sheet:
+    """How other programs lay out four-bit codes and their scales."""
+    rows = []
+    for layout in LAYOUTS:
+        nibbles = " | ".join(f"{low} {high}" for low, high in layout.first_bytes)
+        nan = "yes" if layout.nan else "refused"
+        row = (layout.name, layout.format, layout.record, nibbles, layout.tensor_scale, nan)
+        rows.append(row)
+    columns = ("layout", "format", "record", "first bytes: low, high nibble", "tensor scale")
+    return Sheet("Storage layouts (extensor.io.layouts)", (*columns, "NaN blocks"), tuple(rows))
+
+
 def formats(dialects: bool = False) -> None:
     """List the element grids, the blocked formats and their scales.
 
     Args:
-        dialects: also show how other vendors' libraries differ, with worked scale bytes.
+        dialects: also show how other vendors' libraries differ, with worked scale bytes, and how
+            other programs lay out the codes.
     """
     sheets = [element_sheet(), format_sheet(), scale_sheet()]
-    _show(sheets + ([dialect_sheet()] if dialects else []))
+    _show(sheets + ([dialect_sheet(), layout_sheet()] if dialects else []))
 
 
 # ---- doctor
@@ -193,7 +208,7 @@ def doctor() -> None:
     sheets = [_version_sheet()]
     try:
         backend = registry.get("cpu")
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # a core that must be there, a flag that is wrong
         sheets.append(Sheet("C++ core", ("what", "state"), (("CPU backend", str(error)),)))
     else:
         assert isinstance(backend, CpuBackend)

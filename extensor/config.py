@@ -31,14 +31,26 @@ FLAGS = {
 """The flags, by short name."""
 
 
+def _switch(flag: Flag) -> bool:
+    """A flag that is 0 or 1.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    text = flag.read()
+    if text not in ("0", "1"):
+        raise ValueError(f"{flag.name}: wanted 0 or 1, got {text!r}")
+    return text == "1"
+
+
 def use_core() -> bool:
     """Whether the C++ core may be used."""
-    return FLAGS["core"].read() != "0"
+    return _switch(FLAGS["core"])
 
 
 def require_core() -> bool:
     """Whether a missing C++ core is an error."""
-    return FLAGS["require_core"].read() == "1"
+    return _switch(FLAGS["require_core"])
 
 
 def num_threads() -> int:

@@ -1,6 +1,6 @@
 """The fused CUDA quantizers against a copy: bytes moved per second, beside torch's clone.
 
-    python ci/bench/cuda_quantize.py [--output FOLDER] [--only mxfp4 ...]
+    python ci/bench/cuda_quantize.py [--rounds N] [--only mxfp4 ...]
 
 Normal bfloat16 data of 16384 x 16384. Every contestant's bytes are what it must read and write once
 (values in, codes and scales out); its rate stands beside the rate of torch's clone of the same
@@ -18,7 +18,6 @@ import itertools
 import json
 import platform
 import statistics
-import sys
 from collections.abc import Callable
 from datetime import date
 from functools import partial
@@ -120,9 +119,15 @@ def measure(calls: dict[str, tuple[int, Call]], rounds: int) -> dict[str, list[f
     return times
 
 
+def chosen_words(chosen: argparse.Namespace) -> list[str]:
+    """The command's arguments, without where the result goes."""
+    only = ["--only", *chosen.only] if chosen.only else []
+    return ["--rounds", str(chosen.rounds), *only]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="fused CUDA quantizers against torch's clone")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", nargs="*", default=[], help="parts of contestants' names")
     chosen = parser.parse_args()
@@ -149,7 +154,7 @@ def main() -> None:
     runtime = xp.cuda.runtime
     record = {
         "what": "fused CUDA quantizers, 16384 x 16384 bfloat16, against torch's clone",
-        "command": " ".join(["python", "ci/bench/cuda_quantize.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "ci/bench/cuda_quantize.py", *chosen_words(chosen)]),
         "date": date.today().isoformat(),
         "gpu": runtime.getDeviceProperties(0)["name"].decode(),
         "driver": runtime.driverGetVersion(),

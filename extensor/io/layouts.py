@@ -3,15 +3,9 @@
 The numbers stay what they are; only the order of nibbles, scales and bytes changes. What a layout
 cannot hold (a NaN block in gguf, rows of broken blocks) is an error, never a changed value.
 
-    layout          record                           order of the nibbles, low first
-    this project    codes and scales apart           0 1 | 2 3 | ...
-    gguf MXFP4      scale, then 16 bytes             0 16 | 1 17 | ... | 15 31
-    gguf NVFP4      4 scales, then 4 times 8 bytes   0 8 | 1 9 | ... | 7 15
-    Mojo MXFP4      16 bytes, then scale             1 0 | 3 2 | ...
-    Mojo NVFP4      8 bytes, then scale              1 0 | 3 2 | ...
-
-gguf's records run along rows. The Mojo original's run over the flattened tensor, so that a block
-may cross rows, and its NVFP4 has no tensor scale. Both interleave scales and codes in one array.
+`LAYOUTS` shows them side by side. gguf's records run along rows. The Mojo original's run over the
+flattened tensor, so that a block may cross rows, and its NVFP4 has no tensor scale. Both interleave
+scales and codes in one array.
 
 Sources: ggml's block_mxfp4 and block_nvfp4; MXFP4Block and NVFP4Block of the Mojo original; for
 swizzled scales the layout that cuBLAS documents for block-scaled matrices (128x4 tiles).
@@ -20,6 +14,7 @@ swizzled scales the layout that cuBLAS documents for block-scaled matrices (128x
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +26,8 @@ from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import QuantSpec
 
 __all__ = [
+    "LAYOUTS",
+    "Layout",
     "from_gguf_mxfp4",
     "from_gguf_nvfp4",
     "from_mojo_mxfp4",
@@ -44,6 +41,39 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay out a format's codes and scales.
+
+    Attributes:
+        name: whose it is.
+        format: the format's name.
+        record: what follows what.
+        first_bytes: for the first two bytes of codes, the elements in (low nibble, high nibble).
+        tensor_scale: where the float32 scale of the tensor goes.
+        nan: whether a NaN block can be stored.
+    """
+
+    name: str
+    format: str
+    record: str
+    first_bytes: tuple[tuple[int, int], tuple[int, int]]
+    tensor_scale: str
+    nan: bool
+
+
+_APART = "codes and scales in arrays of their own"
+LAYOUTS = (
+    Layout("this project", "mxfp4", _APART, ((0, 1), (2, 3)), "-", True),
+    Layout("this project", "nvfp4", _APART, ((0, 1), (2, 3)), "an array", True),
+    Layout("gguf", "mxfp4", "scale, 16 bytes; per row", ((0, 16), (1, 17)), "-", False),
+    Layout("gguf", "nvfp4", "4 scales, 4 x 8 bytes; per row", ((0, 8), (1, 9)), "a tensor", False),
+    Layout("Mojo original", "mxfp4", "16 bytes, scale; flattened", ((1, 0), (3, 2)), "-", True),
+    Layout("Mojo original", "nvfp4", "8 bytes, scale; flattened", ((1, 0), (3, 2)), "none", False),
+)
+"""The layouts this module knows, for tables."""
 
 _MX, _NV = QuantSpec("mxfp4"), QuantSpec("nvfp4")
 _NV_NAN = 0x7F

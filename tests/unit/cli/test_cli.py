@@ -71,6 +71,8 @@ def test_formats_shows_dialects_with_worked_bytes(capsys: pytest.CaptureFixture[
     assert "127 127 127" in lines["compressed_tensors"] and "0x20" in lines["compressed_tensors"]
     assert "away: 3 4 6" in lines["microxcaling"]
     assert "zero: 2 3 4" in lines["model_optimizer"] and "0x38" in lines["model_optimizer"]
+    gguf = [line for line in text.splitlines() if " gguf " in line]
+    assert "0 16 | 1 17" in gguf[0] and "0 8 | 1 9" in gguf[1]
 
 
 def test_element_sheet_agrees_with_the_published_table() -> None:
@@ -220,6 +222,18 @@ def test_doctor_says_why_the_core_is_not_used() -> None:
         check=True,
     )
     assert "EXTENSOR_CORE=0" in done.stdout
+
+
+def test_doctor_shows_a_flag_that_is_wrong() -> None:
+    code = "from extensor.cli import main; raise SystemExit(main(['doctor']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"EXTENSOR_CORE": "yes", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "EXTENSOR_CORE: wanted 0 or 1, got 'yes'" in done.stdout
 
 
 def test_doctor_does_not_import_other_devices() -> None:

@@ -37,6 +37,27 @@ def assert_same(got: QuantArray, wanted: QuantArray) -> None:
         assert part.tobytes() == wanted.parts[name].tobytes(), name
 
 
+@pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=lambda row: f"{row.name}-{row.format}")
+def test_the_table_says_where_nibbles_go(layout: layouts.Layout) -> None:
+    """Put 6 (code 7) at one element at a time and see which nibble of which byte changes."""
+    block, start = (32, {"gguf": 1}) if layout.format == "mxfp4" else (16, {"gguf": 4})
+    for byte, (low, high) in enumerate(layout.first_bytes):
+        for element, expected in ((low, 0x07), (high, 0x70)):
+            x = np.zeros(64, F)
+            x[element] = 6
+            q, _ = quantize(x, QuantSpec(layout.format))
+            q = dataclasses.replace(q, tensor_scale=None if block == 32 else np.asarray(1, F))
+            stored = {
+                ("this project", 32): lambda q: q.codes,
+                ("this project", 16): lambda q: q.codes,
+                ("gguf", 32): layouts.to_gguf_mxfp4,
+                ("gguf", 16): lambda q: layouts.to_gguf_nvfp4(q)[0],
+                ("Mojo original", 32): layouts.to_mojo_mxfp4,
+                ("Mojo original", 16): layouts.to_mojo_nvfp4,
+            }[layout.name, block](q)
+            assert stored[start.get(layout.name, 0) + byte] == expected
+
+
 # 32 values whose codes are 0..15, 0..15 under scale 2**1.
 MX_GGUF = "80" + "".join(f"{k}{k}" for k in "0123456789abcdef")  # position k and k + 16 agree
 MX_MOJO = "0123456789abcdef" * 2 + "80"  # high nibble first: as one reads
