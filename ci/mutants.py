@@ -98,8 +98,8 @@ def judge(mutant: Mutant, folder: Path) -> Outcome:
     else:
         # Light optimization compiles faster; the bits must not depend on it anyway.
         command += [str(folder / ("vector" if mutant.vector else "scalar"))]
-        command += ["--define", "EXTENSOR_OPTIMIZE=-O1"]
-        command += ["--define", f"EXTENSOR_VECTOR_LEVELS={'ON' if mutant.vector else 'OFF'}"]
+        command += ["--define", "OPTIMIZE=-O1"]
+        command += ["--define", f"VECTOR_LEVELS={'ON' if mutant.vector else 'OFF'}"]
     command += ["--replace", f"extensor/{mutant.file}", mutant.old, mutant.new, "--", *QUICK]
     command += NUMPY_TESTS if mutant.language == "numpy" else CORE_TESTS
     one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

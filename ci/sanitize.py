@@ -3,9 +3,9 @@
     python ci/sanitize.py                                  the kernel and format tests
     python ci/sanitize.py -- tests/unit/ops -k conv        other tests
 
-The core is built with EXTENSOR_SANITIZE in a scratch copy (see ci/scratch.py) and loaded into this
-Python with the sanitizer preloaded. Any finding ends the process: exit code 1, and its report.
-Needs g++ or clang with libasan, cmake, ninja and pybind11.
+The core is built with its CMake option SANITIZE in a scratch copy (see ci/scratch.py) and loaded
+into this Python with the sanitizer preloaded. Any finding ends the process, with its report and
+exit code 1. Needs g++ or clang with libasan, cmake, ninja and pybind11.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="extensor-sanitize-") as temporary:
         command = [sys.executable, str(ROOT / "ci" / "scratch.py")]
-        command += [str(chosen.folder or temporary), "--define", "EXTENSOR_SANITIZE=ON"]
-        command += ["--define", "EXTENSOR_OPTIMIZE=-O1"]
+        command += [str(chosen.folder or temporary), "--define", "SANITIZE=ON"]
+        command += ["--define", "OPTIMIZE=-O1"]
         for entry in (
             f"LD_PRELOAD={preload}",
             f"ASAN_OPTIONS={ADDRESS}",

@@ -1,6 +1,6 @@
 """Tests on a scratch copy of the repository, with the core built there as asked for.
 
-    python ci/scratch.py FOLDER --define EXTENSOR_SANITIZE=ON -- tests/test_every_kernel.py
+    python ci/scratch.py FOLDER --define SANITIZE=ON -- tests/test_every_kernel.py
     python ci/scratch.py FOLDER --replace extensor/random.py "<< 1" "<< 2" -- tests/unit/quant
 
 The copy is brought up to date file by file, so the second build in the same folder is incremental.
@@ -87,7 +87,7 @@ def build(folder: Path, defines: Sequence[str]) -> None:
         command += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
         command += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
         command += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
-        run_quietly([*command, *(f"-D{define}" for define in defines)])
+        run_quietly([*command, *(f"-DEXTENSOR_{define}" for define in defines)])
     run_quietly([tool("cmake"), "--build", str(target)])
     built = list(target.glob("_kernels*.so"))
     if len(built) != 1:
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Copy, replace, build, test."""
     parser = argparse.ArgumentParser(description="tests on a scratch copy of the repository")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--define", action="append", default=[], help="for CMake: NAME=VALUE")
+    parser.add_argument("--define", action="append", default=[], help="CMake option, NAME=VALUE")
     parser.add_argument("--no-core", action="store_true", help="build nothing; the numpy path")
     parser.add_argument("--replace", nargs=3, metavar=("FILE", "OLD", "NEW"))
     parser.add_argument("--env", action="append", default=[], help="for the tests: NAME=VALUE")

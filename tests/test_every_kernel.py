@@ -217,6 +217,25 @@ def check_dequantize(backend: cpu.CpuBackend) -> None:
         assert_bytes(backend.dequantize(q), wanted, what)
 
 
+# --- blocked products (bounds, variants and special blocks: unit/backends/test_block_matmul.py) --
+
+
+def check_product(name: str) -> Callable[[cpu.CpuBackend], None]:
+    def check(backend: cpu.CpuBackend) -> None:
+        for spec in (QuantSpec("mxfp4"), QuantSpec("nvfp4"), QuantSpec("mxfp8_e4m3")):
+            x = plain((7, 150), 1)
+            a, b = (GENERIC.quantize(plain((n, 150), n), spec)[0] for n in (7, 40))
+            left = a if name == "block_matmul" else x
+            dense = GENERIC.dequantize(a) if name == "block_matmul" else x
+            weights = GENERIC.dequantize(b)
+            got = getattr(backend, name)(left, b)
+            gamma = 154 * UNIT / (1 - 154 * UNIT)  # each side adds to the order and decoding
+            bound = 2 * gamma * (np.abs(dense).astype(np.float64) @ np.abs(weights).T)
+            assert (np.abs(got - getattr(GENERIC, name)(left, b)) <= bound).all(), spec
+
+    return check
+
+
 # --- windows ------------------------------------------------------------------------------------
 
 # (N, C, H, W), O, groups, window: LeNet's first, then what a direct kernel may get wrong.
@@ -342,6 +361,8 @@ CHECKS: dict[str, Callable[[cpu.CpuBackend], None]] = {
     "quantize": check_quantize,
     "dequantize": check_dequantize,
     "operand": check_operand,
+    "block_matmul": check_product("block_matmul"),
+    "weight_matmul": check_product("weight_matmul"),
     "im2col": check_im2col,
     "col2im": check_col2im,
     "conv2d": check_convolution("conv2d"),

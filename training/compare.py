@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -208,7 +209,7 @@ def _run_all(todo: list[Job], args: CompareArgs, console: Console) -> dict[str, 
     waiting = list(todo)
     running: dict[Job, subprocess.Popen[bytes]] = {}
     failed: dict[str, int] = {}
-    with _progress(console, len(todo)) as show:
+    with _progress(console, len(todo)) as show, _signals_interrupt():
         try:
             while waiting or running:
                 while waiting and len(running) < limit:
@@ -231,6 +232,26 @@ def _run_all(todo: list[Job], args: CompareArgs, console: Console) -> dict[str, 
                 process.wait()
             raise
     return failed
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C: the runs, in sessions of their own, would go on without this process.
+
+    Ctrl-C is too where a shell that starts jobs in the background has it ignored, as in a run.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    usual = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 @dataclass

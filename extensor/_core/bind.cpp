@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "gemm_bind.hpp"
 #include "kernels.hpp"
 #include "rows.hpp"
 #include "threads.hpp"
@@ -57,6 +58,7 @@ void set_level(const std::string& name) {
     for (const Level& level : levels) {
         if (name == level.name) {
             current = level;
+            gemm::use_best(level.name);
             return;
         }
     }
@@ -372,4 +374,5 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("max_pool2d_grad", max_pool2d_grad);
     m.def("im2col", im2col);
     m.def("col2im", col2im);
+    gemm::bind(m);
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.backends import windows
+from extensor.backends import products, windows
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array, Window
 from extensor.config import num_threads, require_core, use_core
@@ -84,6 +84,8 @@ class CpuBackend(GenericBackend):
             "quantize": self._quantize_reason,
             "dequantize": self._dequantize_reason,
             "operand": self._operand_reason,
+            "block_matmul": self._block_matmul_reason,
+            "weight_matmul": self._weight_matmul_reason,
             "im2col": self._im2col_reason,
             "col2im": self._col2im_reason,
             "conv2d": self._conv2d_reason,
@@ -95,7 +97,13 @@ class CpuBackend(GenericBackend):
         if method not in reasons:
             raise ValueError(f"path: wanted one of {', '.join(reasons)}, got {method!r}")
         reason = reasons[method](*args)
-        return f"core ({self.core.level()})" if reason is None else f"generic: {reason}"
+        if reason is not None:
+            return f"generic: {reason}"
+        if method == "block_matmul":
+            kind = "integer" if products.block_step(*args) else "float"
+            return f"core ({self.core.gemm_level()}, {kind})"
+        level = self.core.gemm_level() if method == "weight_matmul" else self.core.level()
+        return f"core ({level})"
 
     def _arrays_reason(self, *arrays: Array) -> str | None:
         if self.core is None:
@@ -195,6 +203,30 @@ class CpuBackend(GenericBackend):
         if reason := self._arrays_reason(g):
             return reason
         return None if index.dtype == np.int32 else f"{index.dtype} positions, not int32"
+
+    # --- blocked products ---
+
+    def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
+        """See the protocol; bounds in `extensor.backends.products`."""
+        if self._block_matmul_reason(a, b):
+            return super().block_matmul(a, b)
+        sides = (products.matrix(self.core, q) for q in (a, b))
+        return self.core.block_matmul(*sides, products.block_step(a, b))
+
+    def _block_matmul_reason(self, a: QuantArray, b: QuantArray) -> str | None:
+        if self.core is None:
+            return self.core_missing
+        step = products.block_step(a, b)
+        return step if isinstance(step, str) else None
+
+    def weight_matmul(self, x: Array, w: QuantArray) -> Array:
+        """See the protocol; bounds in `extensor.backends.products`."""
+        if self._weight_matmul_reason(x, w):
+            return super().weight_matmul(x, w)
+        return self.core.weight_matmul(_ready(x), products.matrix(self.core, w))
+
+    def _weight_matmul_reason(self, x: Array, w: QuantArray) -> str | None:
+        return self.core_missing if self.core is None else products.weight_reason(x, w)
 
     # --- quantizing ---
 

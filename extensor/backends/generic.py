@@ -45,6 +45,14 @@ class GenericBackend:
         """See the protocol."""
         return reference.operand(x, spec, stream, self.xp)
 
+    def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
+        """See the protocol."""
+        return self.xp.matmul(self.dequantize(a), self.dequantize(b).T)
+
+    def weight_matmul(self, x: Array, w: QuantArray) -> Array:
+        """See the protocol."""
+        return self.xp.matmul(x, self.dequantize(w).T)
+
     def im2col(self, x: Array, window: Window) -> Array:
         """See the protocol."""
         return windows.im2col(x, window, self.xp)

@@ -70,6 +70,14 @@ class Backend(Protocol):
         """
         ...
 
+    def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
+        """Float32 a b^T of (M, K) and (N, K), both blocked along the last axis: (M, N)."""
+        ...
+
+    def weight_matmul(self, x: Array, w: QuantArray) -> Array:
+        """Float32 x w^T of a dense (M, K) and (N, K) blocked along the last axis: (M, N)."""
+        ...
+
     def im2col(self, x: Array, window: Window) -> Array:
         """(N, C, H, W) -> (N * Ho * Wo, C * kh * kw), zero-padded, one row per output pixel."""
         ...

@@ -210,4 +210,34 @@ def _matmul(a: ExTensor, b: ExTensor) -> ExTensor:
                 f"matmul: the {side} operand is blocked along axis {tensor.spec.axis}, wanted the "
                 f"contraction axis {axis}; quantize it with axis={axis}, or call .dequantize()"
             )
+    # A right operand with a graph of its own cannot be transposed as it is (see _moved).
+    direct = b.dtype.is_blocked and a.ndim == b.ndim == 2 and not b.requires_grad
+    if direct and (a.dtype.is_blocked or a.dtype.name == "float32"):
+        return _block_matmul(a, wrap(views.transpose(b.data, (1, 0)), b.backend))
     return apply("matmul", dequantize(a), dequantize(b))
+
+
+def _product(backend: Backend, a: Any, b: QuantArray) -> Array:
+    return backend.block_matmul(a, b) if isinstance(a, QuantArray) else backend.weight_matmul(a, b)
+
+
+def _product_samples(rng: np.random.Generator) -> Iterator[Sample]:
+    a, b = (ExTensor(rng.standard_normal((n, 40)).astype(np.float32)) for n in (5, 3))
+    yield Sample((quantize(a, QuantSpec("mxfp4")), quantize(b, QuantSpec("mxfp4"))))
+    yield Sample((a, quantize(b, QuantSpec("nvfp4"))))
+
+
+@primitive(
+    forward=_product,
+    vjps=(
+        lambda g, out, a, b: apply("matmul", g, dequantize(b)),
+        lambda g, out, a, b: apply("matmul", g.swapaxes(0, 1), dequantize(a)),
+    ),
+    reads="inputs",
+    takes_blocked=True,
+    check="forward",
+    samples=_product_samples,
+)
+def _block_matmul(a: ExTensor, b: ExTensor) -> ExTensor:
+    """The product a b^T of (M, K) and (N, K), b blocked along K, a likewise or float32."""
+    return apply("block_matmul", a, b)

@@ -219,6 +219,29 @@ def test_compare_runs_each_once_and_reports(
     assert "holds a run with another configuration" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_ended_comparison_ends_its_runs(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "training", "compare", "mlp", "--recipes", "mxfp4"]
+    command += ["--seeds", "1", "--epochs", "500", "--train-limit", "256", "--test-limit", "60"]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    checkpoint = tmp_path / "out" / "runs" / "mxfp4-s0" / "checkpoint.safetensors"
+    deadline = time.monotonic() + 60
+    while not checkpoint.is_file() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    assert "the same command goes on" in text
+    log = (tmp_path / "out" / "logs" / "mxfp4-s0.txt").read_text(encoding="utf-8")
+    assert "interrupted; the finished steps are in" in log  # ended well, before its parent did
+
+
 def test_compare_reports_runs_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["compare", *SMALL, "--batch-size", "97", "--recipes", "fp32", "--seeds", "1"]
     assert main([*argv, "--out", str(tmp_path / "out")]) == 1

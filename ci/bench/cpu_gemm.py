@@ -1,0 +1,135 @@
+"""Products of blocked matrices beside numpy's float32 product of the same shape.
+
+    python ci/bench/cpu_gemm.py
+
+Square products of two blocked matrices, then one to eight float32 rows times blocked weights.
+Numpy multiplies the dequantized matrices (OpenBLAS, the same number of threads). All contestants
+take turns, and every ratio is of medians within the run; written with machine and versions to
+ci/bench/results/. On a busy machine nothing is written: the ratios would mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.backends.cpu import CpuBackend, make_backend
+from extensor.config import num_threads
+from extensor.quant.spec import QuantSpec
+
+RESULTS = Path(__file__).parent / "results"
+SQUARE, WEIGHTS = 2048, 8192
+PRODUCTS = ("mxfp4", "nvfp4", "mxfp8_e4m3", "mxfp6_e2m3", "mxint8", "int8", "int4")
+ROWS = (1, 8)
+WEIGHT_FORMATS = ("mxfp4", "nvfp4", "int4", "mxfp8_e4m3", "int8")
+
+
+def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median seconds of each call, the contestants taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if number:  # the first round warms caches and memory
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def table(
+    calls: dict[str, Callable[[], Any]], paths: dict[str, str], shape: tuple[int, int, int], n: int
+) -> list[dict[str, Any]]:
+    """One row per format, printed; the first call is numpy's."""
+    seconds = medians(calls, n)
+    base = seconds.pop("numpy float32")
+    rows = []
+    for name, value in seconds.items():
+        row: dict[str, Any] = {"shape": list(shape), "format": name, "path": paths[name]}
+        row |= {
+            "ms": round(value * 1e3, 3),
+            "numpy_ms": round(base * 1e3, 3),
+            "speed_against_numpy": round(base / value, 2),
+        }
+        rows.append(row)
+        print(
+            "{shape!s:>20} {format:<12}{ms:9.2f} ms  numpy {numpy_ms:9.2f} ms  "
+            "{speed_against_numpy:6.2f}x  {path}".format(**row)
+        )
+    return rows
+
+
+def product_rows(backend: CpuBackend, rounds: int) -> list[dict[str, Any]]:
+    """Square products of two blocked matrices."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal((SQUARE, SQUARE), dtype=np.float32) for _ in range(2))
+    calls: dict[str, Callable[[], Any]] = {"numpy float32": lambda: x @ y.T}
+    paths = {}
+    for name in PRODUCTS:
+        a, b = (backend.quantize(m, QuantSpec(name).resolve(2))[0] for m in (x, y))
+        calls[name] = partial(backend.block_matmul, a, b)
+        paths[name] = backend.path("block_matmul", a, b)
+    return table(calls, paths, (SQUARE, SQUARE, SQUARE), rounds)
+
+
+def weight_rows(backend: CpuBackend, rounds: int) -> list[dict[str, Any]]:
+    """A few float32 rows times blocked weights."""
+    rng = np.random.default_rng(1)
+    w = rng.standard_normal((WEIGHTS, WEIGHTS), dtype=np.float32)
+    packed = {name: backend.quantize(w, QuantSpec(name).resolve(2))[0] for name in WEIGHT_FORMATS}
+    rows = []
+    for m in ROWS:
+        x = rng.standard_normal((m, WEIGHTS), dtype=np.float32)
+        calls: dict[str, Callable[[], Any]] = {"numpy float32": partial(np.matmul, x, w.T)}
+        calls |= {name: partial(backend.weight_matmul, x, q) for name, q in packed.items()}
+        paths = {name: backend.path("weight_matmul", x, q) for name, q in packed.items()}
+        rows += table(calls, paths, (m, WEIGHTS, WEIGHTS), 3 * rounds)
+    return rows
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--max-load", type=float, default=0.5, help="load average of an idle CPU set"
+    )
+    args = parser.parse_args()
+    backend = make_backend()
+    if backend.core is None:
+        raise SystemExit(f"cpu_gemm: wanted the C++ core, but {backend.core_missing}")
+    load = os.getloadavg()[0]
+    products = product_rows(backend, args.rounds)
+    weights = weight_rows(backend, args.rounds)
+    if load > args.max_load:
+        print(
+            f"not written: the load average was {load:.2f} before the run; run on an idle machine"
+        )
+        return
+    about = {
+        "command": "python ci/bench/cpu_gemm.py",
+        "date": str(date.today()),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {num_threads()} threads, "
+        f"{backend.core.gemm_level()}",
+        "load_average_before": round(load, 2),
+        "versions": {"numpy": np.__version__},
+    }
+    path = RESULTS / f"{date.today()}-cpu-gemm.json"
+    path.parent.mkdir(exist_ok=True)
+    result = {"about": about, "products": products, "weights": weights}
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

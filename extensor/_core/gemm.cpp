@@ -1,0 +1,470 @@
+// a b^T of two blocked matrices: decoded once into panels, then multiplied from the caches.
+//
+// Integer elements (2 x E2M1 is one) are multiplied and summed exactly in int32 over `step` elements
+// that share both scales; each such sum times the product of its scales is added in float32, in
+// the order of k. That order never depends on the level or the threads, and the two roundings of
+// a float-scaled term are kept apart (an exact term needs none), so all levels give the same bits.
+//
+// Other elements become float32 values and are summed by multiply-add in the order of k, in runs
+// of kRun / 4: the bound holds, but not bits across levels.
+//
+// b's integers are stored with an offset, since the dot-product instructions want one unsigned
+// side; the sums start from minus the offset times the sum of a's side.
+
+#include "decode.hpp"
+#include "threads.hpp"
+
+namespace EXTENSOR_ISA {
+namespace {
+
+using threads::scratch_of;
+using threads::Slot;
+
+constexpr int NV = 2, NR = NV * VL;           // columns of a tile: b's rows in one panel
+constexpr int MI = VL == 16 ? 6 : 2;          // rows of an integer tile
+constexpr int MF = VL == 16 ? 12 : VL == 8 ? 6 : 2;  // rows of a float tile
+constexpr int64_t kRun = 1024;                // along k, of one visit to an integer tile; kMaxStep or more
+constexpr int64_t kPanelBytes = 24 << 20;     // packed at a time, of either side
+constexpr int64_t kRows = 192, kPanels = 4;   // one task: rows of a, panels of b
+
+INLINE vf multiply_add(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vi splat_int(int32_t x) { return x - vi{}; }
+
+// sum + the dot product of four bytes in each lane, b's unsigned and a's signed. Narrow: no sum of
+// two products leaves int16.
+template <bool Narrow>
+INLINE vi dot(vi sum, vi b, vi a) {
+#if defined(__AVX512VNNI__)
+    return reinterpret_cast<vi>(_mm512_dpbusd_epi32(
+        reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(b), reinterpret_cast<__m512i>(a)));
+#elif defined(__AVXVNNI__)
+    return reinterpret_cast<vi>(_mm256_dpbusd_avx_epi32(
+        reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(b), reinterpret_cast<__m256i>(a)));
+#elif defined(__AVX512BW__)
+    const __m512i x = reinterpret_cast<__m512i>(b), y = reinterpret_cast<__m512i>(a);
+    if constexpr (Narrow)
+        return sum + reinterpret_cast<vi>(
+                         _mm512_madd_epi16(_mm512_maddubs_epi16(x, y), _mm512_set1_epi16(1)));
+    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(x, _mm512_set1_epi16(255)),
+                                           _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8));
+    const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(x, 8), _mm512_srai_epi16(y, 8));
+    return sum + reinterpret_cast<vi>(even) + reinterpret_cast<vi>(odd);
+#elif defined(__AVX2__)
+    const __m256i x = reinterpret_cast<__m256i>(b), y = reinterpret_cast<__m256i>(a);
+    if constexpr (Narrow)
+        return sum + reinterpret_cast<vi>(
+                         _mm256_madd_epi16(_mm256_maddubs_epi16(x, y), _mm256_set1_epi16(1)));
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, _mm256_set1_epi16(255)),
+                                           _mm256_srai_epi16(_mm256_slli_epi16(y, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(y, 8));
+    return sum + reinterpret_cast<vi>(even) + reinterpret_cast<vi>(odd);
+#else
+    for (int shift = 0; shift < 32; shift += 8)
+        sum += ((b >> shift) & 255) * static_cast<int32_t>(static_cast<int8_t>(a[0] >> shift));
+    return sum;
+#endif
+}
+
+INLINE vi load_int(const int32_t* p) { return *reinterpret_cast<const vi_any*>(p); }
+
+// ---- integer panels ----
+
+// One side, in panels of `width` rows: [panel][k / 4][width] words of four bytes, and per block
+// [panel][block][width] of everything else.
+struct IntegerSide {
+    const BlockedMatrix& m;
+    ScaleReader scales;
+    int width, offset;  // offset: added to every element
+    int64_t k, step, blocks;
+    float unit;         // value of the integer 1
+    int8_t table[256];
+    int32_t* words;
+    float* scale;
+    // Without zero points: what a sum starts from. With them: sums of the elements (the zero point
+    // taken off on the offset side), and the zero points.
+    int32_t *sum, *zero;
+    int other_offset = 0;  // of the other side, where there are no zero points
+
+    IntegerSide(const BlockedMatrix& m, int64_t k, int64_t step, int width, bool unsigned_side)
+        : m(m), scales(m, k), width(width), k(k), step(step), blocks(ceil_div(k, step)) {
+        const Element& e = kElements[m.element];
+        float values[256];
+        decode_table(e, values);
+        unit = power_of_two(e.is_float ? e.min_exponent - e.mantissa_bits : -e.mantissa_bits);
+        const float lowest = e.is_float ? values[e.max_code] : values[1 << (e.bits - 1)];
+        offset = unsigned_side ? static_cast<int>((lowest < 0 ? -lowest : lowest) / unit) : 0;
+        for (int code = 0; code < 1 << e.bits; ++code)
+            table[code] = static_cast<int8_t>(static_cast<int>(values[code] / unit) + offset);
+    }
+
+    int64_t panel_words() const { return blocks * step / 4 * width; }
+    int64_t panel_blocks() const { return blocks * width; }
+
+    void allocate(Slot slot, int64_t panels) {
+        const int64_t w = panels * panel_words(), b = panels * panel_blocks();
+        words = scratch_of<int32_t>(slot, w + 3 * b);
+        scale = reinterpret_cast<float*>(words + w);
+        sum = words + w + b;
+        zero = sum + b;
+    }
+
+    // Rows first .. of the matrix into panel `panel` of the buffer.
+    void pack(int64_t panel, int64_t first, int8_t* rows) const {
+        const int64_t run = kRun / step * step;
+        int32_t* to = words + panel * panel_words();
+        const int64_t n = least(width, m.rows - first);
+        for (int64_t start = 0; start < blocks * step; start += run) {
+            const int64_t length = least(run, blocks * step - start);
+            const int64_t real = most(0, least(length, k - start));
+            for (int64_t r = 0; r < width; ++r) {
+                int8_t* row = rows + r * run;
+                if (r >= n) {
+                    std::memset(row, 0, static_cast<size_t>(length));
+                } else {
+                    lookup_run(m.codes + (first + r) * m.row_bytes, start, real,
+                               kElements[m.element].bits, table, row);
+                    std::memset(row + real, 0, static_cast<size_t>(length - real));
+                }
+                for (int64_t t = 0; t < length; t += step)
+                    describe(panel, (start + t) / step, r, r < n ? first + r : -1, row + t);
+            }
+            for (int64_t i = 0; i < length / 4; ++i)
+                for (int64_t r = 0; r < width; ++r)
+                    std::memcpy(to++, rows + r * run + 4 * i, 4);
+        }
+    }
+
+private:
+    void describe(int64_t panel, int64_t block, int64_t r, int64_t row, const int8_t* bytes) const {
+        const int64_t at = panel * panel_blocks() + block * width + r;
+        const int64_t count = least(step, k - block * step);
+        int32_t total = 0, any = 0;
+        if (offset) {
+            for (int64_t i = 0; i < count; ++i) {
+                const int32_t value = static_cast<uint8_t>(bytes[i]) - offset;
+                total += value, any |= value;
+            }
+        } else {
+            for (int64_t i = 0; i < count; ++i) total += bytes[i], any |= bytes[i];
+        }
+        scale[at] = 0, sum[at] = 0, zero[at] = 0;
+        if (row < 0) return;
+        const int64_t tile = block * step / m.tile_length;
+        float s = scales(row, tile);
+        if (m.zero_points) {
+            zero[at] = m.zero_points[scales.at(row, tile)];
+        } else if (!any && s - s == 0) {
+            s = 1;  // zeros: spares multiplying by the subnormal 2**-127
+        }
+        scale[at] = s * unit;
+        sum[at] = offset         ? total - static_cast<int32_t>(count) * zero[at]
+                  : other_offset ? -other_offset * total
+                                 : total;
+        zero[at] += offset;
+    }
+};
+
+// ---- integer tiles ----
+
+struct IntegerTile {
+    const int32_t *a, *b;            // words, at this run of k
+    const float *a_scale, *b_scale;  // per block
+    const int32_t *a_sum, *b_sum, *a_zero, *b_zero;
+    int64_t blocks, words;           // of this run; words of k per block
+    float* c;
+    int64_t stride;
+    bool first;
+};
+
+// Words: of k per block, or 0 where it is not known here.
+template <bool Narrow, bool Zero, bool Exact, int Words>
+void integer_tile(const IntegerTile& t) {
+    vf total[MI][NV];
+#pragma GCC unroll 8
+    for (int r = 0; r < MI; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < NV; ++v)
+            total[r][v] = t.first ? vf{} : load(t.c + r * t.stride + v * VL);
+    const int32_t *a = t.a, *b = t.b;
+    for (int64_t block = 0; block < t.blocks; ++block) {
+        vi sum[MI][NV];
+        const int64_t ia = block * MI, ib = block * NR;
+#pragma GCC unroll 8
+        for (int r = 0; r < MI; ++r) {
+#pragma GCC unroll 2
+            for (int v = 0; v < NV; ++v) {
+                // (a - za)(b' - zb), b' and zb with the offset: what the words' product leaves out.
+                if constexpr (Zero)
+                    sum[r][v] = -(load_int(t.b_zero + ib + v * VL) * t.a_sum[ia + r] +
+                                  load_int(t.b_sum + ib + v * VL) * t.a_zero[ia + r]);
+                else
+                    sum[r][v] = splat_int(t.a_sum[ia + r]);
+            }
+        }
+        const int64_t words = Words ? Words : t.words;
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < words; ++i, a += MI, b += NR) {
+            const vi b0 = load_int(b), b1 = load_int(b + VL);
+#pragma GCC unroll 8
+            for (int r = 0; r < MI; ++r) {
+                const vi word = splat_int(a[r]);
+                sum[r][0] = dot<Narrow>(sum[r][0], b0, word);
+                sum[r][1] = dot<Narrow>(sum[r][1], b1, word);
+            }
+        }
+        const vf s0 = load(t.b_scale + ib), s1 = load(t.b_scale + ib + VL);
+#pragma GCC unroll 8
+        for (int r = 0; r < MI; ++r) {
+            const vf s = splat(t.a_scale[ia + r]);
+            const vf x0 = __builtin_convertvector(sum[r][0], vf);
+            const vf x1 = __builtin_convertvector(sum[r][1], vf);
+            if constexpr (Exact) {
+                total[r][0] = multiply_add(x0, s0 * s, total[r][0]);
+                total[r][1] = multiply_add(x1, s1 * s, total[r][1]);
+            } else {
+                total[r][0] += x0 * (s0 * s);
+                total[r][1] += x1 * (s1 * s);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < MI; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < NV; ++v) store(t.c + r * t.stride + v * VL, total[r][v]);
+}
+
+using IntegerTileFunction = void (*)(const IntegerTile&);
+
+template <bool Narrow>
+IntegerTileFunction integer_function(bool zero, bool exact, int64_t step) {
+    if (zero) return integer_tile<Narrow, true, false, 0>;
+    if (!exact) return integer_tile<Narrow, false, false, 0>;
+    return step == 32   ? integer_tile<Narrow, false, true, 8>
+           : step == 16 ? integer_tile<Narrow, false, true, 4>
+                        : integer_tile<Narrow, false, true, 0>;
+}
+
+// ---- both kinds ----
+
+// A tile of `rows` x NR results: in place where it lies inside, else through a buffer.
+template <class Tile, class Run>
+INLINE void on_output(Tile& t, float* out, int64_t stride, int64_t rows, int64_t columns,
+                      int64_t height, Run run) {
+    if (rows == height && columns == NR) {
+        t.c = out, t.stride = stride;
+        run(t);
+        return;
+    }
+    float buffer[MF * NR];
+    t.c = buffer, t.stride = NR;
+    if (!t.first)
+        for (int64_t r = 0; r < rows; ++r)
+            std::memcpy(buffer + r * NR, out + r * stride, static_cast<size_t>(columns) * 4);
+    run(t);
+    for (int64_t r = 0; r < rows; ++r)
+        std::memcpy(out + r * stride, buffer + r * NR, static_cast<size_t>(columns) * 4);
+}
+
+// The loops around the tiles: `pack_a(panel, row)`, `pack_b(panel, row)`, `tile(panel of a, panel of
+// b, start along k, rows, columns, out)`, panels counted within what is packed at a time.
+template <class AllocateA, class AllocateB, class PackA, class PackB, class TileBody>
+void product(const BlockGemm& g, int64_t height, int64_t row_bytes, int64_t run, AllocateA allocate_a,
+             AllocateB allocate_b, PackA pack_a, PackB pack_b, TileBody tile) {
+    const int64_t M = g.a.rows, N = g.b.rows, work = M * N * g.k;
+    const int64_t fits = most(1, kPanelBytes / row_bytes);
+    const int64_t a_panels = most(1, least(fits, M) / height), b_panels = most(1, least(fits, N) / NR);
+    const int64_t all_a = ceil_div(M, height), all_b = ceil_div(N, NR);
+    allocate_a(least(a_panels + 1, all_a));
+    allocate_b(least(b_panels + 1, all_b));
+    const int64_t group_a = most(1, kRows / height);
+    for (int64_t nb = 0; nb < all_b; nb += b_panels + 1) {
+        const int64_t nn = least(b_panels + 1, all_b - nb);
+        threads::run(nn, work, [&](int64_t p) { pack_b(p, (nb + p) * NR); });
+        for (int64_t ma = 0; ma < all_a; ma += a_panels + 1) {
+            const int64_t mm = least(a_panels + 1, all_a - ma);
+            if (nb == 0 || all_a > a_panels + 1)
+                threads::run(mm, work, [&](int64_t p) { pack_a(p, (ma + p) * height); });
+            const int64_t down = ceil_div(mm, group_a), across = ceil_div(nn, kPanels);
+            threads::run(down * across, work, [&](int64_t task) {
+                const int64_t a0 = task / across * group_a, b0 = task % across * kPanels;
+                const int64_t a1 = least(a0 + group_a, mm), b1 = least(b0 + kPanels, nn);
+                for (int64_t start = 0; start < g.k; start += run) {
+                    for (int64_t pb = b0; pb < b1; ++pb) {
+                        for (int64_t pa = a0; pa < a1; ++pa) {
+                            const int64_t row = (ma + pa) * height, column = (nb + pb) * NR;
+                            tile(pa, pb, start, least(height, M - row), least(NR, N - column),
+                                 g.out + row * N + column);
+                        }
+                    }
+                }
+            });
+        }
+    }
+    // In float64: neither factor alone may leave float32's range, and one rounding is enough.
+    const double factor = static_cast<double>(g.a.tensor_scale) * g.b.tensor_scale;
+    if (factor != 1)
+        threads::run(M, M * N, [&](int64_t r) {
+            for (int64_t i = 0; i < N; ++i)
+                g.out[r * N + i] = static_cast<float>(g.out[r * N + i] * factor);
+        });
+}
+
+void integer(const BlockGemm& g) {
+    IntegerSide a(g.a, g.k, g.step, MI, false), b(g.b, g.k, g.step, NR, true);
+    const bool zero = g.a.zero_points || g.b.zero_points;
+    a.other_offset = zero ? 0 : b.offset;
+    const auto top = [](const IntegerSide& side) {
+        const Element& e = kElements[side.m.element];
+        float values[256];
+        decode_table(e, values);
+        return (e.is_float ? values[e.max_code] : -values[1 << (e.bits - 1)]) / side.unit;
+    };
+    const float largest = top(a) * top(b);
+    const auto digits = [](const BlockedMatrix& m) {
+        return m.scale == static_cast<int>(Scale::ue4m3) ? 15.0f : 1.0f;
+    };
+    const bool exact = g.a.scale != static_cast<int>(Scale::float32) &&
+                       g.b.scale != static_cast<int>(Scale::float32) &&
+                       largest * static_cast<float>(g.step) * digits(g.a) * digits(g.b) <= 16777216;
+    const auto function =
+        4 * largest <= 32767 ? integer_function<true>(zero, exact, g.step)
+                                              : integer_function<false>(zero, exact, g.step);
+    const int64_t run = kRun / g.step * g.step;
+    const auto pack = [&](const IntegerSide& side, int64_t panel, int64_t row) {
+        int8_t* rows = scratch_of<int8_t>(Slot::offsets, side.width * kRun);
+        side.pack(panel, row, rows);
+    };
+    product(
+        g, MI, a.blocks * g.step, run, [&](int64_t n) { a.allocate(Slot::packed_a, n); },
+        [&](int64_t n) { b.allocate(Slot::packed_b, n); },
+        [&](int64_t p, int64_t row) { pack(a, p, row); },
+        [&](int64_t p, int64_t row) { pack(b, p, row); },
+        [&](int64_t pa, int64_t pb, int64_t start, int64_t rows, int64_t columns, float* out) {
+            IntegerTile t;
+            const int64_t block = start / g.step;
+            t.a = a.words + pa * a.panel_words() + start / 4 * MI;
+            t.b = b.words + pb * b.panel_words() + start / 4 * NR;
+            const int64_t ia = pa * a.panel_blocks() + block * MI;
+            const int64_t ib = pb * b.panel_blocks() + block * NR;
+            t.a_scale = a.scale + ia, t.a_sum = a.sum + ia, t.a_zero = a.zero + ia;
+            t.b_scale = b.scale + ib, t.b_sum = b.sum + ib, t.b_zero = b.zero + ib;
+            t.blocks = least(run / g.step, a.blocks - block), t.words = g.step / 4;
+            t.first = start == 0;
+            on_output(t, out, g.b.rows, rows, columns, MI, function);
+        });
+}
+
+// ---- float panels and tiles ----
+
+// [panel][k][width] values.
+struct FloatSide {
+    const BlockedMatrix& m;
+    ScaleReader scales;
+    int width;
+    int64_t k;
+    float table[256];
+    float* values;
+
+    FloatSide(const BlockedMatrix& m, int64_t k, int width)
+        : m(m), scales(m, k), width(width), k(k) {
+        decode_table(kElements[m.element], table);
+    }
+
+    void pack(int64_t panel, int64_t first) const {
+        constexpr int64_t kPiece = 64;
+        float piece[NR * kPiece];
+        uint8_t codes[kPiece];
+        const int bits = kElements[m.element].bits;
+        float* to = values + panel * k * width;
+        for (int64_t start = 0; start < k; start += kPiece) {
+            const int64_t n = least(kPiece, k - start);
+            for (int64_t r = 0; r < width; ++r) {
+                float* row = piece + r * kPiece;
+                if (first + r >= m.rows) {
+                    std::memset(row, 0, sizeof(float) * kPiece);
+                    continue;
+                }
+                unpack_run(m.codes + (first + r) * m.row_bytes, start, n, bits, codes);
+                for (int64_t i = 0; i < n;) {
+                    const int64_t tile = (start + i) / m.tile_length;
+                    const int64_t end = least(n, (tile + 1) * m.tile_length - start);
+                    const float s = scales(first + r, tile);
+                    for (; i < end; ++i) row[i] = table[codes[i]] * s;
+                }
+            }
+            for (int64_t i = 0; i < n; ++i)
+                for (int64_t r = 0; r < width; ++r) *to++ = piece[r * kPiece + i];
+        }
+    }
+};
+
+struct FloatTile {
+    const float *a, *b;
+    int64_t k;
+    float* c;
+    int64_t stride;
+    bool first;
+};
+
+void float_tile(const FloatTile& t) {
+    vf total[MF][NV];
+#pragma GCC unroll 16
+    for (int r = 0; r < MF; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < NV; ++v) total[r][v] = vf{};
+    const float *a = t.a, *b = t.b;
+    for (int64_t i = 0; i < t.k; ++i, a += MF, b += NR) {
+        const vf b0 = load(b), b1 = load(b + VL);
+#pragma GCC unroll 16
+        for (int r = 0; r < MF; ++r) {
+            const vf x = splat(a[r]);
+            total[r][0] = multiply_add(x, b0, total[r][0]);
+            total[r][1] = multiply_add(x, b1, total[r][1]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < MF; ++r) {
+#pragma GCC unroll 2
+        for (int v = 0; v < NV; ++v) {
+            float* c = t.c + r * t.stride + v * VL;
+            store(c, t.first ? total[r][v] : load(c) + total[r][v]);
+        }
+    }
+}
+
+void floating(const BlockGemm& g) {
+    FloatSide a(g.a, g.k, MF), b(g.b, g.k, NR);
+    const auto allocate = [&](FloatSide& side, Slot slot, int64_t panels) {
+        side.values = scratch_of<float>(slot, panels * g.k * side.width);
+    };
+    const int64_t run = kRun / 4;  // of four times the bytes
+    product(
+        g, MF, 4 * g.k, run, [&](int64_t n) { allocate(a, Slot::packed_a, n); },
+        [&](int64_t n) { allocate(b, Slot::packed_b, n); },
+        [&](int64_t p, int64_t row) { a.pack(p, row); },
+        [&](int64_t p, int64_t row) { b.pack(p, row); },
+        [&](int64_t pa, int64_t pb, int64_t start, int64_t rows, int64_t columns, float* out) {
+            FloatTile t;
+            t.a = a.values + (pa * g.k + start) * MF, t.b = b.values + (pb * g.k + start) * NR;
+            t.k = least(run, g.k - start), t.first = start == 0;
+            on_output(t, out, g.b.rows, rows, columns, MF, float_tile);
+        });
+}
+
+}  // namespace
+
+void weight_product(const WeightGemm&);  // gemv.cpp
+
+extern const GemmKernels gemm_kernels;
+const GemmKernels gemm_kernels = {integer, floating, weight_product};
+
+}  // namespace EXTENSOR_ISA

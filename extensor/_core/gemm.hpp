@@ -1,0 +1,58 @@
+// Products of two blocked matrices, and of float32 rows with a blocked matrix.
+//
+// These kernels exist in more variants than the others (dot-product instructions come and go between
+// CPUs), so they have levels of their own: see gemm_bind.cpp.
+#pragma once
+
+#include <cstdint>
+
+// A matrix of (rows, k) blocked along k, as QuantArray stores it.
+struct BlockedMatrix {
+    const uint8_t* codes;  // `row_bytes` a row, packed
+    const void* scales;    // bytes, or float32; one per tile
+    const int8_t* zero_points;  // one per tile, or null
+    int element, scale;         // index into kElements; a Scale
+    float tensor_scale;
+    int64_t rows, row_bytes, tile_rows, tile_length;
+};
+
+// out (a.rows, b.rows) = a b^T.
+struct BlockGemm {
+    BlockedMatrix a, b;
+    int64_t k;
+    int64_t step;  // elements along k that share both scales, a multiple of 4, at most kMaxStep
+    float* out;
+};
+
+// out (m, w.rows) = x w^T for x (m, k), m at most kMaxRows.
+struct WeightGemm {
+    BlockedMatrix w;
+    const float* x;
+    int64_t m, k;
+    float* out;
+};
+
+// Longest run of exact integer sums: 255 * 255 * 256 is still a float32.
+constexpr int64_t kMaxStep = 256;
+constexpr int64_t kMaxRows = 8;
+
+struct GemmKernels {
+    void (*integer)(const BlockGemm&);   // both elements are small integers times a power of two
+    void (*floating)(const BlockGemm&);  // any elements, `step` unused, no zero points
+    void (*weights)(const WeightGemm&);
+};
+
+#define EXTENSOR_DECLARE_GEMM(level) \
+    namespace level {                \
+    extern const GemmKernels gemm_kernels; \
+    }
+
+EXTENSOR_DECLARE_GEMM(scalar)
+#ifdef EXTENSOR_X86
+EXTENSOR_DECLARE_GEMM(avx2)
+#ifdef EXTENSOR_AVX_VNNI
+EXTENSOR_DECLARE_GEMM(avx_vnni)
+#endif
+EXTENSOR_DECLARE_GEMM(avx512)
+EXTENSOR_DECLARE_GEMM(avx512_vnni)
+#endif

@@ -1,0 +1,202 @@
+// Products of blocked matrices: argument checks, allocation and the choice of variant.
+//
+// The variants of one instruction set differ in the dot-product instructions they use; setting the
+// level of all kernels picks the best variant, `set_gemm_level` another one.
+
+#include "gemm_bind.hpp"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <iterator>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gemm.hpp"
+#include "kernels.hpp"
+#include "rows.hpp"
+
+#if defined(EXTENSOR_X86)
+#include <cpuid.h>
+#endif
+
+namespace py = pybind11;
+
+namespace gemm {
+namespace {
+
+using Floats = py::array_t<float, py::array::c_style>;
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+
+struct Variant {
+    const char *name, *base;
+    const GemmKernels* kernels;
+};
+
+#if defined(EXTENSOR_AVX_VNNI)
+bool has_avx_vnni() {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+
+std::vector<Variant> supported() {
+    std::vector<Variant> found = {{"scalar", "scalar", &scalar::gemm_kernels}};
+#if defined(EXTENSOR_X86)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (avx2) found.push_back({"avx2", "avx2", &avx2::gemm_kernels});
+#if defined(EXTENSOR_AVX_VNNI)
+    if (avx2 && has_avx_vnni()) found.push_back({"avx_vnni", "avx2", &avx_vnni::gemm_kernels});
+#endif
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        found.push_back({"avx512", "avx512", &avx512::gemm_kernels});
+        if (__builtin_cpu_supports("avx512vnni"))
+            found.push_back({"avx512_vnni", "avx512", &avx512_vnni::gemm_kernels});
+    }
+#endif
+    return found;
+}
+
+const std::vector<Variant> variants = supported();
+Variant current = variants.back();
+
+void require(bool holds, const char* what) {
+    if (!holds) throw py::value_error(what);
+}
+
+void set_level(const std::string& name) {
+    std::string known;
+    for (const Variant& v : variants) {
+        if (name == v.name) {
+            current = v;
+            return;
+        }
+        known += std::string(known.empty() ? "" : ", ") + v.name;
+    }
+    throw py::value_error("set_gemm_level: wanted one of " + known + ", got " + name);
+}
+
+// A blocked matrix as Python hands it over; keeps the arrays alive.
+class Matrix {
+public:
+    Matrix(const std::string& element, const Bytes& codes, const py::array& scales,
+           const py::object& zero_points, float tensor_scale, int64_t k, int64_t tile_rows,
+           int64_t tile_length)
+        : k(k), codes_(codes), scales_(scales) {
+        m.element = -1;
+        for (size_t i = 0; i < std::size(kElementNames); ++i)
+            if (element == kElementNames[i]) m.element = static_cast<int>(i);
+        require(m.element >= 0, "Matrix: unknown element");
+        require(codes.ndim() == 2 && k > 0 && codes.shape(0) > 0 && tile_rows > 0 && tile_length > 0,
+                "Matrix: wanted codes of (rows, bytes), and positive extents");
+        const int64_t tiles = (k + tile_length - 1) / tile_length;
+        m.rows = codes.shape(0), m.row_bytes = codes.shape(1);
+        m.tile_rows = tile_rows, m.tile_length = tile_length, m.tensor_scale = tensor_scale;
+        const int64_t bands = (m.rows + tile_rows - 1) / tile_rows;
+        require(m.row_bytes * 8 >= tiles * tile_length * kElements[m.element].bits,
+                "Matrix: the codes do not fit k and the tiles");
+        require((scales.flags() & py::array::c_style) != 0 && scales.size() == bands * tiles,
+                "Matrix: the scales do not fit the tiles");
+        const bool floats = scales.dtype().is(py::dtype::of<float>());
+        require(floats || scales.dtype().is(py::dtype::of<uint8_t>()),
+                "Matrix: wanted scales as bytes or float32");
+        m.scale = static_cast<int>(floats ? Scale::float32 : Scale::e8m0);
+        m.codes = codes.data(), m.scales = scales.data();
+        if (!zero_points.is_none()) {
+            using Signed = py::array_t<int8_t, py::array::c_style>;
+            require(py::isinstance<Signed>(zero_points), "Matrix: wanted zero points as int8");
+            const Signed zeros = zero_points.cast<Signed>();
+            require(zeros.size() == bands * tiles, "Matrix: the zero points do not fit the tiles");
+            zeros_ = zeros;
+            m.zero_points = zeros.data();
+        }
+    }
+
+    void set_ue4m3() {
+        require(m.scale == static_cast<int>(Scale::e8m0), "Matrix: wanted scales as bytes");
+        m.scale = static_cast<int>(Scale::ue4m3);
+    }
+
+    BlockedMatrix m{};
+    int64_t k;
+
+private:
+    Bytes codes_;
+    py::array scales_;
+    py::object zeros_;
+};
+
+// a b^T; `step` 0: in floats, whatever the elements.
+Floats block_matmul(const Matrix& a, const Matrix& b, int64_t step) {
+    require(a.k == b.k, "block_matmul: the matrices differ in k");
+    Floats out({a.m.rows, b.m.rows});
+    const BlockGemm g{a.m, b.m, a.k, step, out.mutable_data()};
+    if (step == 0) {
+        require(!a.m.zero_points && !b.m.zero_points, "block_matmul: zero points need a step");
+        py::gil_scoped_release release;
+        current.kernels->floating(g);
+        return out;
+    }
+    require(step > 0 && step % 4 == 0 && step <= kMaxStep, "block_matmul: wrong step");
+    for (const Matrix* side : {&a, &b}) {
+        const Element& e = kElements[side->m.element];
+        require(side->m.tile_length % step == 0 || side->m.tile_length >= side->k,
+                "block_matmul: a step would cross a tile");
+        require(!e.is_float || e.mantissa_bits + (e.max_code >> e.mantissa_bits) <= 6,
+                "block_matmul: the elements are not small integers");
+    }
+    py::gil_scoped_release release;
+    current.kernels->integer(g);
+    return out;
+}
+
+Floats weight_matmul(const Floats& x, const Matrix& w) {
+    require(x.ndim() == 2 && x.shape(1) == w.k && x.shape(0) > 0 && x.shape(0) <= kMaxRows,
+            "weight_matmul: wanted x of (1 to 8, k)");
+    const int bits = kElements[w.m.element].bits;
+    const int64_t tile = w.m.tile_length;
+    require(bits == 8 || (bits == 4 && (tile == 16 || tile == 32 || tile == 64 || tile % 128 == 0 ||
+                                        tile >= w.k)),
+            "weight_matmul: wanted elements of 8 bits, or 4 in blocks of 16, 32, 64 or 128 n");
+    Floats out({x.shape(0), static_cast<py::ssize_t>(w.m.rows)});
+    const WeightGemm g{w.m, x.data(), x.shape(0), w.k, out.mutable_data()};
+    py::gil_scoped_release release;
+    current.kernels->weights(g);
+    return out;
+}
+
+}  // namespace
+
+void use_best(const std::string& base) {
+    for (const Variant& v : variants)
+        if (base == v.base) current = v;
+}
+
+void bind(py::module_& m) {
+    m.def("gemm_levels", [] {
+        std::vector<std::string> names;
+        for (const Variant& v : variants) names.emplace_back(v.name);
+        return names;
+    }, "Variants of the blocked products, best last.");
+    m.def("gemm_level", [] { return current.name; }, "The variant in use.");
+    m.def("set_gemm_level", set_level, "Use another of `gemm_levels`.");
+    py::class_<Matrix>(m, "Matrix", "A blocked matrix as the products take it.")
+        .def(py::init([](const std::string& element, const std::string& scale, const Bytes& codes,
+                         const py::array& scales, const py::object& zero_points, float tensor_scale,
+                         int64_t k, int64_t tile_rows, int64_t tile_length) {
+                 auto made = std::make_unique<Matrix>(element, codes, scales, zero_points,
+                                                      tensor_scale, k, tile_rows, tile_length);
+                 if (scale == "ue4m3") made->set_ue4m3();
+                 return made;
+             }),
+             py::kw_only(), py::arg("element"), py::arg("scale"), py::arg("codes"),
+             py::arg("scales"), py::arg("zero_points"), py::arg("tensor_scale"), py::arg("k"),
+             py::arg("tile_rows"), py::arg("tile_length"));
+    m.def("block_matmul", block_matmul);
+    m.def("weight_matmul", weight_matmul);
+}
+
+}  // namespace gemm

@@ -1,0 +1,149 @@
+"""How the C++ core takes the products of blocked matrices: which of them, in which steps.
+
+A product is *integer* where both elements are small integers times a power of two (e2m1, e2m3,
+int8, int4): exact int32 sums over ``step`` elements that share both scales, each times its two
+scales, added in float32 in the order of K. Otherwise it is *float*: values as `dequantize` gives
+them, multiplied and added in float32.
+
+With a (M, K), b (N, K), u = 2**-24, gamma_n = n u / (1 - n u), no overflow, and S = sum |a| |b|:
+
+    integer   |error| <= gamma_(ceil(K / step) + 4) S
+    float     |error| <= gamma_(K + 4) S
+    weights   |error| <= gamma_(K + 4) S
+
+against the product of the exact values (codes times scales, unrounded), up to what underflows:
+less than 2**-126 a term.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from extensor.formats import ElementFormat
+from extensor.quant.array import QuantArray
+
+__all__ = ["MAX_ROWS", "block_step", "matrix", "matrix_reason", "weight_reason"]
+
+MAX_ROWS = 8  # of x in a weight-only product; beyond, decoding once and BLAS is faster
+_MAX_STEP = 256  # 255 * 255 * 256 is still a float32
+_LARGEST = 2.0**60  # of activations and scales in a weight-only product
+_LARGEST_PRODUCT = 2.0**100  # of two scales
+
+
+def matrix_reason(q: QuantArray) -> str | None:
+    """Why the core's products cannot take this operand; None if they can."""
+    if len(q.shape) != 2:
+        return f"{len(q.shape)} axes; the core multiplies matrices"
+    if q.spec.axis != 1:
+        return f"blocks along axis {q.spec.axis}; the core wants them along the last"
+    if math.prod(q.shape) == 0:
+        return "empty array"
+    if q.spec.row.outliers:
+        return "the outlier codec"
+    if q.spec.transform:
+        return "a Hadamard transform to undo"
+    return None
+
+
+def matrix(core: Any, q: QuantArray) -> Any:
+    """The core's view of a blocked matrix."""
+    scales = q.scales
+    if scales.dtype == np.float16:
+        scales = scales.astype(np.float32)
+    tile_rows, tile_length = _tile(q)
+    zero_points = q.zero_points
+    return core.Matrix(
+        element=q.spec.row.element.name,
+        scale=q.spec.scale_name,
+        codes=np.ascontiguousarray(q.codes),
+        scales=np.ascontiguousarray(scales),
+        zero_points=None if zero_points is None else np.ascontiguousarray(zero_points),
+        tensor_scale=1.0 if q.tensor_scale is None else float(q.tensor_scale),
+        k=q.shape[1],
+        tile_rows=tile_rows,
+        tile_length=tile_length,
+    )
+
+
+def block_step(a: QuantArray, b: QuantArray) -> int | str:
+    """Elements of K per exact integer sum; 0 for a float product; or why the core has neither."""
+    if reason := matrix_reason(a) or matrix_reason(b):
+        return reason
+    step = _step(a, b)
+    if step % 4 == 0 and all(_is_integer(q.spec.row.element) for q in (a, b)):
+        largest = _largest_scale(a) * _largest_scale(b)
+        if largest <= _LARGEST_PRODUCT:
+            return step
+        why = f"scales whose product reaches {largest:.3g}"
+    else:
+        why = f"blocks that meet in steps of {step}" if step % 4 else "no small integers"
+    if a.zero_points is not None or b.zero_points is not None:
+        return f"zero points with {why}"
+    return 0
+
+
+def weight_reason(x: Any, w: QuantArray) -> str | None:
+    """Why the core has no weight-only product of float x and w; None if it has."""
+    if reason := matrix_reason(w):
+        return reason
+    if x.ndim != 2 or x.dtype != np.float32:
+        return f"{x.dtype} activations of {x.ndim} axes; the core takes float32 rows"
+    if not 1 <= x.shape[0] <= MAX_ROWS:
+        return f"{x.shape[0]} rows of activations; the core takes 1 to {MAX_ROWS}"
+    element, (_, length) = w.spec.row.element, _tile(w)
+    if element.bits not in (4, 8):
+        return f"elements of {element.bits} bits"
+    whole = length >= w.shape[1] or length % 128 == 0 or length in (16, 32, 64)
+    if element.bits == 4 and not whole:
+        return f"4-bit blocks of {length}; the core takes 16, 32, 64 and multiples of 128"
+    if not float(np.abs(x).max()) <= _LARGEST:
+        return f"activations that are not finite, or beyond {_LARGEST:.3g}"
+    if _largest_scale(w) > _LARGEST:
+        return f"scales beyond {_LARGEST:.3g}"
+    return None
+
+
+def _is_integer(element: ElementFormat) -> bool:
+    return element.max / element.min_positive <= 127
+
+
+def _tile(q: QuantArray) -> tuple[int, int]:
+    """Rows and elements along K that share a scale."""
+    rows, k = q.shape
+    if q.spec.tile == "tensor":
+        return rows, k
+    if q.spec.tile == "channel":
+        return 1, k
+    assert isinstance(q.spec.tile, tuple)
+    return q.spec.tile
+
+
+def _step(a: QuantArray, b: QuantArray) -> int:
+    """The longest run of K, up to the limit, within which no block of either side ends."""
+    k = a.shape[1]
+    lengths = [length for _, length in (_tile(a), _tile(b)) if length < k]
+    if not lengths:
+        return min(_MAX_STEP, -(-k // 4) * 4)
+    step = math.gcd(*lengths)
+    if step <= _MAX_STEP or step % 4:
+        return step
+    return max(n for n in range(4, _MAX_STEP + 1, 4) if step % n == 0)
+
+
+def _largest_scale(q: QuantArray) -> float:
+    """The largest finite block scale; 0 where there is none."""
+    if q.spec.scale_name == "ue4m3":
+        return 448.0
+    if q.spec.is_mx:
+        top = int(q.scales.max())
+        if top == 255:  # NaN, wraps around to the bottom
+            top = int((q.scales + np.uint8(1)).max()) - 1
+        return math.ldexp(1.0, top - 127)
+    largest = max(float(q.scales.max()), -float(q.scales.min()))
+    if math.isfinite(largest):  # the usual case, without a copy of the scales
+        return largest
+    magnitude = np.abs(q.scales)
+    return float(np.max(magnitude, where=np.isfinite(magnitude), initial=0.0))
