@@ -212,7 +212,12 @@ def doctor() -> None:
         sheets.append(Sheet("C++ core", ("what", "state"), (("CPU backend", str(error)),)))
     else:
         assert isinstance(backend, CpuBackend)
-        sheets += [_core_sheet(backend), _format_path_sheet(backend), _window_path_sheet(backend)]
+        sheets += [
+            _core_sheet(backend),
+            _format_path_sheet(backend),
+            _product_path_sheet(backend),
+            _window_path_sheet(backend),
+        ]
     _show([*sheets, _device_sheet(), _flag_sheet()])
 
 
@@ -251,6 +256,17 @@ def _format_path_sheet(backend: CpuBackend) -> Sheet:
         rows.append((name, *(backend.path(method, *args) for method, *args in calls)))
     columns = ("format", "quantize", "dequantize", "operand (in a GEMM)")
     return Sheet("Formats on the CPU, with their default spec", columns, tuple(rows))
+
+
+def _product_path_sheet(backend: CpuBackend) -> Sheet:
+    """Which code products of blocked matrices take: with themselves, and with 4 float rows."""
+    x, few = np.ones((64, 64), np.float32), np.ones((4, 64), np.float32)
+    rows = []
+    for name in FORMATS:
+        q, _ = backend.quantize(x, QuantSpec(name).resolve(x.ndim))
+        paths = backend.path("block_matmul", q, q), backend.path("weight_matmul", few, q)
+        rows.append((name, *paths))
+    return Sheet("Products on the CPU", ("format", "block_matmul", "weight_matmul"), tuple(rows))
 
 
 def _window_path_sheet(backend: CpuBackend) -> Sheet:
