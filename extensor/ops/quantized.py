@@ -77,9 +77,13 @@ def _operand(backend: Backend, x: Array, context: LayerContext, slot: str, axis:
     return values
 
 
+def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
+    """A GEMM's product times its output scale."""
+    return out if gemm.output_scale == 1.0 else out * xp.float32(gemm.output_scale)
+
+
 def _product(backend: Backend, a: Array, b: Array, gemm: Gemm) -> Array:
-    out = backend.xp.matmul(a, b)
-    return out if gemm.output_scale == 1.0 else out * backend.xp.float32(gemm.output_scale)
+    return _scaled(backend.xp.matmul(a, b), gemm, backend.xp)
 
 
 def _fprop(backend: Backend, x: Array, w: Array, context: LayerContext) -> Array:
@@ -212,7 +216,7 @@ def _conv_forward(
     if layer.fprop.dense:
         a, b = _dense(x, str(layer.fprop.a)), _dense(w, str(layer.fprop.b))
         out = backend.conv2d(a, b, window, groups)
-        return _product_scale(out, layer.fprop, xp), []
+        return _scaled(out, layer.fprop, xp), []
     patches = list(_groups(backend, x, window, groups))
     kernels = w.reshape(groups, w.shape[0] // groups, -1)
     rows = [_fprop(backend, p, k, context) for p, k in zip(patches, kernels, strict=True)]
@@ -220,10 +224,6 @@ def _conv_forward(
     ho, wo = window.output_size(x.shape[2:])
     out = joined.reshape(x.shape[0], ho, wo, w.shape[0])
     return xp.ascontiguousarray(xp.transpose(out, (0, 3, 1, 2))), patches
-
-
-def _product_scale(out: Array, gemm: Gemm, xp: Any) -> Array:
-    return out if gemm.output_scale == 1.0 else out * xp.float32(gemm.output_scale)
 
 
 def _conv_vjp(
@@ -255,7 +255,7 @@ def _conv_dgrad(
     gemm, xp = context.layer.dgrad, backend.xp
     if gemm.dense:
         a, b = _dense(g, str(gemm.a)), _dense(w, str(gemm.b))
-        return _product_scale(backend.conv2d_grad_x(a, b, shape, window, groups), gemm, xp)
+        return _scaled(backend.conv2d_grad_x(a, b, shape, window, groups), gemm, xp)
     kernels = w.reshape(groups, w.shape[0] // groups, -1)
     part = (shape[0], shape[1] // groups, *shape[2:])
     parts = [
@@ -278,7 +278,7 @@ def _conv_wgrad(
     gemm, xp = context.layer.wgrad, backend.xp
     if gemm.dense:
         a, b = _dense(g, str(gemm.a)), _dense(x, str(gemm.b))
-        return _product_scale(backend.conv2d_grad_w(a, b, shape, window, groups), gemm, xp)
+        return _scaled(backend.conv2d_grad_w(a, b, shape, window, groups), gemm, xp)
     patches = saved or list(_groups(backend, x, window, groups))
     parts = [
         _wgrad(backend, rows, p, context)

@@ -76,17 +76,19 @@ class LayerRecipe:
         """The operand in a slot of `SLOTS`."""
         if name not in SLOTS:
             raise ValueError(unknown_name("slot", name, SLOTS))
-        gemm, _, operand = name.partition(".")
-        side = "a" if SLOTS.index(name) % 2 == 0 else "b"
-        assert operand
+        gemm, side = self._place(name)
         value: Operand = getattr(getattr(self, gemm), side)
         return value
+
+    @staticmethod
+    def _place(name: str) -> tuple[str, str]:
+        """The GEMM a slot belongs to, and the side: `SLOTS` alternates a and b."""
+        return name.partition(".")[0], "ab"[SLOTS.index(name) % 2]
 
     def with_slot(self, name: str, operand: Operand) -> LayerRecipe:
         """A copy with one slot changed."""
         self.slot(name)
-        gemm = name.partition(".")[0]
-        side = "a" if SLOTS.index(name) % 2 == 0 else "b"
+        gemm, side = self._place(name)
         return replace(self, **{gemm: replace(getattr(self, gemm), **{side: operand})})
 
 
