@@ -86,6 +86,7 @@ class CpuBackend(GenericBackend):
             "operand": self._operand_reason,
             "block_matmul": self._block_matmul_reason,
             "weight_matmul": self._weight_matmul_reason,
+            "operand_matmul": self._operand_matmul_reason,
             "im2col": self._im2col_reason,
             "col2im": self._col2im_reason,
             "conv2d": self._conv2d_reason,
@@ -101,6 +102,8 @@ class CpuBackend(GenericBackend):
             return f"generic: {reason}"
         if method == "block_matmul":
             return f"core ({self.core.gemm_level()}, {self._product_kind(*args)})"
+        if method == "operand_matmul":
+            return f"core ({self.core.gemm_level()}, bf16)"
         level = self.core.gemm_level() if method == "weight_matmul" else self.core.level()
         return f"core ({level})"
 
@@ -236,6 +239,15 @@ class CpuBackend(GenericBackend):
 
     def _weight_matmul_reason(self, x: Array, w: QuantArray) -> str | None:
         return self.core_missing if self.core is None else products.weight_reason(x, w)
+
+    def operand_matmul(self, a: Array, b: Array) -> Array:
+        """See the protocol; bounds in `extensor.backends.products`."""
+        if self._operand_matmul_reason(a, b):
+            return super().operand_matmul(a, b)
+        return self.core.bf16_value_matmul(a, b)
+
+    def _operand_matmul_reason(self, a: Array, b: Array) -> str | None:
+        return self.core_missing if self.core is None else products.operand_reason(self.core, a, b)
 
     # --- quantizing ---
 
