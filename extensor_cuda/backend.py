@@ -108,6 +108,8 @@ class CudaBackend(GenericBackend):
             return f"{x.dtype} array"
         if (stream is None) == (spec.rounding == "stochastic"):
             return "the stream does not go with the rounding"
+        if spec.kernel_gap:
+            return spec.kernel_gap
         plan = kernels.plan_of(spec, tuple(x.shape))
         return plan if isinstance(plan, str) else None
 

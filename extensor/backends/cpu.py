@@ -22,6 +22,7 @@ from extensor.backends.protocol import Array, Window
 from extensor.config import num_threads, require_core, use_core
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
+from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -320,6 +321,8 @@ class CpuBackend(GenericBackend):
             return f"{x.dtype} array"
         if (stream is None) == (spec.rounding == "stochastic"):
             return "the stream does not go with the rounding"
+        if spec.kernel_gap:
+            return spec.kernel_gap
         placed = _place(self.core, spec, x.shape)
         return placed if isinstance(placed, str) else None
 
@@ -438,10 +441,11 @@ def _plan(core: Any, spec: QuantSpec) -> Any:
         element=spec.row.element.name,
         scale=spec.scale_name,
         rule=spec.rule,
-        ties=dialect.ties,
+        ties=spec.ties,
         stochastic=spec.rounding == "stochastic",
         rbits=spec.rbits,
-        mx_inf_byte=dialect.mx_inf_byte,
+        # None only where `kernel_gap` leaves encoding to numpy; decoding does not read it.
+        mx_inf_byte=E8M0_NAN if dialect.mx_inf_byte is None else dialect.mx_inf_byte,
         nv_zero_byte=dialect.nvfp4_zero_scale,
         nv_tiny_saturates=dialect.nvfp4_tiny_saturates,
         window=-1 if spec.scale_window is None else spec.scale_window,
