@@ -63,14 +63,14 @@ def atan(x: ExTensor, /) -> ExTensor:
     return apply("atan", x)
 
 
-@primitive(**_unary("sinh", lambda g, out, x: g * cosh(x), -2, 2, "inputs"))
+@primitive(**_unary("sinh", lambda g, out, x: g * apply("cosh", x), -2, 2, "inputs"))
 def sinh(x: ExTensor, /) -> ExTensor:
     """The hyperbolic sine."""
     tensors_only("sinh", x)
     return apply("sinh", x)
 
 
-@primitive(**_unary("cosh", lambda g, out, x: g * sinh(x), -2, 2, "inputs"))
+@primitive(**_unary("cosh", lambda g, out, x: g * apply("sinh", x), -2, 2, "inputs"))
 def cosh(x: ExTensor, /) -> ExTensor:
     """The hyperbolic cosine."""
     tensors_only("cosh", x)

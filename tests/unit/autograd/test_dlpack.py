@@ -133,3 +133,9 @@ def test_bits_and_signs() -> None:
         ~et.ones(2)
     assert (+n).tolist() == [0, 1, -5]
     assert complex(et.ExTensor(2.5)) == 2.5
+
+
+def test_unpickled_blocked_tensors_multiply() -> None:
+    a, b = et.randn(4, 32, seed=0).to_mxfp4(), et.randn(32, 4, seed=1).to_mxfp4(axis=0)
+    again = [pickle.loads(pickle.dumps(q)) for q in (a, b)]
+    assert (again[0] @ again[1]).tolist() == (a @ b).tolist()
