@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from extensor.autograd import dlpack
 from extensor.backends import registry
 from extensor.dtypes import DType, DTypeLike, as_dtype, compute_dtype, float32, int64
 from extensor.quant.array import QuantArray
@@ -278,20 +279,27 @@ class CreationMethods:
         return tensor
 
     @staticmethod
-    def from_dlpack(other: Any, *, device: str = "cpu") -> ExTensor:
-        """A tensor on the memory of another library's array, through DLPack.
+    def from_dlpack(x: Any, /, *, device: str = "cpu", copy: bool | None = None) -> ExTensor:
+        """A tensor on the memory of another library's array, through DLPack, bfloat16 included.
+
+        Args:
+            x: anything with ``__dlpack__`` and ``__dlpack_device__``.
+            device: where the tensor is to be.
+            copy: True for memory of its own, False to refuse one, None to copy only if it must.
 
         Raises:
             TypeError: if the object has no ``__dlpack__`` method, or an unknown dtype.
+            BufferError, ValueError: where the exporter refuses, or cannot do without a copy.
         """
-        if not hasattr(other, "__dlpack__"):
+        if not hasattr(x, "__dlpack__"):
             raise TypeError(
-                f"from_dlpack: wanted an object with __dlpack__, got {type(other).__name__}"
+                f"from_dlpack: wanted an object with __dlpack__, got {type(x).__name__}"
             )
         from extensor.autograd.apply import wrap
 
         backend = registry.get(device)
-        return wrap(backend.xp.from_dlpack(other), backend)
+        options = {} if copy is None else {"copy": copy}
+        return wrap(dlpack.take(x, backend.xp, **options), backend)
 
     @staticmethod
     def zeros_like(x: ExTensor, dtype: DTypeLike | None = None) -> ExTensor:

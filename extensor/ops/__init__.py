@@ -17,6 +17,7 @@ from extensor.ops import (
     reduce,
     shape,
     sort,
+    trigonometry,
 )
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "reduce",
     "shape",
     "sort",
+    "trigonometry",
 ]
