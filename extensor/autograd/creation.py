@@ -93,7 +93,8 @@ def _finish(data: Any, dtype: DType, device: str, requires_grad: bool) -> ExTens
 class CreationMethods:
     """The creation functions, as static methods.
 
-    All take ``dtype`` (float32 if not given), ``device`` and ``requires_grad``.
+    All take ``dtype`` (float32 if not given), ``device`` (EXTENSOR_DEVICE, and the CPU
+    without it) and ``requires_grad``.
     """
 
     __slots__ = ()
@@ -104,7 +105,7 @@ class CreationMethods:
         value: float,
         dtype: DTypeLike | None = None,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """A tensor filled with ``value``; float32 if not told, int64 or bool for such a value."""
@@ -129,7 +130,7 @@ class CreationMethods:
         shape: ShapeLike,
         dtype: DTypeLike = float32,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Zeros of a shape."""
@@ -142,7 +143,7 @@ class CreationMethods:
         shape: ShapeLike,
         dtype: DTypeLike = float32,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Ones of a shape."""
@@ -155,7 +156,7 @@ class CreationMethods:
         shape: ShapeLike,
         dtype: DTypeLike = float32,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Memory of a shape, whatever it holds; a blocked dtype gets zeros."""
@@ -170,7 +171,7 @@ class CreationMethods:
         columns: int | None = None,
         dtype: DTypeLike = float32,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Ones on the main diagonal of a (rows, columns) matrix; square if not told."""
@@ -186,7 +187,7 @@ class CreationMethods:
         step: float = 1,
         dtype: DTypeLike | None = None,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """start, start + step, ... up to but not including stop; 0 to start with one argument.
@@ -215,7 +216,7 @@ class CreationMethods:
         num: int,
         dtype: DTypeLike = float32,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """``num`` equally spaced values from start to stop, both included."""
@@ -229,7 +230,7 @@ class CreationMethods:
         *shape: Any,
         seed: Seed = None,
         dtype: DTypeLike = float32,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Standard normal values, the same for a seed on every device.
@@ -246,7 +247,7 @@ class CreationMethods:
         *shape: Any,
         seed: Seed = None,
         dtype: DTypeLike = float32,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Values uniform in [0, 1), the same for a seed on every device.
@@ -259,7 +260,9 @@ class CreationMethods:
         return _finish(data, kind, device, requires_grad)
 
     @staticmethod
-    def from_numpy(array: Any, *, device: str = "cpu", requires_grad: bool = False) -> ExTensor:
+    def from_numpy(
+        array: Any, *, device: str | None = None, requires_grad: bool = False
+    ) -> ExTensor:
         """A tensor on a numpy array's memory (copied to a device other than the CPU).
 
         Raises:
@@ -278,7 +281,7 @@ class CreationMethods:
         return tensor
 
     @staticmethod
-    def from_dlpack(other: Any, *, device: str = "cpu") -> ExTensor:
+    def from_dlpack(other: Any, *, device: str | None = None) -> ExTensor:
         """A tensor on the memory of another library's array, through DLPack.
 
         Raises:

@@ -42,7 +42,7 @@ def set_grad(p: ExTensor, values) -> None:
 
 
 def bits(array) -> bytes:
-    return np.asarray(array).tobytes()
+    return (array if isinstance(array, np.ndarray) else array.get()).tobytes()
 
 
 @pytest.mark.parametrize("case", OPTIONS)
