@@ -1,4 +1,4 @@
-""" "Header-free CUDA C++ and macros -> a cubin, kept on disk. Knows no kernel.
+"""Header-free CUDA C++ and macros -> a cubin, kept on disk. Knows no kernel.
 
 Cubins, not PTX: PTX of a newer compiler does not load on an older driver. Compiling needs no GPU,
 so that a machine without one can check every architecture.

@@ -75,7 +75,7 @@ def _holds_arrays(data: Any) -> bool:
     return hasattr(data, "dtype")
 
 
-def _finish(data: Any, dtype: DType, device: str, requires_grad: bool) -> ExTensor:
+def _finish(data: Any, dtype: DType, device: str | None, requires_grad: bool) -> ExTensor:
     """A tensor around a fresh array that was made in ``compute_dtype(dtype)``, in ``dtype``."""
     from extensor.autograd.apply import wrap
 
