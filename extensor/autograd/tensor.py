@@ -44,7 +44,7 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         data: nested lists, a number, a numpy array (copied) or a QuantArray. Python floats become
             float32, Python integers int64.
         dtype: converted to this dtype; a blocked one quantizes.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"`` or ``"cuda"``; None is EXTENSOR_DEVICE, and the CPU without it.
         requires_grad: whether ``backward`` collects a gradient for it (floats only).
 
     Attributes:
@@ -85,7 +85,7 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         data: Any,
         dtype: DTypeLike | None = None,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> None:
         self.backend = registry.get(device)
@@ -482,8 +482,9 @@ def _to_host(array: Any) -> Any:
 
 def _rebuild(kind: type[ExTensor], data: Any, device: str, requires_grad: bool) -> ExTensor:
     tensor: ExTensor = object.__new__(kind)
-    ExTensor.__init__(tensor, data)
-    if device != "cpu":
-        tensor = tensor.to(device)
+    ExTensor.__init__(tensor, data, device="cpu")
+    if device != "cpu":  # `to` gives a plain ExTensor; this one keeps its class
+        moved = tensor.to(device)
+        tensor.data, tensor.backend = moved.data, moved.backend
     tensor._requires_grad = requires_grad
     return tensor

@@ -249,7 +249,9 @@ def clip(x: ExTensor, low: Operand | None = None, high: Operand | None = None) -
 
 
 @primitive(
-    forward=lambda backend, condition, a, b: backend.xp.where(condition, a, b),
+    forward=lambda backend, condition, a, b: backend.xp.where(condition, a, b).astype(
+        a.dtype, copy=False
+    ),  # cupy widens bfloat16
     vjps=(
         None,
         lambda g, out, condition, a, b: apply("where", condition, *pair("where", g, 0.0)),
