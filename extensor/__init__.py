@@ -85,6 +85,7 @@ from extensor.ops.arithmetic import (
     subtract,
     where,
 )
+from extensor.ops.attention import scaled_dot_product_attention
 from extensor.ops.conv import conv2d
 from extensor.ops.creation import (
     arange,
@@ -372,6 +373,7 @@ __all__ = [
     "roll",
     "round",
     "rsqrt",
+    "scaled_dot_product_attention",
     "scatter_add",
     "selu",
     "sigmoid",
