@@ -101,8 +101,7 @@ class CpuBackend(GenericBackend):
         if reason is not None:
             return f"generic: {reason}"
         if method == "block_matmul":
-            kind = "integer" if products.block_step(*args) else "float"
-            return f"core ({self.core.gemm_level()}, {kind})"
+            return f"core ({self.core.gemm_level()}, {self._product_kind(*args)})"
         level = self.core.gemm_level() if method == "weight_matmul" else self.core.level()
         return f"core ({level})"
 
@@ -211,8 +210,18 @@ class CpuBackend(GenericBackend):
         """See the protocol; bounds in `extensor.backends.products`."""
         if self._block_matmul_reason(a, b):
             return super().block_matmul(a, b)
-        sides = (products.matrix(self.core, q) for q in (a, b))
+        sides = [products.matrix(self.core, q) for q in (a, b)]
+        if self._product_kind(a, b) == "bf16":
+            return self.core.bf16_matmul(*sides)
         return self.core.block_matmul(*sides, products.block_step(a, b))
+
+    def _product_kind(self, a: QuantArray, b: QuantArray) -> str:
+        """Which of the core's products: "bf16", "integer", "float", with why it is not bf16."""
+        other = "integer" if products.block_step(a, b) else "float"
+        if not self.core.gemm_has_bf16():
+            return other
+        reason = products.bf16_reason(a, b)
+        return "bf16" if reason is None else f"{other}: {reason}"
 
     def _block_matmul_reason(self, a: QuantArray, b: QuantArray) -> str | None:
         if self.core is None:
