@@ -183,14 +183,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert set(PREFERRED) <= set(DATASETS)
     args.images = args.images or next(name for name in PREFERRED if on_this_machine(name))
     if args.one:
-        print(json.dumps(learn(*args.one, args.images, args.steps, args.seed)))
+        name, recipe = args.one
+        print(json.dumps(learn(name, recipe, args.images, args.steps, args.seed)))
         return 0
     console = Console(soft_wrap=True)
     names, recipes = args.models.split(","), args.recipes.split(",")
     pairs = [(name, recipe) for recipe in recipes for name in names]
     rows = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(lambda pair: run_one(*pair, args), pairs):
+        for row in pool.map(lambda pair: run_one(pair[0], pair[1], args), pairs):
             rows.append(row)
             outcome = row.get("error") or f"{row['accuracy']:.1%} after {row['steps']} steps"
             console.print(f"{row['model']} {row['recipe']}: {outcome}", highlight=False)

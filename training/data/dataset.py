@@ -159,6 +159,7 @@ def batches(
         for v in (dataset.mean, dataset.std)
     )
     channels = np.arange(len(mean))[:, None, None]
+    shift, scale = (v.astype(np.float32)[:, None, None] for v in (mean, std))
     # uint8 has 256 values: normalising them once makes every batch a table look-up
     table = ((np.arange(256) / 255.0 - mean[:, None]) / std[:, None]).astype(np.float32)
     for index in range(start, -(-len(split) // batch_size)):
@@ -166,11 +167,9 @@ def batches(
         images = split.images[chosen]
         if augment is not None:
             images = shift_images(images, chosen, *augment)
-        if images.dtype == np.uint8:
-            images = table[channels, images]
-        else:
-            images = (images - np.float32(mean)[:, None, None]) / np.float32(std)[:, None, None]
-        yield Batch(index, images, split.labels[chosen])
+        whole = images.dtype == np.uint8
+        pixels = table[channels, images] if whole else (images - shift) / scale
+        yield Batch(index, pixels, split.labels[chosen])
 
 
 def pixel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
