@@ -120,8 +120,8 @@ public:
                 "Matrix: the codes do not fit k and the tiles");
         require((scales.flags() & py::array::c_style) != 0 && scales.size() == bands * tiles,
                 "Matrix: the scales do not fit the tiles");
-        const bool floats = scales.dtype().is(py::dtype::of<float>());
-        require(floats || scales.dtype().is(py::dtype::of<uint8_t>()),
+        const bool floats = py::isinstance<py::array_t<float>>(scales);
+        require(floats || py::isinstance<py::array_t<uint8_t>>(scales),
                 "Matrix: wanted scales as bytes or float32");
         m.scale = static_cast<int>(floats ? Scale::float32 : Scale::e8m0);
         m.codes = codes.data(), m.scales = scales.data();

@@ -5,6 +5,7 @@ from __future__ import annotations
 from extensor.ops import (
     activation,
     arithmetic,
+    attention,
     blocked,
     conv,
     creation,
@@ -17,11 +18,13 @@ from extensor.ops import (
     reduce,
     shape,
     sort,
+    trigonometry,
 )
 
 __all__ = [
     "activation",
     "arithmetic",
+    "attention",
     "blocked",
     "conv",
     "creation",
@@ -34,4 +37,5 @@ __all__ = [
     "reduce",
     "shape",
     "sort",
+    "trigonometry",
 ]
