@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends import products, windows
-from extensor.backends.generic import GenericBackend
+from extensor.backends.cpu_training import CpuTraining, ready
 from extensor.backends.protocol import Array, Window
 from extensor.config import num_threads, require_core, use_core
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
@@ -59,7 +59,7 @@ def make_backend() -> CpuBackend:
     return CpuBackend(*load_core())
 
 
-class CpuBackend(GenericBackend):
+class CpuBackend(CpuTraining):
     """numpy, with the hot methods in C++.
 
     Attributes:
@@ -93,6 +93,7 @@ class CpuBackend(GenericBackend):
             "conv2d_grad_w": self._conv2d_grad_w_reason,
             "max_pool2d": self._max_pool2d_reason,
             "max_pool2d_grad": self._max_pool2d_grad_reason,
+            **self._training_reasons(),
         }
         if method not in reasons:
             raise ValueError(f"path: wanted one of {', '.join(reasons)}, got {method!r}")
@@ -105,23 +106,13 @@ class CpuBackend(GenericBackend):
         level = self.core.gemm_level() if method == "weight_matmul" else self.core.level()
         return f"core ({level})"
 
-    def _arrays_reason(self, *arrays: Array) -> str | None:
-        if self.core is None:
-            return self.core_missing
-        for x in arrays:
-            if x.dtype != _FLOAT32:
-                return f"{x.dtype} array; the core computes in float32"
-            if x.size == 0:
-                return "empty array"
-        return None
-
     # --- windows ---
 
     def im2col(self, x: Array, window: Window) -> Array:
         """See the protocol."""
         if self._im2col_reason(x, window):
             return super().im2col(x, window)
-        return self.core.im2col(_ready(x), window.kernel, *_placement(window))
+        return self.core.im2col(ready(x), window.kernel, *_placement(window))
 
     def _im2col_reason(self, x: Array, window: Window) -> str | None:
         return self._arrays_reason(x)
@@ -130,7 +121,7 @@ class CpuBackend(GenericBackend):
         """See the protocol."""
         if self._col2im_reason(columns, shape, window):
             return super().col2im(columns, shape, window)
-        return self.core.col2im(_ready(columns), shape, window.kernel, *_placement(window))
+        return self.core.col2im(ready(columns), shape, window.kernel, *_placement(window))
 
     def _col2im_reason(self, columns: Array, shape: tuple[int, ...], window: Window) -> str | None:
         return self._arrays_reason(columns)
@@ -139,7 +130,7 @@ class CpuBackend(GenericBackend):
         """See the protocol."""
         if self._conv2d_reason(x, w, window, groups):
             return super().conv2d(x, w, window, groups)
-        return self.core.conv2d(_ready(x), _ready(w), *_placement(window), groups)
+        return self.core.conv2d(ready(x), ready(w), *_placement(window), groups)
 
     def _conv2d_reason(self, x: Array, w: Array, window: Window, groups: int) -> str | None:
         return self._arrays_reason(x, w) or _conv_reason(x.shape, w.shape, groups)
@@ -151,7 +142,7 @@ class CpuBackend(GenericBackend):
         if self._conv2d_grad_x_reason(g, w, shape, window, groups):
             return super().conv2d_grad_x(g, w, shape, window, groups)
         placement = window.padding, window.dilation
-        return self.core.conv2d_grad_x(_ready(g), _ready(w), shape, *placement, groups)
+        return self.core.conv2d_grad_x(ready(g), ready(w), shape, *placement, groups)
 
     def _conv2d_grad_x_reason(
         self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
@@ -171,7 +162,7 @@ class CpuBackend(GenericBackend):
         """See the protocol."""
         if self._conv2d_grad_w_reason(g, x, shape, window, groups):
             return super().conv2d_grad_w(g, x, shape, window, groups)
-        return self.core.conv2d_grad_w(_ready(g), _ready(x), shape, *_placement(window), groups)
+        return self.core.conv2d_grad_w(ready(g), ready(x), shape, *_placement(window), groups)
 
     def _conv2d_grad_w_reason(
         self, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
@@ -187,7 +178,7 @@ class CpuBackend(GenericBackend):
         if self._max_pool2d_reason(x, window):
             return super().max_pool2d(x, window)
         windows.check_max_windows(window, x.shape[2:])
-        values, index = self.core.max_pool2d(_ready(x), window.kernel, *_placement(window))
+        values, index = self.core.max_pool2d(ready(x), window.kernel, *_placement(window))
         return values, index
 
     def _max_pool2d_reason(self, x: Array, window: Window) -> str | None:
@@ -197,7 +188,7 @@ class CpuBackend(GenericBackend):
         """See the protocol."""
         if self._max_pool2d_grad_reason(g, index, shape):
             return super().max_pool2d_grad(g, index, shape)
-        return self.core.max_pool2d_grad(_ready(g), _ready(index), shape)
+        return self.core.max_pool2d_grad(ready(g), ready(index), shape)
 
     def _max_pool2d_grad_reason(self, g: Array, index: Array, shape: tuple[int, ...]) -> str | None:
         if reason := self._arrays_reason(g):
@@ -223,7 +214,7 @@ class CpuBackend(GenericBackend):
         """See the protocol; bounds in `extensor.backends.products`."""
         if self._weight_matmul_reason(x, w):
             return super().weight_matmul(x, w)
-        return self.core.weight_matmul(_ready(x), products.matrix(self.core, w))
+        return self.core.weight_matmul(ready(x), products.matrix(self.core, w))
 
     def _weight_matmul_reason(self, x: Array, w: QuantArray) -> str | None:
         return self.core_missing if self.core is None else products.weight_reason(x, w)
@@ -281,7 +272,7 @@ class CpuBackend(GenericBackend):
         placed = _place(self.core, q.spec, q.shape)
         assert isinstance(placed, _Placed)
         tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
-        codes, scales = _ready(q.codes), _ready(q.scales)
+        codes, scales = ready(q.codes), ready(q.scales)
         return self.core.dequantize(
             placed.plan, codes, scales, tensor_scale, placed.layout, q.shape
         )
@@ -324,14 +315,9 @@ class CpuBackend(GenericBackend):
         return placed if isinstance(placed, str) else None
 
 
-def _ready(x: Array) -> Array:
-    """C-contiguous and aligned, copied only where it is not."""
-    return x if x.flags.c_contiguous and x.flags.aligned else np.array(x, order="C")
-
-
 def _as_float32(x: Array) -> Array:
     if x.dtype == _FLOAT32:
-        return _ready(x)
+        return ready(x)
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
         return np.ascontiguousarray(x, dtype=_FLOAT32)
 
