@@ -17,6 +17,7 @@ import numpy as np
 
 from extensor.backends import products, windows
 from extensor.backends.cpu_quantize import CpuQuantize, ready
+from extensor.backends.cpu_training import CpuTraining
 from extensor.backends.protocol import Array, Window
 from extensor.config import num_threads, require_core, use_core
 from extensor.quant.array import QuantArray
@@ -52,7 +53,7 @@ def make_backend() -> CpuBackend:
     return CpuBackend(*load_core())
 
 
-class CpuBackend(CpuQuantize):
+class CpuBackend(CpuQuantize, CpuTraining):
     """numpy, with the hot methods in C++.
 
     Attributes:
@@ -87,6 +88,7 @@ class CpuBackend(CpuQuantize):
             "conv2d_grad_w": self._conv2d_grad_w_reason,
             "max_pool2d": self._max_pool2d_reason,
             "max_pool2d_grad": self._max_pool2d_grad_reason,
+            **self._training_reasons(),
         }
         if method not in reasons:
             raise ValueError(f"path: wanted one of {', '.join(reasons)}, got {method!r}")
@@ -99,16 +101,6 @@ class CpuBackend(CpuQuantize):
             return f"core ({self.core.gemm_level()}, bf16)"
         level = self.core.gemm_level() if method == "weight_matmul" else self.core.level()
         return f"core ({level})"
-
-    def _arrays_reason(self, *arrays: Array) -> str | None:
-        if self.core is None:
-            return self.core_missing
-        for x in arrays:
-            if x.dtype != _FLOAT32:
-                return f"{x.dtype} array; the core computes in float32"
-            if x.size == 0:
-                return "empty array"
-        return None
 
     # --- windows ---
 
