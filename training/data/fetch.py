@@ -52,7 +52,12 @@ def cache_directory() -> Path:
 
 
 def find(
-    dataset: str, file: RemoteFile, system: Sequence[Path], urls: Sequence[str], remedy: str
+    dataset: str,
+    file: RemoteFile,
+    system: Sequence[Path],
+    urls: Sequence[str],
+    remedy: str,
+    offline: str = "digits",
 ) -> bytes:
     """The decompressed bytes of one file of a data set.
 
@@ -64,6 +69,8 @@ def find(
         system: folders to look in after the cache.
         urls: addresses of folders that hold ``<name>.gz``, tried in order.
         remedy: the command that would fetch the data, for the error.
+        offline: a data set of the same kind that needs no download, likewise.
+        offline: a data set of the same kind that needs no download, likewise.
 
     Raises:
         DataError: if a file found is damaged, or if none is found: then every place tried is named.
@@ -86,7 +93,7 @@ def find(
     raise DataError(
         f"data set {dataset!r}: {file.name} was found nowhere; tried\n{places}\n"
         f"the way out: {remedy}\n"
-        f"or put {file.name}.gz into {cache}; or use --dataset digits, which needs no download"
+        f"or put {file.name}.gz into {cache}; or use --dataset {offline}, which needs no download"
     )
 
 
