@@ -84,6 +84,7 @@ from extensor.ops.arithmetic import (
     subtract,
     where,
 )
+from extensor.ops.attention import scaled_dot_product_attention
 from extensor.ops.conv import conv2d
 from extensor.ops.creation import (
     arange,
@@ -214,12 +215,12 @@ __all__ = [
     "mish", "mse", "multiply", "negative", "nll", "nn", "no_grad", "not_equal", "ones", "ones_like",
     "optim", "outer", "pad", "percentile", "permute", "power", "prelu", "prod", "promote",
     "quantized_conv2d", "quantized_matmul", "rand", "rand_like", "randn", "randn_like", "ravel",
-    "relu", "relu6", "remainder", "repeat", "reshape", "roll", "round", "rsqrt", "scatter_add",
-    "selu", "sigmoid", "sign", "silu", "sin", "smooth_l1", "softmax", "softplus", "sort", "split",
-    "sqrt", "square", "squeeze", "stack", "std", "subtract", "sum", "swapaxes", "swiglu", "take",
-    "tan", "tanh", "tensordot", "testing", "tile", "topk", "transpose", "tril", "triu", "trunc",
-    "uint8", "uint16", "uint32", "uint64", "unsqueeze", "value_and_grad", "var", "vjp", "where",
-    "zeros", "zeros_like",
+    "relu", "relu6", "remainder", "repeat", "reshape", "roll", "round", "rsqrt",
+    "scaled_dot_product_attention", "scatter_add", "selu", "sigmoid", "sign", "silu", "sin",
+    "smooth_l1", "softmax", "softplus", "sort", "split", "sqrt", "square", "squeeze", "stack",
+    "std", "subtract", "sum", "swapaxes", "swiglu", "take", "tan", "tanh", "tensordot", "testing",
+    "tile", "topk", "transpose", "tril", "triu", "trunc", "uint8", "uint16", "uint32", "uint64",
+    "unsqueeze", "value_and_grad", "var", "vjp", "where", "zeros", "zeros_like",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

@@ -3,40 +3,26 @@
     python ci/bench/lenet_step.py                    # the C++ core
     EXTENSOR_CORE=0 python ci/bench/lenet_step.py    # numpy only
 
-A step is forward, loss, backward and SGD with momentum, on random images. Each contestant has a
-process of its own, because idle threads of one library (OpenBLAS, OpenMP) spin for a while and
-slow the next; they take turns, all on the same number of threads. Medians are reported and written,
-with machine and versions, to ci/bench/results/. Needs torch (extra ``bench``).
+A step is forward, loss, backward and SGD with momentum, on random images, on the same number of
+threads for all (see contest.py for how they take turns). Medians are reported and written, with
+machine and versions, to ci/bench/results/. Needs torch (extra ``bench``).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
-import platform
-import statistics
-import time
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import version
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import extensor as et
+from ci.bench.contest import measure, write
 from extensor.config import num_threads, use_core
 from extensor.nn.quantize import apply_recipe
 from extensor.optim import SGD
 from models.lenet.configs import LeNetConfig
 from models.lenet.model import build
-
-RESULTS = Path(__file__).parent / "results"
-SETTLE_S = 0.15
-"""Pause between turns, for the threads of the one before to go to sleep."""
 
 
 def ours(recipe: str, images: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
@@ -86,39 +72,12 @@ def theirs(images: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
     return step
 
 
-def contestant(name: str, batch: int, pipe: Connection) -> None:
-    """A process: makes its step, then times a burst of steps whenever it is asked to."""
+def contestant(name: str, batch: int) -> Callable[[], None]:
+    """The step of ``name``, torch or a recipe of ours."""
     rng = np.random.default_rng(0)
     images = rng.standard_normal((batch, 1, 28, 28)).astype(np.float32)
     labels = rng.integers(0, 10, batch)
-    step = theirs(images, labels) if name == "torch" else ours(name, images, labels)
-    while (burst := pipe.recv()) is not None:
-        for _ in range(3):
-            step()
-        start = time.perf_counter()
-        for _ in range(burst):
-            step()
-        pipe.send((time.perf_counter() - start) / burst)
-
-
-def measure(names: list[str], batch: int, rounds: int, burst: int) -> dict[str, float]:
-    """Median seconds per step, in turns of ``burst`` steps."""
-    context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Connection] = {}
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:
-        pipes[name], child = context.Pipe()
-        context.Process(target=contestant, args=(name, batch, child), daemon=True).start()
-    for turn in range(rounds + 1):
-        for name, pipe in pipes.items():
-            pipe.send(burst)
-            value = pipe.recv()
-            if turn:  # the first turn warms up
-                times[name].append(value)
-            time.sleep(SETTLE_S)
-    for pipe in pipes.values():
-        pipe.send(None)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return theirs(images, labels) if name == "torch" else ours(name, images, labels)
 
 
 def main() -> None:
@@ -131,7 +90,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for batch in (int(n) for n in args.batches.split(",")):
         names = ["torch", "fp32", *(name for name in args.recipes.split(",") if name)]
-        seconds = measure(names, batch, args.rounds, max(1, 640 // batch))
+        seconds = measure(
+            {name: (contestant, (name, batch)) for name in names}, args.rounds, max(1, 640 // batch)
+        )
         for name, value in seconds.items():
             rows.append(
                 {
@@ -149,16 +110,9 @@ def main() -> None:
                 "{time_against_fp32:5.2f}x our float32 time".format(**rows[-1])
             )
     core = "core" if use_core() else "numpy"
-    path = RESULTS / f"{date.today()}-lenet-step-{core}.json"
-    path.parent.mkdir(exist_ok=True)
-    about = {
-        "command": f"EXTENSOR_CORE={int(use_core())} python ci/bench/lenet_step.py",
-        "date": str(date.today()),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {num_threads()} threads",
-        "versions": {"numpy": np.__version__, "torch": version("torch")},
-    }
-    path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
-    print(f"written to {path}")
+    write(
+        f"lenet-step-{core}", f"EXTENSOR_CORE={int(use_core())} python ci/bench/lenet_step.py", rows
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from extensor.ops import (
     activation,
     arithmetic,
+    attention,
     blocked,
     conv,
     creation,
@@ -22,6 +23,7 @@ from extensor.ops import (
 __all__ = [
     "activation",
     "arithmetic",
+    "attention",
     "blocked",
     "conv",
     "creation",

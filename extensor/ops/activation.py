@@ -13,6 +13,7 @@ from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import NO_TENSOR, axis_index, quiet, tensors_only, unary_samples
 from extensor.ops.arithmetic import clip, where
 from extensor.ops.elementwise import erf, sigmoid, tanh
+from extensor.ops.erf import erf_array
 from extensor.ops.shape import split
 
 __all__ = [
@@ -165,6 +166,48 @@ def softplus(x: ExTensor) -> ExTensor:
     return apply("softplus", x)
 
 
+def _gelu_parts(backend: Any, x: Any) -> tuple[Any, Any]:
+    """X Phi(x), and Phi(x) for the gradient."""
+    phi = erf_array(backend.xp, x * math.sqrt(0.5))
+    phi += 1
+    phi *= 0.5
+    return x * phi, phi
+
+
+def _gelu_vjp(g: ExTensor, out: None, x: ExTensor, saved: Any) -> ExTensor:
+    phi = (erf(x * math.sqrt(0.5)) + 1.0) * 0.5
+    return g * (phi + x * (x * x * -0.5).exp() * (1 / math.sqrt(2 * math.pi)))
+
+
+def _gelu_fused(backend: Any, g: Any, out: None, inputs: Any, needs: Any, saved: Any) -> Any:
+    (x,) = inputs
+    slope = backend.xp.exp(x * x * -0.5)  # the normal density, up to its factor
+    slope *= x
+    slope *= 1 / math.sqrt(2 * math.pi)
+    slope += saved
+    slope *= g
+    return (slope,)
+
+
+@primitive(
+    name="gelu_exact",
+    forward=quiet(_gelu_parts),
+    vjps=(_gelu_vjp,),
+    fused_vjp=_gelu_fused,
+    reads="inputs",
+    saves=True,
+    to_float=True,
+    samples=unary_samples(
+        lambda x: x * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))) / 2
+    ),
+    errors=NO_TENSOR,
+)
+def _gelu_exact(x: ExTensor) -> ExTensor:
+    """X times the normal distribution function of x."""
+    tensors_only("gelu_exact", x)
+    return apply("gelu_exact", x)
+
+
 @composite(
     samples=lambda rng: [
         Sample((rng.normal(size=(2, 3)),)), Sample((rng.normal(size=(2, 3)), "tanh"))
@@ -181,7 +224,7 @@ def gelu(x: ExTensor, approximate: str = "none") -> ExTensor:
     """
     tensors_only("gelu", x)
     if approximate == "none":
-        return x * 0.5 * (erf(x * math.sqrt(0.5)) + 1.0)
+        return _gelu_exact(x)
     if approximate != "tanh":
         raise ValueError(f"gelu: approximate: wanted 'none' or 'tanh', got {approximate!r}")
     inside = (x + x * x * x * 0.044715) * math.sqrt(2 / math.pi)

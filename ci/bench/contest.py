@@ -1,0 +1,81 @@
+"""Contestants in turns, each in a process of its own.
+
+Idle threads of one library (OpenBLAS, OpenMP) spin for a while and slow the next, so two libraries
+timed in one process mislead. Here every contestant is a spawned process that makes its work and
+times a burst of it whenever it is asked to; they take turns, with a pause between.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.config import num_threads
+
+__all__ = ["Make", "measure", "write"]
+
+RESULTS = Path(__file__).parent / "results"
+SETTLE_S = 0.15
+"""Pause between turns, for the threads of the one before to go to sleep."""
+
+Make = Callable[..., Callable[[], None]]
+"""A module-level function that gives the work to time; called in the contestant's process."""
+
+
+def _contestant(make: Make, arguments: tuple[Any, ...], pipe: Connection) -> None:
+    work = make(*arguments)
+    while (burst := pipe.recv()) is not None:
+        for _ in range(min(3, burst)):
+            work()
+        start = time.perf_counter()
+        for _ in range(burst):
+            work()
+        pipe.send((time.perf_counter() - start) / burst)
+
+
+def measure(
+    contestants: dict[str, tuple[Make, tuple[Any, ...]]], rounds: int, burst: int
+) -> dict[str, float]:
+    """Median seconds of one run of each contestant's work, in ``rounds`` turns of ``burst``."""
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for name, (make, arguments) in contestants.items():
+        pipes[name], child = context.Pipe()
+        context.Process(target=_contestant, args=(make, arguments, child), daemon=True).start()
+    for turn in range(rounds + 1):
+        for name, pipe in pipes.items():
+            pipe.send(burst)
+            value = pipe.recv()
+            if turn:  # the first turn warms up
+                times[name].append(value)
+            time.sleep(SETTLE_S)
+    for pipe in pipes.values():
+        pipe.send(None)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def write(name: str, command: str, rows: list[dict[str, Any]]) -> None:
+    """Rows with machine and versions to ``results/DATE-NAME.json``."""
+    about = {
+        "command": command,
+        "date": str(date.today()),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {num_threads()} threads",
+        "versions": {"numpy": np.__version__, "torch": version("torch")},
+    }
+    path = RESULTS / f"{date.today()}-{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    print(f"written to {path}")
