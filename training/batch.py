@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["IGNORE", "Batch"]
-
-IGNORE = -100
-"""The label of a row that counts neither in the loss nor in the scores."""
+__all__ = ["Batch"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +16,7 @@ class Batch:
     Attributes:
         index: its place in the epoch.
         inputs: what the model is called with: images (B, C, H, W) float32, or tokens (B, T) int64.
-        labels: (B,) or (B, T), int64; `IGNORE` where there is nothing to learn.
+        labels: (B,) or (B, T), int64.
     """
 
     index: int
@@ -28,5 +25,5 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """Labels that count."""
-        return int((self.labels != IGNORE).sum())
+        """How many labels."""
+        return self.labels.size

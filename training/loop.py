@@ -175,7 +175,7 @@ class Trainer:
         position.step += 1
         position.batch += 1
         position.count += count
-        position.loss_sum += value * count if count else 0.0
+        position.loss_sum += value * count
         position.hits += top_k_hits(rows.numpy(), labels, 1)
         position.skipped += not good
         position.skipped_in_a_row = 0 if good else position.skipped_in_a_row + 1
@@ -185,7 +185,7 @@ class Trainer:
         """A row of scores for each label, the labels in a row, and the mean loss of the batch."""
         scores = self.model(self._tensor(batch.inputs))
         rows, labels = scores.reshape(-1, scores.shape[-1]), batch.labels.reshape(-1)
-        loss = cross_entropy(rows, self._tensor(labels), smoothing, self.task.ignore)
+        loss = cross_entropy(rows, self._tensor(labels), smoothing)
         return rows, labels, loss
 
     def _end_epoch(self) -> None:

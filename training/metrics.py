@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from training.batch import IGNORE
 from training.tasks.base import Scores
 
 __all__ = ["ClassScores", "TokenScores", "confusion_matrix", "perplexity", "top_k_hits"]
@@ -58,11 +57,6 @@ class _Counted(Scores):
         self.loss_sum, self.count, self.hits, self.hits_k = 0.0, 0, 0, 0
 
     def add(self, scores: np.ndarray, labels: np.ndarray, mean_loss: float) -> None:
-        kept = labels != IGNORE
-        if not kept.all():
-            scores, labels = scores[kept], labels[kept]
-        if not len(labels):
-            return
         self.loss_sum += mean_loss * len(labels)
         self.count += len(labels)
         self.hits += top_k_hits(scores, labels, 1)
@@ -118,7 +112,7 @@ class ClassScores(_Counted):
 
 
 class TokenScores(_Counted):
-    """Metrics of predicted tokens; labels that are `IGNORE` do not count."""
+    """Metrics of predicted tokens."""
 
     @property
     def perplexity(self) -> float | None:

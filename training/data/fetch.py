@@ -70,7 +70,6 @@ def find(
         urls: addresses of folders that hold ``<name>.gz``, tried in order.
         remedy: the command that would fetch the data, for the error.
         offline: a data set of the same kind that needs no download, likewise.
-        offline: a data set of the same kind that needs no download, likewise.
 
     Raises:
         DataError: if a file found is damaged, or if none is found: then every place tried is named.

@@ -108,7 +108,6 @@ class Task(ABC):
         unit: what is counted: "images" or "tokens".
         kind: the kind of data, "images" or "text".
         own: settings that only such tasks know; for others they are 0 or "".
-        ignore: the label that does not count, or None where every label does.
         eval_batch: inputs per batch of an evaluation.
         batches: optimizer steps in an epoch.
     """
@@ -117,7 +116,6 @@ class Task(ABC):
     unit: ClassVar[str]
     kind: ClassVar[str]
     own: ClassVar[tuple[str, ...]] = ()
-    ignore: ClassVar[int | None] = None
     eval_batch: ClassVar[int]
     batches: int
 

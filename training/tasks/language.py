@@ -1,4 +1,4 @@
-"""Text: predict the next token, or the ones that were taken out.
+"""Text: predict the next token.
 
 An epoch is ``epoch_steps`` steps on random windows of the training part. Tests use fixed windows of
 the other part, evenly spaced and side by side, so every run of a corpus is judged on the same ones.
@@ -7,12 +7,12 @@ the other part, evenly spaced and side by side, so every run of a corpus is judg
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from extensor.random import Stream
-from training.batch import IGNORE, Batch
+from training.batch import Batch
 from training.data import load_dataset
 from training.data.dataset import DATA_TENSOR, stream_words
 from training.metrics import TokenScores
@@ -25,13 +25,11 @@ from training.text.windows import even_starts, flat_tokens, random_starts, windo
 if TYPE_CHECKING:
     from training.config import RunConfig, Settings
 
-__all__ = ["Causal", "Masked"]
+__all__ = ["Causal"]
 
-NOISE_SLOT, MASK_SLOT = 3, 4
+NOISE_SLOT = 3
 NOISE = 0.02
-TEST_EPOCH = 0
-"""Training epochs count from 1, so the test's random bits are its own."""
-MASKED = 0.15
+"""The share of input tokens that --augment replaces."""
 
 
 class Causal(Task):
@@ -59,7 +57,6 @@ class Causal(Task):
     unit, kind = "tokens", "text"
     own = ("epoch_steps", "context", "tokenizer", "vocab_size")
     eval_batch = 64
-    extra_tokens: ClassVar[int] = 0
 
     def __init__(self, config: RunConfig, corpus: Corpus | None = None) -> None:
         self.config, self.batches = config, config.epoch_steps
@@ -98,8 +95,7 @@ class Causal(Task):
 
     def shapes(self) -> dict[str, Any]:
         """Vocabulary and context."""
-        vocab = self.tokenizer.size + self.extra_tokens
-        return {"vocab": vocab, "context": self.config.context}
+        return {"vocab": self.tokenizer.size, "context": self.config.context}
 
     def training(self, epoch: int, start: int) -> Iterator[Batch]:
         """Random windows, where the seed and the epoch decide."""
@@ -110,9 +106,9 @@ class Causal(Task):
         for index in range(start, config.epoch_steps):
             inputs, labels = window(tokens, starts[index * size : (index + 1) * size], context)
             if config.augment:
-                words = self._words(config.seed, epoch, NOISE_SLOT, index, inputs.shape)
+                words = self._words(epoch, index, inputs.shape)
                 inputs = replace_tokens(inputs, words, NOISE, self.tokenizer.size)
-            yield self._batch(index, inputs, labels, config.seed, epoch)
+            yield Batch(index, inputs, labels)
 
     def test(self, batch_size: int) -> Iterator[Batch]:
         """The fixed windows in order."""
@@ -120,24 +116,16 @@ class Causal(Task):
         starts = even_starts(len(tokens), context, self.config.test_limit or None)
         for index, begin in enumerate(range(0, len(starts), batch_size)):
             inputs, labels = window(tokens, starts[begin : begin + batch_size], context)
-            yield self._batch(index, inputs, labels, 0, TEST_EPOCH)
+            yield Batch(index, inputs, labels)
 
-    def _batch(
-        self, index: int, inputs: np.ndarray, labels: np.ndarray, seed: int, epoch: int
-    ) -> Batch:
-        return Batch(index, inputs, labels)
-
-    def _words(
-        self, seed: int, epoch: int, slot: int, index: int, shape: tuple[int, ...]
-    ) -> np.ndarray:
+    def _words(self, epoch: int, index: int, shape: tuple[int, ...]) -> np.ndarray:
         """Random uint32 words for one batch."""
-        count = int(np.prod(shape))
-        stream = Stream(seed, epoch, DATA_TENSOR, slot)
-        return stream_words(stream, count, index).reshape(shape)
+        stream = Stream(self.config.seed, epoch, DATA_TENSOR, NOISE_SLOT)
+        return stream_words(stream, int(np.prod(shape)), index).reshape(shape)
 
     def scores(self) -> Scores:
         """Loss, perplexity and how often the right token was among the best."""
-        return TokenScores(self.tokenizer.size + self.extra_tokens)
+        return TokenScores(self.tokenizer.size)
 
     def stuck(self, scores: Scores) -> str | None:
         """No better than knowing how frequent each token is."""
@@ -154,25 +142,3 @@ class Causal(Task):
     def state(self) -> dict[str, Any]:
         """The tokenizer."""
         return {"tokenizer": self.tokenizer.state()}
-
-
-class Masked(Causal):
-    """Predict tokens that were taken out, from those on both sides (BERT, arXiv 1810.04805).
-
-    Of every hundred tokens 15 are to be predicted: 12 of them appear as a token of their own, the
-    mask; 1.5 as a random token, and 1.5 as they are.
-    """
-
-    ignore = IGNORE
-    extra_tokens = 1
-
-    def _batch(
-        self, index: int, inputs: np.ndarray, labels: np.ndarray, seed: int, epoch: int
-    ) -> Batch:
-        words = self._words(seed, epoch, MASK_SLOT, index, inputs.shape)
-        draw = (words >> np.uint32(16)) / 65536.0
-        other = ((words & np.uint32(0xFFFF)).astype(np.int64) * self.tokenizer.size) >> 16
-        shown = np.where(draw < 0.8 * MASKED, self.tokenizer.size, inputs)
-        random = (draw >= 0.8 * MASKED) & (draw < 0.9 * MASKED)
-        shown = np.where(random, other, shown)
-        return Batch(index, shown, np.where(draw < MASKED, inputs, IGNORE))
