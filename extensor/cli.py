@@ -35,7 +35,7 @@ from extensor.io import load_checkpoint, save_checkpoint
 from extensor.io.layouts import LAYOUTS
 from extensor.quant import QuantArray, QuantSpec, QuantStats
 from extensor.quant.rounding import decode, encode
-from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes
+from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes, infinity_byte
 from extensor.random import Stream
 
 __all__ = [
@@ -138,7 +138,9 @@ def _worked(dialect: Dialect) -> tuple[str, str]:
     rule = dialect.mx_scale_rule or row.scale_rule
     amax = np.array([value for _, value in WORKED_AMAX], dtype=np.float32)
     scales = e8m0_bytes(amax, row.element, rule)
-    codes, _ = encode(np.array(WORKED_TIES, np.float32), row.element, ties=dialect.ties)
+    codes, _ = encode(
+        np.array(WORKED_TIES, np.float32), row.element, ties=dialect.ties_in(row.name)
+    )
     values = decode(codes, row.element)
     return " ".join(str(s) for s in scales), " ".join(f"{v:g}" for v in values)
 
@@ -149,15 +151,20 @@ def dialect_sheet() -> Sheet:
     rows = []
     for dialect in DIALECTS.values():
         scales, ties = _worked(dialect)
-        infinite = "NaN block" if dialect.mx_inf_byte == E8M0_NAN else "saturates"
+        byte = dialect.mx_inf_byte
+        if byte is None:
+            byte = infinity_byte(row.element, dialect.mx_scale_rule or row.scale_rule)
+        infinite = "NaN block" if byte == E8M0_NAN else "saturates"
         rows.append(
             (
                 dialect.name,
                 dialect.mx_scale_rule or "the format's",
                 scales,
-                f"{dialect.ties}: {ties}",
-                f"0x{dialect.mx_inf_byte:02X}, {infinite}",
-                f"0x{dialect.nvfp4_zero_scale:02X}",
+                f"{dialect.ties_in(row.name)}: {ties}",
+                dialect.zero_sign_in(row.name).replace("_", " "),
+                f"0x{byte:02X}, {infinite}",
+                dialect.nvfp4_order.replace("_", " "),
+                f"0x{dialect.nvfp4_zero_scale:02X}, 0x{dialect.nvfp4_least_scale:02X}",
                 "largest code" if dialect.nvfp4_tiny_saturates else "0",
                 dialect.doc.partition(":")[0],
             )
@@ -168,9 +175,11 @@ def dialect_sheet() -> Sheet:
         "dialect",
         "MX scale rule",
         f"{row.name} byte for amax {worked}",
-        f"ties ({ties})",
-        "MX block with Inf",
-        "NVFP4 zero block",
+        f"{row.name} ties ({ties})",
+        f"{row.name} zeros' sign",
+        f"{row.name} block with Inf",
+        "NVFP4 order",
+        "NVFP4 scale of zeros, least",
         "NVFP4 tiny block",
         "library",
     )

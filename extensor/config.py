@@ -1,11 +1,14 @@
-"""Every EXTENSOR_* flag, in one typed table. Flags never change numerics."""
+"""Every EXTENSOR_* flag, in one typed table. Flags never change numerics.
+
+A device is where tensors are made, not how: codes and scales have the same bits on each.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-__all__ = ["FLAGS", "Flag", "num_threads", "require_core", "use_core"]
+__all__ = ["FLAGS", "Flag", "default_device", "num_threads", "require_core", "use_core"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ FLAGS = {
     "require_core": Flag(
         "EXTENSOR_REQUIRE_CORE", "0", "1 makes a missing C++ core an error instead of a slower path"
     ),
+    "device": Flag("EXTENSOR_DEVICE", "cpu", "where tensors are made unless told: cpu or cuda"),
     "threads": Flag("EXTENSOR_NUM_THREADS", "0", "threads of the C++ core; 0 is one per CPU"),
 }
 """The flags, by short name."""
@@ -51,6 +55,11 @@ def use_core() -> bool:
 def require_core() -> bool:
     """Whether a missing C++ core is an error."""
     return _switch(FLAGS["require_core"])
+
+
+def default_device() -> str:
+    """The device of tensors that are made without one; the backend registry knows the names."""
+    return FLAGS["device"].read()
 
 
 def num_threads() -> int:

@@ -7,7 +7,9 @@ answer without running anything.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from extensor.backends.generic import GenericBackend
@@ -42,7 +44,36 @@ def make_backend() -> CudaBackend:
         ) from error
     if not count:
         raise RuntimeError(f"device 'cuda': the driver finds no GPU; {_WAY_OUT}")
-    return CudaBackend(cupy)
+    cupy.cuda.set_allocator(partial(_allocate, cupy))
+    backend = CudaBackend(cupy)
+    os.register_at_fork(after_in_child=backend.refuse_after_fork)
+    return backend
+
+
+def _allocate(cupy: Any, size: int) -> Any:
+    """Memory of cupy's own pool, which gives back what it keeps before it fails.
+
+    Raises:
+        MemoryError: naming the bytes asked for and free; what was allocated before stays usable.
+    """
+    try:
+        return cupy.get_default_memory_pool().malloc(size)
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        free, total = cupy.cuda.runtime.memGetInfo()
+        raise MemoryError(
+            f"device 'cuda': wanted {size} bytes, {free} of {total} are free; use smaller batches, "
+            "or drop tensors that are no longer needed"
+        ) from error
+
+
+class _Forked:
+    """Stands for the array module in a process forked after CUDA started."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"device 'cuda': {name} was asked for in a process forked after CUDA started, which "
+            "CUDA does not survive; start workers with multiprocessing's 'spawn' method"
+        )
 
 
 class CudaBackend(GenericBackend):
@@ -50,6 +81,10 @@ class CudaBackend(GenericBackend):
 
     def __init__(self, xp: Any) -> None:
         super().__init__("cuda", xp)
+
+    def refuse_after_fork(self) -> None:
+        """Make every use of this backend in a forked child an error that says so."""
+        self.xp = _Forked()
 
     def path(self, method: str, *args: Any) -> str:
         """Which code ``method(*args)`` takes: "fused kernel", or "generic: " and the reason.
@@ -108,6 +143,8 @@ class CudaBackend(GenericBackend):
             return f"{x.dtype} array"
         if (stream is None) == (spec.rounding == "stochastic"):
             return "the stream does not go with the rounding"
+        if spec.kernel_gap:
+            return spec.kernel_gap
         plan = kernels.plan_of(spec, tuple(x.shape))
         return plan if isinstance(plan, str) else None
 

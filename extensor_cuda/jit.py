@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,9 +45,17 @@ class Source:
         return cls(path.stem, _text(path), pairs)
 
 
+_INCLUDE = re.compile(r'^#include "([a-z_]+\.cuh)"$', re.MULTILINE)
+
+
 @cache
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+    """A file with the files that it includes, from its own folder, in their places.
+
+    One text decides the code, so the cache's digest needs nothing else.
+    """
+    text = path.read_text(encoding="utf-8")
+    return _INCLUDE.sub(lambda found: _text(path.parent / found[1]), text)
 
 
 def cache_folder() -> Path:

@@ -339,7 +339,8 @@ Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& sc
             "dequantize: the layout does not fit codes, scales and shape");
     const bool floats = plan.scale == Scale::float32;
     require((scales.flags() & py::array::c_style) != 0 &&
-                scales.dtype().is(floats ? py::dtype::of<float>() : py::dtype::of<uint8_t>()),
+                (floats ? py::isinstance<py::array_t<float>>(scales)
+                        : py::isinstance<py::array_t<uint8_t>>(scales)),
             "dequantize: wanted scales as contiguous bytes, or float32 for a float scale");
     Floats values(shape);
     job.codes = codes.data();

@@ -11,21 +11,14 @@
 // b's integers are stored with an offset, since the dot-product instructions want one unsigned
 // side; the sums start from minus the offset times the sum of a's side.
 
-#include "decode.hpp"
-#include "threads.hpp"
+#include "gemm_loops.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
 
-using threads::scratch_of;
-using threads::Slot;
-
-constexpr int NV = 2, NR = NV * VL;           // columns of a tile: b's rows in one panel
 constexpr int MI = VL == 16 ? 6 : 2;          // rows of an integer tile
 constexpr int MF = VL == 16 ? 12 : VL == 8 ? 6 : 2;  // rows of a float tile
 constexpr int64_t kRun = 1024;                // along k, of one visit to an integer tile; kMaxStep or more
-constexpr int64_t kPanelBytes = 24 << 20;     // packed at a time, of either side
-constexpr int64_t kRows = 192, kPanels = 4;   // one task: rows of a, panels of b
 
 INLINE vf multiply_add(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
@@ -251,71 +244,6 @@ IntegerTileFunction integer_function(bool zero, bool exact, int64_t step) {
     return step == 32   ? integer_tile<Narrow, false, true, 8>
            : step == 16 ? integer_tile<Narrow, false, true, 4>
                         : integer_tile<Narrow, false, true, 0>;
-}
-
-// ---- both kinds ----
-
-// A tile of `rows` x NR results: in place where it lies inside, else through a buffer.
-template <class Tile, class Run>
-INLINE void on_output(Tile& t, float* out, int64_t stride, int64_t rows, int64_t columns,
-                      int64_t height, Run run) {
-    if (rows == height && columns == NR) {
-        t.c = out, t.stride = stride;
-        run(t);
-        return;
-    }
-    float buffer[MF * NR];
-    t.c = buffer, t.stride = NR;
-    if (!t.first)
-        for (int64_t r = 0; r < rows; ++r)
-            std::memcpy(buffer + r * NR, out + r * stride, static_cast<size_t>(columns) * 4);
-    run(t);
-    for (int64_t r = 0; r < rows; ++r)
-        std::memcpy(out + r * stride, buffer + r * NR, static_cast<size_t>(columns) * 4);
-}
-
-// The loops around the tiles: `pack_a(panel, row)`, `pack_b(panel, row)`, `tile(panel of a, panel of
-// b, start along k, rows, columns, out)`, panels counted within what is packed at a time.
-template <class AllocateA, class AllocateB, class PackA, class PackB, class TileBody>
-void product(const BlockGemm& g, int64_t height, int64_t row_bytes, int64_t run, AllocateA allocate_a,
-             AllocateB allocate_b, PackA pack_a, PackB pack_b, TileBody tile) {
-    const int64_t M = g.a.rows, N = g.b.rows, work = M * N * g.k;
-    const int64_t fits = most(1, kPanelBytes / row_bytes);
-    const int64_t a_panels = most(1, least(fits, M) / height), b_panels = most(1, least(fits, N) / NR);
-    const int64_t all_a = ceil_div(M, height), all_b = ceil_div(N, NR);
-    allocate_a(least(a_panels + 1, all_a));
-    allocate_b(least(b_panels + 1, all_b));
-    const int64_t group_a = most(1, kRows / height);
-    for (int64_t nb = 0; nb < all_b; nb += b_panels + 1) {
-        const int64_t nn = least(b_panels + 1, all_b - nb);
-        threads::run(nn, work, [&](int64_t p) { pack_b(p, (nb + p) * NR); });
-        for (int64_t ma = 0; ma < all_a; ma += a_panels + 1) {
-            const int64_t mm = least(a_panels + 1, all_a - ma);
-            if (nb == 0 || all_a > a_panels + 1)
-                threads::run(mm, work, [&](int64_t p) { pack_a(p, (ma + p) * height); });
-            const int64_t down = ceil_div(mm, group_a), across = ceil_div(nn, kPanels);
-            threads::run(down * across, work, [&](int64_t task) {
-                const int64_t a0 = task / across * group_a, b0 = task % across * kPanels;
-                const int64_t a1 = least(a0 + group_a, mm), b1 = least(b0 + kPanels, nn);
-                for (int64_t start = 0; start < g.k; start += run) {
-                    for (int64_t pb = b0; pb < b1; ++pb) {
-                        for (int64_t pa = a0; pa < a1; ++pa) {
-                            const int64_t row = (ma + pa) * height, column = (nb + pb) * NR;
-                            tile(pa, pb, start, least(height, M - row), least(NR, N - column),
-                                 g.out + row * N + column);
-                        }
-                    }
-                }
-            });
-        }
-    }
-    // In float64: neither factor alone may leave float32's range, and one rounding is enough.
-    const double factor = static_cast<double>(g.a.tensor_scale) * g.b.tensor_scale;
-    if (factor != 1)
-        threads::run(M, M * N, [&](int64_t r) {
-            for (int64_t i = 0; i < N; ++i)
-                g.out[r * N + i] = static_cast<float>(g.out[r * N + i] * factor);
-        });
 }
 
 void integer(const BlockGemm& g) {

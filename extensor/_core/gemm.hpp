@@ -55,4 +55,9 @@ EXTENSOR_DECLARE_GEMM(avx_vnni)
 #endif
 EXTENSOR_DECLARE_GEMM(avx512)
 EXTENSOR_DECLARE_GEMM(avx512_vnni)
+#ifdef EXTENSOR_AMX
+namespace amx {
+void bf16(const BlockGemm&);  // values exact in bf16, `step` unused, no zero points
+}
+#endif
 #endif

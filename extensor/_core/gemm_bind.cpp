@@ -19,6 +19,10 @@
 
 #if defined(EXTENSOR_X86)
 #include <cpuid.h>
+#if defined(EXTENSOR_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace py = pybind11;
@@ -32,12 +36,23 @@ using Bytes = py::array_t<uint8_t, py::array::c_style>;
 struct Variant {
     const char *name, *base;
     const GemmKernels* kernels;
+    void (*bf16)(const BlockGemm&) = nullptr;  // on tiles of bfloat16, where there are any
 };
 
 #if defined(EXTENSOR_AVX_VNNI)
 bool has_avx_vnni() {
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+
+#if defined(EXTENSOR_AMX)
+// Tile registers are switched on per process, by asking the system (Linux 5.16 and later).
+bool has_amx_bf16() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h; the state's number
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif
 
@@ -53,8 +68,13 @@ std::vector<Variant> supported() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
         found.push_back({"avx512", "avx512", &avx512::gemm_kernels});
-        if (__builtin_cpu_supports("avx512vnni"))
+        if (__builtin_cpu_supports("avx512vnni")) {
             found.push_back({"avx512_vnni", "avx512", &avx512_vnni::gemm_kernels});
+#if defined(EXTENSOR_AMX)
+            if (has_amx_bf16())
+                found.push_back({"amx", "avx512", &avx512_vnni::gemm_kernels, amx::bf16});
+#endif
+        }
     }
 #endif
     return found;
@@ -100,8 +120,8 @@ public:
                 "Matrix: the codes do not fit k and the tiles");
         require((scales.flags() & py::array::c_style) != 0 && scales.size() == bands * tiles,
                 "Matrix: the scales do not fit the tiles");
-        const bool floats = scales.dtype().is(py::dtype::of<float>());
-        require(floats || scales.dtype().is(py::dtype::of<uint8_t>()),
+        const bool floats = py::isinstance<py::array_t<float>>(scales);
+        require(floats || py::isinstance<py::array_t<uint8_t>>(scales),
                 "Matrix: wanted scales as bytes or float32");
         m.scale = static_cast<int>(floats ? Scale::float32 : Scale::e8m0);
         m.codes = codes.data(), m.scales = scales.data();
@@ -153,6 +173,21 @@ Floats block_matmul(const Matrix& a, const Matrix& b, int64_t step) {
     return out;
 }
 
+// a b^T on tiles of bfloat16; that every value is one, and no sum leaves float32's normal range, is
+// the caller's to know (`bf16_reason` in extensor/backends/products.py).
+Floats bf16_matmul(const Matrix& a, const Matrix& b) {
+    require(current.bf16 != nullptr, "bf16_matmul: this level has no tiles of bfloat16");
+    require(a.k == b.k, "bf16_matmul: the matrices differ in k");
+    for (const Matrix* side : {&a, &b})
+        require(!side->m.zero_points && side->m.scale != static_cast<int>(Scale::float32),
+                "bf16_matmul: wanted scales as bytes, and no zero points");
+    Floats out({a.m.rows, b.m.rows});
+    const BlockGemm g{a.m, b.m, a.k, 0, out.mutable_data()};
+    py::gil_scoped_release release;
+    current.bf16(g);
+    return out;
+}
+
 Floats weight_matmul(const Floats& x, const Matrix& w) {
     require(x.ndim() == 2 && x.shape(1) == w.k && x.shape(0) > 0 && x.shape(0) <= kMaxRows,
             "weight_matmul: wanted x of (1 to 8, k)");
@@ -196,6 +231,9 @@ void bind(py::module_& m) {
              py::arg("scales"), py::arg("zero_points"), py::arg("tensor_scale"), py::arg("k"),
              py::arg("tile_rows"), py::arg("tile_length"));
     m.def("block_matmul", block_matmul);
+    m.def("bf16_matmul", bf16_matmul);
+    m.def("gemm_has_bf16", [] { return current.bf16 != nullptr; },
+          "Whether the variant in use has `bf16_matmul`.");
     m.def("weight_matmul", weight_matmul);
 }
 

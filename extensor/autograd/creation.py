@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from extensor.autograd import dlpack
 from extensor.backends import registry
 from extensor.dtypes import DType, DTypeLike, as_dtype, compute_dtype, float32, int64
 from extensor.quant.array import QuantArray
@@ -75,7 +76,7 @@ def _holds_arrays(data: Any) -> bool:
     return hasattr(data, "dtype")
 
 
-def _finish(data: Any, dtype: DType, device: str, requires_grad: bool) -> ExTensor:
+def _finish(data: Any, dtype: DType, device: str | None, requires_grad: bool) -> ExTensor:
     """A tensor around a fresh array that was made in ``compute_dtype(dtype)``, in ``dtype``."""
     from extensor.autograd.apply import wrap
 
@@ -93,7 +94,8 @@ def _finish(data: Any, dtype: DType, device: str, requires_grad: bool) -> ExTens
 class CreationMethods:
     """The creation functions, as static methods.
 
-    All take ``dtype`` (float32 if not given), ``device`` and ``requires_grad``.
+    All take ``dtype`` (float32 if not given), ``device`` (EXTENSOR_DEVICE, and the CPU
+    without it) and ``requires_grad``.
     """
 
     __slots__ = ()
@@ -104,7 +106,7 @@ class CreationMethods:
         value: float,
         dtype: DTypeLike | None = None,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """A tensor filled with ``value``; float32 if not told, int64 or bool for such a value."""
@@ -129,7 +131,7 @@ class CreationMethods:
         shape: ShapeLike,
         dtype: DTypeLike = float32,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Zeros of a shape."""
@@ -142,7 +144,7 @@ class CreationMethods:
         shape: ShapeLike,
         dtype: DTypeLike = float32,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Ones of a shape."""
@@ -155,7 +157,7 @@ class CreationMethods:
         shape: ShapeLike,
         dtype: DTypeLike = float32,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Memory of a shape, whatever it holds; a blocked dtype gets zeros."""
@@ -170,7 +172,7 @@ class CreationMethods:
         columns: int | None = None,
         dtype: DTypeLike = float32,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Ones on the main diagonal of a (rows, columns) matrix; square if not told."""
@@ -186,7 +188,7 @@ class CreationMethods:
         step: float = 1,
         dtype: DTypeLike | None = None,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """start, start + step, ... up to but not including stop; 0 to start with one argument.
@@ -215,7 +217,7 @@ class CreationMethods:
         num: int,
         dtype: DTypeLike = float32,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """``num`` equally spaced values from start to stop, both included."""
@@ -229,7 +231,7 @@ class CreationMethods:
         *shape: Any,
         seed: Seed = None,
         dtype: DTypeLike = float32,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Standard normal values, the same for a seed on every device.
@@ -246,7 +248,7 @@ class CreationMethods:
         *shape: Any,
         seed: Seed = None,
         dtype: DTypeLike = float32,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Values uniform in [0, 1), the same for a seed on every device.
@@ -259,7 +261,9 @@ class CreationMethods:
         return _finish(data, kind, device, requires_grad)
 
     @staticmethod
-    def from_numpy(array: Any, *, device: str = "cpu", requires_grad: bool = False) -> ExTensor:
+    def from_numpy(
+        array: Any, *, device: str | None = None, requires_grad: bool = False
+    ) -> ExTensor:
         """A tensor on a numpy array's memory (copied to a device other than the CPU).
 
         Raises:
@@ -278,20 +282,27 @@ class CreationMethods:
         return tensor
 
     @staticmethod
-    def from_dlpack(other: Any, *, device: str = "cpu") -> ExTensor:
-        """A tensor on the memory of another library's array, through DLPack.
+    def from_dlpack(x: Any, /, *, device: str | None = None, copy: bool | None = None) -> ExTensor:
+        """A tensor on the memory of another library's array, through DLPack, bfloat16 included.
+
+        Args:
+            x: anything with ``__dlpack__`` and ``__dlpack_device__``.
+            device: where the tensor is to be; None is the default device.
+            copy: True for memory of its own, False to refuse one, None to copy only if it must.
 
         Raises:
             TypeError: if the object has no ``__dlpack__`` method, or an unknown dtype.
+            BufferError, ValueError: where the exporter refuses, or cannot do without a copy.
         """
-        if not hasattr(other, "__dlpack__"):
+        if not hasattr(x, "__dlpack__"):
             raise TypeError(
-                f"from_dlpack: wanted an object with __dlpack__, got {type(other).__name__}"
+                f"from_dlpack: wanted an object with __dlpack__, got {type(x).__name__}"
             )
         from extensor.autograd.apply import wrap
 
         backend = registry.get(device)
-        return wrap(backend.xp.from_dlpack(other), backend)
+        options = {} if copy is None else {"copy": copy}
+        return wrap(dlpack.take(x, backend.xp, **options), backend)
 
     @staticmethod
     def zeros_like(x: ExTensor, dtype: DTypeLike | None = None) -> ExTensor:

@@ -105,7 +105,10 @@ class OpMethods:
         return _op["abs"](self)
 
     def __invert__(self) -> ExTensor:
-        return _op["logical_not"](self)
+        return _op["bitwise_invert"](self)
+
+    def __pos__(self) -> ExTensor:
+        return _op["clone"](self)
 
     # Comparison, elementwise.
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from extensor.autograd import dlpack
 from extensor.autograd.blocked import BlockedMethods
 from extensor.autograd.creation import CreationMethods, as_data
 from extensor.autograd.display import html_of, repr_of
@@ -43,7 +44,7 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         data: nested lists, a number, a numpy array (copied) or a QuantArray. Python floats become
             float32, Python integers int64.
         dtype: converted to this dtype; a blocked one quantizes.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"`` or ``"cuda"``; None is EXTENSOR_DEVICE, and the CPU without it.
         requires_grad: whether ``backward`` collects a gradient for it (floats only).
 
     Attributes:
@@ -84,7 +85,7 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         data: Any,
         dtype: DTypeLike | None = None,
         *,
-        device: str = "cpu",
+        device: str | None = None,
         requires_grad: bool = False,
     ) -> None:
         self.backend = registry.get(device)
@@ -310,6 +311,9 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
     def __float__(self) -> float:
         return float(self.item())
 
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
     def __int__(self) -> int:
         return int(self.item())
 
@@ -328,17 +332,35 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._exported().__dlpack__(**options)
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        wanted = {
+            "stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy
+        }  # fmt: skip
+        given = {name: value for name, value in wanted.items() if value is not None}
+        return dlpack.export(self._exported(), **given)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        where: tuple[int, int] = self._exported().__dlpack_device__()
+        data = self.data if not self.dtype.is_blocked else self.codes
+        where: tuple[int, int] = data.__dlpack_device__()
         return where
 
     def _exported(self) -> Any:
-        if self.dtype.is_blocked or self.dtype is DENSE["bfloat16"]:
-            raise TypeError(
-                f"DLPack export of {self.dtype.name} is not possible; use x.astype('float32')"
+        if self.dtype.is_blocked:
+            raise BufferError(
+                f"DLPack: a {self.dtype.name} tensor is codes and scales; export x.dequantize(), "
+                "or x.codes and x.scales"
+            )
+        if self._requires_grad:
+            raise BufferError(
+                "DLPack: this tensor requires a gradient, and writes by its new owner would not be "
+                "part of it; export x.detach()"
             )
         return self.data
 
@@ -460,8 +482,9 @@ def _to_host(array: Any) -> Any:
 
 def _rebuild(kind: type[ExTensor], data: Any, device: str, requires_grad: bool) -> ExTensor:
     tensor: ExTensor = object.__new__(kind)
-    ExTensor.__init__(tensor, data)
-    if device != "cpu":
-        tensor = tensor.to(device)
+    ExTensor.__init__(tensor, data, device="cpu")
+    if device != "cpu":  # `to` gives a plain ExTensor; this one keeps its class
+        moved = tensor.to(device)
+        tensor.data, tensor.backend = moved.data, moved.backend
     tensor._requires_grad = requires_grad
     return tensor

@@ -22,6 +22,7 @@ from extensor.backends.protocol import Array, Window
 from extensor.config import num_threads, require_core, use_core
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
+from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -100,8 +101,7 @@ class CpuBackend(GenericBackend):
         if reason is not None:
             return f"generic: {reason}"
         if method == "block_matmul":
-            kind = "integer" if products.block_step(*args) else "float"
-            return f"core ({self.core.gemm_level()}, {kind})"
+            return f"core ({self.core.gemm_level()}, {self._product_kind(*args)})"
         level = self.core.gemm_level() if method == "weight_matmul" else self.core.level()
         return f"core ({level})"
 
@@ -210,8 +210,18 @@ class CpuBackend(GenericBackend):
         """See the protocol; bounds in `extensor.backends.products`."""
         if self._block_matmul_reason(a, b):
             return super().block_matmul(a, b)
-        sides = (products.matrix(self.core, q) for q in (a, b))
+        sides = [products.matrix(self.core, q) for q in (a, b)]
+        if self._product_kind(a, b) == "bf16":
+            return self.core.bf16_matmul(*sides)
         return self.core.block_matmul(*sides, products.block_step(a, b))
+
+    def _product_kind(self, a: QuantArray, b: QuantArray) -> str:
+        """Which of the core's products: "bf16", "integer", "float", with why it is not bf16."""
+        other = "integer" if products.block_step(a, b) else "float"
+        if not self.core.gemm_has_bf16():
+            return other
+        reason = products.bf16_reason(a, b)
+        return "bf16" if reason is None else f"{other}: {reason}"
 
     def _block_matmul_reason(self, a: QuantArray, b: QuantArray) -> str | None:
         if self.core is None:
@@ -320,6 +330,8 @@ class CpuBackend(GenericBackend):
             return f"{x.dtype} array"
         if (stream is None) == (spec.rounding == "stochastic"):
             return "the stream does not go with the rounding"
+        if spec.kernel_gap:
+            return spec.kernel_gap
         placed = _place(self.core, spec, x.shape)
         return placed if isinstance(placed, str) else None
 
@@ -438,10 +450,11 @@ def _plan(core: Any, spec: QuantSpec) -> Any:
         element=spec.row.element.name,
         scale=spec.scale_name,
         rule=spec.rule,
-        ties=dialect.ties,
+        ties=spec.ties,
         stochastic=spec.rounding == "stochastic",
         rbits=spec.rbits,
-        mx_inf_byte=dialect.mx_inf_byte,
+        # None only where `kernel_gap` leaves encoding to numpy; decoding does not read it.
+        mx_inf_byte=E8M0_NAN if dialect.mx_inf_byte is None else dialect.mx_inf_byte,
         nv_zero_byte=dialect.nvfp4_zero_scale,
         nv_tiny_saturates=dialect.nvfp4_tiny_saturates,
         window=-1 if spec.scale_window is None else spec.scale_window,

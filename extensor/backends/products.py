@@ -1,18 +1,23 @@
 """How the C++ core takes the products of blocked matrices: which of them, in which steps.
 
-A product is *integer* where both elements are small integers times a power of two (e2m1, e2m3,
-int8, int4): exact int32 sums over ``step`` elements that share both scales, each times its two
-scales, added in float32 in the order of K. Otherwise it is *float*: values as `dequantize` gives
-them, multiplied and added in float32.
+A product is *bf16* where this CPU has tiles of bfloat16 (AMX), every value is exactly one, and no
+sum can leave float32's normal range (`bf16_reason`): runs of 32 terms are summed in float32, the
+even and the odd ones apart, and added in the order of K. Else it is *integer* where both elements
+are small integers times a power of two (e2m1, e2m3, int8, int4): exact int32 sums over ``step``
+elements that share both scales, each times its two scales, added in float32 in the order of K.
+Otherwise it is *float*: values as `dequantize` gives them, multiplied and added in float32.
 
 With a (M, K), b (N, K), u = 2**-24, gamma_n = n u / (1 - n u), no overflow, and S = sum |a| |b|:
 
+    bf16      |error| <= gamma_(ceil(K / 32) + 18) S
     integer   |error| <= gamma_(ceil(K / step) + 4) S
     float     |error| <= gamma_(K + 4) S
     weights   |error| <= gamma_(K + 4) S
 
 against the product of the exact values (codes times scales, unrounded), up to what underflows:
-less than 2**-126 a term.
+less than 2**-126 a term, nothing for bf16 (before a tensor scale). A term of a bf16 product passes
+at most 16 multiply-adds, one addition of even to odd, ceil(K / 32) to the result and the tensor
+scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and Stability of Numerical Algorithms, 3.1).
 """
 
 from __future__ import annotations
@@ -25,12 +30,15 @@ import numpy as np
 from extensor.formats import ElementFormat
 from extensor.quant.array import QuantArray
 
-__all__ = ["MAX_ROWS", "block_step", "matrix", "matrix_reason", "weight_reason"]
+__all__ = ["MAX_ROWS", "bf16_reason", "block_step", "matrix", "matrix_reason", "weight_reason"]
 
 MAX_ROWS = 8  # of x in a weight-only product; beyond, decoding once and BLAS is faster
 _MAX_STEP = 256  # 255 * 255 * 256 is still a float32
 _LARGEST = 2.0**60  # of activations and scales in a weight-only product
 _LARGEST_PRODUCT = 2.0**100  # of two scales
+_BF16_DIGITS = 8  # of a bfloat16, and so of an element and its scale together
+_SMALL = 127 - 40  # of e8m0 bytes; no two blocks above it come near underflow
+_MAGNITUDE = {4: (0x77,), 6: (0xDF, 0xF7, 0x7D), 8: (0x7F,)}  # bits of packed codes but the signs
 
 
 def matrix_reason(q: QuantArray) -> str | None:
@@ -83,6 +91,56 @@ def block_step(a: QuantArray, b: QuantArray) -> int | str:
     if a.zero_points is not None or b.zero_points is not None:
         return f"zero points with {why}"
     return 0
+
+
+def bf16_reason(a: QuantArray, b: QuantArray) -> str | None:
+    """Why tiles of bfloat16 cannot hold this product of two `matrix` operands; None if they can."""
+    for q in (a, b):
+        if q.spec.scale_name not in ("e8m0", "ue4m3") or q.zero_points is not None:
+            what = "zero points" if q.zero_points is not None else f"{q.spec.scale_name} scales"
+            return f"{what}; bfloat16 holds elements times e8m0 or ue4m3 scales"
+        digits = _digits(q.spec.row.element) + (0 if q.spec.is_mx else 4)
+        if digits > _BF16_DIGITS:
+            return f"{q.spec.row.element.name} times {q.spec.scale_name} has {digits} digits, not 8"
+    # Every value is a multiple of a unit and every term of their product. Without underflow or
+    # overflow of those, subnormals (which the tiles flush) cannot occur.
+    (unit_a, top_a), (unit_b, top_b) = (_range(q) for q in (a, b))
+    if min(unit_a, unit_b) < -126 or unit_a + unit_b < -126:
+        return f"values down to 2**{min(unit_a, unit_b)}, products to 2**{unit_a + unit_b}"
+    if top_a + top_b + a.shape[1].bit_length() > 127 or max(top_a, top_b) > 127:
+        return f"values up to 2**{max(top_a, top_b)}, products to 2**{top_a + top_b}"
+    return None
+
+
+def _digits(element: ElementFormat) -> int:
+    """Binary digits of the longest element."""
+    return element.mantissa_bits + 1 if element.is_float else element.bits - 1
+
+
+def _range(q: QuantArray) -> tuple[int, int]:
+    """Exponents: every value is a multiple of 2**first and at most 2**second."""
+    element = q.spec.row.element
+    low, high = math.frexp(element.min_positive)[1] - 1, math.frexp(element.max)[1]
+    if not q.spec.is_mx:
+        return low - 9, high + 9  # multiples of 2**-9, at most 448
+    least = int(q.scales.min())
+    if least < _SMALL:
+        least = _least_used(q)
+    return low + least - 127, high + round(math.log2(_largest_scale(q) or 1.0))
+
+
+def _least_used(q: QuantArray) -> int:
+    """At most the least e8m0 byte of a block that is not all zeros, and at most `_SMALL`."""
+    rows, length = _tile(q)
+    bits = q.spec.row.element.bits
+    period = 4 if bits == 6 else 8 // bits  # elements that fill whole bytes
+    if rows > 1 or (length < q.shape[1] and length % period):
+        return int(q.scales.min())  # the block's codes do not lie together
+    small = q.scales < _SMALL
+    codes = q.codes.reshape(*q.scales.shape, -1)[small]
+    magnitude = _MAGNITUDE[bits] if q.spec.row.element.is_float else (0xFF,)
+    used = (codes & np.resize(np.array(magnitude, np.uint8), codes.shape[-1])).any(axis=-1)
+    return int(q.scales[small][used].min()) if used.any() else _SMALL
 
 
 def weight_reason(x: Any, w: QuantArray) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from extensor.backends.protocol import Backend
+from extensor.config import default_device
 from extensor.errors import unknown_name
 
 __all__ = ["BACKENDS", "BackendRow", "available", "get"]
@@ -57,14 +58,18 @@ def available(device: str) -> bool:
     return not missing(device)
 
 
-@cache
-def get(device: str) -> Backend:
-    """The backend of a device, made once.
+def get(device: str | None = None) -> Backend:
+    """The backend of a device, made once; None is the default device (EXTENSOR_DEVICE).
 
     Raises:
         ValueError: for a name that is not a device.
         RuntimeError: where something the device needs is not there; names it and the way out.
     """
+    return _made(default_device() if device is None else device)
+
+
+@cache
+def _made(device: str) -> Backend:
     lacking = missing(device)
     if lacking:
         raise RuntimeError(

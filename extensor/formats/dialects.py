@@ -1,20 +1,27 @@
 """Dialects: where other vendors' libraries differ from the published rules, as rows.
 
-A dialect changes defaults and the rules for special blocks, never silently: it is
-named in the `QuantSpec`, and an explicit argument that contradicts it is an error.
+A dialect changes defaults, the order of operations and the rules for special blocks,
+never silently: it is named in the `QuantSpec`, and an explicit argument that
+contradicts it is an error.
 
-Sources: each row names the library whose observable behaviour it records.
+Sources: each row names the library whose observable behaviour it records; `tests/peers`
+compares the bytes with the library itself wherever it runs on a CPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 __all__ = ["DIALECTS", "Dialect"]
 
 Ties = Literal["even", "away", "zero"]
+ZeroSign = Literal["kept", "zeros_positive", "zeros_negative", "codes_positive"]
+NVFP4Order = Literal["transformer_engine", "torchao", "model_optimizer"]
+_Value = TypeVar("_Value")
+_PerFormat = tuple[tuple[str, _Value], ...]
+"""(format, value) pairs: what differs from the default, for these formats only."""
 
 
 @dataclass(frozen=True)
@@ -23,23 +30,47 @@ class Dialect:
 
     Attributes:
         name: the dialect's name.
+        doc: one line for tables, with the library meant.
         mx_scale_rule: the E8M0 rule that library uses, or None for the format's default.
         ties: what rounding to nearest does halfway between two grid values.
-        mx_inf_byte: the E8M0 byte of a block that holds an infinity and no NaN; 0xFF makes the
-            whole block NaN, 0xFE keeps it and saturates.
+        ties_of: formats whose ties differ from that.
+        zero_sign: the sign bit of a floating-point code that is zero. ``"kept"``: the value's own;
+            ``"zeros_positive"`` and ``"zeros_negative"``: values that are exactly zero lose it or
+            get it, those that round to zero keep theirs; ``"codes_positive"``: never set.
+        zero_sign_of: formats whose zeros differ from that.
+        mx_inf_byte: the E8M0 byte of a block that holds an infinity and no NaN. 0xFF makes the
+            whole block NaN; any other keeps it, and the infinity saturates; None is the byte that
+            the scale rule gives for 2**128.
+        mx_least_divisor: the smallest exponent that values are divided by, -127 in the published
+            rules, whatever smaller scale is stored.
+        nvfp4_order: the order of NVFP4's operations; see `extensor.quant.nvfp4`.
         nvfp4_zero_scale: the e4m3 byte of an all-zero NVFP4 block.
+        nvfp4_least_scale: the smallest e4m3 byte of any other NVFP4 block.
         nvfp4_tiny_saturates: True if a block so small that its scale rounds to zero gets the
             largest code instead of zeros.
-        doc: one line for tables, with the library meant.
     """
 
     name: str
     doc: str
     mx_scale_rule: str | None = None
     ties: Ties = "even"
-    mx_inf_byte: int = 0xFF
+    ties_of: _PerFormat[Ties] = ()
+    zero_sign: ZeroSign = "kept"
+    zero_sign_of: _PerFormat[ZeroSign] = ()
+    mx_inf_byte: int | None = 0xFF
+    mx_least_divisor: int = -127
+    nvfp4_order: NVFP4Order = "transformer_engine"
     nvfp4_zero_scale: int = 0x00
+    nvfp4_least_scale: int = 0x00
     nvfp4_tiny_saturates: bool = False
+
+    def ties_in(self, format_name: str) -> Ties:
+        """What rounding to nearest does halfway between two codes of that format."""
+        return dict(self.ties_of).get(format_name, self.ties)
+
+    def zero_sign_in(self, format_name: str) -> ZeroSign:
+        """The sign of that format's zeros."""
+        return dict(self.zero_sign_of).get(format_name, self.zero_sign)
 
 
 _ROWS = (
@@ -53,28 +84,43 @@ _ROWS = (
     ),
     Dialect(
         "torchao",
-        "torchao: floor scales, scale byte 0x08 for a zero NVFP4 block",
+        "torchao: floor scales also for infinities, NVFP4 scales of 2**-6 and more",
         mx_scale_rule="floor",
+        mx_inf_byte=None,
+        mx_least_divisor=-126,
+        nvfp4_order="torchao",
         nvfp4_zero_scale=0x08,
+        nvfp4_least_scale=0x08,
     ),
     Dialect(
         "compressed_tensors",
         "compressed-tensors: even scales, scale byte 0x20 for a zero NVFP4 block",
         mx_scale_rule="even",
+        zero_sign="zeros_positive",
         nvfp4_zero_scale=0x20,
     ),
     Dialect(
         "model_optimizer",
-        "NVIDIA Model-Optimizer: rceil scales, ties towards zero, scale byte 0x38 for a zero block",
+        "NVIDIA Model-Optimizer: rceil scales, mxfp4 ties towards zero, NVFP4 by divisions",
         mx_scale_rule="rceil",
-        ties="zero",
+        ties_of=(("mxfp4", "zero"),),
+        zero_sign_of=(("mxfp4", "zeros_negative"), ("nvfp4", "zeros_positive")),
+        nvfp4_order="model_optimizer",
         nvfp4_zero_scale=0x38,
+        nvfp4_least_scale=0x01,
     ),
     Dialect(
         "microxcaling",
         "microxcaling: floor scales, ties away from zero",
         mx_scale_rule="floor",
         ties="away",
+    ),
+    Dialect(
+        "gguf",
+        "gguf (llama.cpp): floor scales, mxfp4 by the nearest table entry, the first of two",
+        mx_scale_rule="floor",
+        ties_of=(("mxfp4", "zero"),),
+        zero_sign_of=(("mxfp4", "codes_positive"),),
     ),
 )
 

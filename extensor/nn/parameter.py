@@ -16,12 +16,14 @@ class Parameter(ExTensor):
     Args:
         data: what `ExTensor` takes; a dense float dtype, float32 for master weights.
         dtype: converted to this dtype.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"`` or ``"cuda"``; None is EXTENSOR_DEVICE, and the CPU without it.
     """
 
     __slots__ = ()
 
-    def __init__(self, data: Any, dtype: DTypeLike | None = None, *, device: str = "cpu") -> None:
+    def __init__(
+        self, data: Any, dtype: DTypeLike | None = None, *, device: str | None = None
+    ) -> None:
         super().__init__(data, dtype, device=device, requires_grad=True)
 
 
@@ -33,5 +35,7 @@ class Buffer(ExTensor):
 
     __slots__ = ()
 
-    def __init__(self, data: Any, dtype: DTypeLike | None = None, *, device: str = "cpu") -> None:
+    def __init__(
+        self, data: Any, dtype: DTypeLike | None = None, *, device: str | None = None
+    ) -> None:
         super().__init__(data, dtype, device=device)

@@ -18,6 +18,7 @@ from extensor.ops import (
     reduce,
     shape,
     sort,
+    trigonometry,
 )
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "reduce",
     "shape",
     "sort",
+    "trigonometry",
 ]

@@ -77,7 +77,7 @@ def as_tensor(name: str, value: Any, like: ExTensor | None = None) -> ExTensor:
     if like is not None and not isinstance(value, (list, tuple)):
         return _beside(name, value, like)
     if isinstance(value, (int, float, list, tuple, np.ndarray, np.generic)):
-        return ExTensor(value, device=like.device if like is not None else "cpu")
+        return ExTensor(value, device=like.device if like is not None else None)
     raise TypeError(f"{name}: wanted an ExTensor, got {type(value).__name__}")
 
 

@@ -23,10 +23,10 @@ from extensor.ops.arguments import (
 )
 
 __all__ = [
-    "add", "astype", "bitwise_and", "bitwise_or", "bitwise_xor", "clip", "clone", "divide",
-    "equal", "floor_divide", "greater", "greater_equal", "less", "less_equal", "logical_and",
-    "logical_not", "logical_or", "logical_xor", "maximum", "minimum", "multiply", "negative",
-    "not_equal", "power", "remainder", "subtract", "where",
+    "add", "astype", "bitwise_and", "bitwise_invert", "bitwise_or", "bitwise_xor", "clip", "clone",
+    "divide", "equal", "floor_divide", "greater", "greater_equal", "less", "less_equal",
+    "logical_and", "logical_not", "logical_or", "logical_xor", "maximum", "minimum", "multiply",
+    "negative", "not_equal", "power", "remainder", "subtract", "where",
 ]  # fmt: skip
 
 
@@ -249,7 +249,9 @@ def clip(x: ExTensor, low: Operand | None = None, high: Operand | None = None) -
 
 
 @primitive(
-    forward=lambda backend, condition, a, b: backend.xp.where(condition, a, b),
+    forward=lambda backend, condition, a, b: backend.xp.where(condition, a, b).astype(
+        a.dtype, copy=False
+    ),  # cupy widens bfloat16
     vjps=(
         None,
         lambda g, out, condition, a, b: apply("where", condition, *pair("where", g, 0.0)),
@@ -401,6 +403,20 @@ def bitwise_or(a: Operand, b: Operand) -> ExTensor:
 def bitwise_xor(a: Operand, b: Operand) -> ExTensor:
     """The bits set in exactly one, of integers or bool."""
     return apply("bitwise_xor", *_bit_pair("bitwise_xor", a, b))
+
+
+@primitive(
+    forward=lambda backend, x: backend.xp.invert(x),
+    no_vjp="works on bits",
+    samples=lambda rng: [Sample((rng.integers(0, 9, (3, 4)),)), Sample((rng.random(4) > 0.5,))],
+    errors=(BadInput((np.zeros(3),), TypeError, "wanted integers or bool"),),
+)
+def bitwise_invert(x: ExTensor, /) -> ExTensor:
+    """Every bit flipped, of integers; not x, of bool."""
+    tensors_only("bitwise_invert", x)
+    if x.dtype.kind not in ("int", "bool"):
+        raise TypeError(f"bitwise_invert: wanted integers or bool, got {x.dtype.name}")
+    return apply("bitwise_invert", x)
 
 
 def _cast(backend: Any, x: Any, dtype: DType) -> Any:

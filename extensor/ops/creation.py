@@ -44,7 +44,7 @@ def _matrix(name: str, x: ExTensor, k: int) -> ExTensor:
 
 
 @primitive(
-    forward=lambda backend, x, k: backend.xp.tril(x, k),
+    forward=lambda backend, x, k: backend.xp.tril(x, k).astype(x.dtype, copy=False),
     vjps=(lambda g, out, x, k: apply("tril", g, k=k),),
     reads="nothing",
     moves=True,
@@ -57,7 +57,7 @@ def tril(x: ExTensor, k: int = 0) -> ExTensor:
 
 
 @primitive(
-    forward=lambda backend, x, k: backend.xp.triu(x, k),
+    forward=lambda backend, x, k: backend.xp.triu(x, k).astype(x.dtype, copy=False),
     vjps=(lambda g, out, x, k: apply("triu", g, k=k),),
     reads="nothing",
     moves=True,

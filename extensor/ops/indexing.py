@@ -63,6 +63,8 @@ def getitem(x: ExTensor, key: Any) -> ExTensor:
 
 def _put(backend: Any, g: Any, key: Any, shape: tuple[int, ...]) -> Any:
     out = backend.xp.zeros(shape, dtype=g.dtype)
+    if isinstance(key, np.ndarray):
+        key = backend.xp.asarray(key)  # a host array may name positions on any device
     if _is_basic(key) or getattr(key, "dtype", None) == np.bool_:
         out[key] = g  # no position twice
     elif isinstance(key, tuple):

@@ -89,7 +89,7 @@ def max_pool2d(
 
 def _gather(backend: Any, x: Any, index: Any) -> Any:
     flat = x.reshape(*x.shape[:2], -1)
-    where = index.reshape(*index.shape[:2], -1)
+    where = backend.xp.asarray(index).reshape(*index.shape[:2], -1)
     return backend.xp.take_along_axis(flat, where, axis=2).reshape(index.shape)
 
 

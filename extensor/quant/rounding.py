@@ -6,16 +6,16 @@ library's casts, on fused multiply-adds or on flush-to-zero.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from extensor.formats import ElementFormat
+from extensor.formats.dialects import Ties
 
 __all__ = ["decode", "encode", "pack", "round_magnitude", "unpack"]
 
 Array = Any
-Ties = Literal["even", "away", "zero"]
 
 
 def round_magnitude(

@@ -12,6 +12,7 @@ from typing import Literal
 
 from extensor.errors import unknown_name
 from extensor.formats import DIALECTS, FORMATS, BlockFormat, Dialect, Tile
+from extensor.formats.dialects import Ties, ZeroSign
 
 __all__ = ["Hadamard", "QuantSpec"]
 
@@ -184,6 +185,30 @@ class QuantSpec:
     def dialect_row(self) -> Dialect:
         """The dialect's row."""
         return DIALECTS[self.dialect]
+
+    @property
+    def ties(self) -> Ties:
+        """What rounding to nearest does halfway between two codes."""
+        return self.dialect_row.ties_in(self.format)
+
+    @property
+    def zero_sign(self) -> ZeroSign:
+        """The sign bit of codes that are zero."""
+        return self.dialect_row.zero_sign_in(self.format)
+
+    @property
+    def kernel_gap(self) -> str | None:
+        """What of the dialect compiled kernels leave to numpy, as a phrase; None if nothing."""
+        dialect = self.dialect_row
+        gaps = {
+            f"zeros' signs of dialect {dialect.name}": self.zero_sign != "kept",
+            f"special blocks of dialect {dialect.name}": self.is_mx
+            and (dialect.mx_inf_byte is None or dialect.mx_least_divisor != -127),
+            f"the order of operations of dialect {dialect.name}": self.rule == "amax"
+            and self.row.tensor_scale
+            and dialect.nvfp4_order != "transformer_engine",
+        }
+        return next((phrase for phrase, open_ in gaps.items() if open_), None)
 
     @property
     def is_mx(self) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 
 from extensor.formats import ELEMENTS, ElementFormat
 from extensor.quant.array import QuantArray, QuantStats, block_grid, packed_length
+from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.jit import Source, launch
@@ -154,7 +155,7 @@ def quantize_source(plan: Plan, dtype: str, out: str, whole: bool, stats: bool) 
     """The quantizer's program for one plan, input dtype and kind of output."""
     spec, element, dialect = plan.spec, plan.spec.row.element, plan.spec.dialect_row
     stochastic = spec.rounding == "stochastic"
-    words = stochastic or dialect.ties != "even"
+    words = stochastic or spec.ties != "even"
     top = np.float32(element.max)
     macros = _element_macros(element) | {
         "IN": INPUTS.index(dtype),
@@ -171,7 +172,7 @@ def quantize_source(plan: Plan, dtype: str, out: str, whole: bool, stats: bool) 
         "WINDOW": -1 if spec.scale_window is None else spec.scale_window,
         "WORDS": int(words),
         "RBITS": spec.rbits if stochastic else 0,
-        "TIE_WORD": _TIE_WORDS.get(dialect.ties, "0u"),
+        "TIE_WORD": _TIE_WORDS.get(spec.ties, "0u"),
         "ELEMENT_SCALE": _float(spec.element_scale),
         "TOP": _float(element.max),
         "LEAST": _float(element.min_positive),
@@ -180,7 +181,8 @@ def quantize_source(plan: Plan, dtype: str, out: str, whole: bool, stats: bool) 
         "TIE_AT_TOP": _float(_tie_at_top(element)),
         "TENSOR_TARGET": _float(_SCALE.max * element.max),
         "SCALE_TOP": _float(_SCALE.max),
-        "INF_BYTE": f"{dialect.mx_inf_byte}u",
+        # None only where `kernel_gap` leaves encoding to the generic path.
+        "INF_BYTE": f"{E8M0_NAN if dialect.mx_inf_byte is None else dialect.mx_inf_byte}u",
         "ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
         "TINY_SATURATES": int(dialect.nvfp4_tiny_saturates),
         "PAIRS": int(_in_pairs(plan, dtype, out, words)),
@@ -199,8 +201,7 @@ def _in_pairs(plan: Plan, dtype: str, out: str, words: bool) -> bool:
 
 def columns_of(plan: Plan, dtype: str) -> int:
     """Neighbouring columns of a thread: as many as its registers hold without spilling."""
-    dialect = plan.spec.dialect_row
-    words = plan.spec.rounding == "stochastic" or dialect.ties != "even"
+    words = plan.spec.rounding == "stochastic" or plan.spec.ties != "even"
     return 2 if dtype == "float32" or words else 4
 
 

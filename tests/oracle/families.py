@@ -16,15 +16,16 @@ from tests.oracle.grid import (
     bits_of,
     decode,
     e4m3_byte,
-    encode,
     magnitude,
-    negative,
     round_integer,
 )
 from tests.oracle.work import (
     FLT_MAX,
-    INFINITY_SATURATES,
+    INFINITY_BYTE,
+    LEAST_DIVISOR,
+    LEAST_SCALE,
     NAN,
+    ORDER,
     TINY_SATURATES,
     ZERO_BLOCK_BYTE,
     F,
@@ -71,7 +72,8 @@ def quantize_mx(work: Work, rule: str) -> np.ndarray:
         if any(np.isnan(v) for v in values):
             scales[where] = 0xFF
         elif any(np.isinf(v) for v in values):
-            scales[where] = 0xFE if work.spec.dialect in INFINITY_SATURATES else 0xFF
+            byte_of = INFINITY_BYTE.get(work.spec.dialect, lambda emax: 0xFF)
+            scales[where] = byte_of(GRIDS[work.element].emax)
         elif any(v != 0 for v in values):
             statistic = work.statistic(where, places)
             exponents[where] = mx_exponent(statistic, rule, work.element)
@@ -90,8 +92,9 @@ def quantize_mx(work: Work, rule: str) -> np.ndarray:
             if byte == 255:
                 work.put(at, 0, False, NAN)
                 continue
-            v = work.scaled(F(work.x[at] * F(math.ldexp(1, 127 - byte))))
-            code, saturated = encode(v, work.element, work.drawn(number, position), work.ties)
+            divisor = max(byte - 127, LEAST_DIVISOR.get(work.spec.dialect, -127))
+            v = work.scaled(F(work.x[at] * F(math.ldexp(1, -divisor))))
+            code, saturated = work.coded(v, work.drawn(number, position))
             value = F(decode(code, work.element) * F(math.ldexp(1, byte - 127)))
             work.put(at, code, saturated, value)
     return scales
@@ -100,8 +103,33 @@ def quantize_mx(work: Work, rule: str) -> np.ndarray:
 # ---- NVFP4 ------------------------------------------------------------------------------------
 
 
+def nv_order(work: Work, rule: str) -> str:
+    """Whose order of operations: the rules that choose a scale know one only."""
+    named = work.spec.dialect
+    return named if rule == "amax" and named in ORDER else "transformer_engine"
+
+
+def nv_scaled(
+    work: Work, rule: str, x: np.float32, sf: np.float32, tensor_scale: np.float32
+) -> np.float32:
+    """What is rounded to e2m1."""
+    order = nv_order(work, rule)
+    if order == "model_optimizer":
+        return F(x / max(F(sf * tensor_scale), F(2.0**-149)))
+    if order == "torchao":
+        return F(x * min(F(F(F(1) / tensor_scale) / sf), FLT_MAX))
+    if sf == 0 and work.spec.dialect not in TINY_SATURATES:
+        return F(x * F(0))
+    return F(x * min(F(F(1) / F(sf * tensor_scale)), FLT_MAX))
+
+
 def nv_codes(
-    work: Work, number: int | None, places: list[Index | None], sf: np.float32, s_enc: np.float32
+    work: Work,
+    rule: str,
+    number: int | None,
+    places: list[Index | None],
+    sf: np.float32,
+    tensor_scale: np.float32,
 ) -> list[tuple[int, bool]]:
     """Code and saturation of each position of a block under one block scale.
 
@@ -109,19 +137,14 @@ def nv_codes(
     nearest and without the element factor.
     """
     out = []
-    inverse = min(F(F(1) / F(sf * F(F(1) / s_enc))), FLT_MAX)
     for position, at in enumerate(places):
         if at is None:
             out.append((0, False))
             continue
-        x = work.x[at]
-        if sf == 0 and work.spec.dialect not in TINY_SATURATES:
-            out.append((8 if negative(x) else 0, False))
-            continue
-        v, drawn = F(x * inverse), None
+        v, drawn = nv_scaled(work, rule, work.x[at], sf, tensor_scale), None
         if number is not None:
             v, drawn = work.scaled(v), work.drawn(number, position)
-        out.append(encode(v, "e2m1", drawn, work.ties))
+        out.append(work.coded(v, drawn, "e2m1"))
     return out
 
 
@@ -146,6 +169,9 @@ def quantize_nv(work: Work, rule: str) -> tuple[np.ndarray, np.float32]:
     bound = F(1536 if rule == "four_over_six" else 2688)
     s_enc = min(F(bound / amax), FLT_MAX) if amax > 0 else F(1)
     tensor_scale = F(F(1) / s_enc)
+    if nv_order(work, rule) != "transformer_engine":
+        tensor_scale = F(amax / F(2688))
+        tensor_scale = F(1) if tensor_scale == 0 else tensor_scale
     scales = np.zeros(work.grid_shape(), np.uint8)
     for number, (where, places) in enumerate(work.all):
         values = [work.x[at] for at in places if at is not None]
@@ -159,11 +185,12 @@ def quantize_nv(work: Work, rule: str) -> tuple[np.ndarray, np.float32]:
             scales[where] = ZERO_BLOCK_BYTE.get(work.spec.dialect, 0)
             for at in places:
                 if at is not None:
-                    code = 8 if negative(work.x[at]) else 0
+                    code, _ = work.coded(F(work.x[at] * F(0)), None, "e2m1")
                     work.put(at, code, False, decode(code, "e2m1"))
             continue
         block = work.statistic(where, places)
-        byte, codes = nv_block(work, rule, number, places, block, amax, s_enc)
+        tensor = (amax, s_enc, tensor_scale)
+        byte, codes = nv_block(work, rule, number, places, block, tensor)
         scales[where] = byte
         sf = decode(byte, "e4m3")
         for at, (code, saturated) in zip(places, codes, strict=True):
@@ -179,10 +206,19 @@ def nv_block(
     number: int,
     places: list[Index | None],
     block: np.float32,
-    amax: np.float32,
-    s_enc: np.float32,
+    tensor: tuple[np.float32, np.float32, np.float32],
 ) -> tuple[int, list[tuple[int, bool]]]:
     """Scale byte and codes of one block that is neither zero nor special."""
+    amax, s_enc, tensor_scale = tensor
+    order = nv_order(work, rule)
+    if order != "transformer_engine":
+        if order == "torchao":
+            base = F(F(block / F(6)) / tensor_scale)
+        else:
+            base = F(block / F(F(6) * tensor_scale))
+            base = F(1) if base == 0 else base
+        byte = max(e4m3_byte(min(base, F(448))), LEAST_SCALE[order])
+        return byte, nv_codes(work, rule, number, places, decode(byte, "e4m3"), tensor_scale)
     if rule == "four_over_six":
         base = F(F(block / F(6)) * s_enc)
         bytes_ = [e4m3_byte(min(base, F(448))), e4m3_byte(min(F(F(1.5) * base), F(448)))]
@@ -194,11 +230,10 @@ def nv_block(
         base = min(F(block * F(s_enc * F(F(1) / F(6)))), F(448))
         if rule == "amax":
             byte = e4m3_byte(base)
-            return byte, nv_codes(work, number, places, decode(byte, "e4m3"), s_enc)
+            return byte, nv_codes(work, rule, number, places, decode(byte, "e4m3"), tensor_scale)
         first = next((k for k, c in enumerate(EXACT_SCALES) if decode(c, "e4m3") >= base), 44)
         around = [k for k in (first + 1, first, first - 1, first - 2) if 0 <= k < 45]
         bytes_ = [EXACT_SCALES[k] for k in around]
-        tensor_scale = F(F(1) / s_enc)
 
         def value_of(sf: np.float32) -> object:
             return lambda q: F(F(q * sf) * tensor_scale)
@@ -206,12 +241,12 @@ def nv_block(
     best: tuple[np.float32, int] | None = None
     for byte in bytes_:
         sf = decode(byte, "e4m3")
-        codes = nv_codes(work, None, places, sf, s_enc)
+        codes = nv_codes(work, rule, None, places, sf, tensor_scale)
         error = squared_error(work, places, codes, value_of(sf))
         if best is None or error < best[0]:
             best = error, byte
     assert best is not None
-    return best[1], nv_codes(work, number, places, decode(best[1], "e4m3"), s_enc)
+    return best[1], nv_codes(work, rule, number, places, decode(best[1], "e4m3"), tensor_scale)
 
 
 # ---- float scales -----------------------------------------------------------------------------
@@ -256,7 +291,7 @@ def quantize_float(work: Work, rule: str) -> tuple[np.ndarray, np.ndarray | None
         for position, at in enumerate(places):
             if at is not None:
                 v = work.scaled(F(work.x[at] / s))
-                code, saturated = encode(v, work.element, work.drawn(number, position), work.ties)
+                code, saturated = work.coded(v, work.drawn(number, position))
                 work.put(at, code, saturated, F(decode(code, work.element) * s))
     return scales, zeros
 
@@ -327,7 +362,7 @@ def quantize_outlier(work: Work, rule: str, result: dict[str, np.ndarray]) -> np
                 work.put(at, 0, False, row[k])
                 continue
             v = work.scaled(F(rest[k] / s))
-            code, saturated = encode(v, "e4m3", work.drawn(number, k), work.ties)
+            code, saturated = work.coded(v, work.drawn(number, k), "e4m3")
             work.put(at, code, saturated, F(F(decode(code, "e4m3") * s) + mean))
     result.update(row_means=means, outlier_index=index, outlier_value=exact)
     return scales

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.oracle.blocks import Index, blocks
+from tests.oracle.grid import GRIDS, encode
 from tests.oracle.philox import word
 
 F = np.float32
@@ -36,10 +37,24 @@ DIALECT_RULE = {
     "compressed_tensors": "even",
     "model_optimizer": "rceil",
     "microxcaling": "floor",
+    "gguf": "floor",
 }
-TIES = {"model_optimizer": "zero", "microxcaling": "away"}
+TIES = {
+    ("model_optimizer", "mxfp4"): "zero",
+    ("gguf", "mxfp4"): "zero",
+} | {("microxcaling", name): "away" for name in FORMATS}
+ZEROS = {  # (dialect, format) -> (sign bit of exact zeros, of values that round to zero)
+    ("compressed_tensors", name): ("+", "own") for name in FORMATS
+} | {
+    ("model_optimizer", "mxfp4"): ("-", "own"),
+    ("model_optimizer", "nvfp4"): ("+", "own"),
+    ("gguf", "mxfp4"): ("+", "+"),
+}
 ZERO_BLOCK_BYTE = {"torchao": 0x08, "compressed_tensors": 0x20, "model_optimizer": 0x38}
-INFINITY_SATURATES = {"nvidia"}
+INFINITY_BYTE = {"nvidia": lambda emax: 0xFE, "torchao": lambda emax: 255 - emax}
+LEAST_DIVISOR = {"torchao": -126}
+LEAST_SCALE = {"torchao": 0x08, "model_optimizer": 0x01}
+ORDER = {"torchao", "model_optimizer"}
 TINY_SATURATES = {"nvidia"}
 
 
@@ -79,7 +94,9 @@ class Work:
         self.codes = np.zeros(self.x.shape, np.uint8)
         self.values = np.zeros(self.x.shape, np.float32)
         self.all = list(blocks(self.x.shape, self.axis, self.tile))
-        self.ties = TIES.get(self.spec.dialect, "even")
+        at = (self.spec.dialect, self.spec.format)
+        self.ties = TIES.get(at, "even")
+        self.zeros = ZEROS.get(at, ("own", "own"))
         self.factor = F(self.spec.element_scale)
 
     def grid_shape(self) -> tuple[int, ...]:
@@ -102,6 +119,16 @@ class Work:
     def scaled(self, v: np.float32) -> np.float32:
         """The element factor, when it is not one."""
         return v if self.factor == 1 else F(v * self.factor)
+
+    def coded(self, v: np.float32, drawn: int | None, element: str = "") -> tuple[int, bool]:
+        """Code and saturation of a scaled value, with the dialect's ties and zeros."""
+        name = element or self.element
+        code, saturated = encode(v, name, drawn, self.ties)
+        bit = 2 ** (GRIDS[name].bits - 1)
+        if not GRIDS[name].signed_integer and code % bit == 0:
+            sign = self.zeros[0 if v == 0 else 1]
+            code = {"own": code, "+": 0, "-": bit}[sign]
+        return code, saturated
 
     def put(self, at: Index, code: int, saturated: bool, value: object) -> None:
         self.codes[at] = code

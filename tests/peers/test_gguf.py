@@ -1,4 +1,4 @@
-"""Our gguf records, decoded by the gguf package: the same numbers."""
+"""Our gguf records against the gguf package's: the same bytes and the same numbers."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ def test_mxfp4_of_theirs() -> None:
     records = gguf.quants.quantize(values(), gguf.GGMLQuantizationType.MXFP4)
     decoded = gguf.quants.dequantize(records, gguf.GGMLQuantizationType.MXFP4)
     assert np.array_equal(dequantize(layouts.from_gguf_mxfp4(records)), decoded)
+
+
+def test_mxfp4_quantized_as_they_do() -> None:
+    """Byte for byte; ties and the signs of zeros included."""
+    x = np.concatenate([values(), (np.arange(-8192, 8192) / 1024).astype(F).reshape(32, 512)])
+    x[1, :40] = -0.0
+    records = gguf.quants.quantize(x, gguf.GGMLQuantizationType.MXFP4)
+    q, _ = quantize(x, QuantSpec("mxfp4", dialect="gguf"))
+    assert layouts.to_gguf_mxfp4(q).tobytes() == records.tobytes()
 
 
 def test_nvfp4() -> None:

@@ -64,6 +64,7 @@ FLOAT = [
     (QuantSpec("fp8_e5m2"), NVFP4),
     (QuantSpec("mxfp4", tile=(1, 10)), QuantSpec("mxfp4", tile=(1, 7))),
 ]
+TILES = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8", "nvfp4")
 WEIGHTS = [
     MXFP4,
     *(QuantSpec("mxfp4", tile=(1, n)) for n in (16, 64, 128, 256)),
@@ -153,10 +154,18 @@ def test_within_the_bound(variant: str, a: QuantSpec, b: QuantSpec) -> None:
         if CORE is not None:
             step = products.block_step(qa, qb)
             assert isinstance(step, int)
-            assert path == f"core ({variant}, {'integer' if step else 'float'})"
+            kind = "integer" if step else "float"
+            if variant == "amx" and {a.row.name, b.row.name} <= set(TILES):
+                kind = "bf16"
+            elif variant == "amx":
+                kind += ": "  # and the reason
+            assert path.startswith(f"core ({variant}, {kind}")
+            assert path.endswith(f"{kind})") == (not kind.endswith(" "))
             if shape[2] > 10:  # a short row is one block, however blocks of 7 and 10 would meet
                 assert bool(step) == ((a, b) in INTEGER)
             terms = math.ceil(shape[2] / step) if step else shape[2]
+            if kind == "bf16":
+                terms = math.ceil(shape[2] / 32) + 14
         check(BACKEND.block_matmul(qa, qb), xa, xb, terms, (shape, path))
 
 
@@ -170,6 +179,9 @@ def test_integer_products_have_the_same_bits_everywhere(a: QuantSpec, b: QuantSp
         results = set()
         for name in VARIANTS:
             CORE.set_gemm_level(name)
+            if "integer" not in BACKEND.path("block_matmul", qa, qb):
+                assert name == "amx"  # sums in another order
+                continue
             results.add(BACKEND.block_matmul(qa, qb).tobytes())
         assert len(results) == 1, shape
     CORE.set_gemm_level(before)
@@ -204,7 +216,7 @@ def test_threads_do_not_change_a_bit(variant: str, a: QuantSpec, b: QuantSpec) -
     qa, qb = quantized((300, 200), a, 1), quantized((170, 200), b, 2)
     x = np.random.default_rng(0).standard_normal((3, 200)).astype(np.float32)
     results = []
-    for threads in (1, 2, 3, 2):
+    for threads in (1, 2, 3, 8, 2):
         if CORE is not None:
             CORE.set_threads(threads)
         both = BACKEND.block_matmul(qa, qb), BACKEND.weight_matmul(x, qb)
@@ -284,10 +296,124 @@ def test_scales_at_the_ends_of_their_range(variant: str) -> None:
         a.scales[0] = high
         a.codes[0] = 0
         if CORE is not None:
-            assert kind in BACKEND.path("block_matmul", a, b)
+            if variant == "amx" and low == high:
+                kind = "bf16"
+            assert f", {kind}" in BACKEND.path("block_matmul", a, b)
         got = BACKEND.block_matmul(a, b)
         assert not got[0].any()
         check(got[1:], exact(a)[1:], exact(b), 64, (low, high))
+
+
+# --- tiles of bfloat16 --------------------------------------------------------------------------
+
+
+def on_tiles(a: QuantArray, b: QuantArray) -> np.ndarray | None:
+    """Their product on tiles of bfloat16, where there are any."""
+    if "amx" not in VARIANTS:
+        assert CORE is None or not CORE.gemm_has_bf16()
+        return None
+    CORE.set_gemm_level("amx")
+    try:
+        assert BACKEND.path("block_matmul", a, b) == "core (amx, bf16)"
+        return BACKEND.block_matmul(a, b)
+    finally:
+        CORE.set_gemm_level(VARIANTS[-1])
+
+
+@pytest.mark.parametrize("first", TILES)
+def test_every_pair_on_tiles(first: str) -> None:
+    """Ragged, single and whole extents; K at and around the 32 of a tile and the 512 of a visit."""
+    shapes = ((1, 1, 1), (32, 32, 32), (33, 31, 65), (16, 17, 511), (3, 200, 1025), (300, 140, 64))
+    for second in TILES:
+        for shape in shapes:
+            qa, qb, xa, xb = case(QuantSpec(first), QuantSpec(second), shape)
+            got = on_tiles(qa, qb)
+            if got is not None:
+                terms = math.ceil(shape[2] / 32) + 14
+                check(got, xa, xb, terms, (first, second, shape))
+
+
+def test_tiles_are_exact_where_the_sum_is() -> None:
+    """Each pair of codes alone, at unequal scales: not one bit of a value is lost in decoding."""
+    for name in TILES:
+        spec = QuantSpec(name)
+        bits = spec.row.element.bits
+        k = 4
+        q = quantized((1 << bits, k), spec, 0)
+        packed = np.arange(1 << bits, dtype=np.uint8)
+        codes = np.zeros_like(q.codes)
+        codes[:, 0] = packed
+        rng = np.random.default_rng(1)
+        low, high = (107, 147) if spec.is_mx else (1, 127)
+        scales = [rng.integers(low, high, q.scales.shape).astype(np.uint8) for _ in range(2)]
+        a, b = (QuantArray(codes, s, q.spec, q.shape, tensor_scale=q.tensor_scale) for s in scales)
+        got = on_tiles(a, b)
+        if got is None:
+            return
+        with np.errstate(invalid="ignore"):
+            wanted = (exact(a)[:, :1] * exact(b)[:, :1].T).astype(np.float32)
+        finite = np.isfinite(wanted)
+        assert np.array_equal(got[finite], wanted[finite]), name
+        assert not np.isfinite(got[~finite]).any(), name
+
+
+def test_where_tiles_would_flush_or_overflow_another_kernel_runs() -> None:
+    """At the edge on both sides: the last scale that tiles take is right, the next is refused."""
+    k = 40
+    mx8 = QuantSpec("mxfp8_e4m3")  # values are multiples of 2**-9, at most 448 < 2**9
+    assert products.bf16_reason(quantized((2, k), mx8, 1), quantized((2, k), mx8, 2)) is None
+    for low, other, fits in ((26, 120, True), (26, 119, False), (9, 140, False), (10, 140, True)):
+        a, b = quantized((5, k), mx8, 1), quantized((6, k), mx8, 2)
+        a.scales[:], b.scales[:] = low, other
+        reason = products.bf16_reason(a, b)
+        assert (reason is None) == fits, (low, other, reason)
+        if fits:
+            got = on_tiles(a, b)
+            if got is not None:
+                bound = gamma(20) * (np.abs(exact(a)) @ np.abs(exact(b)).T)
+                assert (np.abs(got - exact(a) @ exact(b).T) <= bound).all()
+        else:
+            assert "down to" in str(reason)
+            check(BACKEND.block_matmul(a, b), exact(a), exact(b), k, (low, other))
+    a.scales[:], b.scales[:] = 240, 140  # 2**9 2**113 2**9 2**13 40 > 2**128
+    assert "up to" in str(products.bf16_reason(a, b))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e3m2", "mxfp8_e5m2", "mxint8"])
+def test_zero_blocks_of_any_scale_stay_on_tiles(name: str) -> None:
+    """Their scale is often the least there is; it must meet neither the range nor a NaN."""
+    x = np.random.default_rng(0).standard_normal((9, 100)).astype(np.float32)
+    x[2:5, 32:64], x[:, 96:] = -0.0, 0.0
+    q = BACKEND.quantize(x, QuantSpec(name).resolve(2))[0]
+    q.scales[2:5, 1], q.scales[:, 3] = 0, 3
+    b = quantized((4, 100), QuantSpec(name), 1)
+    assert products.bf16_reason(q, b) is None
+    got = on_tiles(q, b)
+    if got is not None:
+        check(got, exact(q), exact(b), 18, name)
+    q.codes[3, q.codes.shape[1] // 4] = 1  # no longer zero, in the second block
+    assert "down to 2**-1" in str(products.bf16_reason(q, b))
+    check(BACKEND.block_matmul(q, b), exact(q), exact(b), 100, name)
+
+
+def test_what_tiles_cannot_hold() -> None:
+    good = quantized((4, 64), MXFP4, 0)
+    for spec, reason in (
+        (QuantSpec("int8"), "float32 scales"),
+        (ZEROS, "zero points"),
+        (QuantSpec("fp8_e4m3"), "float32 scales"),
+    ):
+        q = quantized((4, 64), spec, 0)
+        assert reason in str(products.bf16_reason(good, q))
+        if CORE is not None and CORE.gemm_has_bf16():
+            with pytest.raises(ValueError, match="scales as bytes, and no zero points"):
+                CORE.bf16_matmul(products.matrix(CORE, good), products.matrix(CORE, q))
+    if CORE is None:
+        return
+    CORE.set_gemm_level("scalar")
+    with pytest.raises(ValueError, match="no tiles of bfloat16"):
+        CORE.bf16_matmul(*[products.matrix(CORE, good)] * 2)
+    CORE.set_gemm_level(VARIANTS[-1])
 
 
 # --- weights ------------------------------------------------------------------------------------

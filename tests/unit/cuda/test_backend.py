@@ -98,3 +98,43 @@ def test_vectors_are_used_only_where_they_fit() -> None:
         assert isinstance(plan, kernels.Plan)
         assert kernels.is_whole(plan, 4096, "bfloat16") is wanted, shape
         assert not kernels.is_whole(plan, 4098, "bfloat16")
+
+
+def test_a_fork_after_cuda_started_raises() -> None:
+    """The child's array module is replaced, whatever it was; numpy stands for cupy here."""
+    code = """
+import os, numpy
+from extensor_cuda.backend import CudaBackend
+backend = CudaBackend(numpy)
+os.register_at_fork(after_in_child=backend.refuse_after_fork)
+child = os.fork()
+if not child:
+    try:
+        backend.xp.zeros(3)
+    except RuntimeError as error:
+        os._exit(0 if "forked after CUDA started" in str(error) else 1)
+    os._exit(2)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert backend.xp.zeros(3).shape == (3,)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_out_of_memory_names_the_bytes() -> None:
+    class OutOfMemoryError(MemoryError):
+        pass
+
+    def malloc(size: int) -> int:
+        if size > 100:
+            raise OutOfMemoryError
+        return size
+
+    memory = types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
+    runtime = types.SimpleNamespace(memGetInfo=lambda: (100, 1000))
+    cupy = types.SimpleNamespace(
+        get_default_memory_pool=lambda: types.SimpleNamespace(malloc=malloc),
+        cuda=types.SimpleNamespace(memory=memory, runtime=runtime),
+    )
+    with pytest.raises(MemoryError, match="wanted 101 bytes, 100 of 1000 are free"):
+        backend._allocate(cupy, 101)
+    assert backend._allocate(cupy, 100) == 100

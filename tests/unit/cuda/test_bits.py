@@ -187,3 +187,10 @@ def test_gradients_flow_on_the_gpu(cuda: Any) -> None:
     (x.to_mxfp8().dequantize() * 2.0).sum().backward()
     assert x.grad is not None
     np.testing.assert_array_equal(x.grad.numpy(), np.full((6, 256), 2.0, np.float32))
+
+
+def test_out_of_memory_leaves_tensors_usable(cuda: Any) -> None:
+    x = et.ones((4, 4), device="cuda")
+    with pytest.raises(MemoryError, match=r"wanted \d+ bytes, \d+ of \d+ are free"):
+        et.zeros((1 << 20, 1 << 20), device="cuda")
+    assert float((x + x).sum()) == 32.0

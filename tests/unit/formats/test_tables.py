@@ -111,19 +111,34 @@ def test_dialects() -> None:
             d.mx_scale_rule,
             d.ties,
             d.mx_inf_byte,
+            d.nvfp4_order,
             d.nvfp4_zero_scale,
+            d.nvfp4_least_scale,
             d.nvfp4_tiny_saturates,
         )
         for n, d in DIALECTS.items()
     }
+    te = "transformer_engine"
     assert got == {
-        "ocp": (None, "even", 0xFF, 0x00, False),
-        "nvidia": ("rceil", "even", 0xFE, 0x00, True),
-        "torchao": ("floor", "even", 0xFF, 0x08, False),
-        "compressed_tensors": ("even", "even", 0xFF, 0x20, False),
-        "model_optimizer": ("rceil", "zero", 0xFF, 0x38, False),
-        "microxcaling": ("floor", "away", 0xFF, 0x00, False),
+        "ocp": (None, "even", 0xFF, te, 0x00, 0x00, False),
+        "nvidia": ("rceil", "even", 0xFE, te, 0x00, 0x00, True),
+        "torchao": ("floor", "even", None, "torchao", 0x08, 0x08, False),
+        "compressed_tensors": ("even", "even", 0xFF, te, 0x20, 0x00, False),
+        "model_optimizer": ("rceil", "even", 0xFF, "model_optimizer", 0x38, 0x01, False),
+        "microxcaling": ("floor", "away", 0xFF, te, 0x00, 0x00, False),
+        "gguf": ("floor", "even", 0xFF, te, 0x00, 0x00, False),
     }
+    ties = {n: d.ties_in("mxfp4") for n, d in DIALECTS.items() if d.ties_in("mxfp4") != d.ties}
+    assert ties == {"model_optimizer": "zero", "gguf": "zero"}
+    signs = {(n, f): d.zero_sign_in(f) for n, d in DIALECTS.items() for f in FORMATS}
+    assert {key: sign for key, sign in signs.items() if sign != "kept"} == {
+        ("compressed_tensors", f): "zeros_positive" for f in FORMATS
+    } | {
+        ("model_optimizer", "mxfp4"): "zeros_negative",
+        ("model_optimizer", "nvfp4"): "zeros_positive",
+        ("gguf", "mxfp4"): "codes_positive",
+    }
+    assert {n for n, d in DIALECTS.items() if d.mx_least_divisor != -127} == {"torchao"}
 
 
 @pytest.mark.parametrize("table", [ELEMENTS, FORMATS, SCALES, DIALECTS])

@@ -75,7 +75,7 @@ def test_outputs_and_gradients_as_torch(case, training):
     with torch.no_grad():
         for seed, (p, q) in enumerate(pairs):
             values = p.numpy() + np.random.default_rng(seed).random(p.shape).astype(np.float32)
-            p.data = values
+            p.data = p.backend.xp.asarray(values)
             q.copy_(torch.tensor(values.reshape(tuple(q.shape))))
     x = tensor(shape, 1, requires_grad=True)
     z = torch.tensor(x.numpy().copy(), requires_grad=True)

@@ -1,0 +1,215 @@
+// Random words, and 16 values of a block to packed codes or decoded values.
+
+// ---- random words ----
+
+__device__ __forceinline__ void philox(u32 call, u32 block, const Stream& s, u32 (&out)[4]) {
+    u32 c0 = call, c1 = block, c2 = s.high0, c3 = s.high1, k0 = s.key0, k1 = s.key1;
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const u64 p0 = static_cast<u64>(c0) * 0xD2511F53u, p1 = static_cast<u64>(c2) * 0xCD9E8D57u;
+        c0 = static_cast<u32>(p1 >> 32) ^ c1 ^ k0;
+        c1 = static_cast<u32>(p1);
+        c2 = static_cast<u32>(p0 >> 32) ^ c3 ^ k1;
+        c3 = static_cast<u32>(p0);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+
+// ---- elements ----
+
+constexpr u32 kLowest = static_cast<u32>(127 + MIN_EXPONENT) << 23;
+
+struct Tally {
+    u32 saturated, flushed;
+};
+
+// |y| on the grid continued without a top: its code; `value` is the number that the code means.
+// WORDS: up exactly when frac * 2**32 > word; else to nearest even.
+__device__ __forceinline__ u32 round_magnitude(float y, u32 word, float& value) {
+    const float magnitude = fabsf(y);
+    const u32 exponent = IS_FLOAT ? larger(bits_of(y) & kExponent, kLowest) : kLowest;
+    // The sum's last place is the grid's spacing, so the addition itself rounds.
+    const u32 anchor = exponent + (static_cast<u32>(23 - MANTISSA) << 23);
+#if WORDS
+    const float sum = __fadd_rz(magnitude, float_of(anchor));
+    const float rest = __fsub_rn(magnitude, __fsub_rn(sum, float_of(anchor)));  // exact
+    const u32 spacing = exponent - (static_cast<u32>(MANTISSA) << 23);
+    const float parts = __fmul_rn(rest, float_of((286u << 23) - spacing));  // times 2**32 / spacing
+    const u32 steps = bits_of(sum) - anchor + (__float2uint_ru(parts) > word ? 1 : 0);
+    value = __fmul_rn(__uint2float_rn(steps), float_of(spacing));
+#else
+    const float sum = __fadd_rn(magnitude, float_of(anchor));
+    const u32 steps = bits_of(sum) - anchor;
+    value = __fsub_rn(sum, float_of(anchor));
+#endif
+    return ((exponent - kLowest) >> (23 - MANTISSA)) + steps;
+}
+
+// The conversion instructions round to nearest even and saturate, just as round_magnitude does.
+#if HARDWARE && __CUDA_ARCH__ >= 890
+#define CONVERTS 1
+__device__ __forceinline__ u32 convert_pair(float low, float high) {
+    u16 pair;
+    asm("cvt.rn.satfinite." HARDWARE_TYPE "x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+#else
+#define CONVERTS 0
+#endif
+
+#if WORDS
+// The 16 random words of a chunk, or the constant that rounds ties away from or towards zero.
+__device__ __forceinline__ void random_words(u32 block, u32 part, const Stream& stream,
+                                             u32 (&word)[kChunk]) {
+    u32 draw[4];
+#if RBITS == 32
+#pragma unroll
+    for (int k = 0; k < kChunk; k += 4) {
+        philox(part * 4 + k / 4, block, stream, draw);
+        word[k] = draw[0], word[k + 1] = draw[1], word[k + 2] = draw[2], word[k + 3] = draw[3];
+    }
+#elif RBITS == 8
+    philox(part, block, stream, draw);
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k)  // byte * 2**24 + 2**23
+        word[k] = __byte_perm(draw[k / 4], 0x00800000u, (k % 4) << 12 | 0x0654);
+#else
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) word[k] = TIE_WORD;
+#endif
+}
+#endif
+
+// The bytes that hold the signs of four floats.
+__device__ __forceinline__ u32 high_bytes(float a, float b, float c, float d) {
+    return __byte_perm(__byte_perm(bits_of(a), bits_of(b), 0x73),
+                       __byte_perm(bits_of(c), bits_of(d), 0x73), 0x5410);
+}
+
+// 16 values of one block -> words of packed codes (OUT 0) or decoded values (OUT 1, into x).
+__device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool far,
+                                       const Tensor& tensor, u32 block, u32 part, const Stream& stream,
+                                       u32 (&codes)[kWords], Tally& tally) {
+#if WORDS
+    u32 word[kChunk];
+    random_words(block, part, stream, word);
+#endif
+    u32 zeros = 0, saturated = 0;  // zero codes; values beyond the top
+#if STATS
+    float least = fabsf(x[0]);
+#pragma unroll
+    for (int k = 1; k < kChunk; ++k) least = fminf(least, fabsf(x[k]));
+    u32 zero_inputs = 0;
+    if (least == 0) {
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) zero_inputs += x[k] == 0;
+    }
+#if UE4M3
+    // A tiny tensor scale can make a nonzero code decode to zero: then the values are counted.
+    const bool counts_values = __fmul_rn(__fmul_rn(LEAST, s.decode), tensor.scale) == 0;
+    u32 zero_values = 0;
+#endif
+#endif
+    float y[kChunk];
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+        y[k] = __fmul_rn(x[k], s.apply);
+        if (ELEMENT_SCALE != 1.0f) y[k] = __fmul_rn(y[k], ELEMENT_SCALE);
+    }
+#if !(CONVERTS && OUT == 0)
+    if (far) {
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k)
+            y[k] = float_of(smaller(bits_of(y[k]) & kMagnitude, CLAMP_BITS) | (bits_of(y[k]) & kSign));
+    }
+#endif
+#if CONVERTS && OUT == 0
+#pragma unroll
+    for (int k = 0; k < kChunk; k += 4) {
+        const u32 low = convert_pair(y[k], y[k + 1]), high = convert_pair(y[k + 2], y[k + 3]);
+        const u32 packed = __byte_perm(low, high, 0x5410);
+        codes[k / 4] = packed & s.live;
+#if STATS
+#pragma unroll
+        for (int i = 0; i < 4; ++i) saturated += fabsf(y[k + i]) > TIE_AT_TOP;
+        zeros += __popc(~((packed & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) & 0x80808080u);
+#endif
+    }
+#else
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) codes[w] = 0;
+    // Of 4 bits: magnitudes first (up to 10: bit 3 says that it saturates), then eight at a time.
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+        float value;
+#if WORDS
+        u32 n = round_magnitude(y[k], word[k], value);
+#else
+        u32 n = round_magnitude(y[k], 0, value);
+#endif
+        const u32 sign = bits_of(y[k]) & kSign;
+#if OUT == 1
+#if STATS
+        saturated += n > MAX_CODE;
+        zeros += n == 0;
+#endif
+        value = fminf(value, TOP);
+        const bool keeps = IS_FLOAT || n != 0;  // a fixed-point grid has no negative zero
+        value = __fmul_rn(float_of(bits_of(value) | (keeps ? sign : 0)), s.decode);
+        if (UE4M3) value = __fmul_rn(value, tensor.scale);
+#if STATS && UE4M3
+        zero_values += value == 0 && x[k] != 0;
+#endif
+        x[k] = s.live ? value : float_of(kNaN);
+#elif BITS == 4
+        codes[k / 8] |= n << (k % 8 * 4);
+#else
+#if STATS
+        saturated += n > MAX_CODE;
+        zeros += n == 0;
+#endif
+        n = smaller(n, MAX_CODE);
+        n = IS_FLOAT ? n | sign >> (32 - BITS) : (sign ? 0 - n : n) & ((1u << BITS) - 1);
+        const int at = k * BITS;
+        codes[at / 32] |= n << (at % 32);
+        if (at % 32 + BITS > 32) codes[at / 32 + 1] |= n >> (32 - at % 32);
+#endif
+    }
+#if OUT == 0 && BITS == 4
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+        const u32 over = codes[w] & 0x88888888u;
+        const u32 n = (codes[w] | (over - (over >> 3))) & 0x77777777u;
+#if STATS
+        saturated += __popc(over);
+        zeros += 8 - __popc((n | n >> 1 | n >> 2) & 0x11111111u);
+#if UE4M3
+        if (counts_values) {
+            for (int i = 0; i < 8; ++i) {
+                const u32 code = n >> (4 * i) & 7u;
+                const float grid = __fmul_rn(float_of(code << 22), float_of(0x7E800000u));
+                zero_values += __fmul_rn(__fmul_rn(grid, s.decode), tensor.scale) == 0;
+            }
+        }
+#endif
+#endif
+        const u32 even = high_bytes(y[8 * w], y[8 * w + 2], y[8 * w + 4], y[8 * w + 6]);
+        const u32 odd = high_bytes(y[8 * w + 1], y[8 * w + 3], y[8 * w + 5], y[8 * w + 7]);
+        codes[w] = (n | (even >> 4 & 0x08080808u) | (odd & 0x80808080u)) & s.live;
+    }
+#elif OUT == 0
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) codes[w] &= s.live;
+#endif
+#endif
+#if STATS
+    u32 flushed = zeros - zero_inputs;
+#if UE4M3
+    if (counts_values) flushed = OUT == 1 ? zero_values : zero_values - zero_inputs;
+#endif
+    tally.saturated += s.live ? saturated : 0;
+    tally.flushed += s.live ? flushed : 0;
+#endif
+}

@@ -1,0 +1,289 @@
+"""Placing the Hopper GEMM: element types, tile and epilogue -> program, tensor maps, launch."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from extensor_cuda import jit
+
+__all__ = ["Config", "Flags", "gemm", "gemm_source"]
+
+TILE_M, ROW_BYTES, THREADS = 128, 128, 384
+ACTIVATIONS = ("none", "relu", "silu", "gelu")
+_SHARED = 227 * 1024
+_PATCHES, _SLACK = 8 * 16 * 128, 1024
+_STEP = {"e4m3": 32, "e5m2": 32, "s8": 32, "bf16": 16}  # elements of K in one wgmma
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Config:
+    """One specialisation of gemm.cu.
+
+    Attributes:
+        a, b: element types: e4m3 and e5m2 in any mix, bf16 or s8 with themselves.
+        tile_n: columns of a block's tile: 64 to 256, a multiple of 16.
+        promote: stages of 128 bytes along K between additions in float32; 0: never.
+        cluster: blocks that share a tile of B, 1 or 2.
+        stages: of the ring; None: as many as fit.
+        out: "float32" or "bfloat16".
+        activation: applied to the sum with its bias.
+    """
+
+    a: str = "e5m2"
+    b: str = "e5m2"
+    tile_n: int = 192
+    promote: int = 4
+    cluster: int = 1
+    stages: int | None = None
+    out: str = "float32"
+    activation: str = "none"
+    guard: bool = False  # a barrier that is never reached ends the kernel with an error
+
+    @property
+    def depth(self) -> int:
+        """Stages of the ring."""
+        fits = (_SHARED - _PATCHES - _SLACK - 256) // ((TILE_M + self.tile_n) * ROW_BYTES)
+        return min(fits, 8) if self.stages is None else self.stages
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory."""
+        ring = self.depth * ((TILE_M + self.tile_n) * ROW_BYTES + 16)
+        return ring + _PATCHES + _SLACK
+
+
+def _wgmma(a: str, b: str, n: int) -> str:
+    """The wgmma of 64 x n, K of 32 bytes, as a function on n / 2 accumulators."""
+    count, kind = n // 2, "s32" if a == "s8" else "f32"
+    letter = "r" if a == "s8" else "f"
+    tail = {"s8": "", "bf16": ", 1, 1, 0, 0"}.get(a, ", 1, 1")
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
+    return (
+        "__device__ __forceinline__ void wgmma(Sum (&d)[kRegisters], u64 a, u64 b, int more) {\n"
+        f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"\n'
+        f'        "wgmma.mma_async.sync.aligned.m64n{n}k{_STEP[a]}.{kind}.{a}.{b} "\n'
+        f'        "{{{registers}}}, %{count}, %{count + 1}, p{tail};\\n}}"\n'
+        f'        : {operands} : "l"(a), "l"(b), "r"(more));\n}}\n'
+    )
+
+
+@lru_cache(maxsize=256)
+def gemm_source(config: Config) -> jit.Source:
+    """The GEMM's program."""
+    text = (_FOLDER / "gemm.cu").read_text(encoding="utf-8")
+    macros = {
+        "TILE_N": config.tile_n,
+        "STAGES": config.depth,
+        "CLUSTER": config.cluster,
+        "CLUSTER_DIMS": f"__cluster_dims__({config.cluster}, 1, 1)" if config.cluster > 1 else "",
+        "PROMOTE": config.promote,
+        "KIND": {"s8": 2, "bf16": 1}.get(config.a, 0),
+        "OUT_BF16": int(config.out == "bfloat16"),
+        "ACTIVATION": ACTIVATIONS.index(config.activation),
+        "GUARD": int(config.guard),
+    }
+    pairs = tuple((name, str(value)) for name, value in sorted(macros.items()))
+    text = text.replace("//WGMMA//", _wgmma(config.a, config.b, config.tile_n))
+    return jit.Source("gemm", text, pairs)
+
+
+class _Epilogue(ctypes.Structure):
+    """As in gemm.cu."""
+
+    _fields_ = (
+        ("out", ctypes.c_void_p),
+        ("pitch", ctypes.c_longlong),
+        ("row_exponent", ctypes.c_void_p),
+        ("column_exponent", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("residual_pitch", ctypes.c_longlong),
+        ("row_flag", ctypes.c_void_p),
+        ("column_flag", ctypes.c_void_p),
+        ("amax", ctypes.c_void_p),
+        ("row_step", ctypes.c_int),
+        ("column_step", ctypes.c_int),
+        ("flag_wanted", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("columns", ctypes.c_int),
+        ("stages_of_k", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Whether the kernel runs at all, read on the device.
+
+    Attributes:
+        row, column: uint32 of shape (), set where an operand is out of window; or None.
+        wanted: 0: run if no flag is set; 1: run if one is.
+    """
+
+    row: Any = None
+    column: Any = None
+    wanted: int = 0
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _check(result: Any, what: str) -> Any:
+    """The values of a driver call.
+
+    Raises:
+        RuntimeError: if it failed; names the call and the driver's error.
+    """
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"{what} failed: {error.name}")
+    return values[0] if len(values) == 1 else values
+
+
+@lru_cache(maxsize=256)
+def _function(config: Config, device: int) -> tuple[Any, Any]:
+    """The kernel on one device, and the module that holds it."""
+    import cupy
+
+    capability = cupy.cuda.Device(device).compute_capability
+    if capability != "90":
+        raise RuntimeError(
+            f"the wgmma GEMM runs on compute capability 9.0 (H100, H200), this GPU has {capability}"
+        )
+    driver = _driver()
+    code = jit.cubin(gemm_source(config), "sm_90a")
+    module = _check(driver.cuModuleLoadData(code), "cuModuleLoadData")
+    function = _check(driver.cuModuleGetFunction(module, b"gemm"), "cuModuleGetFunction")
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _check(driver.cuFuncSetAttribute(function, attribute, config.shared), "cuFuncSetAttribute")
+    return function, module
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(pointer: int, rows: int, bytes_of_row: int, pitch: int, box: int) -> bytes:
+    """The descriptor of a matrix of bytes, loaded in boxes of ``box`` rows of 128 bytes."""
+    driver = _driver()
+    value = _check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            2,
+            pointer,
+            [driver.cuuint64_t(bytes_of_row), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(pitch)],
+            [driver.cuuint32_t(ROW_BYTES), driver.cuuint32_t(box)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        "cuTensorMapEncodeTiled",
+    )
+    return ctypes.string_at(value.getPtr(), 128)
+
+
+def _pointer(array: Any) -> int | None:
+    return None if array is None else int(array.data.ptr)
+
+
+def gemm(
+    a: Any,
+    b: Any,
+    out: Any,
+    config: Config,
+    row_exponent: Any = None,
+    column_exponent: Any = None,
+    bias: Any = None,
+    residual: Any = None,
+    flags: Flags | None = None,
+    amax: Any = None,
+    blocks: int | None = None,
+) -> None:
+    """Launch out = activation(a b^T 2^(row + column exponent) + bias) + residual; does not wait.
+
+    Args:
+        a: (M, K) codes, one byte an element (bf16: two), rows a multiple of 16 bytes apart.
+        b: (N, K) codes, likewise.
+        out: (M, N) float32 or bfloat16, contiguous along N.
+        config: the program; its types say what the codes mean.
+        row_exponent: int32, (M,) or (1,): added to the exponent of a row of the product.
+        column_exponent: int32, (N,) or (1,), likewise for columns.
+        bias: float32 (N,).
+        residual: as out.
+        flags: on the device, whether to run; None: always.
+        amax: uint32 of shape (): raised to the bits of the largest magnitude written.
+        blocks: of the grid; None: one per multiprocessor.
+
+    Raises:
+        ValueError: if the pitch or alignment of an operand does not fit.
+        RuntimeError: on a GPU that is not Hopper, or if the driver refuses.
+    """
+    import cupy
+
+    (m, k), n, size = a.shape, b.shape[0], a.dtype.itemsize
+    for name, operand in (("a", a), ("b", b)):
+        if operand.strides[1] != size or operand.strides[0] % 16 or operand.data.ptr % 16:
+            raise ValueError(
+                f"gemm: wanted {name} with contiguous rows a multiple of 16 bytes apart, got "
+                f"strides {operand.strides} at address {operand.data.ptr:#x}; copy it into rows "
+                "of a padded pitch"
+            )
+    if b.shape[1] != k or out.shape != (m, n):
+        raise ValueError(f"gemm: a {a.shape}, b {b.shape} and out {out.shape} do not fit")
+    device = cupy.cuda.runtime.getDevice()
+    function, _ = _function(config, device)
+    maps = [
+        _tensor_map(x.data.ptr, x.shape[0], k * size, x.strides[0], box)
+        for x, box in ((a, TILE_M), (b, config.tile_n // config.cluster))
+    ]
+    flags = flags or Flags(wanted=-1)
+    item = out.dtype.itemsize
+    epilogue = _Epilogue(
+        _pointer(out),
+        out.strides[0] // item,
+        _pointer(row_exponent),
+        _pointer(column_exponent),
+        _pointer(bias),
+        _pointer(residual),
+        0 if residual is None else residual.strides[0] // item,
+        _pointer(flags.row),
+        _pointer(flags.column),
+        _pointer(amax),
+        int(row_exponent is not None and row_exponent.size > 1),
+        int(column_exponent is not None and column_exponent.size > 1),
+        flags.wanted,
+        m,
+        n,
+        -(-k * size // ROW_BYTES),
+    )
+    count = cupy.cuda.Device(device).attributes["MultiProcessorCount"]
+    tiles = -(-m // (TILE_M * config.cluster)) * -(-n // config.tile_n)
+    grid = min((blocks or count) // config.cluster, tiles) * config.cluster
+    buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
+    addresses = [ctypes.addressof(buffer) for buffer in buffers] + [ctypes.addressof(epilogue)]
+    parameters = (ctypes.c_void_p * 3)(*addresses)
+    stream = cupy.cuda.get_current_stream().ptr
+    _check(
+        _driver().cuLaunchKernel(
+            function,
+            grid,
+            1,
+            1,
+            THREADS,
+            1,
+            1,
+            config.shared,
+            stream,
+            ctypes.addressof(parameters),
+            0,
+        ),
+        "cuLaunchKernel",
+    )

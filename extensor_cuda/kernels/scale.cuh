@@ -1,0 +1,75 @@
+// A block's scale from its largest magnitude: E8M0 under every rule, and NVFP4's.
+
+// ---- scales ----
+
+// The grid of NVFP4's scales.
+constexpr u32 kScaleLowest = static_cast<u32>(127 + SCALE_MIN_EXPONENT) << 23;
+
+struct Scale {
+    float apply, decode;  // values are multiplied by the first, grid values by the second
+    u32 stored, live;     // the byte; all ones for a block of numbers
+};
+
+// Whether a block's largest value is so far beyond the grid that its code would not fit; true for a
+// block that holds NaN.
+__device__ __forceinline__ bool is_far(u32 amax, const Scale& s) {
+    return !(fabsf(__fmul_rn(float_of(amax), s.apply)) < float_of(CLAMP_BITS));
+}
+
+// Exponent + 127 by the rule, for finite maxima. For a subnormal maximum it is right only up to the
+// clamp at 0.
+__device__ __forceinline__ int exponent_byte(u32 amax) {
+    u32 bits = amax;
+#if RULE == 0  // floor
+    return static_cast<int>(bits >> 23) - EMAX;
+#elif RULE == 3  // even
+    return static_cast<int>((bits + (1u << (22 - MANTISSA))) >> 23) - EMAX;
+#elif RULE == 1 || RULE == 2  // rceil, ceil
+#if RULE == 1
+    bits = bits_of(__fmul_rn(float_of(bits), RECIPROCAL_TOP));
+#endif
+    const u32 field = bits >> 23, mantissa = bits & kMantissa;
+    return static_cast<int>(field + (mantissa > (field ? 0u : 0x400000u))) - (RULE == 1 ? 0 : EMAX);
+#else  // one
+    return 127;
+#endif
+}
+
+#if UE4M3
+__device__ __forceinline__ Scale block_scale(u32 amax, const Tensor& tensor) {
+    const bool finite = amax < kExponent;
+    const float base = fminf(__fmul_rn(float_of(finite ? amax : 0), tensor.encode), SCALE_TOP);
+    const u32 exponent = larger(bits_of(base) & kExponent, kScaleLowest);
+    const u32 anchor = exponent + (static_cast<u32>(23 - SCALE_MANTISSA) << 23);
+    const float sum = __fadd_rn(base, float_of(anchor));  // its last place is the grid's spacing
+    const float value = __fsub_rn(sum, float_of(anchor));
+    const u32 code = ((exponent - kScaleLowest) >> (23 - SCALE_MANTISSA)) + bits_of(sum) - anchor;
+    float inverse = fminf(__frcp_rn(__fmul_rn(value, tensor.scale)), kFloatMax);
+    if (!TINY_SATURATES && code == 0) inverse = 0;
+    Scale s;
+    s.apply = inverse;
+    s.decode = value;
+    s.stored = finite ? (amax ? code : ZERO_BYTE) : 0x7Fu;
+    s.live = finite ? ~0u : 0;
+    return s;
+}
+#else
+__device__ __forceinline__ Scale block_scale(u32 amax, const Tensor& tensor) {
+    const bool finite = amax < kExponent;
+    int exponent = exponent_byte(finite ? amax : 0);
+#if WINDOW >= 0
+    exponent = max(exponent, tensor.lowest);
+#endif
+    u32 byte = static_cast<u32>(min(max(exponent, 0), 254));
+#if RULE != 4
+    if (amax == 0) byte = 0;
+#endif
+    if (!finite) byte = amax == kExponent ? INF_BYTE : 255u;
+    Scale s;
+    s.stored = byte;
+    s.live = byte == 255u ? 0 : ~0u;
+    s.apply = float_of(byte == 254u ? 0x400000u : (254u - byte) << 23);
+    s.decode = float_of(byte == 0 ? 0x400000u : byte << 23);
+    return s;
+}
+#endif

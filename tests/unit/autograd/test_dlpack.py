@@ -1,0 +1,141 @@
+"""Exchange with other array libraries: whose memory it is, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+
+DENSE = ["bool", "int8", "uint64", "float16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_numpy_both_ways_without_a_copy(name: str) -> None:
+    x = et.ones((3, 2), name)
+    there = np.from_dlpack(x)
+    assert np.shares_memory(there, x.numpy())
+    back = et.from_dlpack(there)
+    assert np.shares_memory(back.numpy(), there)
+    assert back.dtype is x.dtype
+
+
+def test_copy_is_a_copy() -> None:
+    array = np.arange(3.0)
+    assert not np.shares_memory(et.from_dlpack(array, copy=True).numpy(), array)
+    assert np.shares_memory(et.from_dlpack(array, copy=False).numpy(), array)
+    x = et.ExTensor(array)
+    assert not np.shares_memory(np.from_dlpack(x, copy=True), x.numpy())
+
+
+def test_torch_both_ways_without_a_copy() -> None:
+    torch = pytest.importorskip("torch")
+    for name in ("float32", "int64", "bfloat16"):
+        x = et.ExTensor([[1.0, 2.5], [-3.0, 0.0]], name if name != "int64" else None).astype(
+            "float32"
+        )
+        x = x.astype(name) if name != "int64" else et.arange(4)
+        there = torch.from_dlpack(x)
+        assert str(there.dtype) == f"torch.{name}"
+        assert there.data_ptr() == x.data.ctypes.data
+        back = et.from_dlpack(there)
+        assert back.dtype is x.dtype
+        assert back.data.ctypes.data == x.data.ctypes.data
+        assert back.tolist() == x.tolist()
+
+
+def test_bfloat16_to_itself() -> None:
+    x = et.ExTensor([1.0, -2.5, 3.0], "bfloat16")
+    y = et.from_dlpack(x)
+    assert y.dtype is et.bfloat16
+    assert y.tolist() == [1.0, -2.5, 3.0]
+    assert np.shares_memory(x.data, y.data)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_memory_lives_as_long_as_either_side(name: str) -> None:
+    x = et.ones(1000, "float32").astype(name)
+    array = x.data
+    watch = weakref.ref(array)
+    y = et.from_dlpack(x)
+    del x, array
+    gc.collect()
+    assert watch() is not None
+    assert y.astype("float32").sum().item() == 1000
+    del y
+    gc.collect()
+    assert watch() is None
+
+
+def test_refusals_say_the_way_out() -> None:
+    q = et.ones((1, 32)).to_mxfp4()
+    with pytest.raises(BufferError, match=r"x\.dequantize\(\)"):
+        q.__dlpack__()
+    with pytest.raises(TypeError, match=r"x\.dequantize\(\)"):
+        np.asarray(q)
+    with pytest.raises(BufferError, match=r"x\.detach\(\)"):
+        np.from_dlpack(et.ones(3, requires_grad=True))
+    with pytest.raises(TypeError, match="wanted an object with __dlpack__"):
+        et.from_dlpack([1.0])
+
+
+def test_array_follows_numpy_2() -> None:
+    x = et.ExTensor([1.0, 2.0])
+    assert np.shares_memory(np.asarray(x), x.data)
+    assert not np.asarray(x).flags.writeable
+    own = np.array(x, copy=True)
+    own[0] = 5
+    assert x.tolist() == [1.0, 2.0]
+    with pytest.raises(ValueError, match="copy"):
+        np.asarray(x, dtype=np.float64, copy=False)
+
+
+@pytest.mark.parametrize("op", ["__add__", "__sub__", "__mul__", "__truediv__", "__eq__", "__lt__"])
+def test_numpy_on_the_left(op: str) -> None:
+    a, b = np.array([1.0, 2.0, 3.0], np.float32), np.array([2.0, 2.0, 2.0], np.float32)
+    import operator
+
+    function: Any = getattr(operator, op)
+    result = function(a, et.ExTensor(b))
+    assert isinstance(result, et.ExTensor)
+    assert result.tolist() == function(a, b).tolist()
+    with pytest.raises(TypeError):
+        np.add(a, et.ExTensor(b))
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_copies_are_equal_and_apart(again: Any) -> None:
+    for x in (
+        et.ExTensor([[1.0, 2.0]]),
+        et.ExTensor([1.0], requires_grad=True),
+        et.ones(3).astype("bfloat16"),
+        et.randn(2, 32, seed=0).to_nvfp4(),
+    ):
+        y = again(x)
+        assert y is not x
+        assert (y.dtype, y.shape, y.requires_grad) == (x.dtype, x.shape, x.requires_grad)
+        assert y.dequantize().tolist() == x.dequantize().tolist()
+
+
+def test_bits_and_signs() -> None:
+    n = et.ExTensor([0, 1, -5])
+    assert (~n).tolist() == [-1, -2, 4]
+    assert (~et.ExTensor([True, False])).tolist() == [False, True]
+    with pytest.raises(TypeError, match="wanted integers or bool"):
+        ~et.ones(2)
+    assert (+n).tolist() == [0, 1, -5]
+    assert complex(et.ExTensor(2.5)) == 2.5
+
+
+def test_unpickled_blocked_tensors_multiply() -> None:
+    a, b = et.randn(4, 32, seed=0).to_mxfp4(), et.randn(32, 4, seed=1).to_mxfp4(axis=0)
+    again = [pickle.loads(pickle.dumps(q)) for q in (a, b)]
+    assert (again[0] @ again[1]).tolist() == (a @ b).tolist()

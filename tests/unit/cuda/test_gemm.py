@@ -1,0 +1,144 @@
+"""The Hopper GEMM: compiles without spills anywhere; on a GPU, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor_cuda import jit
+from extensor_cuda.gemm_model import accumulate
+from extensor_cuda.kernels.gemm import Config, Flags, gemm, gemm_source
+from tests.unit.cuda.test_compile import properties
+
+COMPILED = (
+    Config(out="bfloat16"),
+    Config("e4m3", "e5m2", tile_n=128, cluster=2),
+    Config(tile_n=256, promote=0, out="bfloat16"),
+    Config("bf16", "bf16", tile_n=192, promote=0, out="bfloat16", activation="silu"),
+    Config("s8", "s8", tile_n=256, promote=0),
+)
+SHAPES = ((1, 7, 16), (300, 200, 1000), (128, 192, 4096), (513, 770, 2050))
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6])
+DTYPES = {"e5m2": ml_dtypes.float8_e5m2, "e4m3": ml_dtypes.float8_e4m3fn}
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("config", COMPILED, ids=lambda c: f"{c.a}-{c.tile_n}-{c.promote}")
+def test_no_gemm_spills_or_serialises(config: Config) -> None:
+    code, log = jit.compile_cubin(gemm_source(config), "sm_90a")
+    assert "warning" not in log.lower() and "C75" not in log, log
+    assert all(numbers["stack"] == 0 for numbers in properties(code).values())
+
+
+@pytest.fixture
+def hopper(cuda: Any) -> Any:
+    if cuda.xp.cuda.Device().compute_capability != "90":
+        pytest.skip("the GPU is not a Hopper: no wgmma")
+    return cuda.xp
+
+
+def operand(rng: Any, rows: int, k: int, kind: str, xp: Any) -> tuple[Any, np.ndarray]:
+    """Codes on the device, what lies beyond K poisoned with NaN or 77, and values."""
+    size = 2 if kind == "bf16" else 1
+    pitch = -(-k // 128) * 128
+    if kind == "s8":
+        held = rng.integers(-96, 97, (rows, pitch)).astype(np.int8)
+    elif kind == "bf16":
+        held = rng.standard_normal((rows, pitch)).astype(ml_dtypes.bfloat16)
+    else:
+        held = (rng.choice(FP4, (rows, pitch)) * 2.0 ** rng.integers(-3, 4, (rows, 1))).astype(
+            DTYPES[kind]
+        )
+    values = held[:, :k].astype(np.float64)
+    raw = held.view(np.uint16 if size == 2 else np.uint8).copy()
+    raw[:, k:] = 77 if kind == "s8" else 0x7F if size == 1 else 0x7FC0
+    return xp.asarray(raw)[:, :k], values
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(),
+        Config(cluster=2),
+        Config("e4m3", "e5m2", tile_n=160),
+        Config("s8", "s8", tile_n=256, promote=0),
+        Config("bf16", "bf16", tile_n=192, promote=0),
+    ],
+    ids=lambda c: f"{c.a}-{c.b}-{c.tile_n}-{c.cluster}",
+)
+def test_products_with_tails_exponents_bias_and_residual(
+    hopper: Any, config: Config, shape: tuple[int, int, int]
+) -> None:
+    m, n, k = shape
+    rng = np.random.default_rng(m)
+    a, va = operand(rng, m, k, config.a, hopper)
+    b, vb = operand(rng, n, k, config.b, hopper)
+    rows, columns = (rng.integers(-70, 41, size).astype(np.int32) for size in (m, n))
+    out = hopper.full((m, n), np.nan, dtype=np.float32)
+    gemm(a, b, out, config, hopper.asarray(rows), hopper.asarray(columns))
+    want = va @ vb.T * np.exp2(rows[:, None].astype(float)) * np.exp2(columns[None].astype(float))
+    got = out.get()
+    if config.a == "bf16":  # a float32 sum that truncates: K terms of at most 2**-23 each
+        bound = k * 2.0**-22 * (np.abs(va) @ np.abs(vb).T)
+        bound = bound * np.exp2(rows[:, None].astype(float)) * np.exp2(columns[None].astype(float))
+        assert (np.abs(got - want) <= bound).all()
+    else:  # every product and every partial sum of these values fits the accumulator
+        np.testing.assert_array_equal(got, want.astype(np.float32))
+
+
+def test_flags_decide_on_the_device(hopper: Any) -> None:
+    rng = np.random.default_rng(0)
+    a, _ = operand(rng, 64, 128, "e5m2", hopper)
+    for flag, wanted, runs in ((0, 0, True), (1, 0, False), (1, 1, True), (0, 1, False)):
+        out = hopper.full((64, 64), np.nan, dtype=np.float32)
+        flags = Flags(row=hopper.asarray(flag, dtype=np.uint32), wanted=wanted)
+        gemm(a, a, out, Config(), flags=flags)
+        assert bool(hopper.isfinite(out).all()) is runs
+
+
+def test_a_pitch_that_does_not_fit_is_refused(hopper: Any) -> None:
+    codes = hopper.zeros((4, 40), dtype=np.uint8)
+    out = hopper.empty((4, 4), dtype=np.float32)
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        gemm(codes, codes, out, Config())
+
+
+LEAST = {"e4m3": -6, "e5m2": -14}
+
+
+@pytest.mark.parametrize("signs", [False, True])
+def test_the_model_keeps_13_bits_of_the_largest_term(signs: bool) -> None:
+    one, sign = np.ones((1, 32)), -1.0 if signs else 1.0
+    assert accumulate(one, sign * one, -14, -14)[0, 0] == 32 * sign
+    big = np.array([[128.0, *[2.0**-6] * 2, *[0.0] * 29]])
+    assert accumulate(big, sign * one, -14, -14)[0, 0] == sign * (128 + 2.0**-5)
+    big[0, 1:3] = 2.0**-7  # half of the last bit kept: gone, although the two would add up to it
+    assert accumulate(big, sign * one, -14, -14)[0, 0] == sign * 128
+
+
+@pytest.mark.parametrize(
+    ("kind_a", "kind_b"), [("e5m2", "e5m2"), ("e4m3", "e4m3"), ("e4m3", "e5m2")]
+)
+@pytest.mark.parametrize("data", ["normal", "one sign", "wide", "outlier"])
+def test_the_accumulator_is_the_model_bit_for_bit(
+    hopper: Any, kind_a: str, kind_b: str, data: str
+) -> None:
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((2, 64, 512))
+    if data == "one sign":
+        x = np.abs(x)
+    elif data == "wide":
+        x *= np.exp2(rng.integers(-5, 5, x.shape))
+    elif data == "outlier":
+        x[:, :, ::64] *= 64
+    a, b = (v.astype(DTYPES[k]) for v, k in zip(x, (kind_a, kind_b), strict=True))
+    out = hopper.empty((64, 64), dtype=np.float32)
+    codes = (hopper.asarray(v.view(np.uint8)) for v in (a, b))
+    gemm(*codes, out, Config(kind_a, kind_b, tile_n=128, promote=0))
+    wide = a.astype(np.float64), b.astype(np.float64)
+    want = accumulate(*wide, LEAST[kind_a], LEAST[kind_b])
+    np.testing.assert_array_equal(out.get(), want)
