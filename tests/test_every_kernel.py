@@ -28,7 +28,7 @@ CORE = BACKEND.core
 GENERIC = GenericBackend("generic", np)
 LEVELS = CORE.levels() if CORE else ["numpy only"]
 METHODS = [name for name in vars(GenericBackend) if not name.startswith("_")]
-OVERRIDES = [name for name in METHODS if name in vars(cpu.CpuBackend)]
+OVERRIDES = [n for n in METHODS if getattr(cpu.CpuBackend, n) is not getattr(GenericBackend, n)]
 UNIT = 2.0**-24
 
 Case = tuple[Any, ...]

