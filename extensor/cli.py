@@ -166,7 +166,6 @@ def dialect_sheet() -> Sheet:
                 dialect.nvfp4_order.replace("_", " "),
                 f"0x{dialect.nvfp4_zero_scale:02X}, 0x{dialect.nvfp4_least_scale:02X}",
                 "largest code" if dialect.nvfp4_tiny_saturates else "0",
-                dialect.doc.partition(":")[0],
             )
         )
     worked = ", ".join(name for name, _ in WORKED_AMAX)
@@ -181,7 +180,6 @@ def dialect_sheet() -> Sheet:
         "NVFP4 order",
         "NVFP4 scale of zeros, least",
         "NVFP4 tiny block",
-        "library",
     )
     return Sheet("Dialects: where libraries differ", columns, tuple(rows))
 

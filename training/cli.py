@@ -1,5 +1,7 @@
 """`python -m training MODEL ...` trains one model; `python -m training compare MODEL ...` many.
 
+`python -m training generate CHECKPOINT ...` writes text with one.
+
 Values come from, last one wins: the model's row in `RUNS`, the file given by --config, the flags.
 With --resume the saved run takes the place of the row, and nothing may contradict it.
 What a user can put right ends as one line on standard error and exit code 2.
@@ -23,12 +25,21 @@ from extensor.errors import unknown_name
 from extensor.io import CheckpointError
 from extensor.quant.recipes import ALIASES, RECIPES
 from training.callbacks import LAST
-from training.compare import CompareArgs, compare
+from training.compare import CompareArgs, compare, outcome
 from training.config import RunConfig, read_toml
 from training.data import DATASETS, DataError
+from training.generate import GenerateArgs, write
 from training.loop import Interrupted, train
 from training.rundir import CONFIG, UsageError, read_config, read_result
 from training.runs import RUNS, defaults
+from training.tasks import TASKS
+
+GENERATE_HELP = (
+    "Write text with a language model that `python -m training` trained, under the recipe it was "
+    "trained with. The same command gives the same text.\n\n"
+    "example: python -m training generate runs/gpt/checkpoint.safetensors --prompt 'ROMEO: ' "
+    "--tokens 300"
+)
 
 __all__ = ["TrainArgs", "main", "parse_train"]
 
@@ -73,8 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command == "compare":
             return compare_command(rest)
+        if command == "generate":
+            return generate(rest)
         if command not in RUNS:
-            raise UsageError(unknown_name("model or command", command, [*RUNS, "compare"]))
+            names = [*RUNS, "compare", "generate"]
+            raise UsageError(unknown_name("model or command", command, names))
         return train_command(command, rest)
     except (UsageError, DataError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -99,7 +113,8 @@ def train_command(model: str, argv: Sequence[str]) -> int:
     console = make_console()
     finished = read_result(folder)
     if args.resume and finished is not None:
-        console.print(f"{folder} is finished: accuracy {100 * finished['accuracy']:.2f}%")
+        metric = TASKS[RUNS[model].task].metric
+        console.print(f"{folder} is finished: {outcome(metric, finished)}")
         return 0
     try:
         train(config, folder, resume=args.resume, console=console)
@@ -130,6 +145,19 @@ def compare_command(argv: Sequence[str]) -> int:
         _compare_help(),
     )
     return compare(args, make_console())
+
+
+def generate(argv: Sequence[str]) -> int:
+    """Write text with a trained model."""
+    args = tyro.cli(
+        GenerateArgs,
+        prog=f"{PROGRAM} generate",
+        description=GENERATE_HELP,
+        args=list(argv),
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    print(args.prompt + write(args))
+    return 0
 
 
 def parse_train(model: str, argv: Sequence[str]) -> TrainArgs:
@@ -221,7 +249,8 @@ def _recipe_rows() -> str:
 def overview() -> str:
     """The help of the whole program."""
     parts = (
-        f"usage: {PROGRAM} MODEL [flags] | {PROGRAM} compare MODEL [flags]",
+        f"usage: {PROGRAM} MODEL [flags] | {PROGRAM} compare MODEL [flags] | "
+        f"{PROGRAM} generate CHECKPOINT [flags]",
         _rows("models:", {name: run.doc for name, run in RUNS.items()}),
         _rows("data sets (--dataset):", {name: row.doc for name, row in DATASETS.items()}),
         _recipe_rows(),
@@ -229,8 +258,10 @@ def overview() -> str:
         f"  {PROGRAM} lenet --recipe mxfp4 --out runs/first\n"
         f"  {PROGRAM} lenet --recipe mxfp4 --dataset fashion_mnist --seed 1\n"
         f"  {PROGRAM} lenet --out runs/first --resume\n"
-        f"  {PROGRAM} compare lenet --recipes fp32,mxfp8,mxfp4,nvfp4 --seeds 3\n\n"
-        f"all flags: {PROGRAM} lenet --help; {PROGRAM} compare --help",
+        f"  {PROGRAM} compare lenet --recipes fp32,mxfp8,mxfp4,nvfp4 --seeds 3\n"
+        f"  {PROGRAM} gpt --out runs/gpt\n"
+        f"  {PROGRAM} generate runs/gpt/checkpoint.safetensors --prompt 'ROMEO: '\n\n"
+        f"all flags: {PROGRAM} lenet --help; {PROGRAM} compare --help; {PROGRAM} generate --help",
     )
     return "\n\n".join(parts)
 

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -26,11 +27,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from extensor.quant.recipes import get_recipe
 from training.callbacks import LAST, METRICS
-from training.config import RunConfig, Settings, write_toml
+from training.config import RunConfig, Settings, check_task, write_toml
 from training.report import Finished, summarize, write_report
 from training.rundir import UsageError, read_config, read_result
+from training.runs import RUNS
+from training.tasks import TASKS, Metric
 
-__all__ = ["CompareArgs", "compare"]
+__all__ = ["CompareArgs", "compare", "outcome"]
 
 POLL_S = 0.25
 THREAD_FLAGS = (
@@ -49,7 +52,7 @@ class CompareArgs(Settings):
     model: tyro.conf.Suppress[str]
     recipes: str = "fp32,mxfp8,mxfp4,nvfp4"
     """Recipes, separated by commas; any name listed above, ablations too. The gap is measured
-    against fp32, where it is among them."""
+    against fp32 (texts: bf16), where it is among them."""
     seeds: int = 3
     """How many seeds: 0, 1, 2, ..."""
     jobs: int = 0
@@ -65,6 +68,7 @@ class CompareArgs(Settings):
         for flag, value, least in (("--seeds", self.seeds, 1), ("--jobs", self.jobs, 0)):
             if value < least:
                 raise ValueError(f"{flag}: wanted a whole number, {least} or more, got {value}")
+        check_task(self.model, self)
         names = self.names
         if not names:
             raise ValueError("--recipes: wanted names separated by commas, got none")
@@ -82,6 +86,11 @@ class CompareArgs(Settings):
         """Where everything lies."""
         default = Path("runs") / f"compare-{self.model}-{self.dataset}"
         return self.out if self.out is not None else default
+
+    @property
+    def metric(self) -> Metric:
+        """What the runs are compared by."""
+        return TASKS[RUNS[self.model].task].metric
 
     def runs(self) -> list[RunConfig]:
         """One run per seed and recipe, seeds outermost: an early look shows every recipe."""
@@ -132,13 +141,18 @@ class Job:
                 return Finished(self.config.recipe, self.config.seed, result, self.curve())
         return None
 
-    def curve(self) -> list[float]:
-        """Test accuracy after each epoch so far."""
+    @property
+    def metric(self) -> Metric:
+        """What the run is compared by."""
+        return TASKS[RUNS[self.config.model].task].metric
+
+    def curve(self) -> list[float | None]:
+        """The metric after each epoch so far; None where it is not finite."""
         path = self.folder / METRICS
         if not path.is_file():
             return []
         lines = path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line)["test_accuracy"] for line in lines]
+        return [json.loads(line)[f"test_{self.metric.key}"] for line in lines]
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the run, or go on with it, in a process of its own."""
@@ -192,9 +206,17 @@ def compare(args: CompareArgs, console: Console) -> int:
         if failed:
             return EXIT_FAILED
         raise UsageError(f"--plot-only: no run in {args.folder} is finished; run without it first")
-    summary = summarize(finished, args.names, failed=[name.rpartition("-s")[0] for name in failed])
+    summary = summarize(
+        args.metric, finished, args.names, failed=[name.rpartition("-s")[0] for name in failed]
+    )
     write_report(args.folder, args, summary, finished, console)
     return EXIT_FAILED if failed else 0
+
+
+def outcome(metric: Metric, result: Mapping[str, Any]) -> str:
+    """A result in a few words."""
+    value = result[metric.key]
+    return f"{metric.key} is not finite" if value is None else metric.show(value)
 
 
 def _last_line(log: Path) -> str:
@@ -267,15 +289,16 @@ class _Show:
     def done(self, job: Job, code: int) -> None:
         self.count += 1
         curve = job.curve()
-        outcome = f"accuracy {100 * curve[-1]:.2f}%" if code == 0 and curve else f"exit code {code}"
-        self.console.print(f"[{self.count}/{self.total}] {job.name}: {outcome}")
+        end = {job.metric.key: curve[-1]} if code == 0 and curve else None
+        text = outcome(job.metric, end) if end else f"exit code {code}"
+        self.console.print(f"[{self.count}/{self.total}] {job.name}: {text}")
         self.bar.advance(self.task)  # type: ignore[arg-type]
 
     def update(self, running: list[Job]) -> None:
         parts = []
         for job in running:
             curve = job.curve()
-            last = f" {100 * curve[-1]:.1f}%" if curve else ""
+            last = f" {outcome(job.metric, {job.metric.key: curve[-1]})}" if curve else ""
             parts.append(f"{job.name} {len(curve)}/{job.config.epochs}{last}")
         self.bar.update(self.task, description="  ".join(parts))  # type: ignore[arg-type]
 

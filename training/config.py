@@ -23,8 +23,10 @@ from extensor.errors import unknown_name
 from extensor.quant.recipes import get_recipe
 from training.data import DATASETS
 from training.optimizers import OPTIMIZERS, SCHEDULES
+from training.runs import RUNS
+from training.tasks import TASKS
 
-__all__ = ["RunConfig", "Settings", "field_types", "read_toml", "write_toml"]
+__all__ = ["RunConfig", "Settings", "check_task", "field_types", "read_toml", "write_toml"]
 
 LOSS_SCALES = ("dynamic", "off")
 
@@ -34,24 +36,30 @@ class Settings:
     """How to train, whatever the recipe and the seed."""
 
     dataset: str
-    """Data set: digits (offline, 1,797 images), mnist, fashion_mnist."""
+    """Data set: images for image models, a corpus for language models (listed below)."""
     variant: str
     """Which configuration of the model, a name in models/<model>/configs.py."""
     epochs: int
-    """Passes over the training images."""
+    """Passes over the training images; for texts, rounds of --epoch-steps."""
     batch_size: int
-    """Images per step."""
+    """Images or windows of text per step."""
     optimizer: str
-    """sgd (with momentum), adam or adamw. Master weights are float32 in every recipe."""
+    """sgd (with momentum), adam, adamw or lion. Master weights are float32 in every recipe."""
     lr: float
     """Peak learning rate. Low precision tolerates less of it than float32: halve it first where a
     recipe diverges."""
     momentum: float
     """Momentum of sgd; the others ignore it."""
+    beta1: float
+    """How slowly adam, adamw and lion forget the gradient; sgd ignores it."""
+    beta2: float
+    """How slowly adam and adamw forget its square, and lion its average; sgd ignores it."""
     weight_decay: float
-    """Weight decay."""
+    """Weight decay; adamw and lion leave biases, norms and other vectors out."""
     schedule: str
-    """cosine (warm-up, then half a cosine to zero) or constant (warm-up, then constant)."""
+    """cosine (warm-up, then half a cosine to --final-lr) or constant (warm-up, then constant)."""
+    final_lr: float
+    """Learning rate at the end of the cosine, as a share of --lr."""
     warmup_epochs: float
     """Epochs over which the learning rate rises linearly from 0; fractions are fine."""
     clip_norm: float
@@ -59,7 +67,7 @@ class Settings:
     label_smoothing: float
     """Label smoothing of the cross entropy, in [0, 1)."""
     augment: bool
-    """Shift training images by up to two pixels each way."""
+    """Shift training images by up to two pixels each way; replace one letter of texts in fifty."""
     loss_scale: str
     """dynamic (start at 65536, halve on non-finite gradients, double after 2000 good steps) or off
     (stay at 1). A power of two leaves MX and NVFP4 codes bit-identical; it matters for the
@@ -67,11 +75,19 @@ class Settings:
     patience: int
     """Stop when the test loss has not improved for this many epochs; 0 never stops early."""
     train_limit: int
-    """Train on the first N images only, for a quick try; 0 takes all."""
+    """Train on the first N images or letters only, for a quick try; 0 takes all."""
     test_limit: int
-    """Test on the first N images only; 0 takes all."""
+    """Test on N images (the first) or windows of text (evenly spaced) only; 0 takes all."""
     device: str
     """cpu or cuda."""
+    epoch_steps: int
+    """Texts: optimizer steps between evaluations, as windows have no end. 0 for images."""
+    context: int
+    """Texts: tokens in a window, which is as far back as the model can look. 0 for images."""
+    tokenizer: str
+    """Texts: char (one token per letter) or bpe (byte-pair encoding, trained on the corpus)."""
+    vocab_size: int
+    """Texts: tokens that bpe makes; 0 for char and for images."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -87,13 +103,15 @@ class Settings:
                 raise ValueError(unknown_name(field.replace("_", " "), name, table))
         for field in ("epochs", "batch_size"):
             _check(self, field, getattr(self, field) >= 1, "a whole number, 1 or more")
-        for field in ("patience", "train_limit", "test_limit"):
+        whole = ("patience", "train_limit", "test_limit", "epoch_steps", "context", "vocab_size")
+        for field in whole:
             _check(self, field, getattr(self, field) >= 0, "a whole number, 0 or more")
         _check(self, "lr", self.lr > 0 and math.isfinite(self.lr), "a positive number")
         for field in ("weight_decay", "warmup_epochs", "clip_norm"):
             value = getattr(self, field)
             _check(self, field, value >= 0 and math.isfinite(value), "a number, 0 or more")
-        for field in ("momentum", "label_smoothing"):
+        _check(self, "final_lr", 0 <= self.final_lr <= 1, "a number in [0, 1]")
+        for field in ("momentum", "beta1", "beta2", "label_smoothing"):
             _check(self, field, 0 <= getattr(self, field) < 1, "a number in [0, 1)")
         _check(
             self,
@@ -101,6 +119,32 @@ class Settings:
             self.warmup_epochs <= self.epochs,
             f"at most the {self.epochs} epochs",
         )
+
+
+def check_task(model: str, settings: Settings) -> None:
+    """Refuse settings that a model's task does not know or cannot use.
+
+    Raises:
+        ValueError: on those, and for an unknown model.
+    """
+    if model not in RUNS:
+        raise ValueError(unknown_name("model", model, RUNS))
+    task = TASKS[RUNS[model].task]
+    kind = DATASETS[settings.dataset].kind
+    if kind != task.kind:
+        fit = [name for name, row in DATASETS.items() if row.kind == task.kind]
+        raise ValueError(
+            f"--dataset: wanted {task.kind} for {model}, got {settings.dataset!r}, which is "
+            f"{kind}; the way out: one of {', '.join(fit)}"
+        )
+    foreign = {name for other in TASKS.values() for name in other.own} - set(task.own)
+    for name in sorted(foreign):
+        if getattr(settings, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: {model} learns from {task.kind} and has no use for "
+                "it; the way out: leave it out"
+            )
+    task.check(settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +163,7 @@ class RunConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_task(self.model, self)
         get_recipe(self.recipe)
         _check(self, "seed", 0 <= self.seed < 1 << 64, "a whole number in 0..2**64 - 1")
 

@@ -18,7 +18,6 @@ from extensor.inspect import SlotHealth, compare_layers, health_table, slot_heal
 from extensor.nn import apply_recipe
 from training.callbacks import BEST, LAST, METRICS
 from training.callbacks.progress import percent
-from training.data import batches
 from training.rundir import RESULT
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["health_of", "peak_rss_mb", "result_of", "show_end"]
 
 HEALTH_BATCH = 200
-CHANCE_MARGIN = 0.05
-"""A model that beats always guessing the commonest class by less than this has learnt nothing."""
 
 
 def peak_rss_mb() -> float:
@@ -40,24 +37,18 @@ def peak_rss_mb() -> float:
 def result_of(trainer: Trainer) -> dict[str, Any]:
     """Everything result.json says: plain JSON, None for what is not finite.
 
-    ``accuracy`` is the test accuracy after the last epoch. ``diverged`` is None, or says why: the
-    loss is not finite, gradients stayed non-finite, or accuracy is no better than chance.
+    ``loss`` and ``accuracy`` are of the test data after the last epoch. ``diverged`` is None, or
+    says why: the loss is not finite, gradients stayed so, or nothing was learnt.
     """
-    config, history = trainer.config, trainer.history
+    config, history, task = trainer.config, trainer.history, trainer.task
     scores = trainer.scores if trainer.scores is not None else trainer.evaluate()
-    last, best = history[-1], max(history, key=lambda e: (e.test_accuracy, -e.epoch))
-    labels = trainer.dataset.test.labels
-    chance = float(np.bincount(labels).max() / len(labels))
+    last, best = history[-1], task.metric.best(history)
     diverged = trainer.diverged
     if diverged is None and last.test_loss is None:
         diverged = "the test loss is not finite"
-    if diverged is None and scores.accuracy < chance + CHANCE_MARGIN:
-        diverged = (
-            f"stuck at chance: accuracy {percent(scores.accuracy)}, always guessing one class "
-            f"gives {percent(chance)}"
-        )
+    if diverged is None:
+        diverged = task.stuck(scores)
     seconds = [e.seconds for e in history]
-    per_class = [None if np.isnan(a) else float(a) for a in scores.per_class]
     return {
         "model": config.model,
         "variant": config.variant,
@@ -82,12 +73,12 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
         "flushed": _mean([e.flushed for e in history]),
         "seconds": trainer.position.seconds,
         "seconds_per_epoch": statistics.fmean(seconds),
-        "images_per_second": statistics.fmean(e.images_per_second for e in history),
+        "unit": task.unit,
+        "per_second": statistics.fmean(e.per_second for e in history),
         "peak_rss_mb": peak_rss_mb(),
         "health": [{**dataclasses.asdict(row), "verdict": row.verdict} for row in trainer.health],
         "parameters": sum(int(np.prod(p.shape)) for p in trainer.model.parameters()),
-        "per_class": dict(zip(trainer.dataset.classes, per_class, strict=True)),
-        "confusion": scores.confusion.tolist(),
+        **scores.details(),
         "versions": {
             "python": platform.python_version(),
             "platform": platform.platform(),
@@ -115,10 +106,13 @@ def _version(name: str) -> str:
 
 
 def show_end(trainer: Trainer, result: dict[str, Any], console: Console) -> None:
-    """Accuracy, how each layer bears its formats, and where everything lies."""
+    """Test loss and accuracy, how each layer bears its formats, and where everything lies."""
+    loss = "not finite" if result["loss"] is None else f"{result['loss']:.4f}"
+    if result.get("perplexity") is not None:
+        loss += f" (perplexity {result['perplexity']:.3f})"
     console.print(
-        f"test accuracy {percent(result['accuracy'])} (top 3: {percent(result['top3'])}, best "
-        f"{percent(result['best_accuracy'])} in epoch {result['best_epoch']}) after "
+        f"test loss {loss}, accuracy {percent(result['accuracy'])} (top 3: "
+        f"{percent(result['top3'])}), best epoch {result['best_epoch']}, after "
         f"{result['steps']} steps, {result['seconds']:.1f} s",
     )
     if result["skipped_steps"]:
@@ -152,8 +146,9 @@ def _show_health(trainer: Trainer, console: Console) -> None:
     reference = trainer.fresh_model()
     reference.load_state_dict(trainer.model.state_dict())
     apply_recipe(reference, "fp32")
-    drawn = next(batches(trainer.dataset, trainer.dataset.test, HEALTH_BATCH))
-    images = ExTensor.from_numpy(drawn.images).to(trainer.config.device)
-    layers = compare_layers(trainer.model, reference, images)
-    console.print(f"\nlayers beside float32, on {len(drawn.labels)} test images\n{layers}")
+    drawn = next(trainer.task.test(min(HEALTH_BATCH, trainer.task.eval_batch)))
+    inputs = ExTensor.from_numpy(drawn.inputs).to(trainer.config.device)
+    layers = compare_layers(trainer.model, reference, inputs)
+    seen = f"{drawn.count} test {trainer.task.unit}"
+    console.print(f"\nlayers beside float32, on {seen}\n{layers}")
     console.print(f"\noperands in the last epoch\n{health_table(trainer.health)}\n")

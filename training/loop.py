@@ -1,12 +1,15 @@
 """The loop: forward, loss, scaled backward, step; evaluation; checkpoints that resume exactly.
 
-Everything a step depends on is either a pure function of (config, step) - the order of the images,
+What is trained on what is the task's business (`training.tasks`). Everything a step depends on is
+either a pure function of (config, step) - the order of the data,
 the learning rate, the random bits of stochastic rounding - or in the checkpoint: weights, optimizer
 and scaler state, position. So on the CPU a resumed run repeats an uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import signal
 import threading
 import time
@@ -26,6 +29,7 @@ from extensor.io import load_checkpoint, save_checkpoint
 from extensor.nn import apply_recipe
 from extensor.optim import MXGradScaler, clip_grad_norm
 from extensor.quant import QuantStats
+from training.batch import Batch
 from training.callbacks import (
     LAST,
     Callback,
@@ -36,16 +40,16 @@ from training.callbacks import (
     TensorBoard,
 )
 from training.config import RunConfig
-from training.data import Batch, DataError, Dataset, batches, epoch_order, load_dataset
 from training.finish import health_of, result_of, show_end
-from training.metrics import Scores, top_k_hits
+from training.metrics import top_k_hits
 from training.optimizers import make_optimizer, make_schedule
 from training.reports import EpochReport, Position, StepReport, finite, share
 from training.rundir import RESULT, UsageError, claim, write_json
+from training.runs import RUNS
+from training.tasks import TASKS, Scores
 
 __all__ = ["Interrupted", "Trainer", "train"]
 
-EVAL_BATCH = 500
 MAX_SKIPPED_IN_A_ROW = 50
 """More than the scaler needs to halve 65536 down to 1: what fails then fails for good."""
 
@@ -60,11 +64,11 @@ class Trainer:
     Args:
         config: what to run.
         out: its folder; nothing is written before `fit`.
-        dataset: the data; None loads what the config names.
+        data: the data; None loads what the config names.
         callbacks: who watches.
 
     Raises:
-        ValueError: if the batch size exceeds the data, or a rule of the recipe matches no layer.
+        ValueError: if the settings do not fit the data, or a rule of the recipe matches no layer.
         DataError: if the data set is missing or damaged.
     """
 
@@ -72,27 +76,13 @@ class Trainer:
         self,
         config: RunConfig,
         out: Path,
-        dataset: Dataset | None = None,
+        data: Any = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.config, self.out, self.callbacks = config, out, list(callbacks)
-        dataset = load_dataset(config.dataset) if dataset is None else dataset
-        self.dataset = dataset.limited(config.train_limit or None, config.test_limit or None)
-        images = len(self.dataset.train)
-        if config.batch_size > images:
-            raise ValueError(
-                f"--batch-size: wanted at most the {images} training images, "
-                f"got {config.batch_size}"
-            )
-        self.batches = -(-images // config.batch_size)
-        channels, side, _ = self.dataset.image_shape
-        self.model_config = models.config(
-            config.model,
-            config.variant,
-            in_channels=channels,
-            image_size=side,
-            classes=len(self.dataset.classes),
-        )
+        self.task = TASKS[RUNS[config.model].task](config, data)
+        self.batches = self.task.batches
+        self.model_config = models.config(config.model, config.variant, **self.task.shapes())
         self.model = self.fresh_model()
         self.quant = apply_recipe(self.model, config.recipe, config.seed)
         self.optimizer = make_optimizer(self.model, config)
@@ -149,20 +139,10 @@ class Trainer:
     # --- one epoch ------------------------------------------------------------------------------
 
     def _train_epoch(self) -> None:
-        config, position = self.config, self.position
+        position = self.position
         self.quant.reset_telemetry()
-        order = epoch_order(len(self.dataset.train), config.seed, position.epoch)
-        augment = (config.seed, position.epoch) if config.augment else None
-        drawn = batches(
-            self.dataset,
-            self.dataset.train,
-            config.batch_size,
-            order=order,
-            start=position.batch,
-            augment=augment,
-        )
         clock = time.perf_counter()
-        for batch in drawn:
+        for batch in self.task.training(position.epoch, position.batch):
             loss, lr, good = self._step(batch)
             now = time.perf_counter()
             position.epoch_seconds += now - clock
@@ -180,35 +160,33 @@ class Trainer:
     def _step(self, batch: Batch) -> tuple[float, float, bool]:
         """One optimizer step: (loss, learning rate, whether the gradients were finite)."""
         position, config = self.position, self.config
-        if not np.isfinite(batch.images).all():
-            bad = np.flatnonzero(~np.isfinite(batch.images).all(axis=(1, 2, 3)))
-            raise DataError(
-                f"data set {self.dataset.name!r}: NaN or infinite pixels in epoch "
-                f"{position.epoch}, batch {batch.index} (of {self.batches}, counted from 0), its "
-                f"images {bad[:5].tolist()}; wanted finite numbers: clean the data"
-            )
         self.quant.step = position.step
         self.schedule.apply(self.optimizer, position.step)
         lr = float(self.optimizer.groups[0].options["lr"])
-        labels = self._tensor(batch.labels)
         self.optimizer.zero_grad()
-        logits = self.model(self._tensor(batch.images))
-        loss = cross_entropy(logits, labels, label_smoothing=config.label_smoothing)
+        rows, labels, loss = self._forward(batch, config.label_smoothing)
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
         if config.clip_norm:
             clip_grad_norm(self.optimizer.params, config.clip_norm, nonfinite="return")
         good = self.scaler.step(self.optimizer)
         self.scaler.update()
-        value = float(loss.item())
+        value, count = float(loss.item()), batch.count
         position.step += 1
         position.batch += 1
-        position.images += len(batch.labels)
-        position.loss_sum += value * len(batch.labels)
-        position.hits += top_k_hits(logits.numpy(), batch.labels, 1)
+        position.count += count
+        position.loss_sum += value * count
+        position.hits += top_k_hits(rows.numpy(), labels, 1)
         position.skipped += not good
         position.skipped_in_a_row = 0 if good else position.skipped_in_a_row + 1
         return value, lr, good
+
+    def _forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[ExTensor, Any, ExTensor]:
+        """A row of scores for each label, the labels in a row, and the mean loss of the batch."""
+        scores = self.model(self._tensor(batch.inputs))
+        rows, labels = scores.reshape(-1, scores.shape[-1]), batch.labels.reshape(-1)
+        loss = cross_entropy(rows, self._tensor(labels), smoothing)
+        return rows, labels, loss
 
     def _end_epoch(self) -> None:
         position = self.position
@@ -218,15 +196,16 @@ class Trainer:
         report = EpochReport(
             epoch=position.epoch,
             step=position.step,
-            train_loss=finite(position.loss_sum / position.images),
-            train_accuracy=position.hits / position.images,
+            train_loss=finite(position.loss_sum / position.count),
+            train_accuracy=position.hits / position.count,
             test_loss=finite(scores.loss),
             test_accuracy=scores.accuracy,
             test_top3=scores.accuracy_k,
+            test_perplexity=scores.perplexity,
             lr=float(self.optimizer.groups[0].options["lr"]),
             loss_scale=self.scaler.current_scale,
             seconds=position.epoch_seconds,
-            images_per_second=position.images / max(position.epoch_seconds, 1e-9),
+            per_second=position.count / max(position.epoch_seconds, 1e-9),
             skipped_steps=position.skipped,
             saturated=share(seen.saturated, seen.count),
             flushed=share(seen.flushed, seen.count),
@@ -239,14 +218,13 @@ class Trainer:
             self._stop_if_interrupted()
 
     def evaluate(self) -> Scores:
-        """Metrics of the test images, as the recipe's forward pass sees them."""
-        scores = Scores(len(self.dataset.classes))
+        """Metrics of the test data, as the recipe's forward pass sees them."""
+        scores = self.task.scores()
         self.model.eval()
         with no_grad():
-            for batch in batches(self.dataset, self.dataset.test, EVAL_BATCH):
-                logits = self.model(self._tensor(batch.images))
-                loss = cross_entropy(logits, self._tensor(batch.labels))
-                scores.add(logits.numpy(), batch.labels, float(loss.item()))
+            for batch in self.task.test(self.task.eval_batch):
+                rows, labels, loss = self._forward(batch)
+                scores.add(rows.numpy(), labels, float(loss.item()))
         self.model.train()
         return scores
 
@@ -262,9 +240,9 @@ class Trainer:
             batch=position.batch,
             batches=self.batches,
             loss=finite(loss),
-            epoch_loss=finite(position.loss_sum / position.images),
-            epoch_accuracy=position.hits / position.images,
-            images_per_second=position.images / max(position.epoch_seconds, 1e-9),
+            epoch_loss=finite(position.loss_sum / position.count),
+            epoch_accuracy=position.hits / position.count,
+            per_second=position.count / max(position.epoch_seconds, 1e-9),
             lr=lr,
             loss_scale=self.scaler.current_scale,
             skipped=skipped,
@@ -290,6 +268,8 @@ class Trainer:
             "history": [report.as_dict() for report in self.history],
             "optimizer": {k: v for k, v in optimizer.items() if k not in arrays},
             "scaler": self.scaler.state_dict(),
+            "model": json.loads(json.dumps(dataclasses.asdict(self.model_config))),
+            "task": self.task.state(),
         }
         save_checkpoint(path, tensors, metadata)
 

@@ -1,32 +1,44 @@
-"""Classification metrics on numpy arrays: top-1, top-k, per class, confusion matrix."""
+"""Metrics on numpy arrays: top-1, top-k, per class, confusion matrix; perplexity."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from typing import Any
 
 import numpy as np
 
-__all__ = ["Scores", "confusion_matrix", "top_k_hits"]
+from training.tasks.base import Scores
+
+__all__ = ["ClassScores", "TokenScores", "confusion_matrix", "perplexity", "top_k_hits"]
 
 
-def top_k_hits(logits: np.ndarray, labels: np.ndarray, k: int) -> int:
-    """How many rows have their label among the k largest logits.
+def top_k_hits(scores: np.ndarray, labels: np.ndarray, k: int) -> int:
+    """How many rows have their label among the k largest scores.
 
     Ties go to the lower class, as in argmax, so k = 1 is the confusion matrix's diagonal.
 
     Args:
-        logits: (N, C).
+        scores: (N, C).
         labels: (N,) whole numbers in 0..C-1.
         k: 1..C.
 
     Raises:
         ValueError: if k is out of range.
     """
-    classes = logits.shape[1]
+    classes = scores.shape[1]
     if not 1 <= k <= classes:
         raise ValueError(f"k: wanted 1..{classes}, got {k}")
-    best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
-    return int((best == labels[:, None]).sum())
+    if k == 1:
+        return int((scores.argmax(axis=1) == labels).sum())
+    own = scores[np.arange(len(labels)), labels][:, None]
+    earlier = np.arange(classes) < labels[:, None]
+    ahead = ((scores > own) | ((scores == own) & earlier)).sum(axis=1)
+    return int((ahead < k).sum())
+
+
+def perplexity(loss: float) -> float:
+    """exp(mean loss in nats per token): how many equally likely tokens it amounts to."""
+    return math.inf if loss > 700.0 else math.exp(loss)  # exp(710) does not fit a float
 
 
 def confusion_matrix(predicted: np.ndarray, labels: np.ndarray, classes: int) -> np.ndarray:
@@ -35,50 +47,53 @@ def confusion_matrix(predicted: np.ndarray, labels: np.ndarray, classes: int) ->
     return flat.reshape(classes, classes)
 
 
-@dataclass
-class Scores:
-    """Accumulates metrics over batches.
+class _Counted(Scores):
+    """Loss, top-1 and top-k over everything added."""
 
-    Attributes:
-        classes: number of classes.
-        k: the k of top-k.
-        loss_sum: sum of the per-image losses.
-        count: images seen.
-        hits_k: images whose label was among the top k.
-        confusion: see `confusion_matrix`.
-    """
+    k = 3
 
-    classes: int
-    k: int = 3
-    loss_sum: float = 0.0
-    count: int = 0
-    hits_k: int = 0
-    confusion: np.ndarray = field(init=False)
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
+        self.loss_sum, self.count, self.hits, self.hits_k = 0.0, 0, 0, 0
 
-    def __post_init__(self) -> None:
-        self.confusion = np.zeros((self.classes, self.classes), np.int64)
-
-    def add(self, logits: np.ndarray, labels: np.ndarray, mean_loss: float) -> None:
-        """Count one batch: logits (B, C), labels (B,), the batch's mean loss."""
+    def add(self, scores: np.ndarray, labels: np.ndarray, mean_loss: float) -> None:
         self.loss_sum += mean_loss * len(labels)
         self.count += len(labels)
-        self.hits_k += top_k_hits(logits, labels, min(self.k, self.classes))
-        self.confusion += confusion_matrix(logits.argmax(axis=1), labels, self.classes)
+        self.hits += top_k_hits(scores, labels, 1)
+        self.hits_k += top_k_hits(scores, labels, min(self.k, self.classes))
 
     @property
     def loss(self) -> float:
-        """Mean loss."""
+        """Mean loss per label."""
         return self.loss_sum / self.count
 
     @property
     def accuracy(self) -> float:
-        """Top-1 accuracy in 0..1."""
-        return int(self.confusion.trace()) / self.count
+        return self.hits / self.count
 
     @property
     def accuracy_k(self) -> float:
-        """Top-k accuracy in 0..1."""
         return self.hits_k / self.count
+
+
+class ClassScores(_Counted):
+    """Metrics of labelled images.
+
+    Args:
+        classes: names of the labels.
+
+    Attributes:
+        confusion: see `confusion_matrix`.
+    """
+
+    def __init__(self, classes: tuple[str, ...]) -> None:
+        super().__init__(len(classes))
+        self.names = classes
+        self.confusion = np.zeros((self.classes, self.classes), np.int64)
+
+    def add(self, scores: np.ndarray, labels: np.ndarray, mean_loss: float) -> None:
+        super().add(scores, labels, mean_loss)
+        self.confusion += confusion_matrix(scores.argmax(axis=1), labels, self.classes)
 
     @property
     def per_class(self) -> np.ndarray:
@@ -86,3 +101,25 @@ class Scores:
         totals = self.confusion.sum(axis=1)
         with np.errstate(invalid="ignore"):
             return self.confusion.diagonal() / totals
+
+    def details(self) -> dict[str, Any]:
+        """Accuracy per class, None for one with no images, and the confusion matrix."""
+        shares = [None if np.isnan(a) else float(a) for a in self.per_class]
+        return {
+            "per_class": dict(zip(self.names, shares, strict=True)),
+            "confusion": self.confusion.tolist(),
+        }
+
+
+class TokenScores(_Counted):
+    """Metrics of predicted tokens."""
+
+    @property
+    def perplexity(self) -> float | None:
+        """See `perplexity`; None where it is not finite."""
+        value = perplexity(self.loss)
+        return value if math.isfinite(value) else None
+
+    def details(self) -> dict[str, Any]:
+        """Perplexity, and how many tokens it is of."""
+        return {"perplexity": self.perplexity, "test_tokens": self.count}

@@ -1,13 +1,14 @@
 """What a comparison shows: a table, Markdown, JSON, and a plot with error bars.
 
-Mean and standard deviation are over seeds (sample standard deviation, n - 1); the gap to fp32 is in
-percentage points of test accuracy after the last epoch. Runs that diverged count like any other:
-they lower the mean, and their number stands beside it.
+Mean and standard deviation are over seeds (sample standard deviation, n - 1) of the task's metric
+after the last epoch. Runs that diverged count like any other: they spoil the mean, and their number
+stands beside it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from extensor.inspect import Table
 from extensor.quant.recipes import get_recipe
 from training.callbacks.progress import percent
 from training.rundir import write_json
+from training.tasks.base import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,37 +30,36 @@ if TYPE_CHECKING:
 
 __all__ = ["Finished", "Row", "markdown", "plot", "summarize", "write_report"]
 
-BASELINE = "fp32"
-FAR_POINTS = 15.0
-"""Rows further than this below the best are drawn at the plot's edge, labelled with their value."""
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#111111")
 """Okabe and Ito's palette: distinct for colour-blind readers too."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """One finished run: its result.json, and test accuracy after each epoch."""
+    """One finished run: its result.json, and the metric after each epoch (None: not finite)."""
 
     recipe: str
     seed: int
     result: dict[str, Any]
-    curve: list[float]
+    curve: list[float | None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe over its seeds. Accuracies and their sd are in per cent, the gap in points.
+    """One recipe over its seeds, in the metric's scale; the gap is what the metric says it is.
 
-    ``sd`` is None with one seed, ``gap`` None without fp32 runs, shares None in float32.
+    A value that is not finite is None, and so is a mean over it. ``sd`` is None with one seed,
+    ``gap`` without runs of a baseline (named in ``baseline``), shares in float32.
     """
 
     recipe: str
     doc: str
     runs: int
-    accuracies: list[float]
-    mean: float
+    values: list[float | None]
+    mean: float | None
     sd: float | None
     gap: float | None
+    baseline: str | None
     saturated: float | None
     flushed: float | None
     seconds_per_epoch: float
@@ -68,29 +69,37 @@ class Row:
 
 
 def summarize(
-    finished: Sequence[Finished], recipes: Sequence[str], failed: Iterable[str] = ()
+    metric: Metric,
+    finished: Sequence[Finished],
+    recipes: Sequence[str],
+    failed: Iterable[str] = (),
 ) -> list[Row]:
     """Rows in the order of ``recipes``; recipes without a finished run have none."""
     failures = list(failed)
     grouped = {name: [f.result for f in finished if f.recipe == name] for name in recipes}
-    means = {
-        name: statistics.fmean(100 * r["accuracy"] for r in results)
+    grouped = {name: results for name, results in grouped.items() if results}
+    values = {
+        name: [None if r[metric.key] is None else metric.scale * r[metric.key] for r in results]
         for name, results in grouped.items()
-        if results
     }
+    means = {name: _mean_or_none(numbers) for name, numbers in values.items()}
+    baseline = next((name for name in metric.baselines if means.get(name) is not None), None)
     rows = []
-    for name, mean in means.items():
-        results = grouped[name]
-        accuracies = [100 * r["accuracy"] for r in results]
+    for name, results in grouped.items():
+        mean, numbers = means[name], values[name]
+        gap = None
+        if baseline is not None and mean is not None:
+            gap = metric.difference(mean, means[baseline])  # type: ignore[arg-type]
         rows.append(
             Row(
                 recipe=name,
                 doc=get_recipe(name).doc,
                 runs=len(results),
-                accuracies=accuracies,
+                values=numbers,
                 mean=mean,
-                sd=statistics.stdev(accuracies) if len(accuracies) > 1 else None,
-                gap=mean - means[BASELINE] if BASELINE in means else None,
+                sd=None if mean is None or len(numbers) < 2 else statistics.stdev(numbers),  # type: ignore[type-var]
+                gap=gap,
+                baseline=baseline,
                 saturated=_mean(r["saturated"] for r in results),
                 flushed=_mean(r["flushed"] for r in results),
                 seconds_per_epoch=statistics.fmean(r["seconds_per_epoch"] for r in results),
@@ -102,29 +111,42 @@ def summarize(
     return rows
 
 
+def _mean_or_none(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None
+
+
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
-COLUMNS = (
-    "recipe",
-    "accuracy %",
-    "gap to fp32",
-    "saturated",
-    "flushed",
-    "s/epoch",
-    "skipped",
-    "diverged",
-)
+def columns(metric: Metric, rows: Sequence[Row]) -> tuple[str, ...]:
+    """The table's head."""
+    baseline = next((row.baseline for row in rows if row.baseline), metric.baselines[0])
+    gap = f"gap to {baseline}" + (", %" if metric.gap == "%" else "")
+    return (
+        "recipe",
+        metric.title.removeprefix("test ").replace(", %", " %"),
+        gap,
+        "saturated",
+        "flushed",
+        "s/epoch",
+        "skipped",
+        "diverged",
+    )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    spread = "" if row.sd is None else f" ± {row.sd:.2f}"
+def _value(metric: Metric, row: Row) -> str:
+    spread = "" if row.sd is None else f" ± {row.sd:.{metric.digits}f}"
+    return "not finite" if row.mean is None else f"{row.mean:.{metric.digits}f}{spread}"
+
+
+def _cells(metric: Metric, row: Row) -> tuple[str, ...]:
     trouble = f" ({row.failed} failed)" if row.failed else ""
     return (
         row.recipe,
-        f"{row.mean:.2f}{spread}",
+        _value(metric, row),
         "-" if row.gap is None else f"{row.gap:+.2f}",
         percent(row.saturated),
         percent(row.flushed),
@@ -136,18 +158,24 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _title(args: CompareArgs) -> str:
     plural = "s" if args.epochs > 1 else ""
-    return f"{args.model} on {args.dataset}, {args.epochs} epoch{plural}, {args.seeds} seeds"
+    length = f"{args.epochs} epoch{plural}"
+    if args.epoch_steps:
+        length = f"{args.epochs * args.epoch_steps:,} steps"
+    return f"{args.model} on {args.dataset}, {length}, {args.seeds} seeds"
 
 
 def markdown(args: CompareArgs, rows: Sequence[Row]) -> str:
     """The table in Markdown."""
+    metric = args.metric
+    head = columns(metric, rows)
+    gap = "per cent of the baseline" if metric.gap == "%" else "percentage points"
     lines = [f"# {_title(args)}", ""]
     lines.append(f"{args.optimizer}, peak learning rate {args.lr:g}, batch {args.batch_size}, ")
-    lines[-1] += f"{args.schedule} schedule. Mean ± standard deviation over seeds of test accuracy "
-    lines[-1] += "after the last epoch; gap in percentage points."
-    lines += ["", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
-    lines += ["", "![test accuracy](compare.png)", ""]
+    lines[-1] += f"{args.schedule} schedule. Mean ± standard deviation over seeds of test "
+    lines[-1] += f"{metric.key} after the last epoch; gap in {gap}."
+    lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(_cells(metric, row)) + " |" for row in rows]
+    lines += ["", f"![test {metric.key}](compare.png)", ""]
     lines += [f"- `{row.recipe}`: {row.doc}" for row in rows]
     return "\n".join(lines) + "\n"
 
@@ -160,7 +188,8 @@ def write_report(
     console: Console,
 ) -> None:
     """Print the table; write compare.json, compare.md and compare.png."""
-    table = Table(COLUMNS, tuple(_cells(row) for row in rows))
+    metric = args.metric
+    table = Table(columns(metric, rows), tuple(_cells(metric, row) for row in rows))
     console.print(f"\n{_title(args)}\n\n{table}\n")
     settings = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "plot_only")}
     content = {
@@ -170,13 +199,15 @@ def write_report(
     }
     write_json(folder / "compare.json", content)
     (folder / "compare.md").write_text(markdown(args, rows), encoding="utf-8")
-    plot(folder / "compare.png", _title(args), rows, finished)
+    plot(folder / "compare.png", _title(args), metric, rows, finished)
     for name in ("compare.md", "compare.png", "compare.json"):
         console.print(f"{folder / name}")
 
 
-def plot(path: Path, title: str, rows: Sequence[Row], finished: Sequence[Finished]) -> None:
-    """Accuracy per recipe with error bars, and accuracy per epoch."""
+def plot(
+    path: Path, title: str, metric: Metric, rows: Sequence[Row], finished: Sequence[Finished]
+) -> None:
+    """The metric per recipe with error bars, and per epoch."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -191,40 +222,55 @@ def plot(path: Path, title: str, rows: Sequence[Row], finished: Sequence[Finishe
     with mpl.rc_context(style):
         figure = Figure(figsize=(11, max(3.2, 1.6 + 0.42 * len(rows))), layout="constrained")
         bars, curves = figure.subplots(1, 2, width_ratios=(1.15, 1))
-        low, high = _limits(rows)
-        _draw_bars(bars, rows, low, high)
-        _draw_curves(curves, rows, finished)
-        curves.set_ylim(min(low, _lowest_shown(finished, low)), high)
+        near = _near(metric, rows)
+        low, high = _limits(metric, near)
+        _draw_bars(bars, metric, rows, low, high)
+        _draw_curves(curves, metric, rows, finished)
+        curves.set_ylim(*_curve_limits(metric, finished, low, high))
         figure.suptitle(title)
         figure.savefig(path, dpi=150)
 
 
-def _limits(rows: Sequence[Row]) -> tuple[float, float]:
-    """The accuracies shown to scale, with room for labels on the right."""
-    best = max(max(row.accuracies) for row in rows)
-    near = [a for row in rows for a in row.accuracies if best - row.mean <= FAR_POINTS]
-    low = min(near)
-    span = max(best - low, 0.5)
-    return low - 0.15 * span, best + 0.15 * span
+def _near(metric: Metric, rows: Sequence[Row]) -> list[float]:
+    """The values shown to scale: of rows not far from the best."""
+    known = [value for row in rows for value in row.values if value is not None]
+    if not known:
+        return [0.0]
+    best = max(known) if metric.higher_is_better else min(known)
+    close = [row for row in rows if row.mean is not None and abs(best - row.mean) <= metric.far]
+    return [value for row in close for value in row.values if value is not None] or [best]
 
 
-def _lowest_shown(finished: Sequence[Finished], low: float) -> float:
-    """Curves start low: show them from their second epoch on, where there is one."""
-    later = [100 * a for run in finished for a in run.curve[1:]]
-    near = [a for a in later if a >= low - FAR_POINTS]
-    return min(near, default=low)
+def _limits(metric: Metric, near: Sequence[float]) -> tuple[float, float]:
+    """The range shown, with room for labels on both sides."""
+    span = max(max(near) - min(near), metric.far / 30)
+    return min(near) - 0.15 * span, max(near) + 0.15 * span
 
 
-def _draw_bars(axes: Axes, rows: Sequence[Row], low: float, high: float) -> None:
+def _curve_limits(
+    metric: Metric, finished: Sequence[Finished], low: float, high: float
+) -> tuple[float, float]:
+    """Curves start badly: show them from their second epoch on, where there is one."""
+    later = [metric.scale * v for run in finished for v in run.curve[1:] if v is not None]
+    near = [v for v in later if low - metric.far <= v <= high + metric.far]
+    if metric.higher_is_better:
+        return min([low, *near]), high
+    return low, max([high, *near])
+
+
+def _draw_bars(axes: Axes, metric: Metric, rows: Sequence[Row], low: float, high: float) -> None:
+    edge = low if metric.higher_is_better else high
     for place, row in enumerate(rows):
         color = COLORS[place % len(COLORS)]
-        label = _cells(row)[1]
-        if row.mean < low:
-            axes.plot(low, place, marker="<", ms=9, color=color, clip_on=False)
-            note = f"  {label}, off the scale" + (", diverged" if row.diverged else "")
-            axes.text(low, place, "  " + note, va="center", color=color)
+        label = _value(metric, row)
+        if row.mean is None or not low <= row.mean <= high:
+            left = metric.higher_is_better
+            axes.plot(edge, place, marker="<" if left else ">", ms=9, color=color, clip_on=False)
+            note = f"    {label}, off the scale" + (", diverged    " if row.diverged else "    ")
+            axes.text(edge, place, note, va="center", ha="left" if left else "right", color=color)
             continue
-        axes.plot(row.accuracies, [place] * row.runs, "o", ms=5, color=color, alpha=0.35, mew=0)
+        shown = [value for value in row.values if value is not None]
+        axes.plot(shown, [place] * len(shown), "o", ms=5, color=color, alpha=0.35, mew=0)
         axes.errorbar(
             row.mean, place, xerr=row.sd, fmt="D", ms=6, color=color, capsize=4, elinewidth=2
         )
@@ -237,18 +283,24 @@ def _draw_bars(axes: Axes, rows: Sequence[Row], low: float, high: float) -> None
             fontsize=9,
             color=color,
         )
-        if row.recipe == BASELINE:
+        if row.recipe == row.baseline:
             axes.axvline(row.mean, color=color, ls="--", lw=1, alpha=0.6, zorder=0)
     axes.set_yticks(range(len(rows)), [row.recipe for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.6)
     axes.set_xlim(low, high)
-    axes.set_xlabel("test accuracy, % (diamond: mean ± sd; dots: seeds)")
+    axes.set_xlabel(f"{metric.title} (diamond: mean ± sd; dots: seeds)")
 
 
-def _draw_curves(axes: Axes, rows: Sequence[Row], finished: Sequence[Finished]) -> None:
+def _draw_curves(
+    axes: Axes, metric: Metric, rows: Sequence[Row], finished: Sequence[Finished]
+) -> None:
     for place, row in enumerate(rows):
         color = COLORS[place % len(COLORS)]
-        curves = [[100 * a for a in run.curve] for run in finished if run.recipe == row.recipe]
+        curves = [
+            [math.nan if v is None else metric.scale * v for v in run.curve]
+            for run in finished
+            if run.recipe == row.recipe
+        ]
         epochs = min(map(len, curves))  # early stopping can end seeds at different epochs
         if epochs == 0:
             continue
@@ -260,6 +312,7 @@ def _draw_curves(axes: Axes, rows: Sequence[Row], finished: Sequence[Finished]) 
             x, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.12, lw=0
         )
     axes.set_xlabel("epoch (line: mean; band: all seeds)")
-    axes.set_ylabel("test accuracy, %")
+    axes.set_ylabel(metric.title)
     axes.locator_params(axis="x", integer=True)
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    higher = metric.higher_is_better
+    axes.legend(frameon=False, fontsize=9, loc="lower right" if higher else "upper right")

@@ -25,7 +25,7 @@ def share(part: int, whole: int) -> float | None:
 
 @dataclass
 class Position:
-    """Where a run is. Sums are over the epoch under way."""
+    """Where a run is. Sums are over the labels of the epoch under way."""
 
     epoch: int = 1
     batch: int = 0
@@ -34,14 +34,14 @@ class Position:
     skipped_in_a_row: int = 0
     loss_sum: float = 0.0
     hits: int = 0
-    images: int = 0
+    count: int = 0
     epoch_seconds: float = 0.0
     seconds: float = 0.0
 
     def next_epoch(self) -> None:
         """Begin the next epoch."""
         self.epoch, self.batch = self.epoch + 1, 0
-        self.loss_sum, self.hits, self.images, self.epoch_seconds = 0.0, 0, 0, 0.0
+        self.loss_sum, self.hits, self.count, self.epoch_seconds = 0.0, 0, 0, 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON: a sum that is not finite is None."""
@@ -64,7 +64,7 @@ class StepReport:
         batch, batches: batches done in this epoch, and all of them.
         loss: mean loss of the batch.
         epoch_loss, epoch_accuracy: over the epoch so far.
-        images_per_second: over the epoch so far.
+        per_second: images or tokens, over the epoch so far.
         lr: the learning rate the step used.
         loss_scale: the scaler's factor after the step.
         skipped: True if the gradients were not finite and the weights stayed as they were.
@@ -80,7 +80,7 @@ class StepReport:
     loss: float | None
     epoch_loss: float | None
     epoch_accuracy: float
-    images_per_second: float
+    per_second: float
     lr: float
     loss_scale: float
     skipped: bool
@@ -91,7 +91,10 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """After one epoch. Accuracies and shares are in 0..1, seconds are of training alone."""
+    """After one epoch. Accuracies and shares are in 0..1, seconds are of training alone.
+
+    ``per_second`` counts images or tokens; ``test_perplexity`` is None for images.
+    """
 
     epoch: int
     step: int
@@ -100,10 +103,11 @@ class EpochReport:
     test_loss: float | None
     test_accuracy: float
     test_top3: float
+    test_perplexity: float | None
     lr: float
     loss_scale: float
     seconds: float
-    images_per_second: float
+    per_second: float
     skipped_steps: int
     saturated: float | None
     flushed: float | None

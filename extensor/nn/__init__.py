@@ -20,6 +20,7 @@ from extensor.nn.activation import (
     Softplus,
     Tanh,
 )
+from extensor.nn.attention import MultiheadAttention
 from extensor.nn.avg_pool2d import AvgPool2d
 from extensor.nn.batch_norm2d import BatchNorm2d
 from extensor.nn.conv2d import Conv2d
@@ -37,6 +38,7 @@ from extensor.nn.parameter import Buffer, Parameter
 from extensor.nn.quantize import apply_recipe, gemm_layers
 from extensor.nn.rms_norm import RMSNorm
 from extensor.nn.sequential import Sequential
+from extensor.nn.transformer import FeedForward, TransformerBlock
 
 __all__ = [
     "ELU",
@@ -49,6 +51,7 @@ __all__ = [
     "Dropout",
     "Dropout2d",
     "Embedding",
+    "FeedForward",
     "Flatten",
     "GlobalAvgPool2d",
     "GroupNorm",
@@ -65,6 +68,7 @@ __all__ = [
     "Mish",
     "Module",
     "ModuleList",
+    "MultiheadAttention",
     "PReLU",
     "Parameter",
     "RMSNorm",
@@ -76,6 +80,7 @@ __all__ = [
     "Softmax",
     "Softplus",
     "Tanh",
+    "TransformerBlock",
     "apply_recipe",
     "gemm_layers",
     "init",

@@ -22,16 +22,17 @@ class LayerNorm(Module):
     Args:
         shape: the length of the last axis, or the lengths of the last axes.
         eps: above 0.
+        bias: whether there is one.
 
     Attributes:
-        weight, bias: float32 of ``shape``, ones and zeros at first.
+        weight, bias: float32 of ``shape``, ones and zeros at first; the latter None without bias.
 
     Raises:
         ValueError: for lengths below 1 or an eps not above 0; when called, for an input whose
             last axes are not ``shape``.
     """
 
-    def __init__(self, shape: int | tuple[int, ...], eps: float = 1e-5) -> None:
+    def __init__(self, shape: int | tuple[int, ...], eps: float = 1e-5, bias: bool = True) -> None:
         lengths = shape if isinstance(shape, tuple) else (shape,)
         self.shape = tuple(check_size("shape", n) for n in lengths)
         if not self.shape or not 0.0 < eps < math.inf:
@@ -40,7 +41,7 @@ class LayerNorm(Module):
             )
         self.eps = eps
         self.weight = Parameter(np.ones(self.shape, np.float32))
-        self.bias = Parameter(np.zeros(self.shape, np.float32))
+        self.bias = Parameter(np.zeros(self.shape, np.float32)) if bias else None
 
     def forward(self, x: ExTensor) -> ExTensor:
         """The same shape."""
@@ -51,7 +52,8 @@ class LayerNorm(Module):
                 f"LayerNorm: wanted an input of shape (..., {', '.join(map(str, self.shape))}), "
                 f"got {x.shape}"
             )
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        bias = ExTensor.zeros_like(self.weight) if self.bias is None else self.bias
+        return layer_norm(x, self.weight, bias, self.eps)
 
     def extra_repr(self) -> str:
         """Its shape."""

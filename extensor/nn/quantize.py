@@ -23,6 +23,9 @@ def gemm_layers(model: Module) -> Iterator[tuple[str, Module]]:
 def apply_recipe(model: Module, recipe: Recipe | str, seed: int = 0) -> RecipeState:
     """Give every Linear and Conv2d of a model its place in a recipe.
 
+    A layer's roles are its own ``role`` (``@embedding``, ``@head``) and, for the first and the last
+    of the layers without one, ``@first`` and ``@last``.
+
     Args:
         model: the model; its layers' ``quant`` is set.
         recipe: a recipe or the name of one.
@@ -46,11 +49,13 @@ def apply_recipe(model: Module, recipe: Recipe | str, seed: int = 0) -> RecipeSt
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     Stream(seed)  # refuses what cannot seed the stochastic rounding
     layers = list(gemm_layers(model))
+    # What has a role of its own is neither first nor last: those are the ends of what lies between.
+    plain = [path for path, module in layers if module.role is None]
     roles: list[tuple[str, frozenset[str]]] = []
-    for number, (path, module) in enumerate(layers):
-        marks = {f"@{module.role}"} if getattr(module, "role", None) else set()
-        marks |= {"@first"} if number == 0 else set()
-        marks |= {"@last"} if number == len(layers) - 1 else set()
+    for path, module in layers:
+        marks = {f"@{module.role}"} if module.role else set()
+        marks |= {"@first"} if plain[:1] == [path] else set()
+        marks |= {"@last"} if plain[-1:] == [path] else set()
         roles.append((path, frozenset(marks)))
     chosen = recipe.assign(roles)
     state = RecipeState(recipe, seed)

@@ -20,8 +20,9 @@ def _dense(dtype: Dense) -> LayerRecipe:
 
 
 _BF16 = _dense("bfloat16")
-_ENDS = (Rule("@first", _BF16), Rule("@last", _BF16))
+_FIRST, _LAST = Rule("@first", _BF16), Rule("@last", _BF16)
 _LANGUAGE_ENDS = (Rule("@embedding", _BF16), Rule("@head", _BF16))
+_ENDS = (_FIRST, _LAST, *_LANGUAGE_ENDS)
 
 
 def _layer(x: QuantSpec, w: QuantSpec, g: QuantSpec) -> LayerRecipe:
@@ -150,8 +151,12 @@ _ROWS = (
         _ENDS,
         adaptive_scale_rule=True,
     ),
-    Recipe("mxfp4_first", "mxfp4 with only the last layer in bf16", _mxfp4(), _ENDS[1:]),
-    Recipe("mxfp4_last", "mxfp4 with only the first layer in bf16", _mxfp4(), _ENDS[:1]),
+    Recipe(
+        "mxfp4_first", "mxfp4 with only the last layer in bf16", _mxfp4(), (_LAST, *_LANGUAGE_ENDS)
+    ),
+    Recipe(
+        "mxfp4_last", "mxfp4 with only the first layer in bf16", _mxfp4(), (_FIRST, *_LANGUAGE_ENDS)
+    ),
     Recipe("mxfp4_block16", "mxfp4 in blocks of 16", _mxfp4(block=16), _ENDS),
     Recipe("mxfp4_block64", "mxfp4 in blocks of 64", _mxfp4(block=64), _ENDS),
     Recipe("mxfp4_block128", "mxfp4 in blocks of 128", _mxfp4(block=128), _ENDS),

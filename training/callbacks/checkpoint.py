@@ -19,13 +19,11 @@ BEST = "checkpoint-best.safetensors"
 class SaveCheckpoint(Callback):
     """Writes both files atomically into the run's folder.
 
-    "Best" is the highest test accuracy, the earliest epoch of equals. It is for use, not for
-    reporting: the result is the last epoch's accuracy, which the test images had no part in
-    choosing.
+    "Best" is by the task's metric, the earliest epoch of equals. It is for use, not for reporting:
+    the result is the last epoch's, which the test data had no part in choosing.
     """
 
     def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
         trainer.save(trainer.out / LAST)
-        best = max(trainer.history, key=lambda e: (e.test_accuracy, -e.epoch))
-        if best is trainer.history[-1]:
+        if trainer.task.metric.best(trainer.history) is trainer.history[-1]:
             trainer.save(trainer.out / BEST)

@@ -25,8 +25,8 @@ def _loss(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def epoch_line(report: EpochReport, epochs: int) -> str:
-    """One line that says how the epoch went."""
+def epoch_line(report: EpochReport, epochs: int, unit: str) -> str:
+    """One line that says how the epoch went; ``unit`` is what the task counts."""
     quantized = (
         ""
         if report.saturated is None
@@ -37,7 +37,7 @@ def epoch_line(report: EpochReport, epochs: int) -> str:
         f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  "
         f"train loss {_loss(report.train_loss)} acc {percent(report.train_accuracy)}  "
         f"test loss {_loss(report.test_loss)} acc {percent(report.test_accuracy)}  "
-        f"{report.images_per_second:,.0f} images/s{quantized}{skipped}"
+        f"{report.per_second:,.0f} {unit}/s{quantized}{skipped}"
     )
 
 
@@ -74,7 +74,7 @@ class ShowProgress(Callback):
         numbers = [
             f"loss {_loss(report.epoch_loss)}",
             f"acc {percent(report.epoch_accuracy)}",
-            f"{report.images_per_second:,.0f} images/s",
+            f"{report.per_second:,.0f} {trainer.task.unit}/s",
         ]
         if report.saturated is not None:
             numbers += [f"sat {percent(report.saturated)}", f"flush {percent(report.flushed)}"]
@@ -88,7 +88,7 @@ class ShowProgress(Callback):
         )
 
     def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
-        self.console.print(epoch_line(report, trainer.config.epochs))
+        self.console.print(epoch_line(report, trainer.config.epochs, trainer.task.unit))
 
     def on_end(self, trainer: Trainer, result: dict[str, Any] | None) -> None:
         if self._bar is not None:

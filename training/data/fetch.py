@@ -64,7 +64,12 @@ def cache_directory() -> Path:
 
 
 def find(
-    dataset: str, file: RemoteFile, system: Sequence[Path], urls: Sequence[str], remedy: str
+    dataset: str,
+    file: RemoteFile,
+    system: Sequence[Path],
+    urls: Sequence[str],
+    remedy: str,
+    offline: str = "digits",
 ) -> bytes:
     """The decompressed bytes of one file of a data set.
 
@@ -76,11 +81,12 @@ def find(
         system: folders to look in after the cache.
         urls: addresses of folders that hold the file, tried in order; none, no download.
         remedy: the command that would fetch the data, for the error.
+        offline: a data set of the same kind that needs no download, likewise.
 
     Raises:
         DataError: if a file found is damaged, or if none is found: then every place tried is named.
     """
-    return _search(dataset, file, system, urls, remedy, read_checked)[1]
+    return _search(dataset, file, system, urls, remedy, read_checked, offline)[1]
 
 
 def find_archive(
@@ -97,6 +103,7 @@ def _search(
     urls: Sequence[str],
     remedy: str,
     check: Callable[[Path, RemoteFile], T],
+    offline: str = "digits",
 ) -> tuple[Path, T]:
     """The path of a file that passes ``check``, and what ``check`` gave."""
     cache = cache_directory() / dataset
@@ -118,7 +125,7 @@ def _search(
     raise DataError(
         f"data set {dataset!r}: {file.name} was found nowhere; tried\n{places}\n"
         f"the way out: {remedy}\n"
-        f"or put {file.stored} into {cache}; or use --dataset digits, which needs no download"
+        f"or put {file.stored} into {cache}; or use --dataset {offline}, which needs no download"
     )
 
 

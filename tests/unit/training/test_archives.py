@@ -69,8 +69,8 @@ def test_cifar10_loads_from_its_archive(cache: Path) -> None:
     assert green[0, 0] == tables[1][0, 1 + 1024]
     assert green[1, 2] == tables[1][0, 1 + 1024 + 32 + 2]
     batch = next(batches(data, data.train, 20))
-    np.testing.assert_allclose(batch.images.mean((0, 2, 3)), 0, atol=1e-5)
-    np.testing.assert_allclose(batch.images.std((0, 2, 3)), 1, rtol=1e-5)
+    np.testing.assert_allclose(batch.inputs.mean((0, 2, 3)), 0, atol=1e-5)
+    np.testing.assert_allclose(batch.inputs.std((0, 2, 3)), 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

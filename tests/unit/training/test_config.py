@@ -9,15 +9,24 @@ from typing import Any
 import pytest
 
 from training.config import RunConfig, read_toml, write_toml
+from training.data import DATASETS
 from training.runs import RUNS, defaults
+from training.tasks import TASKS
 
 
 def config(**changes: Any) -> RunConfig:
     return RunConfig(**{**defaults("lenet"), **changes})
 
 
-@pytest.mark.parametrize("model", RUNS)
-@pytest.mark.parametrize("dataset", ["digits", "mnist", "fashion_mnist"])
+@pytest.mark.parametrize(
+    ("model", "dataset"),
+    [
+        (model, dataset)
+        for model, run in RUNS.items()
+        for dataset, row in DATASETS.items()
+        if row.kind == TASKS[run.task].kind
+    ],
+)
 def test_every_row_of_runs_is_a_valid_configuration(model: str, dataset: str) -> None:
     made = RunConfig(**defaults(model, dataset))
     assert made.model == model

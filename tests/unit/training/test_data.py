@@ -49,7 +49,7 @@ def test_digits_are_1437_and_360_stratified_in_their_own_units() -> None:
     assert np.bincount(digits.test.labels).tolist() == [36] * 10
     assert digits.train.images.min() == 0.0
     assert digits.train.images.max() == 1.0
-    whole = np.concatenate([b.images for b in batches(digits, digits.train, 100)])
+    whole = np.concatenate([b.inputs for b in batches(digits, digits.train, 100)])
     assert whole.dtype == np.float32
     assert abs(whole.mean()) < 1e-4
     assert abs(whole.std() - 1) < 1e-4
@@ -200,7 +200,7 @@ def test_an_idx_set_loads_from_four_files(cache: Path, monkeypatch: pytest.Monke
     assert toy.train.images.dtype == np.uint8
     batch = next(batches(toy, toy.train, 6))
     np.testing.assert_allclose(
-        batch.images[:, 0], (arrays[0] / 255 - 0.5) / 0.25, rtol=1e-6, atol=1e-6
+        batch.inputs[:, 0], (arrays[0] / 255 - 0.5) / 0.25, rtol=1e-6, atol=1e-6
     )
     assert batch.labels.tolist() == arrays[1].tolist()
 
@@ -240,11 +240,11 @@ def test_batches_cover_the_split_once_and_can_start_inside() -> None:
     order = epoch_order(10, 0, 1)
     drawn = list(batches(data, data.train, 4, order=order))
     assert [len(b.labels) for b in drawn] == [4, 4, 2]
-    seen = np.concatenate([b.images[:, 0, 0, 0] for b in drawn]) / 16
+    seen = np.concatenate([b.inputs[:, 0, 0, 0] for b in drawn]) / 16
     assert np.array_equal(seen, order)
     later = list(batches(data, data.train, 4, order=order, start=2))
     assert later[0].index == 2
-    assert np.array_equal(later[0].images, drawn[2].images)
+    assert np.array_equal(later[0].inputs, drawn[2].inputs)
 
 
 def test_shifts_depend_on_the_image_not_the_batch() -> None:

@@ -22,7 +22,7 @@ from extensor.quant.recipes import get_recipe
 from training import loop
 from training.callbacks import LAST, Callback, EarlyStopping, SaveCheckpoint
 from training.config import RunConfig
-from training.data import DataError, Dataset, load_dataset
+from training.data import DataError, Dataset, epoch_order, load_dataset
 from training.loop import Interrupted, Trainer, train
 from training.reports import StepReport
 from training.rundir import UsageError, claim
@@ -57,7 +57,7 @@ def weights(trainer: Trainer) -> dict[str, bytes]:
 
 def timeless(trainer: Trainer) -> list[dict[str, Any]]:
     """History without clocks and telemetry, which a checkpoint need not carry."""
-    drop = ("seconds", "images_per_second", "saturated", "flushed")
+    drop = ("seconds", "per_second", "saturated", "flushed")
     return [
         {k: v for k, v in report.as_dict().items() if k not in drop} for report in trainer.history
     ]
@@ -151,10 +151,10 @@ def test_nan_in_the_data_names_the_batch(small: Make, tmp_path: Path) -> None:
     digits = load_dataset("digits")
     images = digits.train.images.copy()
     trainer = Trainer(small(), tmp_path)
-    order = loop.epoch_order(96, 0, 1)
+    order = epoch_order(96, 0, 1)
     images[order[2 * 16 + 5], 0, 3, 3] = np.nan
     spoilt = dataclasses.replace(digits, train=dataclasses.replace(digits.train, images=images))
-    trainer = Trainer(small(), tmp_path, dataset=spoilt)
+    trainer = Trainer(small(), tmp_path, data=spoilt)
     with pytest.raises(DataError, match=r"NaN or infinite pixels in epoch 1, batch 2 .*\[5\]"):
         trainer.fit()
     assert trainer.position.step == 2

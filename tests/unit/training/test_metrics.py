@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from training.metrics import Scores, confusion_matrix, top_k_hits
+from training.metrics import ClassScores, confusion_matrix, top_k_hits
 
 LOGITS = np.array([[3, 2, 1], [1, 3, 2], [1, 2, 3], [3, 1, 2]], np.float32)
 LABELS = np.array([0, 1, 1, 2])
@@ -33,7 +33,8 @@ def test_confusion_rows_are_true_labels() -> None:
 
 
 def test_scores_add_up_over_batches() -> None:
-    scores = Scores(3, k=2)
+    scores = ClassScores(("a", "b", "c"))
+    scores.k = 2
     scores.add(LOGITS[:3], LABELS[:3], 2.0)
     scores.add(LOGITS[3:], LABELS[3:], 6.0)
     assert scores.loss == pytest.approx(3.0)
@@ -43,6 +44,6 @@ def test_scores_add_up_over_batches() -> None:
 
 
 def test_a_class_without_images_has_no_accuracy() -> None:
-    scores = Scores(4)
+    scores = ClassScores(("a", "b", "c", "d"))
     scores.add(np.pad(LOGITS, ((0, 0), (0, 1))), LABELS, 1.0)
     assert np.isnan(scores.per_class[3])

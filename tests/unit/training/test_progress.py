@@ -16,7 +16,9 @@ from training.reports import StepReport
 def shown(width: int) -> str:
     """The bar's last state, as text."""
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    trainer: Any = SimpleNamespace(batches=938, config=SimpleNamespace(epochs=10))
+    trainer: Any = SimpleNamespace(
+        batches=938, config=SimpleNamespace(epochs=10), task=SimpleNamespace(unit="images")
+    )
     report = StepReport(
         step=9000,
         epoch=10,
@@ -25,7 +27,7 @@ def shown(width: int) -> str:
         loss=0.1,
         epoch_loss=0.1234,
         epoch_accuracy=0.9999,
-        images_per_second=12345.6,
+        per_second=12345.6,
         lr=0.1,
         loss_scale=1.0,
         skipped=False,

@@ -44,7 +44,9 @@ RUNS = [
 
 
 def test_rows_are_mean_sd_and_gap_in_points() -> None:
-    fp32, mxfp4, one = summarize(RUNS, ["fp32", "mxfp4", "mxfp4_one"], failed=["mxfp4_one"])
+    fp32, mxfp4, one = summarize(
+        args().metric, RUNS, ["fp32", "mxfp4", "mxfp4_one"], failed=["mxfp4_one"]
+    )
     assert fp32.mean == pytest.approx(98.5)
     assert fp32.sd == pytest.approx(math.sqrt(0.5))
     assert fp32.gap == 0.0
@@ -56,12 +58,12 @@ def test_rows_are_mean_sd_and_gap_in_points() -> None:
 
 
 def test_without_fp32_there_is_no_gap() -> None:
-    (row,) = summarize(RUNS, ["mxfp4"])
+    (row,) = summarize(args().metric, RUNS, ["mxfp4"])
     assert row.gap is None
 
 
 def test_markdown_has_a_line_per_recipe() -> None:
-    text = markdown(args(), summarize(RUNS, args().names))
+    text = markdown(args(), summarize(args().metric, RUNS, args().names))
     assert "| mxfp4 | 97.50 ± 0.71 | -1.00 | 1.00% | 4.00% | 2.5 | 1 | 0/2 |" in text
     assert "| mxfp4_one | 10.00 | -88.50 | 1.00% | 4.00% | 2.0 | 0 | 1/1 |" in text
     assert "`mxfp4`: " in text
@@ -69,7 +71,7 @@ def test_markdown_has_a_line_per_recipe() -> None:
 
 def test_report_writes_everything(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=40, soft_wrap=True)
-    write_report(tmp_path, args(), summarize(RUNS, args().names), RUNS, console)
+    write_report(tmp_path, args(), summarize(args().metric, RUNS, args().names), RUNS, console)
     content = json.loads((tmp_path / "compare.json").read_text())
     assert [row["recipe"] for row in content["rows"]] == ["fp32", "mxfp4", "mxfp4_one"]
     assert len(content["runs"]) == 5

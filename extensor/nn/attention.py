@@ -1,0 +1,130 @@
+"""MultiheadAttention."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from extensor.autograd.creation import Seed
+from extensor.autograd.tensor import ExTensor
+from extensor.nn.checks import check_size
+from extensor.nn.linear import Linear
+from extensor.nn.module import Module
+from extensor.ops.arguments import tensors_only
+from extensor.ops.attention import scaled_dot_product_attention
+from extensor.ops.shape import concatenate
+
+__all__ = ["MultiheadAttention", "rotate"]
+
+
+def rotate(x: ExTensor, base: float) -> ExTensor:
+    """Turn each vector by an angle that grows with its place: rotary position embedding.
+
+    Components i and i + d/2 of the vector at place t are turned, as a pair, by the angle
+    t base^(-2i/d), so that the product of two turned vectors depends on their distance alone.
+
+    Args:
+        x: (..., T, d) with d even.
+        base: above 0; 10000 in the paper.
+
+    Returns:
+        The same shape.
+
+    Raises:
+        ValueError: for an odd d.
+
+    Source: Su et al., arXiv 2104.09864, section 3.2.2, with the halves paired as in GPT-NeoX.
+    """
+    *_, length, size = x.shape
+    if size % 2:
+        raise ValueError(f"rotate: wanted vectors of even length, got {size}")
+    # Angles in float64 on the host, so that they are the same on every device.
+    angle = np.arange(length)[:, None] * base ** (-2.0 * np.arange(size // 2) / size)
+    cos, sin = (
+        ExTensor.from_numpy(f(angle)).astype(x.dtype).to(x.device) for f in (np.cos, np.sin)
+    )
+    a, b = x[..., : size // 2], x[..., size // 2 :]
+    return concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+class MultiheadAttention(Module):
+    """Self-attention with several heads (arXiv 1706.03762, section 3.2.2).
+
+    Args:
+        width: length of each token's vector, a multiple of ``heads``.
+        heads: query heads, each width / heads long.
+        kv_heads: key and value heads, a divisor of ``heads`` (grouped-query attention,
+            arXiv 2305.13245); None, as many as ``heads``.
+        causal: whether a token sees only itself and those before it.
+        rotary: base of the rotary position embedding, such as 10000; None for none.
+        bias: whether the projections have biases.
+        rng: draws the initial weights; see `Linear`.
+
+    Attributes:
+        qkv: Linear that gives the queries of all heads, then the keys, then the values.
+        out: Linear from the heads, side by side, to the width.
+
+    Raises:
+        ValueError: for sizes that do not go together; when called, for an input that is not
+            (..., T, width).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        causal: bool = False,
+        rotary: float | None = None,
+        bias: bool = True,
+        rng: Seed = None,
+    ) -> None:
+        self.width, self.heads = check_size("width", width), check_size("heads", heads)
+        self.kv_heads = heads if kv_heads is None else check_size("kv_heads", kv_heads)
+        if width % heads:
+            raise ValueError(
+                f"MultiheadAttention: wanted a width that is a multiple of the heads, got width "
+                f"{width} and {heads} heads"
+            )
+        if heads % self.kv_heads:
+            raise ValueError(
+                f"MultiheadAttention: wanted heads that are a multiple of kv_heads, got {heads} "
+                f"and {kv_heads}"
+            )
+        self.head_size = width // heads
+        if rotary is not None and (not 0.0 < rotary < math.inf or self.head_size % 2):
+            raise ValueError(
+                "MultiheadAttention: rotary: wanted a base above 0 and heads of even length, got "
+                f"{rotary!r} and {self.head_size}"
+            )
+        self.causal, self.rotary = causal, rotary
+        both = (heads + 2 * self.kv_heads) * self.head_size
+        self.qkv = Linear(width, both, bias, rng)
+        self.out = Linear(width, width, bias, rng)
+
+    def forward(self, x: ExTensor) -> ExTensor:
+        """(..., T, width) -> the same."""
+        tensors_only("MultiheadAttention", x)
+        if x.ndim < 2 or x.shape[-1] != self.width:
+            raise ValueError(
+                f"MultiheadAttention: wanted an input of shape (..., T, {self.width}), got "
+                f"{x.shape}"
+            )
+        every = self.heads + 2 * self.kv_heads
+        split = self.qkv(x).reshape((*x.shape[:-1], every, self.head_size)).swapaxes(-2, -3)
+        q = split[..., : self.heads, :, :]
+        k = split[..., self.heads : self.heads + self.kv_heads, :, :]
+        v = split[..., self.heads + self.kv_heads :, :, :]
+        if self.rotary is not None:
+            q, k = rotate(q, self.rotary), rotate(k, self.rotary)
+        mixed = scaled_dot_product_attention(q, k, v, causal=self.causal)
+        return self.out(mixed.swapaxes(-2, -3).reshape(x.shape))
+
+    def extra_repr(self) -> str:
+        """Its sizes and options."""
+        return (
+            f"{self.width}, heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal}, "
+            f"rotary={self.rotary}"
+        )

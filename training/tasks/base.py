@@ -1,0 +1,153 @@
+"""What the loop asks of a task: batches, scores, and the number that runs are compared by.
+
+A task knows its data and what a model must look like for it; the loop knows steps, scaling,
+checkpoints and time. Both learn a label for each row of scores by cross entropy, so the loop needs
+no case for either: images give one row each, texts one for each token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from training.batch import Batch
+
+if TYPE_CHECKING:
+    from training.config import Settings
+    from training.reports import EpochReport
+
+__all__ = ["Metric", "Scores", "Task"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The number that runs of a task are compared by.
+
+    Attributes:
+        key: its name in result.json; in metrics.jsonl it is ``test_<key>``.
+        title: for tables and plots.
+        scale: what it is multiplied by where people read it.
+        digits: after the point, likewise.
+        higher_is_better: or lower.
+        gap: what the gap to the baseline is: "points" (a difference) or "%" (of the baseline).
+        far: rows further than this (scaled) from the best are drawn at the plot's edge.
+        baselines: recipes that the gap may be measured against; the first that was run is.
+    """
+
+    key: str
+    title: str
+    scale: float
+    digits: int
+    higher_is_better: bool
+    gap: str
+    far: float
+    baselines: tuple[str, ...]
+
+    def best(self, history: list[EpochReport]) -> EpochReport:
+        """The best epoch, the earliest of equals; one whose number is not finite is the worst."""
+        sign = 1.0 if self.higher_is_better else -1.0
+
+        def rank(report: EpochReport) -> tuple[float, int]:
+            value = getattr(report, f"test_{self.key}")
+            return (-np.inf if value is None else sign * value, -report.epoch)
+
+        return max(history, key=rank)
+
+    def difference(self, value: float, baseline: float) -> float:
+        """The gap of a (scaled) value to that of the baseline."""
+        gap = value - baseline
+        return 100.0 * gap / baseline if self.gap == "%" else gap
+
+    def show(self, value: float) -> str:
+        """The number as people read it."""
+        unit = "%" if self.scale == 100.0 else ""
+        return f"{self.key} {self.scale * value:.{self.digits}f}{unit}"
+
+
+class Scores(ABC):
+    """Accumulates the metrics of an evaluation over batches."""
+
+    @abstractmethod
+    def add(self, scores: np.ndarray, labels: np.ndarray, mean_loss: float) -> None:
+        """Count rows of scores (R, C) with labels (R,) and their mean loss."""
+
+    @property
+    @abstractmethod
+    def loss(self) -> float:
+        """Mean loss per label."""
+
+    @property
+    @abstractmethod
+    def accuracy(self) -> float:
+        """Top-1 accuracy in 0..1."""
+
+    @property
+    @abstractmethod
+    def accuracy_k(self) -> float:
+        """Top-3 accuracy in 0..1."""
+
+    @property
+    def perplexity(self) -> float | None:
+        """For tokens, exp(loss) where that is finite; None for what is no text."""
+        return None
+
+    def details(self) -> dict[str, Any]:
+        """What result.json says beyond loss and accuracies."""
+        return {}
+
+
+class Task(ABC):
+    """One task on one data set, for one run.
+
+    Attributes:
+        metric: what runs are compared by.
+        unit: what is counted: "images" or "tokens".
+        kind: the kind of data, "images" or "text".
+        own: settings that only such tasks know; for others they are 0 or "".
+        eval_batch: inputs per batch of an evaluation.
+        batches: optimizer steps in an epoch.
+    """
+
+    metric: ClassVar[Metric]
+    unit: ClassVar[str]
+    kind: ClassVar[str]
+    own: ClassVar[tuple[str, ...]] = ()
+    eval_batch: ClassVar[int]
+    batches: int
+
+    @classmethod
+    @abstractmethod
+    def check(cls, settings: Settings) -> None:
+        """Refuse settings that do not fit the task.
+
+        Raises:
+            ValueError: on those.
+        """
+
+    @abstractmethod
+    def shapes(self) -> dict[str, Any]:
+        """What the data decides about the model's configuration."""
+
+    @abstractmethod
+    def training(self, epoch: int, start: int) -> Iterator[Batch]:
+        """The batches of an epoch (from 1), from one on: a function of the seed and these alone."""
+
+    @abstractmethod
+    def test(self, batch_size: int) -> Iterator[Batch]:
+        """The test batches, always the same."""
+
+    @abstractmethod
+    def scores(self) -> Scores:
+        """Fresh scores."""
+
+    @abstractmethod
+    def stuck(self, scores: Scores) -> str | None:
+        """Why these scores show that nothing was learnt, or None."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must carry to use the model without the data: plain JSON."""
+        return {}

@@ -1,0 +1,110 @@
+"""Images with one label each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from training.batch import Batch
+from training.data import DataError, Dataset, batches, epoch_order, load_dataset
+from training.metrics import ClassScores
+from training.tasks.base import Metric, Scores, Task
+
+if TYPE_CHECKING:
+    from training.config import RunConfig, Settings
+
+__all__ = ["Classification"]
+
+CHANCE_MARGIN = 0.05
+"""A model that beats always guessing the commonest class by less than this has learnt nothing."""
+
+
+class Classification(Task):
+    """Label images; an epoch is a pass over the training images.
+
+    Args:
+        config: the run.
+        dataset: the data; None loads what the config names.
+
+    Raises:
+        ValueError: if the batch size exceeds the data.
+        DataError: if the data set is missing or damaged.
+    """
+
+    metric = Metric(
+        key="accuracy",
+        title="test accuracy, %",
+        scale=100.0,
+        digits=2,
+        higher_is_better=True,
+        gap="points",
+        far=15.0,
+        baselines=("fp32", "bf16"),
+    )
+    unit, kind = "images", "images"
+    eval_batch = 500
+
+    def __init__(self, config: RunConfig, dataset: Dataset | None = None) -> None:
+        self.config = config
+        dataset = load_dataset(config.dataset) if dataset is None else dataset
+        self.dataset = dataset.limited(config.train_limit or None, config.test_limit or None)
+        images = len(self.dataset.train)
+        if config.batch_size > images:
+            raise ValueError(
+                f"--batch-size: wanted at most the {images} training images, "
+                f"got {config.batch_size}"
+            )
+        self.batches = -(-images // config.batch_size)
+
+    @classmethod
+    def check(cls, settings: Settings) -> None:
+        """Nothing to refuse: an epoch is a pass over the images."""
+
+    def shapes(self) -> dict[str, Any]:
+        """Channels, side and classes."""
+        channels, side, _ = self.dataset.image_shape
+        classes = len(self.dataset.classes)
+        return {"in_channels": channels, "image_size": side, "classes": classes}
+
+    def training(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Every image once, in an order that the seed and the epoch decide."""
+        config, dataset = self.config, self.dataset
+        drawn = batches(
+            dataset,
+            dataset.train,
+            config.batch_size,
+            order=epoch_order(len(dataset.train), config.seed, epoch),
+            start=start,
+            augment=(config.seed, epoch) if config.augment else None,
+        )
+        for batch in drawn:
+            finite = np.isfinite(batch.inputs)
+            if not finite.all():
+                bad = np.flatnonzero(~finite.all(axis=(1, 2, 3)))
+                raise DataError(
+                    f"data set {dataset.name!r}: NaN or infinite pixels in epoch {epoch}, batch "
+                    f"{batch.index} (of {self.batches}, counted from 0), its images "
+                    f"{bad[:5].tolist()}; wanted finite numbers: clean the data"
+                )
+            yield batch
+
+    def test(self, batch_size: int) -> Iterator[Batch]:
+        """The test images in order."""
+        return batches(self.dataset, self.dataset.test, batch_size)
+
+    def scores(self) -> Scores:
+        """Top-1, top-3 and the confusion matrix."""
+        return ClassScores(self.dataset.classes)
+
+    def stuck(self, scores: Scores) -> str | None:
+        """Accuracy no better than chance."""
+        labels = self.dataset.test.labels
+        chance = float(np.bincount(labels).max() / len(labels))
+        if scores.accuracy >= chance + CHANCE_MARGIN:
+            return None
+        return (
+            f"stuck at chance: accuracy {100 * scores.accuracy:.2f}%, always guessing one class "
+            f"gives {100 * chance:.2f}%"
+        )

