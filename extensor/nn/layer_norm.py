@@ -11,6 +11,7 @@ from extensor.nn.checks import check_size
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
+from extensor.ops.norm import layer_norm
 
 __all__ = ["LayerNorm"]
 
@@ -50,10 +51,7 @@ class LayerNorm(Module):
                 f"LayerNorm: wanted an input of shape (..., {', '.join(map(str, self.shape))}), "
                 f"got {x.shape}"
             )
-        axes = tuple(range(-count, 0))
-        centred = x - x.mean(axis=axes, keepdims=True)
-        variance = centred.square().mean(axis=axes, keepdims=True)
-        return centred * (variance + self.eps).rsqrt() * self.weight + self.bias
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         """Its shape."""
