@@ -30,9 +30,7 @@ CORE = BACKEND.core
 GENERIC = GenericBackend("generic", np)
 LEVELS = CORE.levels() if CORE else ["numpy only"]
 METHODS = [name for name in vars(GenericBackend) if not name.startswith("_")]
-OVERRIDES = [
-    name for name in METHODS if getattr(cpu.CpuBackend, name) is not getattr(GenericBackend, name)
-]
+OVERRIDES = [n for n in METHODS if getattr(cpu.CpuBackend, n) is not getattr(GenericBackend, n)]
 UNIT = 2.0**-24
 
 Case = tuple[Any, ...]
@@ -238,6 +236,21 @@ def check_product(name: str) -> Callable[[cpu.CpuBackend], None]:
             assert (np.abs(got - getattr(GENERIC, name)(left, b)) <= bound).all(), spec
 
     return check
+
+
+def check_operand_matmul(backend: cpu.CpuBackend) -> None:
+    for m, n, k in ((70, 130, 90), (3, 4, 5)):
+        a, b = (
+            GENERIC.operand(plain(s, 1), QuantSpec("mxfp4", axis=1))[0] for s in ((m, k), (n, k))
+        )
+        down = np.ascontiguousarray(a.T).T, np.ascontiguousarray(b.T)
+        for left, right in ((a, b.T), down, (a, down[1]), (down[0], b.T)):
+            gamma = (k + 20) * UNIT / (1 - (k + 20) * UNIT)
+            bound = 2 * gamma * (np.abs(left).astype(np.float64) @ np.abs(right))
+            error = np.abs(
+                backend.operand_matmul(left, right) - GENERIC.operand_matmul(left, right)
+            )
+            assert (error <= bound).all()
 
 
 # --- windows ------------------------------------------------------------------------------------
@@ -550,6 +563,7 @@ CHECKS: dict[str, Callable[[cpu.CpuBackend], None]] = {
     "operand": check_operand,
     "block_matmul": check_product("block_matmul"),
     "weight_matmul": check_product("weight_matmul"),
+    "operand_matmul": check_operand_matmul,
     "im2col": check_im2col,
     "col2im": check_col2im,
     "conv2d": check_convolution("conv2d"),

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "buffers.hpp"
 #include "gemm_bind.hpp"
 #include "kernels.hpp"
 #include "rows.hpp"
@@ -293,7 +294,7 @@ py::tuple operand(const QuantPlan& plan, const Floats& x, const Layout& layout, 
     QuantJob job = make_job(x, layout);
     require(product(shape) == job.outer * job.rows * job.coded * job.inner,
             "operand: the layout does not fit the result's shape");
-    Floats values(shape);
+    Floats values = buffers::array<float>(shape);
     job.values = values.mutable_data();
     {
         py::gil_scoped_release release;
@@ -310,15 +311,15 @@ py::tuple quantize(const QuantPlan& plan, const Floats& x, const Layout& layout,
                                         packed_bytes(plan, job.coded, job.tile_length) &&
                 product(scales_shape) == tile_count(layout),
             "quantize: the layout does not fit the shapes of codes and scales");
-    Bytes codes(codes_shape);
+    Bytes codes = buffers::array<uint8_t>(codes_shape);
     job.codes = codes.mutable_data();
     py::object scales;
     if (plan.scale == Scale::float32) {
-        Floats array(scales_shape);
+        Floats array = buffers::array<float>(scales_shape);
         job.scales = array.mutable_data();
         scales = std::move(array);
     } else {
-        Bytes array(scales_shape);
+        Bytes array = buffers::array<uint8_t>(scales_shape);
         job.scales = array.mutable_data();
         scales = std::move(array);
     }
@@ -344,7 +345,7 @@ Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& sc
                 (floats ? py::isinstance<py::array_t<float>>(scales)
                         : py::isinstance<py::array_t<uint8_t>>(scales)),
             "dequantize: wanted scales as contiguous bytes, or float32 for a float scale");
-    Floats values(shape);
+    Floats values = buffers::array<float>(shape);
     job.codes = codes.data();
     job.scales = scales.data();
     job.values = values.mutable_data();

@@ -11,6 +11,7 @@
 #include "philox.hpp"
 #include "rounding.hpp"
 #include "threads.hpp"
+#include "tiles.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
@@ -20,26 +21,11 @@ using threads::Slot;
 
 constexpr int64_t kPiece = 8192;  // floats of one piece: it and its random words fit the cache
 
+constexpr int64_t kPast = 1 << 21;  // decoded floats that no cache holds for their reader
+
 INLINE int64_t round_up(int64_t n, int64_t to) { return ceil_div(n, to) * to; }
 
 // ---- bytes of codes ----
-
-// `count` unpacked codes -> packed bytes; `from` must be readable, and zero, to a whole group.
-void pack_row(const uint8_t* from, int64_t count, int bits, uint8_t* to) {
-    const int64_t bytes = ceil_div(count * bits, 8);
-    if (bits == 8) {
-        std::memcpy(to, from, static_cast<size_t>(bytes));
-    } else if (bits == 4) {
-        for (int64_t i = 0; i < bytes; ++i)
-            to[i] = static_cast<uint8_t>(from[2 * i] | from[2 * i + 1] << 4);
-    } else {
-        for (int64_t i = 0; i < bytes; ++i, from += i % 3 ? 0 : 4) {
-            const uint32_t word = static_cast<uint32_t>(from[0] | from[1] << 6 | from[2] << 12) |
-                                  static_cast<uint32_t>(from[3]) << 18;
-            to[i] = static_cast<uint8_t>(word >> (8 * (i % 3)));
-        }
-    }
-}
 
 // The code at `index` of a packed row whose bytes lie `stride` apart.
 INLINE uint32_t unpack_one(const uint8_t* row, int64_t stride, int64_t index, int bits) {
@@ -54,11 +40,6 @@ INLINE uint32_t unpack_one(const uint8_t* row, int64_t stride, int64_t index, in
     }
 }
 
-INLINE void store_codes(uint8_t* to, vu codes) {
-    typedef uint8_t bytes __attribute__((vector_size(VL), aligned(1), may_alias));
-    *reinterpret_cast<bytes*>(to) = __builtin_convertvector(codes, bytes);
-}
-
 // ---- maxima ----
 
 INLINE vu magnitude_bits(vf v) { return bits_of(v) & kMagnitude; }
@@ -71,6 +52,12 @@ INLINE uint32_t largest_lane(vu v) {
     for (int i = 0; i < VL; ++i) most = v[i] > most ? v[i] : most;
     return most;
 #endif
+}
+
+INLINE bool all_lanes(vu mask) {
+    for (int i = 0; i < VL; ++i)
+        if (mask[i] != ~0u) return false;
+    return true;
 }
 
 uint32_t run_maximum(const float* x, int64_t count) {
@@ -171,9 +158,16 @@ RowPiece transformed_rows(const Call& call, int64_t first, int64_t count) {
 
 void row_maxima(const Call& call, RowPiece piece, int64_t count, uint32_t* maxima) {
     const int64_t length = call.job.coded, tile = call.job.tile_length;
-    for (int64_t r = 0; r < count; ++r, piece.x += piece.stride)
-        for (int64_t t = 0; t < length; t += tile)
+    const int64_t together = (tile == 16 || tile == 32) ? length / tile / VL * VL : 0;
+    for (int64_t r = 0; r < count; ++r, piece.x += piece.stride) {
+        if (together) {
+            tile == 16 ? tile_maxima<16>(piece.x, together, maxima)
+                       : tile_maxima<32>(piece.x, together, maxima);
+            maxima += together;
+        }
+        for (int64_t t = together * tile; t < length; t += tile)
             *maxima++ = run_maximum(piece.x + t, least(tile, length - t));
+    }
 }
 
 // The random words of `count` rows, one run of `stride` words per tile. Where ties are not to even,
@@ -230,9 +224,14 @@ void quantize_rows(const Call& call, RowPiece piece, int64_t first, int64_t coun
     float* decode = apply + room;
     uint32_t* live = reinterpret_cast<uint32_t*>(decode + room);
     uint32_t* stored = live + room;
+    // Whether all blocks hold numbers, and no code but zero decodes to zero.
+    vu plain = splat(~0u);
     for (int64_t i = 0; i < total; i += VL) {
         const vf amax = load_upto(reinterpret_cast<const float*>(maxima) + i, total - i);
         const Scales s = call.scaler.of(bits_of(amax));
+        const vf least_value = (grid.smallest * s.decode) * tensor_scale;
+        plain &= s.live & (reinterpret_cast<vu>(least_value != 0.0f) |
+                           reinterpret_cast<vu>(amax == 0.0f));
         store(apply + i, s.apply);
         store(decode + i, s.decode);
         store(live + i, s.live);
@@ -241,12 +240,25 @@ void quantize_rows(const Call& call, RowPiece piece, int64_t first, int64_t coun
     int64_t word_stride = 0;
     const uint32_t* words = Words ? row_words(call, first, count, word_stride) : nullptr;
     uint8_t* unpacked = Codes ? scratch_of<uint8_t>(Slot::offsets, padded + 4 * VL) : nullptr;
+    // Whole tiles that are coded together; the loop below does the rest of each row.
+    TileCoder coder = nullptr;
+    if constexpr (Codes && !Divide)
+        if (all_lanes(plain) && (!Words || word_stride == tile))
+            coder = tile_coder<Words>(call.plan.element, tile);
+    const int64_t together = coder ? coded / kQuad * kQuad / tile : 0, done = together * tile;
+    TileCounts counts;
 
     for (int64_t r = 0, at = 0; r < count; ++r) {
         const float* x = piece.x + r * piece.stride;
         float* out = Codes ? nullptr : job.values + (first + r) * coded;
         uint8_t* codes = unpacked;
-        for (int64_t left = coded; left > 0; left -= tile, ++at) {
+        if (together) {
+            coder(x, apply + at, words + at * word_stride, call.plan.element_scale, together,
+                  job.codes + (first + r) * call.packed, counts);
+            at += together;
+            x += done;
+        }
+        for (int64_t left = coded - done; left > 0; left -= tile, ++at) {
             const int64_t n = least(tile, left), whole = n / VL * VL;
             const Scales s = {splat(apply[at]), splat(decode[at]), splat(live[at]), vu{}};
             const uint32_t* w = words + at * word_stride;
@@ -276,8 +288,9 @@ void quantize_rows(const Call& call, RowPiece piece, int64_t first, int64_t coun
             Codes ? void(codes += tile) : void(out += tile);
         }
         if constexpr (Codes) {
-            std::memset(unpacked + coded, 0, static_cast<size_t>(padded - coded + VL));
-            pack_row(unpacked, padded, grid.bits, job.codes + (first + r) * call.packed);
+            std::memset(unpacked + coded - done, 0, static_cast<size_t>(padded - coded + VL));
+            pack_row(unpacked, padded - done, grid.bits,
+                     job.codes + (first + r) * call.packed + done * grid.bits / 8);
             const int64_t row = (first + r) % job.rows, image = (first + r) / job.rows;
             const int64_t band = row / job.tile_rows, bands = ceil_div(job.rows, job.tile_rows);
             if (row % job.tile_rows == 0)
@@ -287,6 +300,8 @@ void quantize_rows(const Call& call, RowPiece piece, int64_t first, int64_t coun
     }
     tally_out.saturated += tally.saturated;
     tally_out.flushed += tally.flushed;
+    tally_out.saturated[0] += static_cast<int32_t>(counts.saturated);
+    tally_out.flushed[0] += static_cast<int32_t>(counts.flushed);
 }
 
 // ---- blocks down columns ----
@@ -663,6 +678,7 @@ void dequantize(const QuantPlan& plan, const DequantJob& job) {
     const int64_t bands = ceil_div(job.rows, job.tile_rows);
     const int64_t groups = ceil_div(job.inner, job.tile_rows);
     const float tensor_scale = job.tensor_scale;
+    const bool past = rows * job.length * job.inner >= kPast;
     // Tasks of whole tiles down the length: independent for rows and columns alike.
     const int64_t step = most(1, kPiece / most(1, job.tile_length * job.inner));
     const int64_t parts = ceil_div(tiles, step);
@@ -677,7 +693,16 @@ void dequantize(const QuantPlan& plan, const DequantJob& job) {
                 const int64_t image = row / job.rows, band = row % job.rows / job.tile_rows;
                 const float scale =
                     scale_value(plan, job.scales, (image * bands + band) * tiles + t, ue4m3);
-                for (int64_t i = t * job.tile_length; i < end; ++i)
+                int64_t i = t * job.tile_length;
+                const int64_t count = end - i;
+                if (e.bits != 6 && job.tile_length % VL == 0 && count % VL == 0) {
+                    if (e.bits == 4)
+                        decode_tile<4>(codes, i, count, table, scale, tensor_scale, past, out + i);
+                    else
+                        decode_tile<8>(codes, i, count, table, scale, tensor_scale, past, out + i);
+                    continue;
+                }
+                for (; i < end; ++i)
                     out[i] = table[unpack_one(codes, 1, i, e.bits)] * scale * tensor_scale;
                 continue;
             }
@@ -690,6 +715,7 @@ void dequantize(const QuantPlan& plan, const DequantJob& job) {
                     out[i * job.inner + j] = table[unpack_one(codes + j, job.inner, i, e.bits)] *
                                              scales[j] * tensor_scale;
         }
+        if (past) finish_stores();
     });
 }
 

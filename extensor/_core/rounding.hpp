@@ -14,8 +14,16 @@ constexpr float kFloatMax = 3.4028234663852886e38f;
 
 INLINE vu bits_of(vf v) { return reinterpret_cast<vu>(v); }
 INLINE vf float_of(vu v) { return reinterpret_cast<vf>(v); }
+#if EXTENSOR_LANES == 16
+INLINE vf smaller(vf a, vf b) { return _mm512_min_ps(a, b); }
+INLINE vu larger(vu a, vu b) {
+    return reinterpret_cast<vu>(
+        _mm512_max_epu32(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
+#else
 INLINE vf smaller(vf a, vf b) { return a < b ? a : b; }
 INLINE vu larger(vu a, vu b) { return a > b ? a : b; }
+#endif
 INLINE float power_of_two(int exponent) {
     const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
     float value;
@@ -28,7 +36,7 @@ INLINE float power_of_two(int exponent) {
 struct Grid {
     uint32_t exponent_mask, lowest, code_mask, max_code, float_mask;
     int mantissa_bits, bits;
-    float top, clamp;
+    float top, clamp, smallest;
 
     explicit Grid(const Element& e)
         : exponent_mask(e.is_float ? kExponentMask : 0),
@@ -41,6 +49,7 @@ struct Grid {
                                     : e.max_code;
         top = static_cast<float>(significand) *
               power_of_two(exponent - 1 + e.min_exponent - e.mantissa_bits);
+        smallest = power_of_two(e.min_exponent - e.mantissa_bits);
         clamp = power_of_two(e.emax + 2);  // rounds above the top and stays small
     }
 };

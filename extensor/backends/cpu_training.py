@@ -19,17 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.cpu_quantize import ready
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array
 
-__all__ = ["CpuTraining", "ready"]
+__all__ = ["CpuTraining"]
 
 _FLOAT32 = np.dtype(np.float32)
-
-
-def ready(x: Array) -> Array:
-    """C-contiguous and aligned, copied only where it is not."""
-    return x if x.flags.c_contiguous and x.flags.aligned else np.array(x, order="C")
 
 
 class CpuTraining(GenericBackend):

@@ -54,6 +54,10 @@ class GenericBackend:
         """See the protocol."""
         return self.xp.matmul(x, self.dequantize(w).T)
 
+    def operand_matmul(self, a: Array, b: Array) -> Array:
+        """See the protocol."""
+        return self.xp.matmul(a, b)
+
     def im2col(self, x: Array, window: Window) -> Array:
         """See the protocol."""
         return windows.im2col(x, window, self.xp)

@@ -79,6 +79,10 @@ class Backend(Protocol):
         """Float32 x w^T of a dense (M, K) and (N, K) blocked along the last axis: (M, N)."""
         ...
 
+    def operand_matmul(self, a: Array, b: Array) -> Array:
+        """Float32 a b of (M, K) and (K, N), as `operand` gives them: (M, N), summed in float32."""
+        ...
+
     def im2col(self, x: Array, window: Window) -> Array:
         """(N, C, H, W) -> (N * Ho * Wo, C * kh * kw), zero-padded, one row per output pixel."""
         ...

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from extensor.errors import unknown_name
+from training.data.cifar import CIFAR10
 from training.data.dataset import Batch, Dataset, Split, batches, epoch_order
 from training.data.digits import load_digits
+from training.data.emnist import EMNIST
 from training.data.fetch import DataError
 from training.data.idx import FASHION_MNIST, MNIST
 
@@ -29,7 +31,7 @@ class DatasetRow:
     """A data set's one-line description and its loader."""
 
     doc: str
-    load: Callable[[], Dataset]
+    load: Callable[[bool], Dataset]
 
 
 DATASETS: dict[str, DatasetRow] = {
@@ -39,11 +41,25 @@ DATASETS: dict[str, DatasetRow] = {
         "60,000 + 10,000 pictures of clothes (31 MB; Debian: dataset-fashion-mnist)",
         FASHION_MNIST.load,
     ),
+    "cifar10": DatasetRow(
+        "50,000 + 10,000 colour photographs of ten kinds, 32x32 (162 MB download)", CIFAR10.load
+    ),
+    **{
+        source.name: DatasetRow(
+            f"{source.train:,} + {source.test:,} handwritten {source.what} (536 MB download)",
+            source.load,
+        )
+        for source in EMNIST
+    },
 }
 
 
-def load_dataset(name: str) -> Dataset:
+def load_dataset(name: str, download: bool = True) -> Dataset:
     """Load a data set by name.
+
+    Args:
+        name: a row of `DATASETS`.
+        download: False looks on this machine only.
 
     Raises:
         ValueError: on an unknown name; near ones are listed.
@@ -51,4 +67,4 @@ def load_dataset(name: str) -> Dataset:
     """
     if name not in DATASETS:
         raise ValueError(unknown_name("data set", name, DATASETS))
-    return DATASETS[name].load()
+    return DATASETS[name].load(download)

@@ -14,7 +14,15 @@ import numpy as np
 
 from extensor.random import Stream, philox4x32
 
-__all__ = ["Batch", "Dataset", "Split", "batches", "epoch_order", "shift_images"]
+__all__ = [
+    "Batch",
+    "Dataset",
+    "Split",
+    "batches",
+    "epoch_order",
+    "pixel_statistics",
+    "shift_images",
+]
 
 # Names this file's random bits apart from the layers', whose numbers count up from 0.
 DATA_TENSOR = (1 << 24) - 1
@@ -62,15 +70,16 @@ class Dataset:
         name: its name in `DATASETS`.
         train, test: the splits.
         classes: names of the labels.
-        mean, std: of the training pixels in 0..1; batches are (x - mean) / std.
+        mean, std: of the training pixels in 0..1, one number or one per channel; batches are
+            (x - mean) / std.
     """
 
     name: str
     train: Split
     test: Split
     classes: tuple[str, ...]
-    mean: float
-    std: float
+    mean: float | tuple[float, ...]
+    std: float | tuple[float, ...]
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -145,15 +154,38 @@ def batches(
         augment: (seed, epoch) of random shifts; None for no augmentation.
     """
     order = np.arange(len(split)) if order is None else order
+    mean, std = (
+        np.broadcast_to(np.asarray(v, np.float64), split.images.shape[1])
+        for v in (dataset.mean, dataset.std)
+    )
+    channels = np.arange(len(mean))[:, None, None]
+    shift, scale = (v.astype(np.float32)[:, None, None] for v in (mean, std))
     # uint8 has 256 values: normalising them once makes every batch a table look-up
-    table = ((np.arange(256) / 255.0 - dataset.mean) / dataset.std).astype(np.float32)
+    table = ((np.arange(256) / 255.0 - mean[:, None]) / std[:, None]).astype(np.float32)
     for index in range(start, -(-len(split) // batch_size)):
         chosen = order[index * batch_size : (index + 1) * batch_size]
         images = split.images[chosen]
         if augment is not None:
             images = shift_images(images, chosen, *augment)
-        if images.dtype == np.uint8:
-            images = table[images]
-        else:
-            images = (images - np.float32(dataset.mean)) / np.float32(dataset.std)
-        yield Batch(index, images, split.labels[chosen])
+        whole = images.dtype == np.uint8
+        pixels = table[channels, images] if whole else (images - shift) / scale
+        yield Batch(index, pixels, split.labels[chosen])
+
+
+def pixel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel's pixels in 0..1: exact, from their counts.
+
+    Args:
+        images: (N, C, H, W), uint8.
+    """
+    values = np.arange(256) / 255.0
+    means, stds = [], []
+    for channel in range(images.shape[1]):
+        counts = np.zeros(256, np.int64)
+        for start in range(0, len(images), 1000):  # bincount takes eight bytes a pixel
+            part = images[start : start + 1000, channel]
+            counts += np.bincount(part.reshape(-1), minlength=256)
+        mean = float(counts @ values / counts.sum())
+        means.append(mean)
+        stds.append(float(np.sqrt(counts @ (values - mean) ** 2 / counts.sum())))
+    return tuple(means), tuple(stds)

@@ -2,7 +2,8 @@
 
 Nothing is trusted by its name. A file counts as found only once its decompressed bytes have the
 SHA-256 that the data set's row gives; the checksum is of the decompressed bytes because
-distributions compress the same data anew. A file that is there but wrong is an error, never
+distributions compress the same data anew (of an archive, which nobody packs anew, it is the
+archive's own). A file that is there but wrong is an error, never
 skipped: silently training on something else would be worse.
 """
 
@@ -16,11 +17,14 @@ import tempfile
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["DataError", "RemoteFile", "cache_directory", "find"]
+__all__ = ["DataError", "RemoteFile", "cache_directory", "find", "find_archive"]
+
+T = TypeVar("T")
 
 TIMEOUT_S = 30
 CHUNK = 1 << 16
@@ -35,14 +39,22 @@ class RemoteFile:
     """One file of a data set.
 
     Attributes:
-        name: file name without ``.gz``.
-        sha256: SHA-256 of the decompressed bytes, in hexadecimal.
-        size: number of decompressed bytes.
+        name: file name; without ``.gz`` where it is ``packed``.
+        sha256: SHA-256, in hexadecimal; of the decompressed bytes where it is ``packed``.
+        size: number of bytes, likewise.
+        packed: whether it lies on servers as ``<name>.gz``. An archive is not: its checksum is of
+            the archive itself.
     """
 
     name: str
     sha256: str
     size: int
+    packed: bool = True
+
+    @property
+    def stored(self) -> str:
+        """The name it is downloaded and kept under."""
+        return f"{self.name}.gz" if self.packed else self.name
 
 
 def cache_directory() -> Path:
@@ -62,23 +74,43 @@ def find(
         dataset: the data set's name; its folder in the cache.
         file: name, checksum and size.
         system: folders to look in after the cache.
-        urls: addresses of folders that hold ``<name>.gz``, tried in order.
+        urls: addresses of folders that hold the file, tried in order; none, no download.
         remedy: the command that would fetch the data, for the error.
 
     Raises:
         DataError: if a file found is damaged, or if none is found: then every place tried is named.
     """
+    return _search(dataset, file, system, urls, remedy, read_checked)[1]
+
+
+def find_archive(
+    dataset: str, file: RemoteFile, system: Sequence[Path], urls: Sequence[str], remedy: str
+) -> Path:
+    """Where an archive lies, its checksum checked; otherwise as `find`."""
+    return _search(dataset, file, system, urls, remedy, check_archive)[0]
+
+
+def _search(
+    dataset: str,
+    file: RemoteFile,
+    system: Sequence[Path],
+    urls: Sequence[str],
+    remedy: str,
+    check: Callable[[Path, RemoteFile], T],
+) -> tuple[Path, T]:
+    """The path of a file that passes ``check``, and what ``check`` gave."""
     cache = cache_directory() / dataset
+    names = dict.fromkeys((file.stored, file.name))
     tried = []
-    for folder in (cache, *system):
-        for path in (folder / f"{file.name}.gz", folder / file.name):
-            if path.is_file():
-                return read_checked(path, file)
-            tried.append(f"{path}: not there")
+    for path in (folder / name for folder in (cache, *system) for name in names):
+        if path.is_file():
+            return path, check(path, file)
+        tried.append(f"{path}: not there")
     for url in urls:
-        address = f"{url.rstrip('/')}/{file.name}.gz"
+        address = f"{url.rstrip('/')}/{file.stored}"
+        target = cache / file.stored
         try:
-            return _download(address, cache / f"{file.name}.gz", file)
+            return target, _download(address, target, file, check)
         except (OSError, DataError) as error:
             # URLError and HTTPError are OSErrors; their text names the cause
             tried.append(f"{address}: {error}")
@@ -86,8 +118,24 @@ def find(
     raise DataError(
         f"data set {dataset!r}: {file.name} was found nowhere; tried\n{places}\n"
         f"the way out: {remedy}\n"
-        f"or put {file.name}.gz into {cache}; or use --dataset digits, which needs no download"
+        f"or put {file.stored} into {cache}; or use --dataset digits, which needs no download"
     )
+
+
+def check_archive(path: Path, file: RemoteFile) -> None:
+    """Compare size and SHA-256 of an archive, read in pieces.
+
+    Raises:
+        DataError: if it is truncated or has another checksum.
+    """
+    way_out = f"delete {path} and run again to fetch it anew"
+    size = path.stat().st_size
+    if size != file.size:
+        raise DataError(f"{path}: wanted {file.size:,} bytes, got {size:,}; {way_out}")
+    with path.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest != file.sha256:
+        raise DataError(f"{path}: wanted SHA-256 {file.sha256}, got {digest}; {way_out}")
 
 
 def read_checked(path: Path, file: RemoteFile) -> bytes:
@@ -116,10 +164,12 @@ def read_checked(path: Path, file: RemoteFile) -> bytes:
     return content
 
 
-def _download(address: str, target: Path, file: RemoteFile) -> bytes:
+def _download(
+    address: str, target: Path, file: RemoteFile, check: Callable[[Path, RemoteFile], T]
+) -> T:
     """Fetch, check, and only then move into place, so that a broken download leaves nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".gz")
+    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=target.suffix)
     path = Path(temporary)
     try:
         with (
@@ -127,9 +177,9 @@ def _download(address: str, target: Path, file: RemoteFile) -> bytes:
             urllib.request.urlopen(address, timeout=TIMEOUT_S) as response,
         ):
             _copy(response, out, file.name)
-        content = read_checked(path, file)
+        result = check(path, file)
         path.replace(target)
-        return content
+        return result
     finally:
         path.unlink(missing_ok=True)
 

@@ -44,13 +44,18 @@ class IdxSource:
     urls: tuple[str, ...]
     remedy: str
 
-    def load(self) -> Dataset:
+    def load(self, download: bool = True) -> Dataset:
         """Find, check and parse the four files. Images stay uint8: 55 MB in all.
+
+        Args:
+            download: False looks on this machine only.
 
         Raises:
             DataError: if a file is missing or damaged.
         """
-        train_x, train_y, test_x, test_y = (self._file(i) for i in range(4))
+        train_x, train_y, test_x, test_y = (
+            self._file(i, self.urls if download else ()) for i in range(4)
+        )
         return Dataset(
             self.name,
             Split(train_x[:, None], train_y.astype(np.int64)),
@@ -60,12 +65,12 @@ class IdxSource:
             self.std,
         )
 
-    def _file(self, index: int) -> np.ndarray:
+    def _file(self, index: int, urls: tuple[str, ...]) -> np.ndarray:
         stem, shape = FILES[index]
         size = 4 + 4 * len(shape) + int(np.prod(shape))
         file = RemoteFile(stem, self.checksums[index], size)
         return parse_idx(
-            find(self.name, file, self.system, self.urls, self.remedy), shape, f"{self.name} {stem}"
+            find(self.name, file, self.system, urls, self.remedy), shape, f"{self.name} {stem}"
         )
 
 

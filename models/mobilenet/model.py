@@ -1,0 +1,64 @@
+"""MobileNetV1 (Howard et al., arXiv 1704.04861): depthwise separable convolutions.
+
+Changed for 32x32: the first convolution has stride 1 instead of 2, so that the last layers see
+2x2 places instead of 7x7. 3,217,226 weights.
+
+Initial weights: the paper gives none; the authors' release (TF-Slim) draws them from a truncated
+normal with standard deviation 0.09.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from extensor import ExTensor, nn
+from extensor.nn import init
+from models.mobilenet.configs import MobileNetConfig
+from models.vision import conv_unit, started
+
+__all__ = ["MobileNet", "build"]
+
+
+def _draw(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    return init.trunc_normal(shape, rng, std=0.09)
+
+
+def separable(inputs: int, outputs: int, stride: int, rng: np.random.Generator) -> nn.Sequential:
+    """A 3x3 convolution of each channel by itself, then a 1x1 over channels; both with norm, ReLU.
+
+    (N, inputs, H, W) to (N, outputs, H / stride, W / stride).
+    """
+    return nn.Sequential(
+        depthwise=conv_unit(inputs, inputs, 3, _draw, rng, stride=stride, groups=inputs),
+        pointwise=conv_unit(inputs, outputs, 1, _draw, rng),
+    )
+
+
+class MobileNet(nn.Module):
+    """A convolution, separable layers, the mean over all places, a linear layer.
+
+    Args:
+        config: the shapes.
+        rng: draws the weights.
+    """
+
+    def __init__(self, config: MobileNetConfig, rng: np.random.Generator) -> None:
+        super().__init__()
+        width = config.wide(config.stem)
+        self.stem = conv_unit(config.in_channels, width, 3, _draw, rng)
+        layers: list[nn.Module] = []
+        for wanted, stride in config.layers:
+            layers.append(separable(width, config.wide(wanted), stride, rng))
+            width = config.wide(wanted)
+        self.layers = nn.Sequential(*layers)
+        self.pool = nn.GlobalAvgPool2d()
+        self.fc = started(nn.Linear(width, config.classes, rng=rng), _draw, rng)
+
+    def forward(self, x: ExTensor) -> ExTensor:
+        """Images (N, C, H, W) float32 to logits (N, classes)."""
+        return self.fc(self.pool(self.layers(self.stem(x))))
+
+
+def build(config: MobileNetConfig, rng: np.random.Generator) -> MobileNet:
+    """MobileNetV1 with fresh weights drawn from ``rng``."""
+    return MobileNet(config, rng)

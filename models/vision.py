@@ -1,0 +1,110 @@
+"""What the image models share: their sizes, and layers with the initial weights of a paper.
+
+They were published for ImageNet's 224x224 pixels; each `model.py` says what it changes for 32x32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from extensor import nn
+
+__all__ = ["VisionConfig", "Weights", "conv_unit", "halved", "started"]
+
+Weights = Callable[[tuple[int, ...], np.random.Generator], np.ndarray[Any, Any]]
+"""Draws a float32 weight of a shape (`extensor.nn.init`)."""
+
+Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Sizes common to the image models.
+
+    Attributes:
+        in_channels: channels of the images.
+        image_size: height and width.
+        classes: number of classes.
+        width: multiplies every hidden width (MobileNet's alpha, arXiv 1704.04861, section 3.3);
+            1 is the paper's.
+    """
+
+    in_channels: int = 3
+    image_size: int = 32
+    classes: int = 10
+    width: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.in_channels, self.classes) < 1 or not 0.0 < self.width < math.inf:
+            raise ValueError(
+                f"wanted in_channels and classes of 1 or more and a width above 0, got {self}"
+            )
+        if self.image_size < 16:
+            raise ValueError(
+                f"image_size: wanted 16 or more, got {self.image_size}; resize the images"
+            )
+
+    def wide(self, channels: int) -> int:
+        """The paper's number of channels times ``width``, at least 1."""
+        return max(1, round(channels * self.width))
+
+
+def halved(side: int, times: int = 1) -> int:
+    """The side after so many 3x3 windows of stride 2 and padding 1: half, rounded up."""
+    return -(-side // 2**times)
+
+
+def started(layer: Layer, weights: Weights, rng: np.random.Generator, bias: float = 0.0) -> Layer:
+    """The layer with its weight drawn anew by ``weights`` and its bias, if it has one, constant."""
+    layer.weight = nn.Parameter(weights(layer.weight.shape, rng))
+    if layer.bias is not None:
+        layer.bias = nn.Parameter(np.full(layer.bias.shape, bias, np.float32))
+    return layer
+
+
+def conv_unit(
+    inputs: int,
+    outputs: int,
+    kernel: int,
+    weights: Weights,
+    rng: np.random.Generator,
+    *,
+    stride: int = 1,
+    groups: int = 1,
+    norm: bool = True,
+    relu: bool = True,
+    bias: float = 0.0,
+) -> nn.Sequential:
+    """Convolution (padding keeps the size), batch norm, ReLU; no bias where a norm follows.
+
+    Args:
+        inputs: channels that come in.
+        outputs: channels that go out.
+        kernel: its odd height and width.
+        weights: draws the kernels.
+        rng: with this generator.
+        stride: as for `nn.Conv2d`.
+        groups: likewise.
+        norm: False leaves the batch norm out.
+        relu: False leaves the ReLU out.
+        bias: the bias's initial value where there is no norm.
+    """
+    conv = nn.Conv2d(
+        inputs,
+        outputs,
+        kernel,
+        stride=stride,
+        padding=kernel // 2,
+        groups=groups,
+        bias=not norm,
+        rng=rng,
+    )
+    parts: dict[str, nn.Module] = {"conv": started(conv, weights, rng, bias)}
+    parts |= {"norm": nn.BatchNorm2d(outputs)} if norm else {}
+    parts |= {"relu": nn.ReLU()} if relu else {}
+    return nn.Sequential(**parts)
