@@ -13,6 +13,7 @@ optimizers, recipes, reports and tests when they are first asked for.
 from __future__ import annotations
 
 import importlib
+import math
 from typing import TYPE_CHECKING, Any
 
 from extensor.autograd.functional import grad, hvp, value_and_grad, vjp
@@ -187,6 +188,27 @@ from extensor.ops.shape import (
     unsqueeze,
 )
 from extensor.ops.sort import argsort, median, percentile, sort, topk
+from extensor.ops.standard import (
+    bitwise_left_shift,
+    bitwise_right_shift,
+    broadcast_arrays,
+    broadcast_shapes,
+    concat,
+    copysign,
+    cumulative_prod,
+    cumulative_sum,
+    diff,
+    matrix_transpose,
+    moveaxis,
+    nextafter,
+    permute_dims,
+    positive,
+    pow,
+    signbit,
+    take_along_axis,
+    unstack,
+    vecdot,
+)
 from extensor.ops.trigonometry import (
     acos,
     acosh,
@@ -246,23 +268,33 @@ __all__ = [
     "binary_cross_entropy_with_logits",
     "bitwise_and",
     "bitwise_invert",
+    "bitwise_left_shift",
     "bitwise_or",
+    "bitwise_right_shift",
     "bitwise_xor",
     "bool",
     "bool_",
+    "broadcast_arrays",
+    "broadcast_shapes",
     "broadcast_to",
     "ceil",
     "clip",
     "clone",
     "compare_layers",
+    "concat",
     "concatenate",
     "conv2d",
+    "copysign",
     "cos",
     "cosh",
     "cross_entropy",
     "cumsum",
+    "cumulative_prod",
+    "cumulative_sum",
+    "diff",
     "divide",
     "dot",
+    "e",
     "einsum",
     "elu",
     "empty",
@@ -299,6 +331,7 @@ __all__ = [
     "huber",
     "hvp",
     "hypot",
+    "inf",
     "inner",
     "inspect",
     "int8",
@@ -329,6 +362,7 @@ __all__ = [
     "logical_xor",
     "logsumexp",
     "matmul",
+    "matrix_transpose",
     "max",
     "max_pool2d",
     "maximum",
@@ -338,9 +372,13 @@ __all__ = [
     "min",
     "minimum",
     "mish",
+    "moveaxis",
     "mse",
     "multiply",
+    "nan",
     "negative",
+    "newaxis",
+    "nextafter",
     "nll",
     "nn",
     "no_grad",
@@ -352,6 +390,10 @@ __all__ = [
     "pad",
     "percentile",
     "permute",
+    "permute_dims",
+    "pi",
+    "positive",
+    "pow",
     "power",
     "prelu",
     "prod",
@@ -376,6 +418,7 @@ __all__ = [
     "selu",
     "sigmoid",
     "sign",
+    "signbit",
     "silu",
     "sin",
     "sinh",
@@ -394,6 +437,7 @@ __all__ = [
     "swapaxes",
     "swiglu",
     "take",
+    "take_along_axis",
     "tan",
     "tanh",
     "tensordot",
@@ -409,8 +453,10 @@ __all__ = [
     "uint32",
     "uint64",
     "unsqueeze",
+    "unstack",
     "value_and_grad",
     "var",
+    "vecdot",
     "vjp",
     "where",
     "zeros",
@@ -420,6 +466,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 bool = bool_
+e, inf, nan, pi, newaxis = math.e, math.inf, math.nan, math.pi, None
 
 _LAZY = {
     "inspect": "extensor.inspect",

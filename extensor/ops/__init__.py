@@ -17,6 +17,7 @@ from extensor.ops import (
     reduce,
     shape,
     sort,
+    standard,
     trigonometry,
 )
 
@@ -35,5 +36,6 @@ __all__ = [
     "reduce",
     "shape",
     "sort",
+    "standard",
     "trigonometry",
 ]

@@ -228,7 +228,7 @@ def _clip_samples(rng: np.random.Generator) -> list[Sample]:
 def clip(x: ExTensor, low: Operand | None = None, high: Operand | None = None) -> ExTensor:
     """Give x, not below ``low`` and not above ``high``; the gradient passes strictly between them.
 
-    NaN stays NaN.
+    NaN stays NaN, and a bound that is NaN gives NaN.
 
     Raises:
         ValueError: without bounds, or for numbers with low > high.
@@ -241,10 +241,10 @@ def clip(x: ExTensor, low: Operand | None = None, high: Operand | None = None) -
     result = x
     if low is not None:
         bound = as_tensor("clip", low, x)
-        result = where(result <= bound, bound, result)
+        result = where((result > bound) | (result != result), result, bound)
     if high is not None:
         bound = as_tensor("clip", high, x)
-        result = where(result >= bound, bound, result)
+        result = where((result < bound) | (result != result), result, bound)
     return result
 
 
