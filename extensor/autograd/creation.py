@@ -282,9 +282,7 @@ class CreationMethods:
         return tensor
 
     @staticmethod
-    def from_dlpack(
-        x: Any, /, *, device: str | None = None, copy: bool | None = None
-    ) -> ExTensor:
+    def from_dlpack(x: Any, /, *, device: str | None = None, copy: bool | None = None) -> ExTensor:
         """A tensor on the memory of another library's array, through DLPack, bfloat16 included.
 
         Args:
