@@ -51,7 +51,7 @@ def contestants(size: int, backend: Any) -> dict[str, Call]:
         raw.append(pair)
         views = [xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16) for x in pair]
         stored.append([backend.quantize(x, spec.resolve(2))[0] for x in views])
-        values = [torch.from_dlpack(backend.dequantize(q)) for q in stored[-1]]
+        values = [torch.utils.dlpack.from_dlpack(backend.dequantize(q)) for q in stored[-1]]
         fp8.append([[v.to(t) for v in values] for t in (torch.float8_e4m3fn, torch.float8_e5m2)])
     ones = torch.ones(size, 1, device="cuda"), torch.ones(1, size, device="cuda")
     out = xp.empty((size, size), dtype=ml_dtypes.bfloat16)
