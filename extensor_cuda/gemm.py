@@ -83,7 +83,8 @@ def rebase_source(block: int) -> Source:
 
 
 def _is_mxfp4(q: QuantArray) -> bool:
-    return q.spec.row.element.name == "e2m1" and q.spec.is_mx
+    element = q.spec.row.element
+    return element.bits == 4 and element.is_float and q.spec.is_mx
 
 
 def _aligned(array: Array, octets: int, xp: Any) -> Array:
