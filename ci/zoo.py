@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--images", choices=PREFERRED, help="default: the first that is here")
-    parser.add_argument("--steps", type=int, default=200, help="at most (default 200)")
+    parser.add_argument("--steps", type=int, default=400, help="at most (default 400)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
     parser.add_argument("--threads", type=int, default=1, help="of each process")

@@ -151,6 +151,7 @@ from extensor.ops.loss import (
     nll,
     smooth_l1,
 )
+from extensor.ops.norm import layer_norm, rms_norm
 from extensor.ops.pool import avg_pool2d, global_avg_pool2d, max_pool2d
 from extensor.ops.reduce import (
     all,
@@ -314,6 +315,7 @@ __all__ = [
     "kl_div",
     "l1",
     "layer_context",
+    "layer_norm",
     "leaky_relu",
     "less",
     "less_equal",
@@ -370,6 +372,7 @@ __all__ = [
     "remainder",
     "repeat",
     "reshape",
+    "rms_norm",
     "roll",
     "round",
     "rsqrt",

@@ -16,6 +16,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
+from extensor_cuda import gemm
 from extensor_cuda.kernels import quantize as kernels
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -77,7 +78,7 @@ class _Forked:
 
 
 class CudaBackend(GenericBackend):
-    """cupy, with fused quantizers."""
+    """cupy, with fused quantizers and tensor-core products of blocked matrices."""
 
     def __init__(self, xp: Any) -> None:
         super().__init__("cuda", xp)
@@ -89,16 +90,24 @@ class CudaBackend(GenericBackend):
     def path(self, method: str, *args: Any) -> str:
         """Which code ``method(*args)`` takes: "fused kernel", or "generic: " and the reason.
 
+        A product's way depends on the values, so that `block_matmul` is run to tell: see
+        `extensor_cuda.gemm.Product`.
+
         Raises:
             ValueError: for a method that has no kernel.
         """
+        if method == "block_matmul":
+            done = self._product(*args)
+            return f"generic: {done}" if isinstance(done, str) else done.path
         reasons: dict[str, Callable[..., str | None]] = {
             "quantize": self._quantize_reason,
             "operand": self._operand_reason,
             "dequantize": self._dequantize_reason,
         }
         if method not in reasons:
-            raise ValueError(f"path: wanted one of {', '.join(reasons)}, got {method!r}")
+            raise ValueError(
+                f"path: wanted one of {', '.join(reasons)}, block_matmul, got {method!r}"
+            )
         reason = reasons[method](*args)
         return "fused kernel" if reason is None else f"generic: {reason}"
 
@@ -158,6 +167,16 @@ class CudaBackend(GenericBackend):
     def _dequantize_reason(self, q: QuantArray) -> str | None:
         plan = kernels.plan_of(q.spec, q.shape, decoding=True)
         return plan if isinstance(plan, str) else None
+
+    def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
+        """See the protocol. Waits for the GPU; `extensor_cuda.gemm` has the bounds."""
+        done = self._product(a, b)
+        return super().block_matmul(a, b) if isinstance(done, str) else done.out
+
+    def _product(self, a: QuantArray, b: QuantArray) -> gemm.Product | str:
+        """The product on the tensor cores, or why there is none."""
+        capability = self.xp.cuda.Device().compute_capability
+        return gemm.reason(a, b, capability) or gemm.matmul(a, b, self.xp)
 
     def _ready(self, x: Array) -> Array:
         """C-contiguous, in a dtype that the kernels read; float64 becomes float32 as everywhere."""

@@ -2,12 +2,14 @@
 
 Overrides are found by reflection; each must have cases here. Codes, scales, decoded values, counts,
 copies and maxima are compared by their bytes; sums of products within the bound that holds for any
-order of additions: |error| <= gamma_K * sum |a| |b|, gamma_K = K u / (1 - K u), u = 2**-24.
+order of additions: |error| <= gamma_K * sum |a| |b|, gamma_K = K u / (1 - K u), u = 2**-24;
+training steps within their stated bounds.
 All of it at every instruction set this machine has, on one thread and on two.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -236,6 +238,21 @@ def check_product(name: str) -> Callable[[cpu.CpuBackend], None]:
     return check
 
 
+def check_operand_matmul(backend: cpu.CpuBackend) -> None:
+    for m, n, k in ((70, 130, 90), (3, 4, 5)):
+        a, b = (
+            GENERIC.operand(plain(s, 1), QuantSpec("mxfp4", axis=1))[0] for s in ((m, k), (n, k))
+        )
+        down = np.ascontiguousarray(a.T).T, np.ascontiguousarray(b.T)
+        for left, right in ((a, b.T), down, (a, down[1]), (down[0], b.T)):
+            gamma = (k + 20) * UNIT / (1 - (k + 20) * UNIT)
+            bound = 2 * gamma * (np.abs(left).astype(np.float64) @ np.abs(right))
+            error = np.abs(
+                backend.operand_matmul(left, right) - GENERIC.operand_matmul(left, right)
+            )
+            assert (error <= bound).all()
+
+
 # --- windows ------------------------------------------------------------------------------------
 
 # (N, C, H, W), O, groups, window: LeNet's first, then what a direct kernel may get wrong.
@@ -357,12 +374,196 @@ def check_max_pool2d_grad(backend: cpu.CpuBackend) -> None:
             assert_bytes(backend.max_pool2d_grad(g, index, shape), wanted, (shape, window))
 
 
+# --- training steps ------------------------------------------------------------------------------
+# Each: the exact value in float64 and the bound that extensor.backends.cpu_training states, or, for
+# the norms, the first-order bound of its formula with any order of additions (1% for the rest).
+
+ROWS = ((1, 1), (3, 5), (7, 16), (2, 4, 33), (40, 128), (5, 1000), (70000, 3), (3, 20001))
+normal_below = np.vectorize(lambda x: 0.5 * math.erfc(-x / math.sqrt(2)), otypes=[np.float64])
+
+
+def arrays(shape: tuple[int, ...], count: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(shape[-1])
+    return [3 * rng.standard_normal(shape).astype(np.float32) for _ in range(count)]
+
+
+Bounded = Iterator[tuple[Case, list[np.ndarray], list[np.ndarray]]]
+
+
+def gelu_cases() -> Bounded:
+    for x in (np.linspace(-16, 16, 50001, dtype=np.float32), *(arrays(s, 1)[0] for s in ROWS[:5])):
+        wide = x.astype(np.float64)
+        phi = normal_below(wide)
+        relative = (wide * wide / 2 + 16) * UNIT
+        exact = [wide * phi, phi]
+        yield (x,), exact, [relative * np.abs(value) + 2.0**-144 for value in exact]
+
+
+def gelu_grad_cases() -> Bounded:
+    for (x,), (_, phi), _ in gelu_cases():
+        g, below = np.cos(x), phi.astype(np.float32)
+        wide = x.astype(np.float64)
+        slope = wide * np.exp(-wide * wide / 2) / math.sqrt(2 * math.pi)
+        bound = (wide * wide / 2 + 16) * UNIT * (below + np.abs(slope)) + 2.0**-144
+        yield (g, x, below), [g * (below + slope)], [np.abs(g) * bound + 2.0**-144]
+
+
+def softmax_cases() -> Bounded:
+    for shape in ROWS:
+        x = arrays(shape, 1)[0] * np.float32(5)
+        x[0, ..., shape[-1] // 2] = -np.inf if shape[-1] > 1 else 2.0
+        below = x.astype(np.float64) - x.max(axis=-1, keepdims=True)
+        p = np.exp(below)
+        p /= p.sum(axis=-1, keepdims=True)
+        depth = np.where(p > 0, -below, 0)
+        spread = depth + (p * depth).sum(axis=-1, keepdims=True) + shape[-1] + 16
+        yield (x, x.ndim - 1), [p], [spread * UNIT * p + 2.0**-126]
+
+
+def softmax_grad_cases() -> Bounded:
+    for (x, axis), (p,), _ in softmax_cases():
+        g, out = np.sin(x + 1, where=np.isfinite(x), out=np.ones_like(x)), p.astype(np.float32)
+        each = g.astype(np.float64) * out
+        exact = out * (g - each.sum(axis=-1, keepdims=True))
+        size = np.abs(g) + np.abs(each).sum(axis=-1, keepdims=True)
+        yield (g, out, axis), [exact], [(x.shape[-1] + 4) * UNIT * out * size + 2.0**-126]
+
+
+def norm_cases(centred: bool) -> Bounded:
+    for shape in ROWS:
+        n = shape[-1]
+        x = arrays(shape, 1)[0] + np.float32(2)
+        weight, bias = arrays(shape[-1:], 2)
+        wide, eps = x.astype(np.float64), float(np.float32(1e-3))
+        mean = wide.mean(axis=-1, keepdims=True) if centred else 0.0
+        rstd = 1 / np.sqrt(((wide - mean) ** 2).mean(axis=-1, keepdims=True) + eps)
+        h = (wide - mean) * rstd
+        shift = bias if centred else np.float32(0)
+        off = (n + 4) * UNIT * np.abs(wide).max(axis=-1, keepdims=True) * centred
+        relative = off * rstd + (n + 8) * UNIT
+        bound = np.abs(weight) * (rstd * off + np.abs(h) * relative)
+        bound = 1.01 * bound + 5 * UNIT * (np.abs(h * weight) + np.abs(shift))
+        if centred:
+            values = [h * weight + bias, mean, rstd]
+            yield (x, weight, bias, eps), values, [bound, off, rstd * relative * 1.01]
+        else:
+            yield (x, weight, eps), [h * weight, rstd], [bound, rstd * relative * 1.01]
+
+
+def norm_grad_cases(centred: bool) -> Bounded:
+    for case, values, _ in norm_cases(centred):
+        x, weight = case[:2]
+        g = np.cos(x)
+        kept = [v.astype(np.float32) for v in values[1:]]
+        n, count, lead = x.shape[-1], x.size // x.shape[-1], tuple(range(x.ndim - 1))
+        wide, rstd = x.astype(np.float64), kept[-1].astype(np.float64)
+        mean = kept[0].astype(np.float64) if centred else np.zeros_like(rstd)
+        h, e = (wide - mean) * rstd, g.astype(np.float64) * weight
+        off = 3 * UNIT * (np.abs(wide) + np.abs(mean)) * rstd
+
+        def over_row(v: np.ndarray) -> np.ndarray:
+            return v.mean(axis=-1, keepdims=True)
+
+        a, b = over_row(e) * centred, over_row(e * h)
+        a_off = (n + 2) * UNIT * over_row(np.abs(e)) * centred
+        b_off = over_row(np.abs(e) * off) + (n + 3) * UNIT * over_row(np.abs(e * h))
+        terms = np.abs(e) + np.abs(a) + np.abs(h * b)
+        exact = [rstd * (e - a - h * b), (g * h).sum(axis=lead)]
+        bounds = [rstd * (a_off + np.abs(h) * b_off + off * np.abs(b) + 6 * UNIT * terms) * 1.01]
+        weights = (np.abs(g) * off).sum(axis=lead)
+        bounds.append(1.01 * (weights + (count + 4) * UNIT * np.abs(g * h).sum(axis=lead)))
+        if centred:
+            exact.append(g.astype(np.float64).sum(axis=lead))
+            bounds.append((count + 4) * UNIT * 1.01 * np.abs(g).sum(axis=lead))
+        yield (g, x, weight, *kept), exact, bounds
+
+
+def check_bounded(name: str, cases: Callable[[], Bounded]) -> Callable[[cpu.CpuBackend], None]:
+    made: list[Any] = []
+
+    def check(backend: cpu.CpuBackend) -> None:
+        made.extend([] if made else cases())
+        method = getattr(backend, name)
+        for case, exact, bounds in made:
+            what = (name, case[0].shape, backend.path(name, *case))
+            assert CORE is None or what[-1].startswith("core ("), what
+            result = method(*case)
+            results = result if isinstance(result, tuple) else (result,)
+            for got, wanted, bound in zip(results, exact, bounds, strict=True):
+                assert got.dtype == np.float32, what
+                assert got.shape == wanted.shape, what
+                assert (np.abs(got - wanted) <= bound).all(), what
+            for view in VIEWS.values() if case[0].size < 10_000 else ():
+                if view is VIEWS["reversed"]:
+                    continue
+                seen = method(*[view(a) if isinstance(a, np.ndarray) else a for a in case])
+                for one, two in zip(
+                    seen if isinstance(seen, tuple) else (seen,), results, strict=True
+                ):
+                    assert_bytes(one, two, what)
+
+    return check
+
+
+FACTORS = {
+    "keep": 0.999, "take1": 0.1, "keep2": 0.99, "take2": 0.01, "widen": 1.7, "eps": 1e-8,
+    "rate": 0.01,
+}  # fmt: skip
+
+
+def check_adam(backend: cpu.CpuBackend) -> None:
+    for n in (0, 1, 17, 40_000):
+        weight, grad, mean, square = (plain((n,), seed) for seed in range(4))
+        square = square * square
+        mine, generic = ([a.copy() for a in (weight, grad, mean, square)] for _ in range(2))
+        for _ in range(3):
+            backend.adam(*mine, FACTORS)
+            GENERIC.adam(*generic, FACTORS)
+        for one, two in zip(mine, generic, strict=True):
+            assert_bytes(one, two, (n, backend.path("adam", *mine, FACTORS)))
+    state = [plain((34,), seed)[::2] for seed in range(4)]
+    assert "strided" in backend.path("adam", *state, FACTORS) or CORE is None
+
+
+def test_training_special_values(backend: cpu.CpuBackend) -> None:
+    """NaN and infinity come out where the generic methods give them."""
+    x = special((60, 37), 5)
+    with np.errstate(all="ignore"):
+        p, other = backend.softmax(x, 1), GENERIC.softmax(x, 1)
+        for got, wanted in (
+            *zip(backend.gelu(x), GENERIC.gelu(x), strict=True),
+            (p, other),
+            (backend.gelu_grad(x, x, x), GENERIC.gelu_grad(x, x, x)),
+        ):
+            assert (np.isnan(got) == np.isnan(wanted)).all()
+            assert (np.isinf(got) == np.isinf(wanted)).all()
+    for empty in (np.zeros((0, 4), np.float32), np.zeros((4, 0), np.float32)):
+        assert backend.gelu(empty)[0].shape == empty.shape
+
+
+def test_training_kernels_do_not_depend_on_threads() -> None:
+    if CORE is None:
+        return
+    before = CORE.threads()
+    x = arrays((5000, 37), 1)[0]
+    weight = arrays((37,), 1)[0]
+    results = []
+    for count in (1, 2, 3):
+        CORE.set_threads(count)
+        y, mean, rstd = BACKEND.layer_norm(x, weight, weight, 1e-5)
+        gradients = BACKEND.layer_norm_grad(y, x, weight, mean, rstd)
+        results.append([a.tobytes() for a in (y, mean, rstd, *gradients)])
+    CORE.set_threads(before)
+    assert results[0] == results[1] == results[2]
+
+
 CHECKS: dict[str, Callable[[cpu.CpuBackend], None]] = {
     "quantize": check_quantize,
     "dequantize": check_dequantize,
     "operand": check_operand,
     "block_matmul": check_product("block_matmul"),
     "weight_matmul": check_product("weight_matmul"),
+    "operand_matmul": check_operand_matmul,
     "im2col": check_im2col,
     "col2im": check_col2im,
     "conv2d": check_convolution("conv2d"),
@@ -370,6 +571,15 @@ CHECKS: dict[str, Callable[[cpu.CpuBackend], None]] = {
     "conv2d_grad_w": check_convolution("conv2d_grad_w"),
     "max_pool2d": check_max_pool2d,
     "max_pool2d_grad": check_max_pool2d_grad,
+    "gelu": check_bounded("gelu", gelu_cases),
+    "gelu_grad": check_bounded("gelu_grad", gelu_grad_cases),
+    "softmax": check_bounded("softmax", softmax_cases),
+    "softmax_grad": check_bounded("softmax_grad", softmax_grad_cases),
+    "layer_norm": check_bounded("layer_norm", lambda: norm_cases(True)),
+    "layer_norm_grad": check_bounded("layer_norm_grad", lambda: norm_grad_cases(True)),
+    "rms_norm": check_bounded("rms_norm", lambda: norm_cases(False)),
+    "rms_norm_grad": check_bounded("rms_norm_grad", lambda: norm_grad_cases(False)),
+    "adam": check_adam,
 }
 
 

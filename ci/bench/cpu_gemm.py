@@ -32,6 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 SQUARE, WEIGHTS = 2048, 8192
 PRODUCTS = ("mxfp4", "nvfp4", "mxfp8_e4m3", "mxfp6_e2m3", "mxint8", "int8", "int4")
 ROWS = (1, 8)
+PAUSE = 0.2  # seconds between contestants: OpenBLAS's idle workers spin on a core for a while
 WEIGHT_FORMATS = ("mxfp4", "nvfp4", "int4", "mxfp8_e4m3", "int8")
 
 
@@ -40,6 +41,7 @@ def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
+            time.sleep(PAUSE)
             start = time.perf_counter()
             call()
             if number:  # the first round warms caches and memory

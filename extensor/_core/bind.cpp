@@ -18,6 +18,7 @@
 #include "kernels.hpp"
 #include "rows.hpp"
 #include "threads.hpp"
+#include "train_bind.hpp"
 
 namespace py = pybind11;
 
@@ -60,6 +61,7 @@ void set_level(const std::string& name) {
         if (name == level.name) {
             current = level;
             gemm::use_best(level.name);
+            train::use(level.name);
             return;
         }
     }
@@ -377,4 +379,6 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("im2col", im2col);
     m.def("col2im", col2im);
     gemm::bind(m);
+    train::use(current.name);
+    train::bind(m);
 }

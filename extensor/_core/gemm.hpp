@@ -32,9 +32,31 @@ struct WeightGemm {
     float* out;
 };
 
+// out (m, n) = a b^T of float32 values that are bfloat16. `by_rows`: stored as (rows, k), else (k, rows).
+struct ValueGemm {
+    const float *a, *b;
+    bool a_by_rows, b_by_rows;
+    int64_t m, n, k;
+    float* out;
+};
+
+// Whether all values are bfloat16, and the least and largest exponent of those not zero (the least:
+// of infinities and NaN too; the largest: of finite ones). -127: subnormal.
+struct ValueRange {
+    bool exact;
+    int low, high;
+};
+
 // Longest run of exact integer sums: 255 * 255 * 256 is still a float32.
 constexpr int64_t kMaxStep = 256;
 constexpr int64_t kMaxRows = 8;
+
+// On tiles of bfloat16, where there are any.
+struct TileKernels {
+    void (*codes)(const BlockGemm&);  // values exact in bf16, `step` unused, no zero points
+    void (*values)(const ValueGemm&);
+    ValueRange (*range)(const float* x, int64_t count);
+};
 
 struct GemmKernels {
     void (*integer)(const BlockGemm&);   // both elements are small integers times a power of two
@@ -57,7 +79,7 @@ EXTENSOR_DECLARE_GEMM(avx512)
 EXTENSOR_DECLARE_GEMM(avx512_vnni)
 #ifdef EXTENSOR_AMX
 namespace amx {
-void bf16(const BlockGemm&);  // values exact in bf16, `step` unused, no zero points
+extern const TileKernels tile_kernels;
 }
 #endif
 #endif

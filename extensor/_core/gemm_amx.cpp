@@ -16,22 +16,28 @@ constexpr int kHeight = 32;      // rows of a, and of b, in a panel: two tiles
 constexpr int64_t kTileValues = 16 * kTile;
 constexpr int64_t kRun = 512;    // along k, of one visit to the sums: b's panel stays in L1
 
-// One side: [panel][k / 32][two tiles][16][32] values. In a tile of a a line is a row of the
-// matrix; in a tile of b it is a pair along k, of sixteen rows one after another.
+// Sixteen lines of sixteen pairs of values, either way round.
+void transpose(const uint16_t* lines, uint16_t* to) {
+    const __m512i line = _mm512_mullo_epi32(
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+        _mm512_set1_epi32(16));
+    for (int64_t pair = 0; pair < 16; ++pair)
+        _mm512_storeu_si512(to + pair * kTile, _mm512_i32gather_epi32(line, lines + 2 * pair, 4));
+}
+
+// One side: [panel][k / 32][two tiles][16][32] values. A line of a tile is a row of the matrix in
+// a's, and in b's (`pairs`) a pair along k of sixteen rows one after another. A Source has `rows`,
+// says which of the two its tiles are, and makes one: 16 rows from `row`, 32 along k from `start`,
+// zeros outside the matrix.
+template <class Source>
 struct Side {
-    const BlockedMatrix& m;
-    ScaleReader scales;
-    bool transposed;
-    int64_t k, steps;
-    int bits;
-    float table[256];
+    const Source& source;
+    bool pairs;
+    int64_t steps;
     uint16_t* values = nullptr;
 
-    Side(const BlockedMatrix& m, int64_t k, bool transposed)
-        : m(m), scales(m, k), transposed(transposed), k(k), steps(ceil_div(k, kTile)),
-          bits(kElements[m.element].bits) {
-        decode_table(kElements[m.element], table);
-    }
+    Side(const Source& source, int64_t k, bool pairs)
+        : source(source), pairs(pairs), steps(ceil_div(k, kTile)) {}
 
     int64_t panel_values() const { return steps * 2 * kTileValues; }
 
@@ -44,12 +50,36 @@ struct Side {
         alignas(64) uint16_t lines[kTileValues];
         for (int64_t step = 0; step < steps; ++step) {
             for (int64_t half = 0; half < 2; ++half, to += kTileValues) {
-                uint16_t* tile = transposed ? lines : to;
-                for (int64_t r = 0; r < 16; ++r)
-                    line(first + half * 16 + r, step * kTile, tile + r * kTile);
-                if (transposed) transpose(lines, to);
+                const int64_t row = first + half * 16, start = step * kTile;
+                if (row >= source.rows) {
+                    std::memset(to, 0, kTileValues * sizeof *to);
+                } else if (pairs == source.pairs) {
+                    source.tile(row, start, to);
+                } else {
+                    source.tile(row, start, lines);
+                    transpose(lines, to);
+                }
             }
         }
+    }
+};
+
+// Codes and scales, decoded.
+struct Codes {
+    static constexpr bool pairs = false;
+    const BlockedMatrix& m;
+    ScaleReader scales;
+    int64_t rows, k;
+    int bits;
+    float table[256];
+
+    Codes(const BlockedMatrix& m, int64_t k)
+        : m(m), scales(m, k), rows(m.rows), k(k), bits(kElements[m.element].bits) {
+        decode_table(kElements[m.element], table);
+    }
+
+    void tile(int64_t row, int64_t start, uint16_t* to) const {
+        for (int64_t r = 0; r < 16; ++r) line(row + r, start, to + r * kTile);
     }
 
 private:
@@ -103,15 +133,40 @@ private:
         if (count < kTile)
             std::memset(to + count, 0, static_cast<size_t>(kTile - count) * sizeof *to);
     }
+};
 
-    // Sixteen lines of sixteen pairs.
-    static void transpose(const uint16_t* lines, uint16_t* to) {
-        const __m512i line = _mm512_mullo_epi32(
-            _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-            _mm512_set1_epi32(16));
-        for (int64_t pair = 0; pair < 16; ++pair)
-            _mm512_storeu_si512(to + pair * kTile,
-                                _mm512_i32gather_epi32(line, lines + 2 * pair, 4));
+// Float32 values that are bfloat16: the upper halves. `by_rows`: k is contiguous, else the rows are.
+struct Values {
+    const float* x;
+    int64_t rows, k;
+    bool pairs;
+
+    Values(const float* x, int64_t rows, int64_t k, bool by_rows)
+        : x(x), rows(rows), k(k), pairs(!by_rows) {}
+
+    void tile(int64_t row, int64_t start, uint16_t* to) const {
+        for (int64_t line = 0; line < 16; ++line, to += kTile) {
+            __m512i even, odd;
+            if (pairs) {
+                const int64_t count = least(VL, rows - row), at = start + 2 * line;
+                even = at < k ? bits(x + at * rows + row, count) : __m512i{};
+                odd = at + 1 < k ? bits(x + (at + 1) * rows + row, count) : __m512i{};
+                _mm512_storeu_si512(to, _mm512_or_si512(_mm512_srli_epi32(even, 16), odd));
+            } else {
+                const float* from = x + (row + line) * k + start;
+                const int64_t count = row + line < rows ? least(kTile, k - start) : 0;
+                for (int64_t half = 0; half < 2; ++half) {
+                    const __m512i v = bits(from + half * VL, most(0, least(VL, count - half * VL)));
+                    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + half * VL),
+                                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(v, 16)));
+                }
+            }
+        }
+    }
+
+private:
+    static __m512i bits(const float* p, int64_t count) {
+        return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), p);
     }
 };
 
@@ -166,11 +221,10 @@ void add(const Sums& t) {
     _tile_stored(3, c1 + 16, stride);
 }
 
-}  // namespace
-
-void bf16(const BlockGemm& g) {
+template <class Source>
+void multiply(const BlockGemm& g, const Source& left, const Source& right) {
     static_assert(kHeight == NR && kHeight <= kTallest);
-    Side a(g.a, g.k, false), b(g.b, g.k, true);
+    Side<Source> a(left, g.k, false), b(right, g.k, true);
     product<Tiles>(
         g, kHeight, 2 * kTile * a.steps, kRun,
         [&](int64_t n) { a.allocate(Slot::packed_a, n); },
@@ -186,5 +240,50 @@ void bf16(const BlockGemm& g) {
             on_output(t, out, g.b.rows, rows, columns, kHeight, add);
         });
 }
+
+void bf16(const BlockGemm& g) { multiply(g, Codes(g.a, g.k), Codes(g.b, g.k)); }
+
+void bf16_values(const ValueGemm& v) {
+    BlockGemm g{};
+    g.a.rows = v.m, g.b.rows = v.n, g.k = v.k, g.out = v.out;
+    g.a.tensor_scale = g.b.tensor_scale = 1;
+    multiply(g, Values(v.a, v.m, v.k, v.a_by_rows), Values(v.b, v.n, v.k, v.b_by_rows));
+}
+
+ValueRange bf16_range(const float* x, int64_t count) {
+    constexpr int64_t kPiece = 1 << 16;
+    const int64_t pieces = ceil_div(count, kPiece);
+    uint32_t* found = scratch_of<uint32_t>(Slot::maxima, 3 * pieces);
+    threads::run(pieces, count, [&](int64_t piece) {
+        const __m512i mask = _mm512_set1_epi32(0x7F800000);
+        __m512i any = {}, low = mask, high = {};
+        const int64_t end = least(count, (piece + 1) * kPiece);
+        for (int64_t i = piece * kPiece; i < end; i += VL) {
+            const auto lanes = static_cast<__mmask16>((1u << least(VL, end - i)) - 1);
+            const __m512i v = _mm512_maskz_loadu_epi32(lanes, x + i);
+            const __m512i exponent = _mm512_and_si512(v, mask);
+            any = _mm512_or_si512(any, v);
+            low = _mm512_mask_min_epu32(
+                low, _mm512_test_epi32_mask(v, _mm512_set1_epi32(0x7FFFFFFF)), low, exponent);
+            high = _mm512_mask_max_epu32(high, _mm512_cmpneq_epi32_mask(exponent, mask), high,
+                                         exponent);
+        }
+        found[3 * piece] = static_cast<uint32_t>(_mm512_reduce_or_epi32(any));
+        found[3 * piece + 1] = _mm512_reduce_min_epu32(low);
+        found[3 * piece + 2] = _mm512_reduce_max_epu32(high);
+    });
+    uint32_t any = 0, low = 0x7F800000, high = 0;
+    for (int64_t i = 0; i < pieces; ++i) {
+        any |= found[3 * i];
+        low = found[3 * i + 1] < low ? found[3 * i + 1] : low;
+        high = found[3 * i + 2] > high ? found[3 * i + 2] : high;
+    }
+    return {(any & 0xFFFF) == 0, static_cast<int>(low >> 23) - 127, static_cast<int>(high >> 23) - 127};
+}
+
+}  // namespace
+
+extern const TileKernels tile_kernels;
+const TileKernels tile_kernels = {bf16, bf16_values, bf16_range};
 
 }  // namespace EXTENSOR_ISA

@@ -36,7 +36,7 @@ using Bytes = py::array_t<uint8_t, py::array::c_style>;
 struct Variant {
     const char *name, *base;
     const GemmKernels* kernels;
-    void (*bf16)(const BlockGemm&) = nullptr;  // on tiles of bfloat16, where there are any
+    const TileKernels* tiles = nullptr;
 };
 
 #if defined(EXTENSOR_AVX_VNNI)
@@ -72,7 +72,7 @@ std::vector<Variant> supported() {
             found.push_back({"avx512_vnni", "avx512", &avx512_vnni::gemm_kernels});
 #if defined(EXTENSOR_AMX)
             if (has_amx_bf16())
-                found.push_back({"amx", "avx512", &avx512_vnni::gemm_kernels, amx::bf16});
+                found.push_back({"amx", "avx512", &avx512_vnni::gemm_kernels, &amx::tile_kernels});
 #endif
         }
     }
@@ -176,7 +176,7 @@ Floats block_matmul(const Matrix& a, const Matrix& b, int64_t step) {
 // a b^T on tiles of bfloat16; that every value is one, and no sum leaves float32's normal range, is
 // the caller's to know (`bf16_reason` in extensor/backends/products.py).
 Floats bf16_matmul(const Matrix& a, const Matrix& b) {
-    require(current.bf16 != nullptr, "bf16_matmul: this level has no tiles of bfloat16");
+    require(current.tiles != nullptr, "bf16_matmul: this level has no tiles of bfloat16");
     require(a.k == b.k, "bf16_matmul: the matrices differ in k");
     for (const Matrix* side : {&a, &b})
         require(!side->m.zero_points && side->m.scale != static_cast<int>(Scale::float32),
@@ -184,8 +184,37 @@ Floats bf16_matmul(const Matrix& a, const Matrix& b) {
     Floats out({a.m.rows, b.m.rows});
     const BlockGemm g{a.m, b.m, a.k, 0, out.mutable_data()};
     py::gil_scoped_release release;
-    current.bf16(g);
+    current.tiles->codes(g);
     return out;
+}
+
+// a (m, k) times b (k, n) of bfloat16 values, each C-contiguous or the transpose of such an array.
+Floats bf16_value_matmul(const py::array_t<float>& a, const py::array_t<float>& b) {
+    require(current.tiles != nullptr, "bf16_value_matmul: this level has no tiles of bfloat16");
+    require(a.ndim() == 2 && b.ndim() == 2 && a.shape(1) == b.shape(0) && a.size() && b.size(),
+            "bf16_value_matmul: wanted (m, k) and (k, n)");
+    for (const auto* x : {&a, &b})
+        require((x->flags() & (py::array::c_style | py::array::f_style)) != 0,
+                "bf16_value_matmul: wanted contiguous arrays");
+    Floats out({a.shape(0), b.shape(1)});
+    const ValueGemm g{a.data(), b.data(), (a.flags() & py::array::c_style) != 0,
+                      (b.flags() & py::array::f_style) != 0, a.shape(0), b.shape(1), a.shape(1),
+                      out.mutable_data()};
+    py::gil_scoped_release release;
+    current.tiles->values(g);
+    return out;
+}
+
+py::tuple bf16_range(const py::array_t<float>& x) {
+    require(current.tiles != nullptr, "bf16_range: this level has no tiles of bfloat16");
+    require((x.flags() & (py::array::c_style | py::array::f_style)) != 0,
+            "bf16_range: wanted a contiguous array");
+    ValueRange found;
+    {
+        py::gil_scoped_release release;
+        found = current.tiles->range(x.data(), x.size());
+    }
+    return py::make_tuple(found.exact, found.low, found.high);
 }
 
 Floats weight_matmul(const Floats& x, const Matrix& w) {
@@ -232,7 +261,10 @@ void bind(py::module_& m) {
              py::arg("tile_rows"), py::arg("tile_length"));
     m.def("block_matmul", block_matmul);
     m.def("bf16_matmul", bf16_matmul);
-    m.def("gemm_has_bf16", [] { return current.bf16 != nullptr; },
+    m.def("bf16_value_matmul", bf16_value_matmul, py::arg("a").noconvert(),
+          py::arg("b").noconvert());
+    m.def("bf16_range", bf16_range, py::arg("x").noconvert());
+    m.def("gemm_has_bf16", [] { return current.tiles != nullptr; },
           "Whether the variant in use has `bf16_matmul`.");
     m.def("weight_matmul", weight_matmul);
 }

@@ -72,10 +72,31 @@ struct QuantKernels {
     void (*dequantize)(const QuantPlan&, const DequantJob&);
 };
 
+// What a transformer's float32 training step repeats; see train.cpp. Arrays are contiguous.
+struct TrainKernels {
+    void (*gelu)(int64_t n, const float* x, float* y, float* phi);
+    void (*gelu_grad)(int64_t n, const float* g, const float* x, const float* phi, float* gx);
+    void (*softmax)(int64_t rows, int64_t n, const float* x, float* y);
+    void (*softmax_grad)(int64_t rows, int64_t n, const float* g, const float* y, float* gx);
+    // With `mean` (one per row) a LayerNorm, without it an RMSNorm; `bias` goes with `mean`.
+    void (*norm)(int64_t rows, int64_t n, const float* x, const float* weight, const float* bias,
+                 float eps, float* y, float* mean, float* rstd);
+    // `partial` holds kNormParts x 2 x n floats.
+    void (*norm_grad)(int64_t rows, int64_t n, const float* g, const float* x, const float* weight,
+                      const float* mean, const float* rstd, float* gx, float* gw, float* gb,
+                      float* partial);
+    void (*adam)(int64_t n, float* weight, const float* grad, float* mean, float* square,
+                 const float* factors);
+};
+
+constexpr int64_t kNormParts = 16;  // stretches of rows whose sums are added in their order
+constexpr int kAdamFactors = 7;     // see train.cpp
+
 #define EXTENSOR_DECLARE_LEVEL(level)          \
     namespace level {                          \
     extern const WindowKernels window_kernels; \
     extern const QuantKernels quant_kernels;   \
+    extern const TrainKernels train_kernels;   \
     }
 
 EXTENSOR_DECLARE_LEVEL(scalar)

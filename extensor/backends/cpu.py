@@ -17,6 +17,7 @@ import numpy as np
 
 from extensor.backends import products, windows
 from extensor.backends.cpu_quantize import CpuQuantize, ready
+from extensor.backends.cpu_training import CpuTraining
 from extensor.backends.protocol import Array, Window
 from extensor.config import num_threads, require_core, use_core
 from extensor.quant.array import QuantArray
@@ -52,7 +53,7 @@ def make_backend() -> CpuBackend:
     return CpuBackend(*load_core())
 
 
-class CpuBackend(CpuQuantize):
+class CpuBackend(CpuQuantize, CpuTraining):
     """numpy, with the hot methods in C++.
 
     Attributes:
@@ -79,6 +80,7 @@ class CpuBackend(CpuQuantize):
             "operand": self._operand_reason,
             "block_matmul": self._block_matmul_reason,
             "weight_matmul": self._weight_matmul_reason,
+            "operand_matmul": self._operand_matmul_reason,
             "im2col": self._im2col_reason,
             "col2im": self._col2im_reason,
             "conv2d": self._conv2d_reason,
@@ -86,6 +88,7 @@ class CpuBackend(CpuQuantize):
             "conv2d_grad_w": self._conv2d_grad_w_reason,
             "max_pool2d": self._max_pool2d_reason,
             "max_pool2d_grad": self._max_pool2d_grad_reason,
+            **self._training_reasons(),
         }
         if method not in reasons:
             raise ValueError(f"path: wanted one of {', '.join(reasons)}, got {method!r}")
@@ -94,18 +97,10 @@ class CpuBackend(CpuQuantize):
             return f"generic: {reason}"
         if method == "block_matmul":
             return f"core ({self.core.gemm_level()}, {self._product_kind(*args)})"
+        if method == "operand_matmul":
+            return f"core ({self.core.gemm_level()}, bf16)"
         level = self.core.gemm_level() if method == "weight_matmul" else self.core.level()
         return f"core ({level})"
-
-    def _arrays_reason(self, *arrays: Array) -> str | None:
-        if self.core is None:
-            return self.core_missing
-        for x in arrays:
-            if x.dtype != _FLOAT32:
-                return f"{x.dtype} array; the core computes in float32"
-            if x.size == 0:
-                return "empty array"
-        return None
 
     # --- windows ---
 
@@ -229,6 +224,15 @@ class CpuBackend(CpuQuantize):
 
     def _weight_matmul_reason(self, x: Array, w: QuantArray) -> str | None:
         return self.core_missing if self.core is None else products.weight_reason(x, w)
+
+    def operand_matmul(self, a: Array, b: Array) -> Array:
+        """See the protocol; bounds in `extensor.backends.products`."""
+        if self._operand_matmul_reason(a, b):
+            return super().operand_matmul(a, b)
+        return self.core.bf16_value_matmul(a, b)
+
+    def _operand_matmul_reason(self, a: Array, b: Array) -> str | None:
+        return self.core_missing if self.core is None else products.operand_reason(self.core, a, b)
 
 
 def _placement(window: Window) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:

@@ -6,9 +6,10 @@ subclasses it and overrides what is hot.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from extensor.backends import windows
+from extensor.backends import training, windows
 from extensor.backends.protocol import Array, Window
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
@@ -53,6 +54,10 @@ class GenericBackend:
         """See the protocol."""
         return self.xp.matmul(x, self.dequantize(w).T)
 
+    def operand_matmul(self, a: Array, b: Array) -> Array:
+        """See the protocol."""
+        return self.xp.matmul(a, b)
+
     def im2col(self, x: Array, window: Window) -> Array:
         """See the protocol."""
         return windows.im2col(x, window, self.xp)
@@ -84,3 +89,50 @@ class GenericBackend:
     def max_pool2d_grad(self, g: Array, index: Array, shape: tuple[int, ...]) -> Array:
         """See the protocol."""
         return windows.max_pool2d_grad(g, index, shape, self.xp)
+
+    def gelu(self, x: Array) -> tuple[Array, Array]:
+        """See the protocol."""
+        return training.gelu(x, self.xp)
+
+    def gelu_grad(self, g: Array, x: Array, phi: Array) -> Array:
+        """See the protocol."""
+        return training.gelu_grad(g, x, phi, self.xp)
+
+    def softmax(self, x: Array, axis: int) -> Array:
+        """See the protocol."""
+        return training.softmax(x, axis, self.xp)
+
+    def softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """See the protocol."""
+        return training.softmax_grad(g, out, axis, self.xp)
+
+    def layer_norm(
+        self, x: Array, weight: Array, bias: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """See the protocol."""
+        return training.layer_norm(x, weight, bias, eps, self.xp)
+
+    def layer_norm_grad(
+        self, g: Array, x: Array, weight: Array, mean: Array, rstd: Array
+    ) -> tuple[Array, Array, Array]:
+        """See the protocol."""
+        return training.layer_norm_grad(g, x, weight, mean, rstd, self.xp)
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+        """See the protocol."""
+        return training.rms_norm(x, weight, eps, self.xp)
+
+    def rms_norm_grad(self, g: Array, x: Array, weight: Array, rstd: Array) -> tuple[Array, Array]:
+        """See the protocol."""
+        return training.rms_norm_grad(g, x, weight, rstd, self.xp)
+
+    def adam(
+        self,
+        weight: Array,
+        grad: Array,
+        mean: Array,
+        square: Array,
+        factors: Mapping[str, float],
+    ) -> None:
+        """See the protocol."""
+        training.adam(weight, grad, mean, square, factors, self.xp)

@@ -7,6 +7,9 @@ are small integers times a power of two (e2m1, e2m3, int8, int4): exact int32 su
 elements that share both scales, each times its two scales, added in float32 in the order of K.
 Otherwise it is *float*: values as `dequantize` gives them, multiplied and added in float32.
 
+Products of operands (float32 arrays of decoded values, inside quantized ops) are bf16 too where
+they fit, and BLAS's otherwise.
+
 With a (M, K), b (N, K), u = 2**-24, gamma_n = n u / (1 - n u), no overflow, and S = sum |a| |b|:
 
     bf16      |error| <= gamma_(ceil(K / 32) + 18) S
@@ -30,13 +33,22 @@ import numpy as np
 from extensor.formats import ElementFormat
 from extensor.quant.array import QuantArray
 
-__all__ = ["MAX_ROWS", "bf16_reason", "block_step", "matrix", "matrix_reason", "weight_reason"]
+__all__ = [
+    "MAX_ROWS",
+    "bf16_reason",
+    "block_step",
+    "matrix",
+    "matrix_reason",
+    "operand_reason",
+    "weight_reason",
+]
 
 MAX_ROWS = 8  # of x in a weight-only product; beyond, decoding once and BLAS is faster
 _MAX_STEP = 256  # 255 * 255 * 256 is still a float32
 _LARGEST = 2.0**60  # of activations and scales in a weight-only product
 _LARGEST_PRODUCT = 2.0**100  # of two scales
 _BF16_DIGITS = 8  # of a bfloat16, and so of an element and its scale together
+_LEAST_SIDE, _LEAST_WORK = 32, 1 << 19  # of operand products: below, BLAS is faster (measured)
 _SMALL = 127 - 40  # of e8m0 bytes; no two blocks above it come near underflow
 _MAGNITUDE = {4: (0x77,), 6: (0xDF, 0xF7, 0x7D), 8: (0x7F,)}  # bits of packed codes but the signs
 
@@ -102,12 +114,45 @@ def bf16_reason(a: QuantArray, b: QuantArray) -> str | None:
         digits = _digits(q.spec.row.element) + (0 if q.spec.is_mx else 4)
         if digits > _BF16_DIGITS:
             return f"{q.spec.row.element.name} times {q.spec.scale_name} has {digits} digits, not 8"
-    # Every value is a multiple of a unit and every term of their product. Without underflow or
-    # overflow of those, subnormals (which the tiles flush) cannot occur.
-    (unit_a, top_a), (unit_b, top_b) = (_range(q) for q in (a, b))
+    return _flush_reason(_range(a), _range(b), a.shape[1])
+
+
+def operand_reason(core: Any, a: Any, b: Any) -> str | None:
+    """Why tiles of bfloat16 do not take a b of float32 arrays; None if they do.
+
+    Whether the values are bfloat16 is looked at, not assumed: e8m0-scaled operands are, also under
+    a Hadamard transform, and rounded ones; those with a float32 scale are not, nor is NVFP4's.
+    """
+    if not core.gemm_has_bf16():
+        return f"no tiles of bfloat16 at {core.gemm_level()}; BLAS"
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        return "not (M, K) and (K, N)"
+    if a.dtype != np.float32 or b.dtype != np.float32:
+        return f"{a.dtype} times {b.dtype}; the core takes float32"
+    if not all(x.flags.c_contiguous or x.flags.f_contiguous for x in (a, b)):
+        return "arrays that are not contiguous either way round"
+    shape = (*a.shape, b.shape[1])
+    if min(shape) < _LEAST_SIDE or math.prod(shape) < _LEAST_WORK:
+        return f"a product of {' x '.join(map(str, shape))} is small; BLAS is faster"
+    ranges = []
+    for x in (a, b):
+        exact, low, high = core.bf16_range(x)
+        if not exact:
+            return "values that bfloat16 does not hold"
+        ranges.append((low - _BF16_DIGITS + 1, high + 1))
+    return _flush_reason(ranges[0], ranges[1], a.shape[1])
+
+
+def _flush_reason(a: tuple[int, int], b: tuple[int, int], k: int) -> str | None:
+    """Why tiles could flush or overflow sums of k products, from the `_range` of each side.
+
+    Every value is a multiple of its side's unit, and so is every sum of products of the product of
+    the units: without underflow or overflow of those, nothing subnormal can occur.
+    """
+    (unit_a, top_a), (unit_b, top_b) = a, b
     if min(unit_a, unit_b) < -126 or unit_a + unit_b < -126:
         return f"values down to 2**{min(unit_a, unit_b)}, products to 2**{unit_a + unit_b}"
-    if top_a + top_b + a.shape[1].bit_length() > 127 or max(top_a, top_b) > 127:
+    if top_a + top_b + k.bit_length() > 127 or max(top_a, top_b) > 127:
         return f"values up to 2**{max(top_a, top_b)}, products to 2**{top_a + top_b}"
     return None
 

@@ -8,6 +8,7 @@ them on the array module; a backend overrides the hot ones, and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,6 +79,10 @@ class Backend(Protocol):
         """Float32 x w^T of a dense (M, K) and (N, K) blocked along the last axis: (M, N)."""
         ...
 
+    def operand_matmul(self, a: Array, b: Array) -> Array:
+        """Float32 a b of (M, K) and (K, N), as `operand` gives them: (M, N), summed in float32."""
+        ...
+
     def im2col(self, x: Array, window: Window) -> Array:
         """(N, C, H, W) -> (N * Ho * Wo, C * kh * kw), zero-padded, one row per output pixel."""
         ...
@@ -112,4 +117,51 @@ class Backend(Protocol):
 
     def max_pool2d_grad(self, g: Array, index: Array, shape: tuple[int, ...]) -> Array:
         """Scatter-add of g (N, C, Ho, Wo) to the positions in ``index``, giving ``shape``."""
+        ...
+
+    def gelu(self, x: Array) -> tuple[Array, Array]:
+        """X Phi(x), with the normal distribution function Phi, and Phi(x)."""
+        ...
+
+    def gelu_grad(self, g: Array, x: Array, phi: Array) -> Array:
+        """Gradient of gelu; phi is what gelu gave."""
+        ...
+
+    def softmax(self, x: Array, axis: int) -> Array:
+        """exp(x) over its sum along ``axis``, which is not empty."""
+        ...
+
+    def softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """Gradient of softmax, whose output is ``out``."""
+        ...
+
+    def layer_norm(
+        self, x: Array, weight: Array, bias: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """LayerNorm over the last axes, those of the weight; each mean and 1 / sqrt(var + eps)."""
+        ...
+
+    def layer_norm_grad(
+        self, g: Array, x: Array, weight: Array, mean: Array, rstd: Array
+    ) -> tuple[Array, Array, Array]:
+        """Gradients of layer_norm in x, weight and bias."""
+        ...
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+        """RMSNorm over the last axes, those of the weight; 1 / sqrt(mean(x^2) + eps) of each."""
+        ...
+
+    def rms_norm_grad(self, g: Array, x: Array, weight: Array, rstd: Array) -> tuple[Array, Array]:
+        """Gradients of rms_norm in x and weight."""
+        ...
+
+    def adam(
+        self,
+        weight: Array,
+        grad: Array,
+        mean: Array,
+        square: Array,
+        factors: Mapping[str, float],
+    ) -> None:
+        """One step of Adam in place, on vectors; see `extensor.backends.training.adam`."""
         ...

@@ -11,6 +11,7 @@ from extensor.nn.checks import check_size
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
+from extensor.ops.norm import layer_norm
 
 __all__ = ["LayerNorm"]
 
@@ -51,11 +52,8 @@ class LayerNorm(Module):
                 f"LayerNorm: wanted an input of shape (..., {', '.join(map(str, self.shape))}), "
                 f"got {x.shape}"
             )
-        axes = tuple(range(-count, 0))
-        centred = x - x.mean(axis=axes, keepdims=True)
-        variance = centred.square().mean(axis=axes, keepdims=True)
-        y = centred * (variance + self.eps).rsqrt() * self.weight
-        return y if self.bias is None else y + self.bias
+        bias = ExTensor.zeros_like(self.weight) if self.bias is None else self.bias
+        return layer_norm(x, self.weight, bias, self.eps)
 
     def extra_repr(self) -> str:
         """Its shape."""

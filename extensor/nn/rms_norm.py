@@ -11,6 +11,7 @@ from extensor.nn.checks import check_size
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
+from extensor.ops.norm import rms_norm
 
 __all__ = ["RMSNorm"]
 
@@ -42,7 +43,7 @@ class RMSNorm(Module):
         tensors_only("RMSNorm", x)
         if x.shape[-1:] != (self.size,):
             raise ValueError(f"RMSNorm: wanted an input of shape (..., {self.size}), got {x.shape}")
-        return x * (x.square().mean(axis=-1, keepdims=True) + self.eps).rsqrt() * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         """Its size."""

@@ -13,7 +13,6 @@ from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import NO_TENSOR, axis_index, quiet, tensors_only, unary_samples
 from extensor.ops.arithmetic import clip, where
 from extensor.ops.elementwise import erf, sigmoid, tanh
-from extensor.ops.erf import erf_array
 from extensor.ops.shape import split
 
 __all__ = [
@@ -101,20 +100,10 @@ def _axis_samples(rng: np.random.Generator) -> list[Sample]:
     return [Sample((rng.normal(size=(2, 3)),)), Sample((rng.normal(size=(2, 3, 2)), 1))]
 
 
-@quiet
-def _softmax(backend: Any, x: Any, axis: int) -> Any:
-    out = x - x.max(axis=axis, keepdims=True)
-    backend.xp.exp(out, out=out)
-    out /= out.sum(axis=axis, keepdims=True)
-    return out
-
-
 @primitive(
-    forward=_softmax,
+    forward=lambda backend, x, axis: backend.softmax(x, axis),
     vjps=(lambda g, out, x, axis: out * (g - (g * out).sum(axis, keepdims=True)),),
-    fused_vjp=lambda backend, g, out, inputs, needs, axis: (
-        out * (g - (g * out).sum(axis=axis, keepdims=True)),
-    ),
+    fused_vjp=lambda backend, g, out, inputs, needs, axis: (backend.softmax_grad(g, out, axis),),
     reads="output",
     to_float=True,
     samples=_axis_samples,
@@ -166,34 +155,18 @@ def softplus(x: ExTensor) -> ExTensor:
     return apply("softplus", x)
 
 
-def _gelu_parts(backend: Any, x: Any) -> tuple[Any, Any]:
-    """X Phi(x), and Phi(x) for the gradient."""
-    phi = erf_array(backend.xp, x * math.sqrt(0.5))
-    phi += 1
-    phi *= 0.5
-    return x * phi, phi
-
-
 def _gelu_vjp(g: ExTensor, out: None, x: ExTensor, saved: Any) -> ExTensor:
     phi = (erf(x * math.sqrt(0.5)) + 1.0) * 0.5
     return g * (phi + x * (x * x * -0.5).exp() * (1 / math.sqrt(2 * math.pi)))
 
 
-def _gelu_fused(backend: Any, g: Any, out: None, inputs: Any, needs: Any, saved: Any) -> Any:
-    (x,) = inputs
-    slope = backend.xp.exp(x * x * -0.5)  # the normal density, up to its factor
-    slope *= x
-    slope *= 1 / math.sqrt(2 * math.pi)
-    slope += saved
-    slope *= g
-    return (slope,)
-
-
 @primitive(
     name="gelu_exact",
-    forward=quiet(_gelu_parts),
+    forward=lambda backend, x: backend.gelu(x),
     vjps=(_gelu_vjp,),
-    fused_vjp=_gelu_fused,
+    fused_vjp=lambda backend, g, out, inputs, needs, saved: (
+        backend.gelu_grad(g, inputs[0], saved),
+    ),
     reads="inputs",
     saves=True,
     to_float=True,

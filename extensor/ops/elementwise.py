@@ -11,8 +11,8 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import primitive
 from extensor.autograd.tensor import ExTensor
+from extensor.backends.erf import erf_array
 from extensor.ops.arguments import NO_TENSOR, quiet, tensors_only, unary_samples
-from extensor.ops.erf import erf_array
 
 __all__ = [
     "abs",

@@ -83,7 +83,7 @@ def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
 
 
 def _product(backend: Backend, a: Array, b: Array, gemm: Gemm) -> Array:
-    return _scaled(backend.xp.matmul(a, b), gemm, backend.xp)
+    return _scaled(backend.operand_matmul(a, b), gemm, backend.xp)
 
 
 def _fprop(backend: Backend, x: Array, w: Array, context: LayerContext) -> Array:

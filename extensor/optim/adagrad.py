@@ -45,7 +45,7 @@ class Adagrad(Optimizer):
 
     def update(
         self,
-        xp: Any,
+        backend: Any,
         weight: Array,
         grad: Array,
         state: Mapping[str, Array],
@@ -54,6 +54,7 @@ class Adagrad(Optimizer):
         step: int,
     ) -> None:
         """Move one stretch, in place."""
+        xp = backend.xp
         one, two = scratch
         square = state["square"]
         if options["weight_decay"]:

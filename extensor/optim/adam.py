@@ -55,7 +55,7 @@ class Adam(Optimizer):
 
     def update(
         self,
-        xp: Any,
+        backend: Any,
         weight: Array,
         grad: Array,
         state: Mapping[str, Array],
@@ -64,26 +64,20 @@ class Adam(Optimizer):
         step: int,
     ) -> None:
         """Move one stretch, in place."""
-        one, two = scratch
-        mean, square = state["mean"], state["square"]
+        _, two = scratch
         lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
         decay = options["weight_decay"]
-        if decay and self.decoupled:
-            weight *= 1.0 - lr * decay
-        elif decay:
-            xp.multiply(weight, decay, out=two)
+        if decay and not self.decoupled:
+            backend.xp.multiply(weight, decay, out=two)
             two += grad
             grad = two
-        xp.subtract(grad, mean, out=one)
-        one *= 1.0 - beta1
-        mean += one
-        xp.multiply(grad, grad, out=one)
-        one *= 1.0 - beta2
-        square *= beta2
-        square += one
-        xp.sqrt(square, out=one)
-        one *= 1.0 / math.sqrt(1.0 - beta2**step)
-        one += options["eps"]
-        xp.divide(mean, one, out=one)
-        one *= lr / (1.0 - beta1**step)
-        weight -= one
+        factors = {
+            "keep": 1.0 - lr * decay if self.decoupled else 1.0,
+            "take1": 1.0 - beta1,
+            "keep2": beta2,
+            "take2": 1.0 - beta2,
+            "widen": 1.0 / math.sqrt(1.0 - beta2**step),
+            "eps": options["eps"],
+            "rate": lr / (1.0 - beta1**step),
+        }
+        backend.adam(weight, grad, state["mean"], state["square"], factors)

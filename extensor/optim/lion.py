@@ -46,7 +46,7 @@ class Lion(Optimizer):
 
     def update(
         self,
-        xp: Any,
+        backend: Any,
         weight: Array,
         grad: Array,
         state: Mapping[str, Array],
@@ -55,6 +55,7 @@ class Lion(Optimizer):
         step: int,
     ) -> None:
         """Move one stretch, in place."""
+        xp = backend.xp
         one, two = scratch
         mean, lr = state["mean"], options["lr"]
         xp.multiply(mean, options["beta1"], out=one)

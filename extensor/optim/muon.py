@@ -91,7 +91,7 @@ class Muon(Optimizer):
 
     def update(
         self,
-        xp: Any,
+        backend: Any,
         weight: Array,
         grad: Array,
         state: Mapping[str, Array],
@@ -102,5 +102,5 @@ class Muon(Optimizer):
         """Move one stretch, in place."""
         one, _ = scratch
         weight *= 1.0 - options["lr"] * options["weight_decay"]
-        xp.multiply(grad, options["lr"], out=one)
+        backend.xp.multiply(grad, options["lr"], out=one)
         weight -= one

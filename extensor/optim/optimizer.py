@@ -134,7 +134,7 @@ class Optimizer(ABC):
     @abstractmethod
     def update(
         self,
-        xp: Any,
+        backend: Any,
         weight: Array,
         grad: Array,
         state: Mapping[str, Array],
@@ -145,7 +145,7 @@ class Optimizer(ABC):
         """Move one stretch, in place.
 
         Args:
-            xp: the array module.
+            backend: the backend of the arrays.
             weight: flat, float32 (float64 for a float64 parameter); written.
             grad: of the same length and dtype; not written.
             state: by slot, of the same length and dtype; written.
@@ -227,7 +227,7 @@ class Optimizer(ABC):
             part = slice(begin, begin + stretch)
             weight = flat[part]
             self.update(
-                xp,
+                param.backend,
                 weight,
                 g[part],
                 {slot: a[part] for slot, a in state.items()},

@@ -54,7 +54,7 @@ class RMSprop(Optimizer):
 
     def update(
         self,
-        xp: Any,
+        backend: Any,
         weight: Array,
         grad: Array,
         state: Mapping[str, Array],
@@ -63,6 +63,7 @@ class RMSprop(Optimizer):
         step: int,
     ) -> None:
         """Move one stretch, in place."""
+        xp = backend.xp
         one, two = scratch
         square = state["square"]
         if options["weight_decay"]:

@@ -52,7 +52,7 @@ class SGD(Optimizer):
 
     def update(
         self,
-        xp: Any,
+        backend: Any,
         weight: Array,
         grad: Array,
         state: Mapping[str, Array],
@@ -61,6 +61,7 @@ class SGD(Optimizer):
         step: int,
     ) -> None:
         """Move one stretch, in place."""
+        xp = backend.xp
         one, two = scratch
         lr, momentum, decay = options["lr"], options["momentum"], options["weight_decay"]
         if decay:

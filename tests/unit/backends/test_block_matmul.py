@@ -416,6 +416,70 @@ def test_what_tiles_cannot_hold() -> None:
     CORE.set_gemm_level(VARIANTS[-1])
 
 
+# --- operands: float32 arrays of values that bfloat16 holds --------------------------------------
+
+
+def operand(shape: tuple[int, int], spec: QuantSpec | None, seed: int) -> np.ndarray:
+    x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return x if spec is None else BACKEND.operand(x, spec.resolve(2))[0]
+
+
+@pytest.mark.parametrize("down_a", [False, True])
+@pytest.mark.parametrize("down_b", [False, True])
+def test_products_of_operands(down_a: bool, down_b: bool) -> None:
+    """The three GEMMs' layouts, ragged, for every format that fits and with a transform."""
+    specs = [QuantSpec(name) for name in TILES if name != "nvfp4"]
+    specs.append(QuantSpec("mxfp4", transform=Hadamard(32)))
+    for spec in specs:
+        for m, n, k in ((64, 96, 128), (33, 150, 160), (257, 35, 1056)):
+            a, b = operand((m, k), spec, 1), operand((n, k), spec, 2)
+            left = np.ascontiguousarray(a.T).T if down_a else a
+            right = np.ascontiguousarray(b.T) if down_b else b.T
+            if "amx" in VARIANTS:
+                assert BACKEND.path("operand_matmul", left, right) == "core (amx, bf16)"
+                terms = math.ceil(k / 32) + 14
+            else:
+                terms = k
+            got = BACKEND.operand_matmul(left, right)
+            check(got, a.astype(np.float64), b.astype(np.float64), terms, (spec, m))
+
+
+def test_operands_that_stay_with_blas() -> None:
+    good = operand((64, 128), MXFP4, 0)
+    tiny, huge, broken = good * np.float32(2.0**-110), good * np.float32(2.0**120), good.copy()
+    broken[3, 5] = np.nan
+    for reason, a, b in (
+        ("does not hold", operand((64, 128), None, 1), good.T),
+        ("does not hold", good, operand((64, 128), NVFP4, 1).T),
+        ("small", good[:8], good.T),
+        ("small", good[:, :32], good.T[:32]),
+        ("not contiguous", good[:, ::2], good.T[::2]),
+        ("down to", tiny, tiny.T),
+        ("up to", huge, huge.T),
+        ("not (M, K)", good, good),
+        ("float64", good.astype(np.float64), good.T),
+    ):
+        path = BACKEND.path("operand_matmul", a, b)
+        assert path.startswith("generic: ")
+        if "amx" in VARIANTS and reason != "small":
+            assert reason in path
+        if reason != "not (M, K)":
+            with np.errstate(over="ignore", invalid="ignore"):
+                wanted = a @ b
+                assert np.array_equal(BACKEND.operand_matmul(a, b), wanted, equal_nan=True)
+    got = BACKEND.operand_matmul(broken, good.T)
+    assert np.isnan(got[3]).all()
+    assert np.isnan(got).sum() == 64
+    results = set()
+    for threads in (1, 8):
+        if CORE is not None:
+            CORE.set_threads(threads)
+        results.add(BACKEND.operand_matmul(good, good.T).tobytes())
+    if CORE is not None:
+        CORE.set_threads(et.config.num_threads())
+    assert len(results) == 1
+
+
 # --- weights ------------------------------------------------------------------------------------
 
 

@@ -44,23 +44,25 @@ def _tensor(*shape: int, scale: float = 1.0) -> et.ExTensor:
     return x
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(42, 20, 70), (150, 66, 90)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_matmul_is_three_gemms_of_dequantized_operands(name: str) -> None:
+def test_matmul_is_three_gemms_of_dequantized_operands(name: str, m: int, n: int, k: int) -> None:
+    """Small, for BLAS alone, and of a size that other kernels may take."""
     context = layer_context(RECIPES[name].layers, seed=3)
-    x, w = _tensor(6, 7, 70), _tensor(20, 70, scale=0.1)
+    x, w = _tensor(6, m // 6, k), _tensor(n, k, scale=0.1)
     y = quantized_matmul(x, w, context)
     g = RNG.standard_normal(y.shape).astype(np.float32)
     y.backward(et.from_numpy(g))
-    rows, grows = x.numpy().reshape(42, 70), g.reshape(42, 20)
+    rows, grows = x.numpy().reshape(m, k), g.reshape(m, n)
     layer = context.layer
     _close(
-        y.numpy().reshape(42, 20),
+        y.numpy().reshape(m, n),
         _values(rows, context, "fprop.x", 1),
         _values(w.numpy(), context, "fprop.w", 1).T,
         layer.fprop.output_scale,
     )
     _close(
-        x.grad.numpy().reshape(42, 70),
+        x.grad.numpy().reshape(m, k),
         _values(grows, context, "dgrad.g", 1),
         _values(w.numpy(), context, "dgrad.w", 0),
         layer.dgrad.output_scale,
@@ -71,6 +73,27 @@ def test_matmul_is_three_gemms_of_dequantized_operands(name: str) -> None:
         _values(rows, context, "wgrad.x", 0),
         layer.wgrad.output_scale,
     )
+
+
+def test_large_products_of_exact_operands_take_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from extensor.backends.cpu import CpuBackend
+
+    paths = []
+
+    def spy(self: CpuBackend, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        paths.append(self.path("operand_matmul", a, b))
+        return np.matmul(a, b)
+
+    monkeypatch.setattr(CpuBackend, "operand_matmul", spy)
+    for name in ("mxfp4", "bf16", "fp32"):
+        x, w = _tensor(150, 90), _tensor(66, 90)
+        y = quantized_matmul(x, w, layer_context(RECIPES[name].layers, seed=3))
+        y.backward(et.from_numpy(RNG.standard_normal(y.shape).astype(np.float32)))
+    core = x.backend.core
+    if core is not None and core.gemm_has_bf16():
+        assert paths[:6] == ["core (amx, bf16)"] * 6
+    assert len(paths) == 9
+    assert all(path.startswith("generic: ") for path in paths[6:])
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -216,7 +239,7 @@ def test_planted_wrong_axis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda b, x, c, slot, axis: honest(b, x, c, slot, 1 if slot == "wgrad.x" else axis),
     )
     with pytest.raises(AssertionError):
-        test_matmul_is_three_gemms_of_dequantized_operands("mxfp4")
+        test_matmul_is_three_gemms_of_dequantized_operands("mxfp4", 42, 20, 70)
 
 
 def test_layer_recipe_slots() -> None:

@@ -1,0 +1,262 @@
+// What a transformer's float32 training step repeats: gelu, softmax, LayerNorm and RMSNorm, Adam.
+//
+// Every output depends on shapes and values only, never on threads. Sums and functions are compared
+// within the bounds of extensor.backends.cpu_training, which hold with and without `madd` fusing;
+// Adam is compared by bytes, so the compiler may not fuse by itself (CMakeLists.txt).
+
+#include "kernels.hpp"
+#include "simd.hpp"
+#include "threads.hpp"
+
+namespace EXTENSOR_ISA {
+namespace {
+
+constexpr int64_t kStretch = 1 << 14;  // elements of a task
+
+INLINE vf madd(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vf as_float(vu bits) { return reinterpret_cast<vf>(bits); }
+INLINE vu as_bits(vf x) { return reinterpret_cast<vu>(x); }
+INLINE vf magnitude(vf x) { return as_float(as_bits(x) & splat(uint32_t{0x7fffffff})); }
+INLINE vf larger(vf a, vf b) { return b > a ? b : a; }
+
+// The VL elements at i, zeros beyond n.
+INLINE vf take(const float* p, int64_t i, int64_t n) {
+    return i + VL <= n ? load(p + i) : load_part(p + i, static_cast<int>(n - i));
+}
+
+INLINE void put(float* p, vf v, int64_t i, int64_t n) {
+    if (i + VL <= n)
+        store(p + i, v);
+    else
+        store_part(p + i, v, static_cast<int>(n - i));
+}
+
+// e^x for x <= 0, relative error below 4 * 2^-24 (absolute: half the least subnormal); NaN for NaN.
+// x = n ln 2 + r, and e^r is its Taylor polynomial: r^8 / 8! < 2^-27 where |r| <= ln 2 / 2.
+INLINE vf exp_negative(vf x) {
+    x = x < splat(-105.0f) ? splat(-105.0f) : x;  // e^-105 is zero
+    const vf magic = splat(12582912.0f);          // 1.5 * 2^23: the sum's low bits are the integer
+    const vf shifted = madd(x, splat(1.44269504f), magic);
+    const vf n = shifted - magic;
+    // ln 2 in two parts; the first has 10 bits, so its products are exact.
+    const vf r = madd(n, splat(2.12194440e-4f), madd(n, splat(-0.693359375f), x));
+    vf p = splat(1.0f / 5040);
+    p = madd(p, r, splat(1.0f / 720));
+    p = madd(p, r, splat(1.0f / 120));
+    p = madd(p, r, splat(1.0f / 24));
+    p = madd(p, r, splat(1.0f / 6));
+    p = madd(p, r, splat(0.5f));
+    p = madd(p, r, splat(1.0f));
+    p = madd(p, r, splat(1.0f));
+    // 2^n in two factors, since 2^-151 is no float32. A NaN's n is anything, and NaN stays NaN.
+    const vu whole = as_bits(shifted) - splat(uint32_t{0x4b400000});
+    const vu half = reinterpret_cast<vu>(reinterpret_cast<vi>(whole) >> 1);
+    const vu bias = splat(uint32_t{127});
+    return p * as_float((half + bias) << 23) * as_float((whole - half + bias) << 23);
+}
+
+// Phi(-|x|) = e^(-x^2 / 2) t h(t), t = 1 / (1 + 0.3 |x|), where h is the Chebyshev interpolant of
+// degree 9 of erfcx(|x| / sqrt 2) / (2 t) on 0 <= |x| <= 14.5, in powers of t - 0.6: relative error
+// 0.1 * 2^-24. Beyond 14.5 Phi(-|x|) is zero in float32.
+INLINE vf normal_tail(vf x, vf bell) {
+    vf z = magnitude(x);
+    z = z > splat(14.5f) ? splat(14.5f) : z;
+    const vf t = splat(1.0f) / madd(z, splat(0.3f), splat(1.0f));
+    const vf v = t - splat(0.6f);
+    vf h = splat(-0.0209560241f);
+    h = madd(h, v, splat(0.00109492213f));
+    h = madd(h, v, splat(0.0443212927f));
+    h = madd(h, v, splat(-0.00756290418f));
+    h = madd(h, v, splat(-0.0910612389f));
+    h = madd(h, v, splat(-0.0138189077f));
+    h = madd(h, v, splat(0.225356595f));
+    h = madd(h, v, splat(0.413744815f));
+    h = madd(h, v, splat(0.405136739f));
+    h = madd(h, v, splat(0.258572679f));
+    return bell * (t * h);
+}
+
+// body(i) for the vectors of every stretch of n elements.
+template <class F>
+void each(int64_t n, int64_t work, F&& body) {
+    threads::run(ceil_div(n, kStretch), n * work, [&](int64_t task) {
+        const int64_t end = least(n, (task + 1) * kStretch);
+        for (int64_t i = task * kStretch; i < end; i += VL) body(i);
+    });
+}
+
+void gelu(int64_t n, const float* x, float* y, float* phi) {
+    each(n, 4, [=](int64_t i) {
+        const vf v = take(x, i, n);
+        const vf tail = normal_tail(v, exp_negative(v * v * splat(-0.5f)));
+        const vf below = v < splat(0.0f) ? tail : splat(1.0f) - tail;
+        put(y, v * below, i, n);
+        put(phi, below, i, n);
+    });
+}
+
+void gelu_grad(int64_t n, const float* g, const float* x, const float* phi, float* gx) {
+    each(n, 4, [=](int64_t i) {
+        const vf v = take(x, i, n);
+        const vf bell = exp_negative(v * v * splat(-0.5f));
+        const vf slope = madd(v * bell, splat(0.398942280f), take(phi, i, n));  // 1 / sqrt(2 pi)
+        put(gx, take(g, i, n) * slope, i, n);
+    });
+}
+
+// body(row) for every row of length n, several rows a task.
+template <class F>
+void each_row(int64_t rows, int64_t n, int64_t work, F&& body) {
+    const int64_t per_task = most(1, kStretch / n);
+    threads::run(ceil_div(rows, per_task), rows * n * work, [&](int64_t task) {
+        const int64_t end = least(rows, (task + 1) * per_task);
+        for (int64_t row = task * per_task; row < end; ++row) body(row);
+    });
+}
+
+float largest(const float* x, int64_t n) {
+    vf best = splat(x[0]);
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) best = larger(best, load(x + i));
+    float result = best[0];
+    for (int lane = 1; lane < VL; ++lane) result = best[lane] > result ? best[lane] : result;
+    for (; i < n; ++i) result = x[i] > result ? x[i] : result;
+    return result;
+}
+
+// A NaN, or nothing finite, makes a sum of NaN and so a row of NaN, as in numpy.
+void softmax(int64_t rows, int64_t n, const float* x, float* y) {
+    each_row(rows, n, 4, [=](int64_t row) {
+        const float* in = x + row * n;
+        float* out = y + row * n;
+        const vf top = splat(largest(in, n));
+        vf total = {};
+        for (int64_t i = 0; i < n; i += VL) {
+            const vf e = exp_negative(take(in, i, n) - top);
+            put(out, e, i, n);
+            total += take(out, i, n);  // without the lanes beyond n
+        }
+        const vf sums = splat(sum(total));
+        for (int64_t i = 0; i < n; i += VL) put(out, take(out, i, n) / sums, i, n);
+    });
+}
+
+void softmax_grad(int64_t rows, int64_t n, const float* g, const float* y, float* gx) {
+    each_row(rows, n, 2, [=](int64_t row) {
+        const float *grad = g + row * n, *p = y + row * n;
+        float* out = gx + row * n;
+        vf total = {};
+        for (int64_t i = 0; i < n; i += VL) total = madd(take(grad, i, n), take(p, i, n), total);
+        const vf mean = splat(sum(total));
+        for (int64_t i = 0; i < n; i += VL)
+            put(out, take(p, i, n) * (take(grad, i, n) - mean), i, n);
+    });
+}
+
+void norm(int64_t rows, int64_t n, const float* x, const float* weight, const float* bias,
+          float eps, float* y, float* mean, float* rstd) {
+    each_row(rows, n, 2, [=](int64_t row) {
+        const float* in = x + row * n;
+        float* out = y + row * n;
+        float centre = 0;
+        if (mean) {
+            vf total = {};
+            for (int64_t i = 0; i < n; i += VL) total += take(in, i, n);
+            centre = mean[row] = sum(total) / static_cast<float>(n);
+        }
+        const vf c = splat(centre);
+        vf total = {};
+        int64_t i = 0;
+        for (; i + VL <= n; i += VL) {
+            const vf d = load(in + i) - c;
+            total = madd(d, d, total);
+        }
+        float squares = sum(total);
+        for (; i < n; ++i) squares += (in[i] - centre) * (in[i] - centre);
+        const float inverse = 1.0f / __builtin_sqrtf(squares / static_cast<float>(n) + eps);
+        rstd[row] = inverse;
+        const vf s = splat(inverse);
+        for (i = 0; i < n; i += VL) {
+            const vf scaled = (take(in, i, n) - c) * s * take(weight, i, n);
+            put(out, bias ? scaled + take(bias, i, n) : scaled, i, n);
+        }
+    });
+}
+
+// With h = (x - mean) rstd and e = g weight: gx = rstd (e - mean(e) - h mean(e h)), in an RMSNorm
+// without mean(e); gw = sum over rows of g h; gb = sum over rows of g.
+void norm_grad(int64_t rows, int64_t n, const float* g, const float* x, const float* weight,
+               const float* mean, const float* rstd, float* gx, float* gw, float* gb,
+               float* partial) {
+    const int64_t parts = least(rows, kNormParts);
+    std::memset(partial, 0, static_cast<size_t>(parts * 2 * n) * 4);
+    threads::run(parts, rows * n * 4, [=](int64_t part) {
+        float *pw = partial + part * 2 * n, *pb = pw + n;
+        for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; ++row) {
+            const float *in = x + row * n, *grad = g + row * n;
+            float* out = gx + row * n;
+            const vf c = splat(mean ? mean[row] : 0.0f), s = splat(rstd[row]);
+            vf plain = {}, along = {};
+            for (int64_t i = 0; i < n; i += VL) {
+                const vf d = take(grad, i, n), e = d * take(weight, i, n);
+                const vf h = (take(in, i, n) - c) * s;
+                plain += e;
+                along = madd(e, h, along);
+                put(pw, madd(d, h, take(pw, i, n)), i, n);
+                put(pb, take(pb, i, n) + d, i, n);
+            }
+            const float count = static_cast<float>(n);
+            const vf a = splat(mean ? sum(plain) / count : 0.0f), b = splat(sum(along) / count);
+            for (int64_t i = 0; i < n; i += VL) {
+                const vf e = take(grad, i, n) * take(weight, i, n);
+                const vf h = (take(in, i, n) - c) * s;
+                put(out, s * (e - a - h * b), i, n);
+            }
+        }
+    });
+    for (int64_t i = 0; i < n; i += VL) {
+        vf w = {}, b = {};
+        for (int64_t part = 0; part < parts; ++part) {
+            w += take(partial + part * 2 * n, i, n);
+            b += take(partial + part * 2 * n + n, i, n);
+        }
+        put(gw, w, i, n);
+        put(gb, b, i, n);
+    }
+}
+
+// factors: 1 - lr decay, 1 - beta1, beta2, 1 - beta2, 1 / sqrt(1 - beta2^t), eps and
+// lr / (1 - beta1^t). One rounding an operation, in the generic method's order: the same bytes.
+void adam(int64_t n, float* weight, const float* grad, float* mean, float* square,
+          const float* factors) {
+    const float keep = factors[0], take1 = factors[1], keep2 = factors[2], take2 = factors[3];
+    const float widen = factors[4], eps = factors[5], rate = factors[6];
+    threads::run(ceil_div(n, kStretch), n * 4, [=](int64_t task) {
+        const int64_t end = least(n, (task + 1) * kStretch);
+        float *__restrict w = weight, *__restrict m = mean, *__restrict v = square;
+        const float* __restrict d = grad;
+        for (int64_t i = task * kStretch; i < end; ++i) {
+            const float first = m[i] + (d[i] - m[i]) * take1;
+            const float second = v[i] * keep2 + d[i] * d[i] * take2;
+            m[i] = first;
+            v[i] = second;
+            w[i] = w[i] * keep - first / (__builtin_sqrtf(second) * widen + eps) * rate;
+        }
+    });
+}
+
+}  // namespace
+
+extern const TrainKernels train_kernels = {gelu, gelu_grad, softmax, softmax_grad,
+                                           norm, norm_grad, adam};
+
+}  // namespace EXTENSOR_ISA

@@ -1,0 +1,183 @@
+"""The CPU backend's training kernels: gelu, softmax, LayerNorm, RMSNorm and Adam in float32.
+
+Against exact arithmetic, with u = 2**-24, n the length of a row and no overflow:
+
+    gelu          |error| <= (x^2 / 2 + 16) u |gelu(x)| + 2**-144
+    gelu_grad     |error| <= (x^2 / 2 + 16) u |g| (Phi(x) + |x| density(x)) + 2**-144 (1 + |g|),
+                  Phi being the one given
+    softmax       |error| <= (d + sum p d + n + 16) u p + 2**-126, with d = max(x) - x
+    softmax_grad  |error| <= (n + 4) u p (|g| + sum |g p|) + 2**-126
+
+Norms are sums of at most n terms of a row, or of one term a row: their tests say the bound. Adam
+gives the bytes that numpy gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from extensor.backends.cpu_quantize import ready
+from extensor.backends.generic import GenericBackend
+from extensor.backends.protocol import Array
+
+__all__ = ["CpuTraining"]
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class CpuTraining(GenericBackend):
+    """The methods of a training step, each in C++ where its ``_..._reason`` gives None.
+
+    Attributes:
+        core: the extension module, or None.
+        core_missing: why there is none; "" where there is one.
+    """
+
+    core: Any
+    core_missing: str
+
+    def _arrays_reason(self, *arrays: Array) -> str | None:
+        if self.core is None:
+            return self.core_missing
+        for x in arrays:
+            if x.dtype != _FLOAT32:
+                return f"{x.dtype} array; the core computes in float32"
+            if x.size == 0:
+                return "empty array"
+        return None
+
+    def _training_reasons(self) -> dict[str, Callable[..., str | None]]:
+        return {
+            "gelu": self._arrays_reason,
+            "gelu_grad": self._arrays_reason,
+            "softmax": self._softmax_reason,
+            "softmax_grad": self._softmax_grad_reason,
+            "layer_norm": self._layer_norm_reason,
+            "layer_norm_grad": self._layer_norm_grad_reason,
+            "rms_norm": self._rms_norm_reason,
+            "rms_norm_grad": self._rms_norm_grad_reason,
+            "adam": self._adam_reason,
+        }
+
+    def gelu(self, x: Array) -> tuple[Array, Array]:
+        """See the protocol."""
+        if self._arrays_reason(x):
+            return super().gelu(x)
+        y, phi = self.core.gelu(ready(x))
+        return y, phi
+
+    def gelu_grad(self, g: Array, x: Array, phi: Array) -> Array:
+        """See the protocol."""
+        if self._arrays_reason(g, x, phi):
+            return super().gelu_grad(g, x, phi)
+        return self.core.gelu_grad(ready(g), ready(x), ready(phi))
+
+    def softmax(self, x: Array, axis: int) -> Array:
+        """See the protocol."""
+        if self._softmax_reason(x, axis):
+            return super().softmax(x, axis)
+        return self.core.softmax(ready(x), x.shape[axis])
+
+    def _softmax_reason(self, x: Array, axis: int) -> str | None:
+        return self._arrays_reason(x) or _axis_reason(x, axis)
+
+    def softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """See the protocol."""
+        if self._softmax_grad_reason(g, out, axis):
+            return super().softmax_grad(g, out, axis)
+        return self.core.softmax_grad(ready(g), ready(out), out.shape[axis])
+
+    def _softmax_grad_reason(self, g: Array, out: Array, axis: int) -> str | None:
+        return self._arrays_reason(g, out) or _axis_reason(out, axis)
+
+    def layer_norm(
+        self, x: Array, weight: Array, bias: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """See the protocol."""
+        if self._layer_norm_reason(x, weight, bias, eps):
+            return super().layer_norm(x, weight, bias, eps)
+        y, mean, rstd = self.core.layer_norm(ready(x), ready(weight), ready(bias), eps)
+        kept = _kept(x, weight)
+        return y, mean.reshape(kept), rstd.reshape(kept)
+
+    def _layer_norm_reason(self, x: Array, weight: Array, bias: Array, eps: float) -> str | None:
+        return self._arrays_reason(x, weight, bias)
+
+    def layer_norm_grad(
+        self, g: Array, x: Array, weight: Array, mean: Array, rstd: Array
+    ) -> tuple[Array, Array, Array]:
+        """See the protocol."""
+        if self._layer_norm_grad_reason(g, x, weight, mean, rstd):
+            return super().layer_norm_grad(g, x, weight, mean, rstd)
+        arrays = (ready(a) for a in (g, x, weight, mean, rstd))
+        gx, gw, gb = self.core.norm_grad(*arrays)
+        return gx, gw, gb
+
+    def _layer_norm_grad_reason(
+        self, g: Array, x: Array, weight: Array, mean: Array, rstd: Array
+    ) -> str | None:
+        return self._arrays_reason(g, x, weight, mean, rstd)
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+        """See the protocol."""
+        if self._rms_norm_reason(x, weight, eps):
+            return super().rms_norm(x, weight, eps)
+        y, rstd = self.core.rms_norm(ready(x), ready(weight), eps)
+        return y, rstd.reshape(_kept(x, weight))
+
+    def _rms_norm_reason(self, x: Array, weight: Array, eps: float) -> str | None:
+        return self._arrays_reason(x, weight)
+
+    def rms_norm_grad(self, g: Array, x: Array, weight: Array, rstd: Array) -> tuple[Array, Array]:
+        """See the protocol."""
+        if self._rms_norm_grad_reason(g, x, weight, rstd):
+            return super().rms_norm_grad(g, x, weight, rstd)
+        gx, gw, _ = self.core.norm_grad(ready(g), ready(x), ready(weight), None, ready(rstd))
+        return gx, gw
+
+    def _rms_norm_grad_reason(self, g: Array, x: Array, weight: Array, rstd: Array) -> str | None:
+        return self._arrays_reason(g, x, weight, rstd)
+
+    def adam(
+        self,
+        weight: Array,
+        grad: Array,
+        mean: Array,
+        square: Array,
+        factors: Mapping[str, float],
+    ) -> None:
+        """See the protocol."""
+        if self._adam_reason(weight, grad, mean, square, factors):
+            super().adam(weight, grad, mean, square, factors)
+            return
+        names = ("keep", "take1", "keep2", "take2", "widen", "eps", "rate")
+        numbers = np.array([factors[name] for name in names], dtype=np.float32)
+        self.core.adam(weight, ready(grad), mean, square, numbers)
+
+    def _adam_reason(
+        self,
+        weight: Array,
+        grad: Array,
+        mean: Array,
+        square: Array,
+        factors: Mapping[str, float],
+    ) -> str | None:
+        if reason := self._arrays_reason(weight, grad, mean, square):
+            return reason
+        for x in (weight, mean, square):
+            if not (x.flags.c_contiguous and x.flags.aligned and x.flags.writeable):
+                return "an array to be written that is strided, misaligned or read-only"
+        return None
+
+
+def _axis_reason(x: Array, axis: int) -> str | None:
+    last = x.ndim - 1
+    return None if axis in (last, -1) else f"axis {axis} of {x.ndim}; the core takes the last"
+
+
+def _kept(x: Array, weight: Array) -> tuple[int, ...]:
+    """The shape of what is kept for each row."""
+    return (*x.shape[: x.ndim - weight.ndim], *(1,) * weight.ndim)

@@ -1,0 +1,138 @@
+"""What a transformer's training step repeats, on any array module: the definitions.
+
+`GenericBackend` forwards to these functions; each takes the array module ``xp`` last. Kernels are
+compared with them. All arrays are of one float dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from extensor.backends.erf import erf_array
+from extensor.backends.protocol import Array
+
+__all__ = [
+    "adam",
+    "gelu",
+    "gelu_grad",
+    "layer_norm",
+    "layer_norm_grad",
+    "rms_norm",
+    "rms_norm_grad",
+    "softmax",
+    "softmax_grad",
+]
+
+
+def gelu(x: Array, xp: Any) -> tuple[Array, Array]:
+    """X Phi(x) and Phi(x), the normal distribution function."""
+    with np.errstate(all="ignore"):
+        phi = erf_array(xp, x * math.sqrt(0.5))
+        phi += 1
+        phi *= 0.5
+        return x * phi, phi
+
+
+def gelu_grad(g: Array, x: Array, phi: Array, xp: Any) -> Array:
+    """G times the slope of x Phi(x): Phi(x) plus x times the normal density."""
+    slope = xp.exp(x * x * -0.5)  # the density, up to its factor
+    slope *= x
+    slope *= 1 / math.sqrt(2 * math.pi)
+    slope += phi
+    slope *= g
+    return slope
+
+
+def softmax(x: Array, axis: int, xp: Any) -> Array:
+    """exp(x) over its sum along ``axis``, without overflow."""
+    with np.errstate(all="ignore"):
+        out = x - x.max(axis=axis, keepdims=True)
+        xp.exp(out, out=out)
+        out /= out.sum(axis=axis, keepdims=True)
+        return out
+
+
+def softmax_grad(g: Array, out: Array, axis: int, xp: Any) -> Array:
+    """Gradient of softmax, whose output is ``out``: out (g - sum(g out))."""
+    return out * (g - (g * out).sum(axis=axis, keepdims=True))
+
+
+def layer_norm(
+    x: Array, weight: Array, bias: Array, eps: float, xp: Any
+) -> tuple[Array, Array, Array]:
+    """(x - mean) rstd weight + bias over the last axes, those of the weight; mean and rstd.
+
+    rstd = 1 / sqrt(var + eps), and both have ones for these axes. Source: arXiv 1607.06450.
+    """
+    axes = _axes(weight)
+    with np.errstate(all="ignore"):
+        mean = x.mean(axis=axes, keepdims=True)
+        centred = x - mean
+        rstd = _rstd(centred, axes, eps, xp)
+        return centred * rstd * weight + bias, mean, rstd
+
+
+def layer_norm_grad(
+    g: Array, x: Array, weight: Array, mean: Array, rstd: Array, xp: Any
+) -> tuple[Array, Array, Array]:
+    """Gradients of layer_norm in x, weight and bias."""
+    axes, lead = _axes(weight), tuple(range(x.ndim - weight.ndim))
+    h, e = (x - mean) * rstd, g * weight
+    gx = rstd * (e - e.mean(axis=axes, keepdims=True) - h * (e * h).mean(axis=axes, keepdims=True))
+    return gx, (g * h).sum(axis=lead), g.sum(axis=lead)
+
+
+def rms_norm(x: Array, weight: Array, eps: float, xp: Any) -> tuple[Array, Array]:
+    """X rstd weight over the last axes, those of the weight, and rstd = 1 / sqrt(mean(x^2) + eps).
+
+    Source: arXiv 1910.07467.
+    """
+    with np.errstate(all="ignore"):
+        rstd = _rstd(x, _axes(weight), eps, xp)
+        return x * rstd * weight, rstd
+
+
+def rms_norm_grad(g: Array, x: Array, weight: Array, rstd: Array, xp: Any) -> tuple[Array, Array]:
+    """Gradients of rms_norm in x and weight."""
+    axes, lead = _axes(weight), tuple(range(x.ndim - weight.ndim))
+    h, e = x * rstd, g * weight
+    gx = rstd * (e - h * (e * h).mean(axis=axes, keepdims=True))
+    return gx, (g * h).sum(axis=lead)
+
+
+def adam(
+    weight: Array, grad: Array, mean: Array, square: Array, factors: Mapping[str, float], xp: Any
+) -> None:
+    """One step of Adam (arXiv 1412.6980) in place, on vectors; see `extensor.optim.Adam`.
+
+    mean += (grad - mean) take1;  square = square keep2 + grad^2 take2;
+    weight = weight keep - mean / (sqrt(square) widen + eps) rate.
+    """
+    one = grad - mean
+    one *= factors["take1"]
+    mean += one
+    xp.multiply(grad, grad, out=one)
+    one *= factors["take2"]
+    square *= factors["keep2"]
+    square += one
+    xp.sqrt(square, out=one)
+    one *= factors["widen"]
+    one += factors["eps"]
+    xp.divide(mean, one, out=one)
+    one *= factors["rate"]
+    weight *= factors["keep"]
+    weight -= one
+
+
+def _axes(weight: Array) -> tuple[int, ...]:
+    return tuple(range(-weight.ndim, 0))
+
+
+def _rstd(x: Array, axes: tuple[int, ...], eps: float, xp: Any) -> Array:
+    squares = (x * x).mean(axis=axes, keepdims=True)
+    squares += x.dtype.type(eps)
+    return 1 / xp.sqrt(squares)

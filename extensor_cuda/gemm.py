@@ -1,0 +1,177 @@
+"""Products of blocked matrices on Hopper's tensor cores.
+
+MXFP4 x MXFP4 is rebased to E5M2, exactly, with one exponent per row; everything else that the
+decoder covers is expanded to bfloat16, exactly (NVFP4 without its tensor scale, which multiplies
+the result). With S = sum |a| |b| over K, the result is off the product of the exact values by up to
+
+    FP8    (K' 34 / 32 2**-13 + 2**-20) S, K' = min(K, 512): the tensor core aligns 32 products and
+           its sum to the largest and cuts each to 13 fraction bits (`extensor_cuda.gemm_model`);
+           every 512 elements the sum moves to float32. The bound is for the worst case: MXFP4 of
+           normal data came out exact (docs/log.md)
+    bf16   K 2**-22 S: a float32 sum that is cut, not rounded
+
+plus, for a result below 2**-126, what underflows: less than 2**-126 a term. A bfloat16 output adds
+2**-8 of itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from extensor.quant.array import QuantArray
+from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.gemm import Config, gemm
+
+__all__ = ["SPAN", "Product", "matmul", "reason", "rebase_source"]
+
+Array = Any
+
+# e2m1's 6 times 2**13 is E5M2's 49152; its 0.5 times 2**-15 is E5M2's least, 2**-16.
+TOP, SPAN = 13, 28
+_SOURCE = Path(__file__).parent / "kernels" / "rebase.cu"
+_PROMOTE = {"promote": 4, "fast": 0}  # stages of 128 elements
+_OUT = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product and the way it was taken.
+
+    Attributes:
+        out: (M, N).
+        path: "FP8 tensor cores" or "bf16 tensor cores: " and why.
+    """
+
+    out: Array
+    path: str
+
+
+def reason(a: QuantArray, b: QuantArray, capability: str) -> str | None:
+    """Why there is no such product of these operands on this GPU; None if there is.
+
+    Args:
+        a: left operand, (M, K).
+        b: right operand, (N, K).
+        capability: compute capability of the GPU, such as "90".
+    """
+    if capability != "90":
+        return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
+    for q in (a, b):
+        if len(q.shape) != 2:
+            return f"{len(q.shape)} axes; the kernel multiplies matrices"
+        if q.spec.axis != 1:
+            return f"blocks along axis {q.spec.axis}; the kernel wants them along the last"
+        if q.spec.row.outliers:
+            return "the outlier codec"
+        plan = kernels.plan_of(q.spec, q.shape, decoding=True)
+        if isinstance(plan, str):
+            return plan
+    return None
+
+
+@lru_cache(maxsize=8)
+def rebase_source(block: int) -> Source:
+    """The program that rebases MXFP4 rows of such blocks."""
+    return Source.read(_SOURCE, {"BLOCK": block, "TOP": TOP, "SPAN": SPAN})
+
+
+def _is_mxfp4(q: QuantArray) -> bool:
+    return q.spec.row.element.name == "e2m1" and q.spec.is_mx
+
+
+def _aligned(array: Array, octets: int, xp: Any) -> Array:
+    array = xp.ascontiguousarray(array)
+    return array if array.data.ptr % octets == 0 else array.copy()
+
+
+def _rebase(q: QuantArray, flag: Array, xp: Any) -> tuple[Array, Array]:
+    """E5M2 codes (rows, K) and int32 exponents (rows,); raises ``flag`` where a row is too wide."""
+    assert isinstance(q.spec.tile, tuple)
+    (rows, k), block = q.shape, q.spec.tile[1]
+    codes, scales = _aligned(q.codes, 8, xp), _aligned(q.scales, 1, xp)
+    blocks = scales.shape[1]
+    out = xp.empty((rows, blocks * block), dtype=xp.uint8)
+    exponents = xp.empty(rows, dtype=xp.int32)
+    arrays = (codes, scales, out, exponents, flag, np.int64(blocks))
+    launch(rebase_source(block), "rebase", rows, 128, *arrays)
+    return out[:, :k], exponents
+
+
+def _expand(q: QuantArray, xp: Any) -> Array | None:
+    """The bits of q's values as bfloat16, (rows, K), less a tensor scale; None if not exact."""
+    if q.tensor_scale is not None:
+        q = replace(q, tensor_scale=xp.ones((), dtype=xp.float32))
+    plan = kernels.plan_of(q.spec, q.shape, decoding=True)
+    assert isinstance(plan, kernels.Plan), plan
+    bits = kernels.dequantize(q, plan, xp).view(xp.uint32)
+    if bool((bits & 0xFFFF).any()):
+        return None
+    rows, k = q.shape
+    out = xp.zeros((rows, -(-k // 8) * 8), dtype=xp.uint16)
+    out[:, :k] = bits >> 16
+    return out[:, :k]
+
+
+def matmul(
+    a: QuantArray,
+    b: QuantArray,
+    xp: Any,
+    *,
+    accumulate: str = "promote",
+    out_dtype: str = "float32",
+) -> Product | str:
+    """The product a b^T on the tensor cores; the module's docstring has the error bounds.
+
+    Reads one flag on the host, and so waits for the GPU: it cannot be captured in a graph.
+
+    Args:
+        a: (M, K), blocked along K.
+        b: (N, K), blocked along K.
+        xp: cupy.
+        accumulate: "promote": FP8 sums move to float32 every 512 elements; "fast": never, and K'
+            in the bound is K; "bf16": always bfloat16 operands, twice the time and no such loss.
+        out_dtype: "float32" or "bfloat16".
+
+    Returns:
+        The product; or, as a sentence, why it has none: values that bfloat16 does not hold.
+
+    Raises:
+        ValueError: for an unknown option, operands that do not fit, or that `reason` refuses.
+    """
+    if accumulate not in (*_PROMOTE, "bf16") or out_dtype not in _OUT:
+        raise ValueError(
+            f"matmul: wanted accumulate 'promote', 'fast' or 'bf16' and out_dtype 'float32' or "
+            f"'bfloat16', got {accumulate!r} and {out_dtype!r}"
+        )
+    if refused := reason(a, b, xp.cuda.Device().compute_capability):
+        raise ValueError(f"matmul: {refused}; call .dequantize() on the operands")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"matmul: wanted (M, K) and (N, K), got {a.shape} and {b.shape}")
+    out = xp.empty((a.shape[0], b.shape[0]), dtype=_OUT[out_dtype])
+    why = "asked for"
+    if accumulate != "bf16":
+        why = "an operand is not MXFP4"
+        if _is_mxfp4(a) and _is_mxfp4(b):
+            flag = xp.zeros((), dtype=xp.uint32)
+            (x, rows), (y, columns) = _rebase(a, flag, xp), _rebase(b, flag, xp)
+            if not int(flag):
+                config = Config(promote=_PROMOTE[accumulate], out=out_dtype)
+                gemm(x, y, out, config, rows, columns)
+                return Product(out, "FP8 tensor cores")
+            why = f"a row's scales span more than {SPAN} binades"
+    x, y = _expand(a, xp), _expand(b, xp)
+    if x is None or y is None:
+        return "values below what bfloat16 holds"
+    tensor_scales = [q.tensor_scale for q in (a, b) if q.tensor_scale is not None]
+    sums = xp.empty(out.shape, dtype=xp.float32) if tensor_scales else out
+    gemm(x, y, sums, Config("bf16", "bf16", promote=0, out=str(sums.dtype)))
+    for scale in tensor_scales:  # one after the other: their product may underflow
+        sums *= scale
+    return Product(sums.astype(out.dtype, copy=False), f"bf16 tensor cores: {why}")

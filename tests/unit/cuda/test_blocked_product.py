@@ -1,0 +1,134 @@
+"""Products of blocked matrices on tensor cores: against float64, within the bounds of gemm.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from extensor.quant import reference
+from extensor.quant.array import QuantArray
+from extensor.quant.spec import QuantSpec
+from extensor_cuda import gemm, jit
+from tests.unit.cuda.test_compile import properties
+
+FORMATS = ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxint8", "nvfp4")
+SHAPES = ((1, 7, 16), (300, 200, 1000), (129, 193, 2050))
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_rebasing_compiles_without_spills(block: int) -> None:
+    code, log = jit.compile_cubin(gemm.rebase_source(block), "sm_90a")
+    assert "warning" not in log.lower(), log
+    assert all(numbers["stack"] == 0 for numbers in properties(code).values())
+
+
+def test_what_the_kernel_does_not_cover_is_named() -> None:
+    x = np.ones((32, 64), dtype=np.float32)
+    rows, columns = (
+        reference.quantize(x, QuantSpec("mxfp4", axis=i).resolve(2))[0] for i in (1, 0)
+    )
+    plain = reference.quantize(x, QuantSpec("int8", axis=1).resolve(2))[0]
+    assert gemm.reason(rows, rows, "90") is None
+    for q, capability, words in (
+        (rows, "80", "compute capability 80"),
+        (columns, "90", "axis 0"),
+        (plain, "90", "scales"),
+    ):
+        assert words in str(gemm.reason(rows, q, capability))
+
+
+@pytest.fixture
+def hopper(cuda: Any) -> Any:
+    if cuda.xp.cuda.Device().compute_capability != "90":
+        pytest.skip("the GPU is not a Hopper: no wgmma")
+    return cuda
+
+
+def made(rng: Any, shape: tuple[int, int], spread: int, name: str) -> QuantArray:
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-spread, spread + 1, shape))
+    return reference.quantize(x.astype(np.float32), QuantSpec(name, axis=1).resolve(2))[0]
+
+
+def sent(q: QuantArray, xp: Any) -> QuantArray:
+    return replace(q, **{name: xp.asarray(part) for name, part in q.parts.items()})
+
+
+def bound(a: np.ndarray, b: np.ndarray, path: str) -> np.ndarray:
+    k = a.shape[1]
+    relative = min(k, 512) * 34 / 32 * 2.0**-13 + 2.0**-20
+    if path.startswith("bf16"):
+        relative = k * 2.0**-22
+    return (relative + 2.0**-22) * (np.abs(a) @ np.abs(b).T) + k * 2.0**-126
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("spread", [0, 5])
+def test_products_are_within_the_bound(
+    hopper: Any, name: str, shape: tuple[int, int, int], spread: int
+) -> None:
+    m, n, k = shape
+    rng = np.random.default_rng(m + spread)
+    a, b = made(rng, (m, k), spread, name), made(rng, (n, k), spread, name)
+    va, vb = (reference.dequantize(q, np).astype(np.float64) for q in (a, b))
+    sides = sent(a, hopper.xp), sent(b, hopper.xp)
+    path = hopper.path("block_matmul", *sides)
+    assert path.startswith("FP8" if name == "mxfp4" else "bf16")
+    got = hopper.block_matmul(*sides).get()
+    assert (np.abs(got - va @ vb.T) <= bound(va, vb, path)).all()
+    if name == "mxfp4" and spread == 0:  # nothing is cut from such data
+        np.testing.assert_allclose(got, va @ vb.T, rtol=2.0**-20, atol=2.0**-20 * np.sqrt(k))
+    wide = gemm.matmul(*sides, hopper.xp, accumulate="bf16", out_dtype="bfloat16")
+    assert isinstance(wide, gemm.Product)
+    error = np.abs(wide.out.get().astype(np.float64) - va @ vb.T)
+    assert (error <= bound(va, vb, "bf16") * 2 + 2.0**-8 * np.abs(va @ vb.T)).all()
+
+
+def test_nan_blocks_zero_blocks_and_wide_rows(hopper: Any) -> None:
+    rng = np.random.default_rng(1)
+    a, b = made(rng, (70, 300), 0, "mxfp4"), made(rng, (50, 300), 0, "mxfp4")
+    a.codes[3, :48] = 0
+    a.scales[3, :3] = (0, 254, 1)  # of zero blocks: they count for nothing
+    a.codes[4], b.scales[5, 2] = 0, 255
+    want = reference.dequantize(a, np).astype(float) @ reference.dequantize(b, np).astype(float).T
+    sides = sent(a, hopper.xp), sent(b, hopper.xp)
+    assert hopper.path("block_matmul", *sides) == "FP8 tensor cores"
+    np.testing.assert_allclose(hopper.block_matmul(*sides).get(), want, rtol=2**-12, atol=2**-12)
+    for span, path in ((28, "FP8"), (29, "bf16 tensor cores: a row's scales span")):
+        a.codes[7, :32] = 0x22  # ones, in two blocks
+        a.scales[7] = 120
+        a.scales[7, 1] = 120 - span
+        va, vb = (reference.dequantize(q, np).astype(float) for q in (a, b))
+        sides = sent(a, hopper.xp), sent(b, hopper.xp)
+        assert hopper.path("block_matmul", *sides).startswith(path)
+        got, live = hopper.block_matmul(*sides).get(), np.arange(50) != 5
+        assert np.isnan(got[:, 5]).all()
+        error = np.abs(got - va @ vb.T)[:, live]
+        assert (error <= bound(va, vb[live], path)).all()
+
+
+def test_every_scale_of_the_window_is_exact(hopper: Any) -> None:
+    """One value a row against the identity: E5M2 holds each under each shift."""
+    xp, codes = hopper.xp, np.arange(16, dtype=np.uint8)
+    for shift in range(29):
+        x = np.zeros((16, 64), dtype=np.float32)
+        x[:, 0], x[:, 32] = 6, 1
+        a = reference.quantize(x, QuantSpec("mxfp4", axis=1).resolve(2))[0]
+        a.codes[:, 16:] = 0
+        a.codes[:, 16] = codes
+        a.scales[:, 0], a.scales[:, 1] = 130, 130 - shift
+        pick = np.zeros((1, 64), dtype=np.float32)
+        pick[0, 32] = 1
+        b = reference.quantize(pick, QuantSpec("mxfp4", axis=1).resolve(2))[0]
+        got = hopper.block_matmul(sent(a, xp), sent(b, xp)).get()[:, 0]
+        np.testing.assert_array_equal(got, reference.dequantize(a, np)[:, 32])
+
+
+def test_bad_options_are_refused(hopper: Any) -> None:
+    q = sent(made(np.random.default_rng(0), (4, 32), 0, "mxfp4"), hopper.xp)
+    with pytest.raises(ValueError, match="accumulate"):
+        gemm.matmul(q, q, hopper.xp, accumulate="other")
