@@ -166,7 +166,6 @@ def dialect_sheet() -> Sheet:
                 dialect.nvfp4_order.replace("_", " "),
                 f"0x{dialect.nvfp4_zero_scale:02X}, 0x{dialect.nvfp4_least_scale:02X}",
                 "largest code" if dialect.nvfp4_tiny_saturates else "0",
-                dialect.doc.partition(":")[0],
             )
         )
     worked = ", ".join(name for name, _ in WORKED_AMAX)
@@ -181,7 +180,6 @@ def dialect_sheet() -> Sheet:
         "NVFP4 order",
         "NVFP4 scale of zeros, least",
         "NVFP4 tiny block",
-        "library",
     )
     return Sheet("Dialects: where libraries differ", columns, tuple(rows))
 
@@ -226,6 +224,7 @@ def doctor() -> None:
             _format_path_sheet(backend),
             _product_path_sheet(backend),
             _window_path_sheet(backend),
+            _training_path_sheet(backend),
         ]
     _show([*sheets, _device_sheet(), _flag_sheet()])
 
@@ -296,6 +295,26 @@ def _window_path_sheet(backend: CpuBackend) -> Sheet:
         )
         rows += [(method, str(stride), backend.path(method, *args)) for method, *args in calls]
     return Sheet("Windows on the CPU, float32", ("method", "stride", "path"), tuple(rows))
+
+
+def _training_path_sheet(backend: CpuBackend) -> Sheet:
+    """Which code a training step's methods take on a float32 matrix."""
+    x, w = np.ones((64, 64), np.float32), np.ones(64, np.float32)
+    line, mean = w.copy(), np.ones((64, 1), np.float32)
+    calls: tuple[tuple[Any, ...], ...] = (
+        ("operand_matmul", x, x),
+        ("gelu", x),
+        ("gelu_grad", x, x, x),
+        ("softmax", x, -1),
+        ("softmax_grad", x, x, -1),
+        ("layer_norm", x, w, w, 1e-5),
+        ("layer_norm_grad", x, x, w, mean, mean),
+        ("rms_norm", x, w, 1e-6),
+        ("rms_norm_grad", x, x, w, mean),
+        ("adam", line, w, w, w, {}),
+    )
+    rows = tuple((method, backend.path(method, *args)) for method, *args in calls)
+    return Sheet("Training on the CPU, float32", ("method", "path"), rows)
 
 
 def _device_sheet() -> Sheet:

@@ -6,8 +6,8 @@ the result). With S = sum |a| |b| over K, the result is off the product of the e
 
     FP8    (K' 34 / 32 2**-13 + 2**-20) S, K' = min(K, 512): the tensor core aligns 32 products and
            its sum to the largest and cuts each to 13 fraction bits (`extensor_cuda.gemm_model`);
-           every 512 elements the sum moves to float32. The bound is for the worst case: MXFP4 of
-           normal data came out exact (docs/log.md)
+           every 512 elements the sum moves to float32. The bound is for the worst case; most
+           results of normal data are exact (docs/log.md)
     bf16   K 2**-22 S: a float32 sum that is cut, not rounded
 
 plus, for a result below 2**-126, what underflows: less than 2**-126 a term. A bfloat16 output adds
@@ -83,7 +83,8 @@ def rebase_source(block: int) -> Source:
 
 
 def _is_mxfp4(q: QuantArray) -> bool:
-    return q.spec.row.element.name == "e2m1" and q.spec.is_mx
+    element = q.spec.row.element
+    return element.bits == 4 and element.is_float and q.spec.is_mx
 
 
 def _aligned(array: Array, octets: int, xp: Any) -> Array:
@@ -111,7 +112,8 @@ def _expand(q: QuantArray, xp: Any) -> Array | None:
     plan = kernels.plan_of(q.spec, q.shape, decoding=True)
     assert isinstance(plan, kernels.Plan), plan
     bits = kernels.dequantize(q, plan, xp).view(xp.uint32)
-    if bool((bits & 0xFFFF).any()):
+    lost = ((bits & 0xFFFF) != 0) & ((bits & 0x7FFFFFFF) <= 0x7F800000)  # NaN stays NaN
+    if bool(lost.any()):
         return None
     rows, k = q.shape
     out = xp.zeros((rows, -(-k // 8) * 8), dtype=xp.uint16)

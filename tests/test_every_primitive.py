@@ -182,8 +182,8 @@ def test_fused_gradients_are_the_composite_ones(
 @pytest.mark.parametrize(("op", "sample"), _cases("gradgrad", "grad", "forward"))
 def test_16_bit_floats_compute_in_float32_and_round_once(op: Op, sample: Sample, half: Any) -> None:
     call = Call(op, sample)
-    if op.primitive is None or not call.points or op.name == "astype":
-        return  # a composite rounds once per operation that it is made of
+    if op.primitive is None or not call.points or op.name in ("astype", "nextafter"):
+        return  # a composite rounds once per operation; these two are about the dtype itself
     narrow = call.inputs(half)
     wide = [x.astype(et.float32) for x in narrow]
     for result, exact in zip(_outputs(call(*narrow)), _outputs(call(*wide)), strict=True):

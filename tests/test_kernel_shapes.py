@@ -288,3 +288,38 @@ def test_eight_threads_on_one_tensor(level: str, name: str, axis: int) -> None:
         for k, got in zip(order, answers, strict=True):
             assert_same(got, wanted[k], (level, name, axis, number))
     assert x.tobytes() == kept
+
+
+# --- large results on memory that is used again -------------------------------------------------
+
+
+def test_large_results_that_live_never_share_memory() -> None:
+    """Blocks of a megabyte and more come back after an array has died, and not before."""
+    spec = QuantSpec("mxfp8_e4m3").resolve(2)
+    inputs = [values((1056, 1024), seed) for seed in range(3)]  # codes of a little over 1 MiB
+    wanted = [GENERIC.quantize(x, spec)[0].codes.tobytes() for x in inputs]
+    alive = [BACKEND.quantize(x, spec)[0].codes for x in inputs]
+    view = alive[0][1:, ::2]  # keeps the block alive by itself
+    kept = view.tobytes()
+    del alive[0]
+    for _ in range(3):
+        again = [BACKEND.quantize(x, spec)[0].codes for x in inputs]
+        arrays = [view, *alive, *again]
+        for i, a in enumerate(arrays):
+            assert not any(np.may_share_memory(a, b) for b in arrays[i + 1 :])
+        assert [a.tobytes() for a in (*alive, *again)] == wanted[1:] + wanted
+    assert view.tobytes() == kept
+
+
+def test_the_memory_that_is_kept_for_later_is_bounded() -> None:
+    """Results of many sizes that all die leave no more than the bound behind."""
+    import resource
+
+    if CORE is None:
+        return
+    spec = QuantSpec("mxfp8_e4m3").resolve(2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for rows in range(1100, 3000, 100):
+        BACKEND.dequantize(BACKEND.quantize(np.ones((rows, 8192), F), spec)[0])
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < (1 << 28) + 4 * 3000 * 8192 * 4  # kept, and a few arrays of one turn

@@ -103,25 +103,31 @@ class CreationMethods:
     @staticmethod
     def full(
         shape: ShapeLike,
-        value: float,
+        fill_value: float,
         dtype: DTypeLike | None = None,
         *,
         device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
-        """A tensor filled with ``value``; float32 if not told, int64 or bool for such a value."""
+        """Filled with ``fill_value``; float32 if not told, int64 or bool for such a value."""
         if dtype is None:
-            dtype = "bool" if isinstance(value, bool) else int64 if type(value) is int else float32
+            dtype = (
+                "bool"
+                if isinstance(fill_value, bool)
+                else int64
+                if type(fill_value) is int
+                else float32
+            )
         kind = as_dtype(dtype)
         xp = registry.get(device).xp
-        number = value.item() if isinstance(value, np.generic) else value
+        number = fill_value.item() if isinstance(fill_value, np.generic) else fill_value
         if not isinstance(number, (int, float)):
-            raise TypeError(f"full: wanted a number, got {value!r}")
+            raise TypeError(f"full: wanted a number, got {fill_value!r}")
         try:
             fill = np.asarray(number, dtype=_made_in(kind))
         except (ValueError, OverflowError):  # NaN, Inf or too large for an integer
             raise ValueError(
-                f"full: wanted a number that {kind.name} can hold, got {value!r}"
+                f"full: wanted a number that {kind.name} can hold, got {fill_value!r}"
             ) from None
         data = xp.full(as_shape(shape), fill, dtype=fill.dtype)
         return _finish(data, kind, device, requires_grad)
@@ -129,39 +135,39 @@ class CreationMethods:
     @staticmethod
     def zeros(
         shape: ShapeLike,
-        dtype: DTypeLike = float32,
+        dtype: DTypeLike | None = None,
         *,
         device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Zeros of a shape."""
-        kind = as_dtype(dtype)
+        kind = as_dtype(float32 if dtype is None else dtype)
         data = registry.get(device).xp.zeros(as_shape(shape), dtype=_made_in(kind))
         return _finish(data, kind, device, requires_grad)
 
     @staticmethod
     def ones(
         shape: ShapeLike,
-        dtype: DTypeLike = float32,
+        dtype: DTypeLike | None = None,
         *,
         device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Ones of a shape."""
-        kind = as_dtype(dtype)
+        kind = as_dtype(float32 if dtype is None else dtype)
         data = registry.get(device).xp.ones(as_shape(shape), dtype=_made_in(kind))
         return _finish(data, kind, device, requires_grad)
 
     @staticmethod
     def empty(
         shape: ShapeLike,
-        dtype: DTypeLike = float32,
+        dtype: DTypeLike | None = None,
         *,
         device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
         """Memory of a shape, whatever it holds; a blocked dtype gets zeros."""
-        kind = as_dtype(dtype)
+        kind = as_dtype(float32 if dtype is None else dtype)
         xp = registry.get(device).xp
         make = xp.zeros if kind.is_blocked else xp.empty
         return _finish(make(as_shape(shape), dtype=_made_in(kind)), kind, device, requires_grad)
@@ -170,15 +176,19 @@ class CreationMethods:
     def eye(
         rows: int,
         columns: int | None = None,
-        dtype: DTypeLike = float32,
+        dtype: DTypeLike | None = None,
         *,
+        k: int = 0,
         device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
-        """Ones on the main diagonal of a (rows, columns) matrix; square if not told."""
-        kind = as_dtype(dtype)
+        """Ones on diagonal k (above the main one if positive) of a (rows, columns) matrix.
+
+        Square if not told.
+        """
+        kind = as_dtype(float32 if dtype is None else dtype)
         shape = as_shape((rows, rows if columns is None else columns))
-        data = registry.get(device).xp.eye(*shape, dtype=_made_in(kind))
+        data = registry.get(device).xp.eye(*shape, k=k, dtype=_made_in(kind))
         return _finish(data, kind, device, requires_grad)
 
     @staticmethod
@@ -215,15 +225,17 @@ class CreationMethods:
         start: float,
         stop: float,
         num: int,
-        dtype: DTypeLike = float32,
+        dtype: DTypeLike | None = None,
         *,
         device: str | None = None,
+        endpoint: bool = True,
         requires_grad: bool = False,
     ) -> ExTensor:
-        """``num`` equally spaced values from start to stop, both included."""
-        kind = as_dtype(dtype)
+        """``num`` equally spaced values from start to stop, the stop left out without endpoint."""
+        kind = as_dtype(float32 if dtype is None else dtype)
         (count,) = as_shape(num, "num")
-        data = registry.get(device).xp.linspace(start, stop, count, dtype=_made_in(kind))
+        made = _made_in(kind)
+        data = registry.get(device).xp.linspace(start, stop, count, endpoint=endpoint, dtype=made)
         return _finish(data, kind, device, requires_grad)
 
     @staticmethod
@@ -305,24 +317,38 @@ class CreationMethods:
         return wrap(dlpack.take(x, backend.xp, **options), backend)
 
     @staticmethod
-    def zeros_like(x: ExTensor, dtype: DTypeLike | None = None) -> ExTensor:
+    def zeros_like(
+        x: ExTensor, dtype: DTypeLike | None = None, *, device: str | None = None
+    ) -> ExTensor:
         """Zeros of another tensor's shape, device and (if not told) dtype."""
-        return CreationMethods.zeros(x.shape, dtype or x.dtype, device=x.device)
+        return CreationMethods.zeros(x.shape, dtype or x.dtype, device=device or x.device)
 
     @staticmethod
-    def ones_like(x: ExTensor, dtype: DTypeLike | None = None) -> ExTensor:
+    def ones_like(
+        x: ExTensor, dtype: DTypeLike | None = None, *, device: str | None = None
+    ) -> ExTensor:
         """Ones of another tensor's shape, device and (if not told) dtype."""
-        return CreationMethods.ones(x.shape, dtype or x.dtype, device=x.device)
+        return CreationMethods.ones(x.shape, dtype or x.dtype, device=device or x.device)
 
     @staticmethod
-    def empty_like(x: ExTensor, dtype: DTypeLike | None = None) -> ExTensor:
+    def empty_like(
+        x: ExTensor, dtype: DTypeLike | None = None, *, device: str | None = None
+    ) -> ExTensor:
         """Memory of another tensor's shape, device and (if not told) dtype."""
-        return CreationMethods.empty(x.shape, dtype or x.dtype, device=x.device)
+        return CreationMethods.empty(x.shape, dtype or x.dtype, device=device or x.device)
 
     @staticmethod
-    def full_like(x: ExTensor, value: float, dtype: DTypeLike | None = None) -> ExTensor:
-        """``value`` in another tensor's shape, device and (if not told) dtype."""
-        return CreationMethods.full(x.shape, value, dtype or x.dtype, device=x.device)
+    def full_like(
+        x: ExTensor,
+        fill_value: float,
+        dtype: DTypeLike | None = None,
+        *,
+        device: str | None = None,
+    ) -> ExTensor:
+        """``fill_value`` in another tensor's shape, device and (if not told) dtype."""
+        return CreationMethods.full(
+            x.shape, fill_value, dtype or x.dtype, device=device or x.device
+        )
 
     @staticmethod
     def randn_like(x: ExTensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> ExTensor:

@@ -98,6 +98,18 @@ class OpMethods:
     def __rxor__(self, other: Operand) -> ExTensor:
         return _op["bitwise_xor"](other, self)
 
+    def __lshift__(self, other: Operand) -> ExTensor:
+        return _op["bitwise_left_shift"](self, other)
+
+    def __rlshift__(self, other: Operand) -> ExTensor:
+        return _op["bitwise_left_shift"](other, self)
+
+    def __rshift__(self, other: Operand) -> ExTensor:
+        return _op["bitwise_right_shift"](self, other)
+
+    def __rrshift__(self, other: Operand) -> ExTensor:
+        return _op["bitwise_right_shift"](other, self)
+
     def __neg__(self) -> ExTensor:
         return _op["negative"](self)
 
@@ -356,6 +368,11 @@ class OpMethods:
     def T(self) -> ExTensor:
         """All axes reversed, as numpy's ``T``."""
         return _op["transpose"](self)
+
+    @property
+    def mT(self) -> ExTensor:  # noqa: N802 - the name of the standard
+        """The last two axes exchanged."""
+        return _op["matrix_transpose"](self)
 
     def flip(self, axis: Axis = None) -> ExTensor:
         """See `extensor.flip`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -274,6 +275,27 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
             moved.data = _to_host(self.data) if target == "cpu" else backend.xp.asarray(self.data)
         moved._requires_grad = self._requires_grad
         return moved
+
+    def to_device(self, device: str, /, stream: None = None) -> ExTensor:
+        """This tensor on a device, as `to`; the standard's name.
+
+        Raises:
+            ValueError: for a name that is no device, or a stream.
+        """
+        if device not in registry.BACKENDS or stream is not None:
+            raise ValueError(
+                f"to_device: wanted one of {', '.join(registry.BACKENDS)} and no stream, got "
+                f"{device!r}, {stream!r}"
+            )
+        return self.to(device)
+
+    def __array_namespace__(self, /, *, api_version: str | None = None) -> Any:
+        if api_version not in (None, "2021.12", "2022.12", "2023.12", "2024.12", "2025.12"):
+            raise ValueError(
+                f"__array_namespace__: wanted a version of the standard up to 2025.12, got "
+                f"{api_version!r}"
+            )
+        return sys.modules["extensor"]
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """The values as a read-only numpy array, sharing memory on the CPU.

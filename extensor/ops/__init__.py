@@ -17,8 +17,10 @@ from extensor.ops import (
     norm,
     pool,
     reduce,
+    search,
     shape,
     sort,
+    standard,
     trigonometry,
 )
 
@@ -37,7 +39,9 @@ __all__ = [
     "norm",
     "pool",
     "reduce",
+    "search",
     "shape",
     "sort",
+    "standard",
     "trigonometry",
 ]

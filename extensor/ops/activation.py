@@ -242,7 +242,7 @@ def mish(x: ExTensor) -> ExTensor:
 def elu(x: ExTensor, alpha: float = 1.0) -> ExTensor:
     """X where positive, alpha * (exp(x) - 1) elsewhere. Source: arXiv 1511.07289."""
     tensors_only("elu", x)
-    return where(x > 0, x, clip(x, high=0.0).expm1() * alpha)  # clipped, so as not to overflow
+    return where(x > 0, x, clip(x, max=0.0).expm1() * alpha)  # clipped, so as not to overflow
 
 
 @composite(samples=unary_samples(apart_from=(0.0,)), errors=NO_TENSOR)

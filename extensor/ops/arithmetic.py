@@ -207,14 +207,14 @@ def minimum(a: Operand, b: Operand) -> ExTensor:
     return apply("minimum", *pair("minimum", a, b))
 
 
-_BOUNDS = "clip: wanted low, high or both; got neither"
+_BOUNDS = "clip: wanted min, max or both; got neither"
 
 
 def _clip_samples(rng: np.random.Generator) -> list[Sample]:
     x = np.array([[-2.0, -0.5, 0.3], [0.9, 1.5, 3.0]])
     return [
         Sample((x, -1.0, 1.0), expected=np.clip(x, -1, 1)),
-        Sample((x,), {"high": 0.5}, expected=np.minimum(x, 0.5)),
+        Sample((x,), {"max": 0.5}, expected=np.minimum(x, 0.5)),
     ]
 
 
@@ -222,29 +222,29 @@ def _clip_samples(rng: np.random.Generator) -> list[Sample]:
     samples=_clip_samples,
     errors=(
         BadInput((np.zeros(3),), ValueError, "neither"),
-        BadInput((np.zeros(3), 2.0, 1.0), ValueError, "low <= high"),
+        BadInput((np.zeros(3), 2.0, 1.0), ValueError, "min <= max"),
     ),
 )
-def clip(x: ExTensor, low: Operand | None = None, high: Operand | None = None) -> ExTensor:
-    """Give x, not below ``low`` and not above ``high``; the gradient passes strictly between them.
+def clip(x: ExTensor, min: Operand | None = None, max: Operand | None = None) -> ExTensor:
+    """Give x, not below ``min`` and not above ``max``; the gradient passes strictly between them.
 
-    NaN stays NaN.
+    NaN stays NaN, and a bound that is NaN gives NaN.
 
     Raises:
-        ValueError: without bounds, or for numbers with low > high.
+        ValueError: without bounds, or for numbers with min > max.
     """
     tensors_only("clip", x)
-    if low is None and high is None:
+    if min is None and max is None:
         raise ValueError(_BOUNDS)
-    if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
-        raise ValueError(f"clip: wanted low <= high, got {low} and {high}")
+    if isinstance(min, (int, float)) and isinstance(max, (int, float)) and min > max:
+        raise ValueError(f"clip: wanted min <= max, got {min} and {max}")
     result = x
-    if low is not None:
-        bound = as_tensor("clip", low, x)
-        result = where(result <= bound, bound, result)
-    if high is not None:
-        bound = as_tensor("clip", high, x)
-        result = where(result >= bound, bound, result)
+    if min is not None:
+        bound = as_tensor("clip", min, x)
+        result = where((result > bound) | (result != result), result, bound)
+    if max is not None:
+        bound = as_tensor("clip", max, x)
+        result = where((result < bound) | (result != result), result, bound)
     return result
 
 

@@ -155,7 +155,7 @@ def _take_vjp(g: ExTensor, out: None, x: ExTensor, index: ExTensor, axis: int) -
         BadInput((np.zeros((2, 3)), np.array([0.5])), TypeError, "wanted integers"),
     ),
 )
-def take(x: ExTensor, indices: Any, axis: int = 0) -> ExTensor:
+def take(x: ExTensor, indices: Any, axis: int | None = 0) -> ExTensor:
     """Whole slices of x at positions along ``axis``; the axes of ``indices`` take its place.
 
     With axis 0 this is the lookup in an embedding table.
@@ -165,6 +165,8 @@ def take(x: ExTensor, indices: Any, axis: int = 0) -> ExTensor:
         TypeError, ValueError: for indices that are no integers, or a bad axis.
     """
     tensors_only("take", x)
+    if axis is None and x.ndim == 1:
+        axis = 0
     at = axis_index("take", axis, x.ndim)
     return apply("take", x, _positions("take", indices, x), axis=at)
 

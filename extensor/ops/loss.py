@@ -132,8 +132,8 @@ def binary_cross_entropy(
             "binary_cross_entropy: wanted predictions in 0..1; for scores use "
             "binary_cross_entropy_with_logits"
         )
-    yes = clip(prediction.log(), low=-100.0)
-    no = clip((-prediction).log1p(), low=-100.0)
+    yes = clip(prediction.log(), min=-100.0)
+    no = clip((-prediction).log1p(), min=-100.0)
     losses = -(target * yes + (1.0 - target) * no)
     return _reduced("binary_cross_entropy", losses, reduction)
 
@@ -354,7 +354,7 @@ def nll(log_probabilities: ExTensor, labels: ExTensor, reduction: Reduction = "m
 def hinge(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean") -> ExTensor:
     """max(0, 1 - prediction * target), for targets of -1 and 1."""
     _same_shape("hinge", prediction, target)
-    return _reduced("hinge", clip(1.0 - prediction * target, low=0.0), reduction)
+    return _reduced("hinge", clip(1.0 - prediction * target, min=0.0), reduction)
 
 
 @composite(

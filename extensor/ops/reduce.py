@@ -12,6 +12,7 @@ from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.pullback import sum_to as _sum_to
 from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import DTypeLike
 from extensor.ops.arguments import Axis, axis_index, axis_tuple, broadcasts, quiet, tensors_only
 
 __all__ = [
@@ -81,17 +82,23 @@ def _count(shape: tuple[int, ...], axis: tuple[int, ...]) -> int:
     samples=_samples(np.sum),
     errors=_ERRORS,
 )
-def sum(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+def sum(
+    x: ExTensor, axis: Axis = None, keepdims: bool = False, *, dtype: DTypeLike | None = None
+) -> ExTensor:
     """The sum over ``axis`` (all axes if None); integers and bool give int64 (or uint64).
 
     Args:
         x: any shape.
         axis: the axes to reduce.
         keepdims: keep the reduced axes, with length 1.
+        dtype: what x is converted to first, and the result's.
 
     Raises:
         TypeError, ValueError: for an axis that is no int, out of range or named twice.
     """
+    if dtype is not None:
+        tensors_only("sum", x)
+        return sum(x.astype(dtype), axis, keepdims).astype(dtype)
     return _reduced("sum", x, axis, keepdims)
 
 
@@ -176,8 +183,13 @@ def _prod_vjp(
     samples=_samples(np.prod),
     errors=_ERRORS,
 )
-def prod(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+def prod(
+    x: ExTensor, axis: Axis = None, keepdims: bool = False, *, dtype: DTypeLike | None = None
+) -> ExTensor:
     """The product over ``axis``; its gradient is right where factors are zero. As `sum`."""
+    if dtype is not None:
+        tensors_only("prod", x)
+        return prod(x.astype(dtype), axis, keepdims).astype(dtype)
     return _reduced("prod", x, axis, keepdims)
 
 

@@ -40,10 +40,10 @@ def _argsort(backend: Any, x: Any, axis: int, descending: bool) -> Any:
     samples=_samples,
     errors=_ERRORS,
 )
-def argsort(x: ExTensor, axis: int = -1, descending: bool = False) -> ExTensor:
+def argsort(x: ExTensor, axis: int = -1, descending: bool = False, stable: bool = True) -> ExTensor:
     """The positions (int64) that sort x along ``axis``; equal values stay in order, NaN is last.
 
-    Descending, NaN is first.
+    Descending, NaN is first. It is stable even if ``stable`` is False.
     """
     tensors_only("argsort", x)
     at = axis_index("argsort", axis, x.ndim)
@@ -51,7 +51,7 @@ def argsort(x: ExTensor, axis: int = -1, descending: bool = False) -> ExTensor:
 
 
 @composite(samples=_samples, errors=_ERRORS)
-def sort(x: ExTensor, axis: int = -1, descending: bool = False) -> ExTensor:
+def sort(x: ExTensor, axis: int = -1, descending: bool = False, stable: bool = True) -> ExTensor:
     """Give x sorted along ``axis``; see `argsort`."""
     return gather(x, argsort(x, axis, descending), axis)
 

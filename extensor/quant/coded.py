@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from extensor.formats import ELEMENTS
 from extensor.quant.rounding import encode
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["Coded", "round_values"]
+__all__ = ["SCALE_GRID", "Coded", "round_values"]
 
 Array = Any
+
+SCALE_GRID = ELEMENTS["e4m3"]
+"""The grid of ue4m3 block scales."""
 
 
 @dataclass

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from extensor.formats import ELEMENTS, ElementFormat
-from extensor.quant.coded import Coded, round_values
+from extensor.formats import ElementFormat
+from extensor.quant.coded import SCALE_GRID, Coded, round_values
 from extensor.quant.nvfp4 import encode_nvfp4
 from extensor.quant.rounding import decode, round_magnitude
 from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes, infinity_byte, power_of_two
@@ -24,8 +24,6 @@ from extensor.quant.spec import QuantSpec
 __all__ = ["Coded", "block_statistic", "decode_blocks", "encode_blocks"]
 
 Array = Any
-
-_E4M3 = ELEMENTS["e4m3"]
 
 
 def encode_blocks(
@@ -72,7 +70,7 @@ def _scale_values(scales: Array, spec: QuantSpec, xp: Any) -> Array:
         value = power_of_two(scales.astype(xp.int64) - 127, xp)
         return xp.where(scales == E8M0_NAN, xp.float32(np.nan), value)
     if spec.row.scale.name == "ue4m3":
-        return decode(scales, _E4M3, xp)
+        return decode(scales, SCALE_GRID, xp)
     return scales.astype(xp.float32)
 
 

@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.formats import ELEMENTS
-from extensor.quant.coded import Coded, round_values
+from extensor.quant.coded import SCALE_GRID, Coded, round_values
 from extensor.quant.rounding import decode, encode
 from extensor.quant.spec import QuantSpec
 
@@ -37,7 +36,6 @@ Array = Any
 _FLOAT32_MAX = np.finfo(np.float32).max
 _FLOAT32_LEAST = np.finfo(np.float32).smallest_subnormal
 _UE4M3_NAN = 0x7F
-_E4M3 = ELEMENTS["e4m3"]
 # Valid NVFP4 scales whose product with e2m1 is exact in FP8: normal, significand 1, 1.25 or 1.5.
 _FP8_EXACT = tuple(code for code in range(0x08, 0x7F) if code & 7 in (0, 2, 4))
 
@@ -99,7 +97,7 @@ def _block_scales(
         base = xp.where(base == 0, xp.float32(1), base)  # its guard for blocks of zeros
     else:
         base = amax * (_encode_scale(tensor_amax, spec, xp) * (xp.float32(1) / xp.float32(6)))
-    base = xp.minimum(base, xp.float32(_E4M3.max))
+    base = xp.minimum(base, xp.float32(SCALE_GRID.max))
     if spec.rule == "least_error":
         options = _fp8_exact_options(base, xp)
         return _least_error(x, options, tensor_scale, (tensor_scale, None), spec, xp)
@@ -107,14 +105,14 @@ def _block_scales(
 
 
 def _scale_byte(value: Array, xp: Any) -> Array:
-    return encode(value, _E4M3, xp=xp)[0]
+    return encode(value, SCALE_GRID, xp=xp)[0]
 
 
 def _codes(
     x: Array, scales: Array, tensor_scale: Array, spec: QuantSpec, words: Array | None, xp: Any
 ) -> tuple[Array, Array]:
     """Codes of x under given block scale bytes, and which saturated."""
-    value, order = decode(scales, _E4M3, xp), _order(spec)
+    value, order = decode(scales, SCALE_GRID, xp), _order(spec)
     if order == "model_optimizer":
         divisor = xp.maximum(value * tensor_scale, xp.float32(_FLOAT32_LEAST))
         return round_values(x / divisor[:, None], spec, words, xp)
@@ -131,7 +129,7 @@ def _codes(
 def _fp8_exact_options(base: Array, xp: Any) -> list[Array]:
     """Four consecutive scale codes around ``base``, largest first."""
     table = xp.asarray(np.array(_FP8_EXACT, dtype=np.uint8))
-    values = decode(table, _E4M3, xp)
+    values = decode(table, SCALE_GRID, xp)
     at = xp.clip(xp.searchsorted(values, base), 0, len(_FP8_EXACT) - 1)
     return [table[xp.clip(at + step, 0, len(_FP8_EXACT) - 1)] for step in (1, 0, -1, -2)]
 
@@ -153,7 +151,9 @@ def _least_error(
     nearest = spec.replace(rounding="nearest_even", element_scale=1.0)
     for option in options:
         codes, _ = _codes(x, option, tensor_scale, nearest, None, xp)
-        value = decode(codes, spec.row.element, xp) * decode(option, _E4M3, xp)[:, None] * factor
+        value = (
+            decode(codes, spec.row.element, xp) * decode(option, SCALE_GRID, xp)[:, None] * factor
+        )
         if divisor is not None:
             value = value / divisor
         square = xp.square(value - x)

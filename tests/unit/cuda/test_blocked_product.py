@@ -80,8 +80,6 @@ def test_products_are_within_the_bound(
     assert path.startswith("FP8" if name == "mxfp4" else "bf16")
     got = hopper.block_matmul(*sides).get()
     assert (np.abs(got - va @ vb.T) <= bound(va, vb, path)).all()
-    if name == "mxfp4" and spread == 0:  # nothing is cut from such data
-        np.testing.assert_allclose(got, va @ vb.T, rtol=2.0**-20, atol=2.0**-20 * np.sqrt(k))
     wide = gemm.matmul(*sides, hopper.xp, accumulate="bf16", out_dtype="bfloat16")
     assert isinstance(wide, gemm.Product)
     error = np.abs(wide.out.get().astype(np.float64) - va @ vb.T)

@@ -1,0 +1,137 @@
+"""The Hopper GEMM against torch's bf16 and FP8 products: TFLOP/s of square matrices.
+
+    python ci/bench/cuda_gemm.py [--sizes 4096 8192] [--rounds N]
+
+Normal data; the FP8 contestants multiply its MXFP4 rounding. bfloat16 results. CUDA events around
+four calls, the contestants taking turns in one process, medians over the rounds, up to three inputs
+in turn. "mxfp4 storage" is `extensor_cuda.gemm.matmul` whole, from packed codes and scales, with
+its flag read on the host. Needs a Hopper GPU, torch and the extra ``cuda13``; writes GPU, versions
+and command beside the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import torch
+
+from extensor.backends import registry
+from extensor.quant.spec import QuantSpec
+from extensor_cuda import gemm as blocked
+from extensor_cuda.kernels.gemm import Config, gemm
+
+RESULTS = Path(__file__).parent / "results"
+INPUTS, CALLS, WARMUP = 3, 4, 3
+CONFIGS = {
+    "E5M2, promoted, tile 192": Config(out="bfloat16"),
+    "E5M2, not promoted, tile 256": Config(tile_n=256, promote=0, out="bfloat16"),
+    "bf16, tile 192": Config("bf16", "bf16", promote=0, out="bfloat16"),
+}
+
+Call = Callable[[int], Any]
+
+
+def contestants(size: int, backend: Any) -> dict[str, Call]:
+    """Calls that take their number and choose their input by it."""
+    xp, spec = backend.xp, QuantSpec("mxfp4", axis=1)
+    raw, stored, fp8 = [], [], []
+    for seed in range(INPUTS):
+        torch.manual_seed(seed)
+        pair = [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        raw.append(pair)
+        views = [xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16) for x in pair]
+        stored.append([backend.quantize(x, spec.resolve(2))[0] for x in views])
+        values = [torch.utils.dlpack.from_dlpack(backend.dequantize(q)) for q in stored[-1]]
+        fp8.append([[v.to(t) for v in values] for t in (torch.float8_e4m3fn, torch.float8_e5m2)])
+    ones = torch.ones(size, 1, device="cuda"), torch.ones(1, size, device="cuda")
+    out = xp.empty((size, size), dtype=ml_dtypes.bfloat16)
+
+    def torch_fp8(turn: int) -> Any:
+        x, y = fp8[turn % INPUTS][0]
+        return torch._scaled_mm(x, y.T, *ones, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    def ours(turn: int, config: Config) -> None:
+        tensors = raw[turn % INPUTS] if config.a == "bf16" else fp8[turn % INPUTS][1]
+        plain = torch.int16 if config.a == "bf16" else torch.uint8
+        a, b = (xp.from_dlpack(t.view(plain)) for t in tensors)
+        gemm(a, b, out, config)
+
+    def storage(turn: int) -> Any:
+        a, b = stored[turn % INPUTS]
+        return blocked.matmul(a, b, xp, out_dtype="bfloat16")
+
+    made: dict[str, Call] = {
+        "torch bf16": lambda turn: raw[turn % INPUTS][0] @ raw[turn % INPUTS][1].T,
+        "torch FP8, row scales": torch_fp8,
+    }
+    for name, config in CONFIGS.items():
+        made[name] = partial(ours, config=config)
+    return made | {"mxfp4 storage, promoted": storage}
+
+
+def measure(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Median milliseconds of a call."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + WARMUP):
+        for name, call in calls.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)  # the host runs ahead, so that no launch gap is timed
+            start.record()
+            for i in range(CALLS):
+                call(CALLS * turn + i)
+            stop.record()
+            stop.synchronize()
+            if turn >= WARMUP:
+                times[name].append(start.elapsed_time(stop) / CALLS)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the Hopper GEMM against torch's")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--rounds", type=int, default=11)
+    chosen = parser.parse_args()
+    backend = registry.get("cuda")
+    runtime, rows = backend.xp.cuda.runtime, {}
+    for size in chosen.sizes:
+        with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            times = measure(contestants(size, backend), chosen.rounds)
+        for name, milliseconds in times.items():
+            row = {
+                "milliseconds": round(milliseconds, 4),
+                "teraflops": round(2 * size**3 / milliseconds / 1e9, 1),
+                "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
+            }
+            rows[f"{size} {name}"] = row
+            print(f"{size:6d} {name:32s}", *row.values())
+    words = ["--sizes", *map(str, chosen.sizes), "--rounds", str(chosen.rounds)]
+    record = {
+        "what": "square products of normal data, bfloat16 results, against torch",
+        "command": " ".join(["python", "ci/bench/cuda_gemm.py", *words]),
+        "date": date.today().isoformat(),
+        "gpu": runtime.getDeviceProperties(0)["name"].decode(),
+        "driver": runtime.driverGetVersion(),
+        "versions": {
+            "python": platform.python_version(),
+            **{n: version(n) for n in ("torch", "cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")},
+        },
+        "results": rows,
+    }
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    path = chosen.output / f"{date.today().isoformat()}-cuda-gemm.json"
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

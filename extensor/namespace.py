@@ -1,0 +1,216 @@
+"""What the Python Array API standard (2025.12) asks of the namespace: dtypes and capabilities.
+
+Complex numbers are not supported, so ``isdtype(x, "complex floating")`` is false for every dtype.
+"""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from extensor.autograd.tensor import ExTensor
+from extensor.backends import registry
+from extensor.dtypes import (
+    DENSE,
+    DType,
+    DTypeLike,
+    as_dtype,
+    bool_,
+    float32,
+    int64,
+    promote,
+    scalar_dtype,
+)
+
+__all__ = [
+    "__array_api_version__", "__array_namespace_info__", "asarray", "can_cast", "finfo", "iinfo",
+    "isdtype", "result_type",
+]  # fmt: skip
+
+__array_api_version__ = "2025.12"
+
+
+@dataclass(frozen=True)
+class FloatLimits:
+    """What `finfo` says: bits, and the limits as Python numbers."""
+
+    bits: int
+    eps: float
+    max: float
+    min: float
+    smallest_normal: float
+    dtype: DType
+
+
+@dataclass(frozen=True)
+class IntegerLimits:
+    """What `iinfo` says."""
+
+    bits: int
+    max: int
+    min: int
+    dtype: DType
+
+
+def _dtype(type: Any) -> DType:
+    return type.dtype if isinstance(type, ExTensor) else as_dtype(type)
+
+
+def finfo(type: DTypeLike | ExTensor, /) -> FloatLimits:
+    """The limits of a float dtype, or of a tensor's.
+
+    Raises:
+        TypeError: for a dtype that is not of floats.
+    """
+    dtype = _dtype(type)
+    if not dtype.is_float:
+        raise TypeError(f"finfo: wanted a float dtype, got {dtype.name}")
+    limits: Any = ml_dtypes.finfo
+    f = limits(dtype.numpy)
+    eps, top, least, normal = (float(v) for v in (f.eps, f.max, f.min, f.smallest_normal))
+    return FloatLimits(int(f.bits), eps, top, least, normal, dtype)
+
+
+def iinfo(type: DTypeLike | ExTensor, /) -> IntegerLimits:
+    """The limits of an integer dtype, or of a tensor's.
+
+    Raises:
+        TypeError: for a dtype that is not of integers.
+    """
+    dtype = _dtype(type)
+    if not dtype.is_integer:
+        raise TypeError(f"iinfo: wanted an integer dtype, got {dtype.name}")
+    i = np.iinfo(dtype.numpy)
+    return IntegerLimits(i.bits, int(i.max), int(i.min), dtype)
+
+
+_KINDS = {
+    "bool": {"bool"},
+    "signed integer": {"int8", "int16", "int32", "int64"},
+    "unsigned integer": {"uint8", "uint16", "uint32", "uint64"},
+    "real floating": {"float16", "bfloat16", "float32", "float64"},
+    "complex floating": set[str](),
+}
+_KINDS["integral"] = _KINDS["signed integer"] | _KINDS["unsigned integer"]
+_KINDS["numeric"] = _KINDS["integral"] | _KINDS["real floating"]
+
+
+def isdtype(dtype: DTypeLike, kind: DTypeLike | tuple[DTypeLike, ...]) -> bool:
+    """Whether a dtype is ``kind``: a dtype, a standard name of a kind, or one of a tuple.
+
+    Raises:
+        ValueError: for a name that is neither.
+    """
+    if isinstance(kind, tuple):
+        return any(isdtype(dtype, k) for k in kind)
+    row = as_dtype(dtype)
+    if isinstance(kind, str) and kind in _KINDS:
+        return row.name in _KINDS[kind]
+    return row is as_dtype(kind)
+
+
+def result_type(*arrays_and_dtypes: Any) -> DType:
+    """The dtype that an operation on these gives; Python numbers widen by kind alone.
+
+    Raises:
+        TypeError: for uint64 with a signed integer, which have no common type.
+        ValueError: without a tensor or dtype.
+    """
+    numbers = [v for v in arrays_and_dtypes if isinstance(v, (builtins.bool, int, float))]
+    rows = [_dtype(v) for v in arrays_and_dtypes if not isinstance(v, (builtins.bool, int, float))]
+    if not rows:
+        raise ValueError("result_type: wanted a tensor or dtype among the arguments, got none")
+    common = reduce(promote, rows)
+    return reduce(promote, (scalar_dtype(v, common) for v in numbers), common)
+
+
+def can_cast(from_: DTypeLike | ExTensor, to: DTypeLike, /) -> bool:
+    """Whether promotion within a kind leads from one dtype to the other: no value is lost."""
+    source, target = _dtype(from_), as_dtype(to)
+    if source is target:
+        return True
+    if source.kind != target.kind or source.is_blocked:
+        return False
+    try:
+        return promote(source, target) is target
+    except TypeError:
+        return False
+
+
+def asarray(
+    obj: Any,
+    /,
+    *,
+    dtype: DTypeLike | None = None,
+    device: str | None = None,
+    copy: bool | None = None,
+) -> ExTensor:
+    """A tensor of nested lists, a number, a tensor or another library's array.
+
+    Args:
+        obj: what to convert.
+        dtype: of the result; as `ExTensor` chooses if None.
+        device: of the result; a tensor's own, or the default one, if None.
+        copy: True for memory of its own, False to refuse one, None to copy only if it must.
+
+    Raises:
+        TypeError: for data or a dtype that is not understood.
+        ValueError: if ``copy`` is False and there is no way without one.
+    """
+    if isinstance(obj, ExTensor):
+        made = obj
+    elif hasattr(obj, "__dlpack__") and copy is not True and not isinstance(obj, np.generic):
+        made = ExTensor.from_dlpack(obj, device=device, copy=copy)
+    elif copy is False:
+        raise ValueError(f"asarray: a {type(obj).__name__} cannot be taken without a copy")
+    else:
+        return ExTensor(obj, dtype, device=device)
+    result = made if dtype is None else made.astype(dtype)
+    result = result if device is None else result.to(device)
+    if copy is False and result is not made:
+        raise ValueError("asarray: another dtype or device cannot be had without a copy")
+    return result.clone() if copy and result is obj else result
+
+
+class _Info:
+    """What this namespace can do: the object that ``__array_namespace_info__()`` gives."""
+
+    def capabilities(self) -> dict[str, Any]:
+        """Boolean indexing, shapes that depend on values, and axes without a limit of its own."""
+        return {"boolean indexing": True, "data-dependent shapes": True, "max dimensions": 64}
+
+    def default_device(self) -> str:
+        """The device of new tensors."""
+        return registry.get(None).name
+
+    def devices(self) -> list[str]:
+        """The devices of this machine."""
+        found = []
+        for name in registry.BACKENDS:
+            try:
+                found.append(registry.get(name).name)
+            except RuntimeError:
+                continue
+        return found
+
+    def default_dtypes(self, *, device: str | None = None) -> dict[str, DType]:
+        """What Python numbers become."""
+        return {"real floating": float32, "integral": int64, "indexing": int64}
+
+    def dtypes(
+        self, *, device: str | None = None, kind: str | tuple[str, ...] | None = None
+    ) -> dict[str, DType]:
+        """The standard's dtypes of a kind, by name; 16-bit and blocked ones are beside them."""
+        names = {"bool", "float32", "float64", *_KINDS["integral"]}
+        rows = {"bool": bool_, **{n: d for n, d in DENSE.items() if n in names}}
+        return {n: d for n, d in rows.items() if kind is None or isdtype(d, kind)}
+
+
+def __array_namespace_info__() -> _Info:  # noqa: N807 - the standard's name
+    """Capabilities, devices and dtypes of this namespace."""
+    return _Info()
