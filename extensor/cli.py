@@ -154,34 +154,37 @@ def dialect_sheet() -> Sheet:
         byte = dialect.mx_inf_byte
         if byte is None:
             byte = infinity_byte(row.element, dialect.mx_scale_rule or row.scale_rule)
-        infinite = "NaN block" if byte == E8M0_NAN else "saturates"
+        infinite = "NaN" if byte == E8M0_NAN else "saturates"
         rows.append(
             (
                 dialect.name,
                 dialect.mx_scale_rule or "the format's",
                 scales,
                 f"{dialect.ties_in(row.name)}: {ties}",
-                dialect.zero_sign_in(row.name).replace("_", " "),
+                dialect.zero_sign_in(row.name)
+                .replace("_positive", " +")
+                .replace("_negative", " -"),
                 f"0x{byte:02X}, {infinite}",
-                dialect.nvfp4_order.replace("_", " "),
+                dialect.nvfp4_order.partition("_")[0],
                 f"0x{dialect.nvfp4_zero_scale:02X}, 0x{dialect.nvfp4_least_scale:02X}",
-                "largest code" if dialect.nvfp4_tiny_saturates else "0",
+                "top code" if dialect.nvfp4_tiny_saturates else "0",
             )
         )
     worked = ", ".join(name for name, _ in WORKED_AMAX)
     ties = ", ".join(f"{value:g}" for value in WORKED_TIES)
     columns = (
         "dialect",
-        "MX scale rule",
-        f"{row.name} byte for amax {worked}",
-        f"{row.name} ties ({ties})",
-        f"{row.name} zeros' sign",
-        f"{row.name} block with Inf",
-        "NVFP4 order",
-        "NVFP4 scale of zeros, least",
-        "NVFP4 tiny block",
+        "MX rule",
+        f"byte for {worked}",
+        f"ties ({ties})",
+        "zeros",
+        "Inf",
+        "order",
+        "zero, least scale",
+        "tiny block",
     )
-    return Sheet("Dialects: where libraries differ", columns, tuple(rows))
+    title = f"Dialects: where libraries differ ({row.name}; then NVFP4: order, scales, tiny blocks)"
+    return Sheet(title, columns, tuple(rows))
 
 
 def layout_sheet() -> Sheet:
