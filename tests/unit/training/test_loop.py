@@ -93,7 +93,7 @@ def test_a_run_leaves_everything(small: Make, tmp_path: Path) -> None:
     assert 0 < result["flushed"] < 1
     assert 0 <= result["saturated"] < 0.1
     assert sum(map(sum, result["confusion"])) == 60
-    assert result["peak_rss_mb"] < 1000
+    assert 0 < result["peak_rss_mb"] < 16_000  # of the whole process, other tests included
     assert any((out / "tensorboard").iterdir())
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("epoch 1/2") == 1
