@@ -183,7 +183,7 @@ def _package() -> Any:
     except ImportError as error:
         raise TokenizerError(
             "--tokenizer bpe needs the package tokenizers, which is not installed; the way out: "
-            "pip install tokenizers, or --tokenizer char"
+            "pip install -e .[text], or --tokenizer char"
         ) from error
     return tokenizers
 
