@@ -274,7 +274,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("states", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("states", ["float32", "bfloat16", "mxfp8_e4m3"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name: str, states: str) -> None:
     p = nn.Parameter(np.ones((4, 4), np.float32))

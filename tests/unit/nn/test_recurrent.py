@@ -63,7 +63,7 @@ def test_twenty_steps_as_torch(name: str, options: dict[str, Any], given: bool) 
     shape = (mine.num_layers * mine.directions, 3, 4)
 
     def same(a: ExTensor, b: Any) -> None:
-        # rounding of 1e-16 grows to 1e-10 in twenty steps of a recurrence; a mistake is not so small
+        # rounding of 1e-16 grows to 1e-10 in twenty steps of a recurrence; mistakes are larger
         np.testing.assert_allclose(a.numpy(), b.detach().numpy(), rtol=1e-8, atol=1e-9)
 
     for _ in range(20):
