@@ -138,10 +138,14 @@ def test_embedding():
 
 
 @pytest.mark.parametrize(
-    ("layer", "shape"),
-    [(nn.Linear(64, 8, rng=0), (4, 64)), (nn.Conv2d(4, 8, 3, padding=1, rng=0), (2, 4, 6, 6))],
+    ("make", "shape"),
+    [
+        (lambda: nn.Linear(64, 8, rng=0), (4, 64)),
+        (lambda: nn.Conv2d(4, 8, 3, padding=1, rng=0), (2, 4, 6, 6)),
+    ],
 )
-def test_a_recipe_quantizes_the_layer(layer, shape):
+def test_a_recipe_quantizes_the_layer(make, shape):
+    layer = make()
     x = tensor(shape, 1, requires_grad=True)
     exact = layer(x).numpy()
     state = nn.apply_recipe(nn.Sequential(layer), "mxfp4_all")
@@ -154,7 +158,6 @@ def test_a_recipe_quantizes_the_layer(layer, shape):
     }  # fmt: skip
     nn.apply_recipe(nn.Sequential(layer), "fp32")
     np.testing.assert_allclose(layer(x).numpy(), exact, rtol=1e-5, atol=1e-6)
-    layer.quant = None
 
 
 # Dropout.
