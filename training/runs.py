@@ -20,13 +20,16 @@ COMMON: Mapping[str, Any] = {
     "momentum": 0.9,
     "beta1": 0.9,
     "beta2": 0.999,
+    "optimizer_states": "float32",
     "weight_decay": 0.0,
     "schedule": "cosine",
     "final_lr": 0.0,
     "warmup_epochs": 0.5,
     "clip_norm": 0.0,
     "label_smoothing": 0.0,
-    "augment": False,
+    "augment": "none",
+    "sampler": "random",
+    "val_share": 0.0,
     "loss_scale": "dynamic",
     "patience": 0,
     "train_limit": 0,
@@ -64,7 +67,7 @@ class Run:
 
 # 1,437 images are few: without shifts LeNet-5 knows them by heart in six epochs (96.7% on the test
 # images in float32), with them it reaches 98.9%.
-DIGITS = {"augment": True}
+DIGITS = {"augment": "shift"}
 LARGE = {"epochs": 5, "batch_size": 64, "lr": 0.03, "warmup_epochs": 0.25}
 
 # nanoGPT's setting for a CPU (README, "I only have a macbook"): 2,000 steps of 12 windows of 64

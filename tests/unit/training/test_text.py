@@ -260,7 +260,7 @@ def test_gpt_learns_a_sentence_and_writes(
 
 
 def test_a_resumed_run_repeats_an_uninterrupted_one(tiny: None) -> None:
-    config = RunConfig(**{**defaults("gpt"), **SMALL, "augment": True})
+    config = RunConfig(**{**defaults("gpt"), **SMALL, "augment": "noise"})
     task = language.Causal(config)
     whole = list(task.training(2, 0))
     rest = list(task.training(2, 11))
