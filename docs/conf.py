@@ -6,7 +6,6 @@ Pages are the Markdown files beside this one; the API reference is written from 
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -54,7 +53,6 @@ sphinx_gallery_conf = {
     "show_signature": False,
     "min_reported_time": 60,
     "image_scrapers": ("matplotlib",),
-    "plot_gallery": os.environ.get("EXTENSOR_DOCS_PLOTS", "1") == "1",
 }
 
 html_theme = "furo"
