@@ -113,13 +113,10 @@ void code_piece(const Call& call, const ColumnPiece& p, const vu (&amax)[4], con
     const Grid& grid = call.scaler.grid;
     const vf tensor_scale = splat(call.scaler.tensor_scale);
     Scales s[4] = {};
-    // Whether all blocks hold numbers, and no code but zero decodes to zero.
     vu plain = splat(~0u);
     for (int64_t k = 0; k < p.vectors(); ++k) {
         s[k] = call.scaler.of(amax[k]);
-        const vf least_value = (grid.smallest * s[k].decode) * tensor_scale;
-        plain &= s[k].live & (reinterpret_cast<vu>(least_value != 0.0f) |
-                              reinterpret_cast<vu>(amax[k] == 0u));
+        plain &= is_plain(grid, s[k], amax[k], tensor_scale);
     }
     const PanelWords words = Words ? column_words(call, p) : PanelWords{};
     ByteRows out = {};

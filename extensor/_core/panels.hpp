@@ -56,6 +56,21 @@ inline void fill_panel(Source x, int64_t stride, int64_t rows, int64_t deep, int
     if (rows < deep) std::memset(to + rows * kWide, 0, static_cast<size_t>((deep - rows) * kWide * 4));
 }
 
+// ---- the transform ----
+
+// Down the columns, over `rows` rows: whole transforms.
+inline void transform_columns(const QuantPlan& plan, int64_t rows, float* panel) {
+    const vf scale = splat(static_cast<float>(1.0 / __builtin_sqrt(plan.hadamard)));
+    const int size = plan.hadamard;
+    for (int64_t i = 0; i < rows; i += size, panel += size * kWide) {
+        for (int64_t k = 0; k < size; ++k)
+            for (int64_t v = k * kWide; v < (k + 1) * kWide; v += VL)
+                store(panel + v, load(panel + v) * plan.signs[k]);
+        for (int64_t v = 0; v < kWide; v += VL) butterfly_rows(panel + v, size, kWide);
+        for (int64_t v = 0; v < size * kWide; v += VL) store(panel + v, load(panel + v) * scale);
+    }
+}
+
 // ---- maxima down the columns ----
 
 // The largest magnitude of each column; of those below infinity alone, if `Finite`.
@@ -78,6 +93,17 @@ INLINE void column_maxima(const float* panel, int64_t rows, int64_t vectors, vu 
         case 3: return each.template operator()<3>();
         default: return each.template operator()<4>();
     }
+}
+
+INLINE uint32_t larger_of(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// The largest magnitude below infinity in all columns.
+inline uint32_t finite_panel_maximum(const float* panel, int64_t rows) {
+    vu m[4];
+    column_maxima(panel, rows, 4, m);
+    const auto all = [&] { return largest_lane(larger(larger(m[0], m[1]), larger(m[2], m[3]))); };
+    if (all() >= kExponentMask) column_maxima<true>(panel, rows, 4, m);
+    return all();
 }
 
 // Each column's maximum becomes that of its group of `columns`, which divide a panel.

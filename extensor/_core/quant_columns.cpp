@@ -30,18 +30,6 @@ struct Cut {
     }
 };
 
-void transform(const QuantPlan& plan, int64_t rows, float* panel) {
-    const vf scale = splat(static_cast<float>(1.0 / __builtin_sqrt(plan.hadamard)));
-    const int size = plan.hadamard;
-    for (int64_t i = 0; i < rows; i += size, panel += size * kWide) {
-        for (int64_t k = 0; k < size; ++k)
-            for (int64_t v = k * kWide; v < (k + 1) * kWide; v += VL)
-                store(panel + v, load(panel + v) * plan.signs[k]);
-        for (int64_t v = 0; v < kWide; v += VL) butterfly_rows(panel + v, size, kWide);
-        for (int64_t v = 0; v < size * kWide; v += VL) store(panel + v, load(panel + v) * scale);
-    }
-}
-
 // Calls body(task, piece, ahead, tally) for every piece of a tile in a panel, in parallel. `rows`:
 // how far down the columns, the padding of codes included or not.
 template <class Body>
@@ -65,7 +53,7 @@ void for_pieces(const Call& call, const Cut& cut, int64_t rows, Counts* counts, 
                     const int64_t real = most(0, least(deep, job.length - top));
                     ColumnPiece p = {panel, image, 0, 0, 0, 0, j, least(kWide, right - j)};
                     fill_panel(x.from(top * job.inner + j), job.inner, real, deep, p.lanes, panel);
-                    if (call.plan.hadamard) transform(call.plan, least(deep, job.coded - top), panel);
+                    if (call.plan.hadamard) transform_columns(call.plan, least(deep, job.coded - top), panel);
                     Ahead ahead;
                     if (j + kWide < right && real == deep)
                         ahead = {static_cast<const char*>(x.from(top * job.inner + j + kWide).at),
