@@ -25,6 +25,7 @@ class LARS(SGD):
         momentum: in [0, 1).
         weight_decay: 0 or more.
         trust: the share of a tensor's norm that a step may be, above 0.
+        states: how the state is stored; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range.
@@ -37,9 +38,12 @@ class LARS(SGD):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         trust: float = 0.001,
+        *,
+        states: str = "float32",
     ) -> None:
         super(SGD, self).__init__(
             params,
+            states=states,
             lr=lr,
             momentum=momentum,
             nesterov=False,
