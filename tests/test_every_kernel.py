@@ -267,6 +267,11 @@ WINDOWS = (
     ((5, 2, 6, 6), 3, 1, Window((6, 6))),
     ((9, 1, 8, 100), 2, 1, Window((2, 9), padding=(1, 4))),
     ((2, 2, 4, 4), 2, 1, Window((1, 2), padding=(2, 2))),
+    ((7, 40, 4, 4), 13, 1, Window((3, 3), padding=(1, 1))),
+    ((34, 5, 2, 2), 5, 5, Window((3, 3), stride=(2, 2), padding=(1, 1))),
+    ((3, 2, 9, 10), 4, 2, Window((3, 3), stride=(3, 2), padding=(5, 1), dilation=(2, 3))),
+    ((2, 2, 9, 9), 3, 1, Window((2, 2), stride=(4, 4), dilation=(2, 6), padding=(0, 3))),
+    ((2, 30, 33, 31), 9, 1, Window((3, 3), padding=(1, 1))),
     ((0, 2, 6, 6), 3, 1, Window((3, 3))),
 )
 
@@ -297,12 +302,15 @@ def convolution(name: str, number: int) -> tuple[Case, np.ndarray, np.ndarray]:
         "conv2d_grad_w": ((g, x), (w.shape,), g[:, 0].size),
     }
     (a, b), extra, terms = options[name]
-    tail = (*extra, window, groups)
+    tail: tuple[Any, ...] = (*extra, window, groups)
+    if name == "conv2d" and number % 2:
+        tail = (*tail, plain((len(w),), number))  # a bias
     exact = getattr(GENERIC, name)(a.astype(np.float64), b.astype(np.float64), *tail)
+    sizes = [np.abs(t) if isinstance(t, np.ndarray) else t for t in tail]
     total = getattr(GENERIC, name)(
-        np.abs(a).astype(np.float64), np.abs(b).astype(np.float64), *tail
+        np.abs(a).astype(np.float64), np.abs(b).astype(np.float64), *sizes
     )
-    gamma = terms * UNIT / (1 - terms * UNIT)
+    gamma = (terms + 1) * UNIT / (1 - (terms + 1) * UNIT)
     return (a, b, *tail), exact, gamma * total * (1 + 1e-9)
 
 
@@ -617,7 +625,6 @@ def test_path_names_the_reason() -> None:
     for reason, method, *args in (
         ("float64", "im2col", x.astype(np.float64), window),
         ("empty", "conv2d", x[:0], w, window, 1),
-        ("stride (2, 2)", "conv2d_grad_x", x, w, x.shape, strided, 1),
         ("outlier", "quantize", x, QuantSpec("outlier")),
         ("zero point", "operand", x, QuantSpec("int8", symmetric=False)),
         ("middle", "operand", x, QuantSpec("mxfp4", axis=1, tile=(4, 32))),

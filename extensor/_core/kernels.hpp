@@ -8,13 +8,20 @@ struct Conv {
     int64_t n, c, h, w, o, groups, kh, kw, sh, sw, ph, pw, dh, dw, ho, wo;
 };
 
-struct WindowKernels {
-    void (*conv)(const Conv&, const float* x, const float* w, float* y);
-    void (*conv_grad_x)(const Conv&, const float* g, const float* w, float* gx);
-    void (*conv_grad_w)(const Conv&, const float* g, const float* x, float* gw);
+struct ConvKernels {
+    // `bias`, one per output channel, may be null.
+    void (*conv)(const Conv&, const float* x, const float* w, const float* bias, float* y);
+    void (*grad_x)(const Conv&, const float* g, const float* w, float* gx);
+    void (*grad_w)(const Conv&, const float* g, const float* x, float* gw);
+};
+
+struct PoolKernels {
     void (*max_pool)(const Conv&, const float* x, float* y, int32_t* index);
     // False if an index lies outside the image.
     bool (*max_pool_grad)(const Conv&, const float* g, const int32_t* index, float* gx);
+};
+
+struct ColumnKernels {
     void (*im2col)(const Conv&, const float* x, float* columns);
     void (*col2im)(const Conv&, const float* columns, float* x);
 };
@@ -94,7 +101,9 @@ constexpr int kAdamFactors = 7;     // see train.cpp
 
 #define EXTENSOR_DECLARE_LEVEL(level)          \
     namespace level {                          \
-    extern const WindowKernels window_kernels; \
+    extern const ConvKernels conv_kernels;     \
+    extern const PoolKernels pool_kernels;     \
+    extern const ColumnKernels column_kernels; \
     extern const QuantKernels quant_kernels;   \
     extern const TrainKernels train_kernels;   \
     }

@@ -66,9 +66,11 @@ class GenericBackend:
         """See the protocol."""
         return windows.col2im(columns, shape, window, self.xp)
 
-    def conv2d(self, x: Array, w: Array, window: Window, groups: int) -> Array:
+    def conv2d(
+        self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
+    ) -> Array:
         """See the protocol."""
-        return windows.conv2d(x, w, window, groups, self.xp)
+        return windows.conv2d(x, w, window, groups, bias, self.xp)
 
     def conv2d_grad_x(
         self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int

@@ -91,8 +91,10 @@ class Backend(Protocol):
         """The transpose of im2col: (N * Ho * Wo, C * kh * kw) summed back to (N, C, H, W)."""
         ...
 
-    def conv2d(self, x: Array, w: Array, window: Window, groups: int) -> Array:
-        """(N, C, H, W), (O, C / groups, kh, kw) -> (N, O, Ho, Wo)."""
+    def conv2d(
+        self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
+    ) -> Array:
+        """(N, C, H, W), (O, C / groups, kh, kw) -> (N, O, Ho, Wo), plus a bias (O,) if given."""
         ...
 
     def conv2d_grad_x(

@@ -85,10 +85,7 @@ def conv_window(
 
 
 def _forward(backend: Any, x: Any, w: Any, b: Any = None, *, window: Window, groups: int) -> Any:
-    out = backend.conv2d(x, w, window, groups)
-    if b is not None:
-        out += b[:, None, None]
-    return out
+    return backend.conv2d(x, w, window, groups, b)
 
 
 def _fused_vjp(
