@@ -16,6 +16,7 @@
 #include "buffers.hpp"
 #include "gemm_bind.hpp"
 #include "kernels.hpp"
+#include "layer_bind.hpp"
 #include "rows.hpp"
 #include "threads.hpp"
 #include "train_bind.hpp"
@@ -61,6 +62,7 @@ void set_level(const std::string& name) {
             gemm::use_best(level.name);
             train::use(level.name);
             windows::use(level.name);
+            layers::use(level.name);
             return;
         }
     }
@@ -224,4 +226,6 @@ PYBIND11_MODULE(_kernels, m) {
     train::bind(m);
     windows::use(current.name);
     windows::bind(m);
+    layers::use(current.name);
+    layers::bind(m);
 }

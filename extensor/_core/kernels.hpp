@@ -96,6 +96,27 @@ struct TrainKernels {
                  const float* factors);
 };
 
+// What a convolution network's float32 training step repeats; see layers.cpp. Arrays are contiguous,
+// images (n, c, pixels).
+struct LayerKernels {
+    void (*relu)(int64_t n, const float* x, float* y);
+    void (*relu_grad)(int64_t n, const float* g, const float* y, float* gx);
+    void (*add)(int64_t n, const float* a, const float* b, float* y);
+    void (*bfloat16_values)(int64_t n, const float* x, float* y);
+    void (*to_bfloat16)(int64_t n, const float* x, uint16_t* y);
+    void (*from_bfloat16)(int64_t n, const uint16_t* x, float* y);
+    bool (*all_finite)(int64_t n, const float* x);
+    void (*channel_sum)(int64_t n, int64_t c, int64_t pixels, const float* x, float* out);
+    void (*batch_norm)(int64_t n, int64_t c, int64_t pixels, const float* x, const float* weight,
+                       const float* bias, float eps, float* y, float* mean, float* variance);
+    void (*batch_norm_grad)(int64_t n, int64_t c, int64_t pixels, const float* g, const float* x,
+                            const float* weight, const float* mean, const float* variance,
+                            float eps, float* gx, float* gw, float* gb);
+    // `buffer`, written with the momentum, may be null.
+    void (*sgd)(int64_t n, float* weight, const float* grad, float* buffer, float lr,
+                float momentum, float decay, bool nesterov);
+};
+
 constexpr int64_t kNormParts = 16;  // stretches of rows whose sums are added in their order
 constexpr int kAdamFactors = 7;     // see train.cpp
 
@@ -106,6 +127,7 @@ constexpr int kAdamFactors = 7;     // see train.cpp
     extern const ColumnKernels column_kernels; \
     extern const QuantKernels quant_kernels;   \
     extern const TrainKernels train_kernels;   \
+    extern const LayerKernels layer_kernels;   \
     }
 
 EXTENSOR_DECLARE_LEVEL(scalar)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends import products
+from extensor.backends.cpu_layers import CpuLayers
 from extensor.backends.cpu_quantize import CpuQuantize, ready
 from extensor.backends.cpu_training import CpuTraining
 from extensor.backends.cpu_windows import CpuWindows
@@ -49,7 +50,7 @@ def make_backend() -> CpuBackend:
     return CpuBackend(*load_core())
 
 
-class CpuBackend(CpuQuantize, CpuTraining, CpuWindows):
+class CpuBackend(CpuQuantize, CpuTraining, CpuWindows, CpuLayers):
     """numpy, with the hot methods in C++.
 
     Attributes:
@@ -79,6 +80,7 @@ class CpuBackend(CpuQuantize, CpuTraining, CpuWindows):
             "operand_matmul": self._operand_matmul_reason,
             **self._window_reasons(),
             **self._training_reasons(),
+            **self._layer_reasons(),
         }
         if method not in reasons:
             raise ValueError(f"path: wanted one of {', '.join(reasons)}, got {method!r}")

@@ -29,6 +29,7 @@ class Adam(Optimizer):
     """
 
     decoupled = False
+    fused = True
 
     def __init__(
         self,
