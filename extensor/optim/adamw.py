@@ -11,7 +11,7 @@ __all__ = ["AdamW"]
 
 
 class AdamW(Adam):
-    """Adam whose weight decay acts on the weight itself: w *= 1 - lr weight_decay first.
+    """Adam whose weight decay acts on the weight itself: ``w *= 1 - lr * weight_decay`` first.
 
     Source: arXiv 1711.05101, algorithm 2, with the schedule folded into ``lr``. Arguments and
     errors as for `Adam`.

@@ -16,7 +16,7 @@ class LARS(SGD):
     """Momentum SGD whose step in each tensor is proportional to the tensor's norm.
 
     With g' = g + weight_decay w, the gradient is multiplied by
-    trust |w| / (|g| + weight_decay |w|), or by 1 where either norm is 0 (arXiv 1708.03888,
+    ``trust |w| / (|g| + weight_decay |w|)``, or by 1 where either norm is 0 (arXiv 1708.03888,
     section 5); then momentum as in `SGD`.
 
     Args:
