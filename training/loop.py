@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 
 import models
-from extensor import ExTensor, cross_entropy, no_grad
+from extensor import ExTensor, cross_entropy, no_grad, take
 from extensor.backends.registry import get as get_backend
 from extensor.inspect import SlotHealth
 from extensor.io import load_checkpoint, save_checkpoint
@@ -189,6 +189,9 @@ class Trainer:
         """A row of scores for each label, the labels in a row, and the mean loss of the batch."""
         scores = self.model(self._tensor(batch.inputs))
         rows, labels = scores.reshape(-1, scores.shape[-1]), batch.labels.reshape(-1)
+        asked = np.flatnonzero(labels >= 0)
+        if len(asked) < len(labels):
+            rows, labels = take(rows, self._tensor(asked), axis=0), labels[asked]
         loss = cross_entropy(rows, self._tensor(labels), smoothing)
         return rows, labels, loss
 
