@@ -18,7 +18,7 @@ from typing import Any
 
 from ci.bench.contest import write
 from training.config import RunConfig
-from training.data import DATASETS, AUGMENTATIONS
+from training.data import AUGMENTATIONS, DATASETS
 from training.loop import Trainer
 from training.runs import defaults
 
