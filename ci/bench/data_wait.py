@@ -11,6 +11,8 @@ that a step takes in all. Written to ci/bench/results/. The goal: at most 5% wai
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -69,7 +71,7 @@ def main() -> None:
                         **rows[-1]
                     )
                 )
-    write("data-wait", "python ci/bench/data_wait.py", rows)
+    write("data-wait", shlex.join(["python", "ci/bench/data_wait.py", *sys.argv[1:]]), rows)
 
 
 if __name__ == "__main__":
