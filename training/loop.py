@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,22 +144,24 @@ class Trainer:
     def _train_epoch(self) -> None:
         position = self.position
         self.quant.reset_telemetry()
+        ahead = prefetch(self.task.training(position.epoch, position.batch), PREFETCH)
         clock = time.perf_counter()
-        for batch in prefetch(self.task.training(position.epoch, position.batch), PREFETCH):
-            position.epoch_waited += time.perf_counter() - clock
-            loss, lr, good = self._step(batch)
-            now = time.perf_counter()
-            position.epoch_seconds += now - clock
-            position.seconds += now - clock
-            clock = now
-            report = self._step_report(loss, lr, not good)
-            for callback in self.callbacks:
-                callback.on_step(self, report)
-            if position.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-                self.diverged = f"no finite gradients in {MAX_SKIPPED_IN_A_ROW} steps in a row"
-                self.stop(self.diverged)
-                break
-            self._stop_if_interrupted()
+        with closing(ahead) as batches:  # however the epoch ends, the thread ends with it
+            for batch in batches:
+                position.epoch_waited += time.perf_counter() - clock
+                loss, lr, good = self._step(batch)
+                now = time.perf_counter()
+                position.epoch_seconds += now - clock
+                position.seconds += now - clock
+                clock = now
+                report = self._step_report(loss, lr, not good)
+                for callback in self.callbacks:
+                    callback.on_step(self, report)
+                if position.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                    self.diverged = f"no finite gradients in {MAX_SKIPPED_IN_A_ROW} steps in a row"
+                    self.stop(self.diverged)
+                    break
+                self._stop_if_interrupted()
 
     def _step(self, batch: Batch) -> tuple[float, float, bool]:
         """One optimizer step: (loss, learning rate, whether the gradients were finite)."""

@@ -40,8 +40,9 @@ def prepared(name: str, made_of: str, version: int, make: Callable[[], Arrays]) 
         except CheckpointError:
             pass
         else:
-            if kept.metadata.get("sha256") == _checksums(kept.tensors):
-                return kept.tensors
+            found = {k: v for k, v in kept.tensors.items() if isinstance(v, np.ndarray)}
+            if kept.metadata.get("sha256") == _checksums(found):
+                return found
     arrays = make()
     path.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(path, arrays, {"made_of": made_of, "sha256": _checksums(arrays)})
