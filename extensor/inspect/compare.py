@@ -13,7 +13,7 @@ import numpy as np
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.inspect.table import Table
-from extensor.nn.module import Hook, Module
+from extensor.nn.module import Hook, Module, evaluating
 from extensor.nn.quantize import gemm_layers
 from extensor.quant.array import QuantStats
 from extensor.quant.context import RecipeState
@@ -82,9 +82,9 @@ def compare_layers(
 ) -> LayerComparison:
     """Run both models on a batch and compare what each layer gives.
 
-    Layers are the modules with parameters of their own, and the model itself. Errors add up on
-    the way through the model, as they do in use. Both models run in evaluation mode without
-    recording gradients, and are left as they were, telemetry and random streams included.
+    Layers are the modules with products or parameters of their own, and the model itself. Errors
+    add up on the way through the model, as they do in use. Both models run in evaluation mode
+    without recording gradients, and are left as they were, telemetry and random streams included.
 
     Args:
         model: usually with a recipe applied.
@@ -106,7 +106,7 @@ def compare_layers(
             f"compare_layers: wanted two models with the same layers, got {only} in one only; "
             "build the reference like the model"
         )
-    with no_grad(), _evaluating(model), _evaluating(reference):
+    with no_grad(), evaluating(model), evaluating(reference):
         outputs: dict[str, list[np.ndarray[Any, Any]]] = {path: [] for path in wanted}
         with _hooked(wanted, lambda path, array: outputs[path].append(array)):
             reference(*inputs)
@@ -192,6 +192,7 @@ class _Sums:
 
 def _layers(model: Module) -> dict[str, Module]:
     owners = {path.rpartition(".")[0] for path, _ in model.named_parameters()}
+    owners |= {path for path, _ in gemm_layers(model)}  # a weight may be shared, or packed
     layers = {path: module for path, module in model.named_modules() if path and path in owners}
     return {**layers, OUTPUT: model}
 
@@ -222,18 +223,6 @@ def _tensors(output: Any) -> Iterator[ExTensor]:
     elif isinstance(output, (tuple, list)):
         for item in output:
             yield from _tensors(item)
-
-
-@contextlib.contextmanager
-def _evaluating(model: Module) -> Iterator[None]:
-    """Evaluation mode for a while; each module gets its own mode back."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
 
 
 @contextlib.contextmanager

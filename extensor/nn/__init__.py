@@ -38,6 +38,7 @@ from extensor.nn.parameter import Buffer, Parameter
 from extensor.nn.quantize import apply_recipe, gemm_layers
 from extensor.nn.rms_norm import RMSNorm
 from extensor.nn.sequential import Sequential
+from extensor.nn.stored import load_quantized, quantize_model, save_quantized, stored_layers
 from extensor.nn.transformer import FeedForward, TransformerBlock
 
 __all__ = [
@@ -84,4 +85,8 @@ __all__ = [
     "apply_recipe",
     "gemm_layers",
     "init",
+    "load_quantized",
+    "quantize_model",
+    "save_quantized",
+    "stored_layers",
 ]

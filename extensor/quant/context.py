@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from extensor.quant.array import QuantStats
+from extensor.quant.fixed import FixedScale
 from extensor.quant.recipe import SLOTS, LayerRecipe, Operand, Recipe
 from extensor.random import Stream
 
@@ -49,12 +50,14 @@ class LayerContext:
         index: the layer's number, part of its random streams.
         layer: its recipe; the gradient scaler may replace it.
         state: the model's.
+        fixed: the scale of the forward input, where calibration chose one beforehand.
     """
 
     path: str
     index: int
     layer: LayerRecipe
     state: RecipeState
+    fixed: FixedScale | None = None
 
     def operand(self, slot: str) -> Operand:
         """What the slot holds."""
