@@ -43,7 +43,8 @@ def test_a_run_under_several_schemes(run: Path, capsys: pytest.CaptureFixture[st
     biases = 4 * (256 + 128 + 10)
     assert rows["float32"]["nbytes"] == 4 * weights + biases
     assert rows["int8"]["nbytes"] == weights + 4 * (256 + 128 + 10) + biases
-    assert rows["mxfp4"]["bits_per_weight"] == pytest.approx(4.25, abs=0.05)  # 784 is 24.5 blocks
+    blocks = 256 * 25 + 128 * 8 + 10 * 4  # of 17 bytes; 784 values are 24.5 of them
+    assert rows["mxfp4"]["bits_per_weight"] == pytest.approx(8 * 17 * blocks / weights)
     assert rows["fp8_block8"]["bits_per_weight"] == pytest.approx(10.0)
     for name in ("int8", "mxfp4", "fp8_block8"):
         assert [r["layer"] for r in rows[name]["layers"]] == ["layers.0", "layers.1", "layers.2"]
