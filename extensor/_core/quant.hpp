@@ -25,6 +25,22 @@ INLINE void store_scales(void* scales, int64_t at, const uint32_t* stored, int64
 
 INLINE vu magnitude_bits(vf v) { return bits_of(v) & kMagnitude; }
 
+INLINE uint32_t largest_lane(vu v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epu32(reinterpret_cast<__m512i>(v));
+#else
+    uint32_t most = 0;
+    for (int i = 0; i < VL; ++i) most = v[i] > most ? v[i] : most;
+    return most;
+#endif
+}
+
+INLINE bool all_lanes(vu mask) {
+    for (int i = 0; i < VL; ++i)
+        if (mask[i] != ~0u) return false;
+    return true;
+}
+
 // The largest magnitude below infinity.
 inline uint32_t finite_maximum(const float* x, int64_t count, int64_t stride) {
     uint32_t most = 0;
@@ -57,6 +73,15 @@ struct Call {
 
     Source source() const { return {job.x, job.type}; }
     bool words() const { return plan.stochastic || plan.ties != Ties::even; }
+    // Tiles along a row that fill whole bytes and whole transforms.
+    int64_t unit() const {
+        int64_t n = 1;
+        while (n * job.tile_length * scaler.grid.bits % 8 ||
+               n * job.tile_length % most(1, plan.hadamard))
+            ++n;
+        return n;
+    }
+
     bool bytes() const { return plan.scale != Scale::float32; }
 };
 
@@ -86,12 +111,12 @@ struct Totals {
         std::memset(shared, 0, static_cast<size_t>(parts * 24));
     }
 
-    // The statistic of the whole array: over its values where tensor scales ask for that, else over
-    // the finite ones of `whole` maxima.
+    // The statistic of the whole array: of `whole` maxima the finite ones; of the tasks' own where
+    // tensor scales ask for values, or where no maxima were kept.
     void set_global(Scaler& scaler, int64_t whole) const {
         if (!scaler.needs_global()) return;
         const bool values = scaler.plan.scale == Scale::ue4m3;
-        scaler.set_global(as_float(values ? finite_maximum(reinterpret_cast<float*>(finite), parts, 1)
+        scaler.set_global(as_float(values || !whole ? finite_maximum(reinterpret_cast<float*>(finite), parts, 1)
                                           : finite_maximum(reinterpret_cast<float*>(maxima), whole, 1)));
     }
 
