@@ -264,6 +264,9 @@ int64_t stream(const Call& call, const Piece& p, Tally& tally) {
     const QuantJob& job = call.job;
     const bool direct = job.type == kFloatType<T> && !call.plan.hadamard;
     const TileCoder<Words, T> coder(call.plan.element, Tile);
+#if EXTENSOR_LANES == 16
+    const HalfTileCoder half(call.plan.scale == Scale::e8m0 ? call.plan.element : -1);
+#endif
     const int64_t groups = coded_in(job, p) / Tile / VL;
     const T* x = static_cast<const T*>(job.x) + p.first * job.length + p.start * Tile;
     uint8_t* to = job.codes + p.first * call.packed + p.start * Tile * call.scaler.grid.bits / 8;
@@ -287,11 +290,20 @@ int64_t stream(const Call& call, const Piece& p, Tally& tally) {
             code_any<Words, false, true>(call, group, maxima, tally);
             continue;
         }
+        uint8_t* codes = to + g * VL * Tile * call.scaler.grid.bits / 8;
+        store_codes(static_cast<uint8_t*>(job.scales) + p.first * call.tiles + group.start, s.stored);
+#if EXTENSOR_LANES == 16
+        if constexpr (kFloatType<T> == FloatType::bfloat16 && Tile == 32) {
+            if (half.code && all_lanes(half.covers(s, amax))) {
+                half.code(values, s, codes, counts);
+                continue;
+            }
+        }
+#endif
         int64_t stride;
         const uint32_t* words = Words ? piece_words(call, group, stride) : nullptr;
         store(apply, s.apply);
-        store_codes(static_cast<uint8_t*>(job.scales) + p.first * call.tiles + group.start, s.stored);
-        coder.code(values, apply, words, VL, to + g * VL * Tile * call.scaler.grid.bits / 8, counts);
+        coder.code(values, apply, words, VL, codes, counts);
     }
     tally.saturated[0] += static_cast<int32_t>(counts.saturated);
     tally.flushed[0] += static_cast<int32_t>(counts.flushed);

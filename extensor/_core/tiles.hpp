@@ -126,5 +126,5 @@ private:
 }  // namespace EXTENSOR_ISA
 
 #if EXTENSOR_LANES == 16
-#include "tiles_avx512.hpp"
+#include "tiles_bfloat16.hpp"
 #endif

@@ -32,7 +32,7 @@ struct RunCoder<Index, Tile, false, T> {
                                  _mm512_set1_epi32(1 << 16 | 128 >> e.mantissa_bits));
     }
 
-    // 32 codes, each in 16 bits; of four consecutive ones each, first those of x, then of x + VL.
+    // 32 codes, each in 16 bits: four of x, four of x + VL, and so on.
     static INLINE __m512i codes(const T* x, const float* apply, int64_t second, int64_t& saturated,
                                 int64_t& flushed) {
         const vf a = load(x), b = load(x + VL);
