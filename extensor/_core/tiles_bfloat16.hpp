@@ -40,6 +40,23 @@ INLINE void fold_all(__m512i (&v)[16]) {
     for (int i = 0; i < N / 2; ++i) v[i] = fold16<S>(v[2 * i], v[2 * i + 1]);
 }
 
+// The largest magnitudes of the first values of a run, lane by lane; returns how many these are.
+INLINE int64_t maximum_start(const bfloat16* x, int64_t count, vu& maxima) {
+    __m512i m[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
+    int64_t i = 0;
+    for (; i + 64 <= count; i += 64) {
+        prefetch_ahead(x + i, 64);
+        for (int k = 0; k < 2; ++k)
+            m[k] = _mm512_max_epu16(
+                m[k], _mm512_and_si512(_mm512_loadu_si512(x + i + 32 * k), magnitude));
+    }
+    m[0] = _mm512_max_epu16(m[0], m[1]);
+    const __m512i high = _mm512_and_si512(m[0], _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)));
+    maxima = reinterpret_cast<vu>(_mm512_max_epu32(high, _mm512_slli_epi32(m[0], 16)));
+    return i;
+}
+
 template <int Tile>
 INLINE vu tile_maxima(const bfloat16* x) {
     constexpr int kVectors = Tile / 2;
@@ -108,7 +125,7 @@ struct HalfCoder {
                     4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31};
                 return _mm512_permutexvar_epi16(
                     _mm512_load_si512(kOrder),
-                    RunCoder<Index, 32, false, bfloat16>::codes(x, apply, 0, saturated, flushed));
+                    RunCoder<Index, 32, false, bfloat16>::template codes<false>(x, apply, 0, saturated, flushed));
             }
             const __m512i top = _mm512_set1_epi16(e.max_code);
             n = _mm512_srli_epi16(w, kDrop);
