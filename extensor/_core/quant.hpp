@@ -90,6 +90,8 @@ struct Call {
 
 struct Counts {
     int64_t saturated, flushed;
+
+    void operator+=(const Counts& more) { saturated += more.saturated, flushed += more.flushed; }
 };
 
 inline Counts count(const Tally& tally) {
@@ -123,12 +125,12 @@ struct Totals {
                                           : finite_maximum(reinterpret_cast<float*>(maxima), whole, 1)));
     }
 
-    void finish(Call& call) const {
-        call.job.saturated = call.job.flushed = 0;
-        for (int64_t task = 0; task < parts; ++task) {
-            call.job.saturated += counts[task].saturated;
-            call.job.flushed += counts[task].flushed;
-        }
+    // Sums the counts of every `step`-th part from `first` on.
+    void finish(Call& call, int64_t first = 0, int64_t step = 1) const {
+        Counts sum = {0, 0};
+        for (int64_t part = first; part < parts; part += step) sum += counts[part];
+        call.job.saturated = sum.saturated;
+        call.job.flushed = sum.flushed;
         call.job.tensor_scale = call.scaler.tensor_scale;
     }
 };
@@ -171,8 +173,19 @@ void specialize(const Call& call, Body body) {
     call.words() ? choose.template operator()<true>() : choose.template operator()<false>();
 }
 
+// Lanes whose blocks hold numbers, and in which no code but zero decodes to zero.
+INLINE vu is_plain(const Grid& grid, const Scales& s, vu amax, vf tensor_scale) {
+    const vf least_value = (grid.smallest * s.decode) * tensor_scale;
+    return s.live & (reinterpret_cast<vu>(least_value != 0.0f) | reinterpret_cast<vu>(amax == 0u));
+}
+
 void quantize_rows(Call& call);
 void quantize_columns(Call& call);
+
+// Along rows, down columns, or both in one reading (either may be null); false, and nothing done,
+// where panels do not fit what is asked.
+bool quantize_panels(Call* along, Call* down);
+
 void dequantize(const QuantPlan& plan, const DequantJob& job);
 
 }  // namespace EXTENSOR_ISA
