@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor.backends.generic import GenericBackend
 from extensor.formats import DIALECTS, FORMATS
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
