@@ -257,7 +257,17 @@ QuantPlan make_plan(const std::string& element, const std::string& scale, const 
     return p;
 }
 
-QuantJob make_job(const Floats& x, const Layout& l) {
+FloatType float_type(const py::array& x) {
+    switch (x.dtype().char_()) {
+        case 'f': return FloatType::float32;
+        case 'e': return FloatType::float16;
+        case 'E': return FloatType::bfloat16;  // ml_dtypes
+        default: throw py::type_error("wanted float32, bfloat16 or float16, got " +
+                                      py::str(x.dtype()).cast<std::string>());
+    }
+}
+
+QuantJob make_job(const py::array& x, const Layout& l) {
     QuantJob job{};
     job.outer = l[0], job.rows = l[1], job.length = l[2], job.inner = l[3], job.coded = l[4];
     job.tile_rows = l[5], job.tile_length = l[6];
@@ -267,6 +277,9 @@ QuantJob make_job(const Floats& x, const Layout& l) {
             "quantize: the layout does not fit the array");
     require(job.inner == 1 || (job.rows == 1 && (job.tile_rows == 1 || job.outer == 1)),
             "quantize: tiles of several columns need a matrix");
+    require((x.flags() & py::array::c_style) != 0 && x.dtype().byteorder() == '=',
+            "quantize: wanted a contiguous array of this machine's byte order");
+    job.type = float_type(x);
     job.x = x.data();
     return job;
 }
@@ -289,7 +302,7 @@ int64_t tile_count(const Layout& l) {
     return l[0] * tiles * ((across + l[5] - 1) / l[5]);
 }
 
-py::tuple operand(const QuantPlan& plan, const Floats& x, const Layout& layout, const Shape& shape,
+py::tuple operand(const QuantPlan& plan, const py::array& x, const Layout& layout, const Shape& shape,
                   const std::array<uint32_t, 4>& stream) {
     QuantJob job = make_job(x, layout);
     require(product(shape) == job.outer * job.rows * job.coded * job.inner,
@@ -303,7 +316,7 @@ py::tuple operand(const QuantPlan& plan, const Floats& x, const Layout& layout, 
     return py::make_tuple(values, job.saturated, job.flushed);
 }
 
-py::tuple quantize(const QuantPlan& plan, const Floats& x, const Layout& layout,
+py::tuple quantize(const QuantPlan& plan, const py::array& x, const Layout& layout,
                    const Shape& codes_shape, const Shape& scales_shape,
                    const std::array<uint32_t, 4>& stream) {
     QuantJob job = make_job(x, layout);

@@ -19,6 +19,7 @@ struct WindowKernels {
     void (*col2im)(const Conv&, const float* columns, float* x);
 };
 
+enum class FloatType : int { float32, bfloat16, float16 };
 enum class Scale : int { e8m0, ue4m3, float32 };
 enum class Rule : int { floor, rceil, ceil, even, one, amax };
 enum class Ties : int { even, away, zero };
@@ -49,7 +50,8 @@ struct QuantStream {
 // on its last two axes; otherwise a tile is tile_length along `length` x tile_rows along `inner`,
 // and tile_rows > 1 needs outer == 1. `coded` is `length` padded to the Hadamard size.
 struct QuantJob {
-    const float* x;
+    const void* x;
+    FloatType type;  // of x
     int64_t outer, rows, length, inner, coded, tile_rows, tile_length;
     float* values;  // float32 of the coded shape, or null
     uint8_t* codes;  // packed along `length` in whole blocks, or null
@@ -69,6 +71,9 @@ struct DequantJob {
 
 struct QuantKernels {
     void (*quantize)(const QuantPlan&, const QuantStream&, QuantJob&);
+    // One array along its rows (the first of each pair) and down its columns, in one reading where
+    // that is covered.
+    void (*quantize_pair)(const QuantPlan (&)[2], const QuantStream (&)[2], QuantJob (&)[2]);
     void (*dequantize)(const QuantPlan&, const DequantJob&);
 };
 
