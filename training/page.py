@@ -39,6 +39,7 @@ __all__ = ["ReportArgs", "write_page"]
 
 LAYER_BATCH = 200
 MOST_LINES = 8
+LOW_DB = 15.0
 STYLE = Path(__file__).with_name("page.css")
 SLOT_TITLES = {"fprop.w": "weights", "fprop.x": "activations", "dgrad.g": "gradients"}
 
@@ -303,7 +304,7 @@ def _decibels(value: float) -> str:
 def _meter(value: float) -> str:
     width = 100.0 if value == math.inf else max(0.0, min(100.0, 100 * value / 50.0 or 0.0))
     width = 0.0 if math.isnan(value) else width
-    kind = "low" if width < 30 else ""
+    kind = "low" if width < 2 * LOW_DB else ""
     return f'<span class="meter {kind}"><i style="width:{width:.0f}%"></i></span>{_decibels(value)}'
 
 
@@ -334,7 +335,7 @@ def _histogram(title: str, seen: Seen) -> str:
     few = [v for v, _ in seen.grid if abs(v) in (0.0, top) or v in (-top / 2, top / 2)]
     return bars(
         title,
-        seen.format,
+        f"{seen.format}, {seen.zeros:.0%} zeros apart" if seen.zeros > 0.005 else seen.format,
         seen.edges,
         seen.counts,
         seen.axis,
@@ -435,6 +436,10 @@ def _slots(title: str, layer: LayerRecipe) -> str:
     return f"<p><code>{escape(title)}</code></p>" + _table(head, cells)
 
 
+def _short(value: object) -> str:
+    return f"{value:.0f}" if isinstance(value, float) else str(value)
+
+
 def _rest(spec: QuantSpec) -> str:
     """The fields that are not the defaults."""
     shown = ("format", "axis", "tile", "scale_rule", "rounding")
@@ -449,7 +454,7 @@ def _settings(facts: Facts) -> str:
     if facts.result is not None:
         groups.append(("versions", [(k, str(v)) for k, v in facts.result["versions"].items()]))
         keys = ("steps", "skipped_steps", "best_epoch", "stopped_early", "peak_rss_mb", "device")
-        groups.append(("run", [(k, str(facts.result.get(k))) for k in keys]))
+        groups.append(("run", [(k, _short(facts.result.get(k))) for k in keys]))
     tables = "".join(
         f"<div><h3>{escape(title)}</h3>"
         + "".join(

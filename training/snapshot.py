@@ -32,6 +32,7 @@ BATCH = 64
 VALUES = 400_000
 """Rows beyond so many values are left out."""
 BINS = 120
+INSIDE = 0.998
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,12 @@ class Seen:
     Attributes:
         format: the blocked format, or "float32" or "bfloat16".
         axis: what the values below are: "value", "value / block scale", or "log2 of it".
-        edges, counts: histogram of the values before rounding.
-        grid: (grid value, share) of every code that the values were rounded to, where the grid has
-            few; else empty.
+        edges, counts: histogram of the values before rounding, zeros apart; of dense operands the
+            largest few (`INSIDE`) are left out.
+        grid: (grid value, share of the values that are not zero) of every code that the values were
+            rounded to, where the grid has few; else empty.
         marks: named places of the grid on the axis.
+        zeros: the share of values that are exactly zero.
     """
 
     format: str
@@ -53,6 +56,7 @@ class Seen:
     counts: list[int]
     grid: list[tuple[float, float]]
     marks: list[tuple[float, str]]
+    zeros: float
 
 
 Operands = dict[str, dict[str, Seen]]
@@ -135,8 +139,11 @@ def on_grid(x: np.ndarray[Any, Any], operand: Operand) -> Seen:
     """A matrix blocked along its rows, beside the grid it is rounded to."""
     x = np.ascontiguousarray(x[: max(1, VALUES // max(x.shape[1], 1))])
     if not isinstance(operand, QuantSpec):
-        edges, counts = _histogram(x[np.isfinite(x)])
-        return Seen(operand, "value", edges, counts, [], [])
+        values = x[np.isfinite(x) & (x != 0)]
+        end = float(np.quantile(np.abs(values), INSIDE)) if values.size else 1.0
+        low = -end if (values < 0).any() else 0.0
+        edges, counts = _histogram(values, (low, end))
+        return Seen(operand, "value", edges, counts, [], [], _zeros(x))
     if operand.transform is not None:
         x = np.asarray(hadamard(x, operand.transform))
     spec = operand.replace(
@@ -148,44 +155,46 @@ def on_grid(x: np.ndarray[Any, Any], operand: Operand) -> Seen:
     coded = len(q.codes), q.codes.shape[1] * 8 // element.bits
     top = pack(np.full(coded, element.max_magnitude_code, np.uint8), element.bits)
     tops = dequantize(dataclasses.replace(q, codes=top))  # each value's scale, times the top
-    good = np.isfinite(tops) & (tops > 0)
+    good = np.isfinite(tops) & (tops > 0) & (x != 0)
     scaled = (x[good].astype(np.float64) / tops[good]) * element.max
     if element.bits == 8 and element.is_float:
-        return _logarithmic(spec, scaled)
-    edges, counts = _histogram(np.clip(scaled, -1.25 * element.max, 1.25 * element.max))
+        return _logarithmic(spec, scaled, _zeros(x))
+    end = 1.1 * element.max
+    edges, counts = _histogram(scaled, (-end if (scaled < 0).any() else -0.05 * end, end))
     grid: list[tuple[float, float]] = []
     if element.bits < 8:
         seen = np.bincount(codes[good], minlength=1 << element.bits) / max(int(good.sum()), 1)
         shares: dict[float, float] = {}
         for code, share in enumerate(seen):
-            value = float(element.values[code])
-            if np.isfinite(value):
-                shares[value + 0.0] = shares.get(value + 0.0, 0.0) + float(share)
-        grid = sorted((value, share) for value, share in shares.items())
-    ends = [(sign * element.max, f"{sign * element.max:g}") for sign in (-1, 1)]
-    return Seen(spec.format, "value / block scale", edges, counts, grid, [] if grid else ends)
+            value = float(element.values[code]) + 0.0  # -0 and 0 are one place
+            if value >= edges[0]:
+                shares[value] = shares.get(value, 0.0) + float(share)
+        grid = sorted(shares.items())
+    marks = [] if grid else [(sign * element.max, f"{sign * element.max:g}") for sign in (-1, 1)]
+    marks = [mark for mark in marks if mark[0] >= edges[0]]
+    return Seen(spec.format, "value / block scale", edges, counts, grid, marks, _zeros(x))
 
 
-def _logarithmic(spec: QuantSpec, scaled: np.ndarray[Any, Any]) -> Seen:
+def _zeros(x: np.ndarray[Any, Any]) -> float:
+    return float((x == 0).mean()) if x.size else 0.0
+
+
+def _logarithmic(spec: QuantSpec, scaled: np.ndarray[Any, Any], zeros: float) -> Seen:
     """A grid of many binades: magnitudes by their logarithm, with where it ends."""
     element = spec.row.element
-    least, largest = np.log2(element.min_positive), np.log2(element.max)
-    magnitude = np.abs(scaled[scaled != 0])
-    logs = np.clip(np.log2(magnitude), least - 4, largest + 1) if magnitude.size else np.zeros(0)
-    edges, counts = _histogram(logs, (least - 4, largest + 1))
+    least, largest = float(np.log2(element.min_positive)), float(np.log2(element.max))
+    ends = (least - 4, largest + 1)
+    edges, counts = _histogram(np.clip(np.log2(np.abs(scaled)), *ends), ends)
     marks = [
-        (float(least - 1), "flushed below"),
+        (least - 1, "flushed below"),
         (float(element.min_exponent), "normal from"),
-        (float(largest), "top"),
+        (largest, "top"),
     ]
-    return Seen(spec.format, "log2(|value| / block scale)", edges, counts, [], marks)
+    return Seen(spec.format, "log2(|value| / block scale)", edges, counts, [], marks, zeros)
 
 
 def _histogram(
-    values: np.ndarray[Any, Any], ends: tuple[float, float] | None = None
+    values: np.ndarray[Any, Any], ends: tuple[float, float]
 ) -> tuple[list[float], list[int]]:
-    if ends is None:
-        low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
-        ends = (low, high) if high > low else (low - 0.5, high + 0.5)
     counts, edges = np.histogram(values, BINS, ends)
     return edges.tolist(), counts.tolist()

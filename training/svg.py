@@ -98,7 +98,9 @@ class _Axes:
 
 def _wide(ends: tuple[float, float]) -> tuple[float, float]:
     low, high = ends
-    return (low - 0.5, high + 0.5) if not high > low else (low, high)
+    if high > low:
+        return low, high
+    return (0.0, 1.0) if low == 0.0 else (low - abs(low) / 2, low + abs(low) / 2)
 
 
 def _figure(inner: str, title: str, height: int = HEIGHT) -> str:
