@@ -160,7 +160,8 @@ def on_grid(x: np.ndarray[Any, Any], operand: Operand) -> Seen:
     if element.bits == 8 and element.is_float:
         return _logarithmic(spec, scaled, _zeros(x))
     end = 1.1 * element.max
-    edges, counts = _histogram(scaled, (-end if (scaled < 0).any() else -0.05 * end, end))
+    ends = (-end if (scaled < 0).any() else -0.05 * end, end)
+    edges, counts = _histogram(np.clip(scaled, *ends), ends)  # what saturates piles up there
     grid: list[tuple[float, float]] = []
     if element.bits < 8:
         seen = np.bincount(codes[good], minlength=1 << element.bits) / max(int(good.sum()), 1)

@@ -140,11 +140,6 @@ def lines(
     xs = [x for _, points in good for x, _ in points]
     axes = _Axes((min(xs), max(xs)), limits, log)
     parts = [axes.frame(x_label)]
-    if threshold is not None:
-        at = axes.up(threshold[0])
-        parts.append(f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" '
-                     f'y2="{at:.1f}"/><text class="tick" x="{WIDTH - RIGHT}" y="{at - 4:.1f}" '
-                     f'text-anchor="end">{escape(threshold[1])}</text>')  # fmt: skip
     for place, (line, _) in enumerate(good):
         color = COLORS[place % len(COLORS)]
         for piece in _pieces(line, log):
@@ -155,6 +150,11 @@ def lines(
             parts.append(f'<circle cx="{axes.across(x):.1f}" cy="{axes.up(y):.1f}" r="2.6" '
                          f'fill="{color}"><title>{escape(line.name)}, {escape(x_label)} '
                          f"{number(x)}: {y:.5g}</title></circle>")  # fmt: skip
+    if threshold is not None:  # last, so that its name can be read
+        at = axes.up(threshold[0])
+        parts.append(f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" '
+                     f'y2="{at:.1f}"/><text class="tick" x="{WIDTH - RIGHT}" y="{at + 14:.1f}" '
+                     f'text-anchor="end">{escape(threshold[1])}</text>')  # fmt: skip
     keys = "".join(
         f'<span><i style="background:{COLORS[place % len(COLORS)]}"></i>{escape(line.name)}</span>'
         for place, line in enumerate(series)
