@@ -20,16 +20,6 @@ constexpr int MI = VL == 16 ? 6 : 2;          // rows of an integer tile
 constexpr int MF = VL == 16 ? 12 : VL == 8 ? 6 : 2;  // rows of a float tile
 constexpr int64_t kRun = 1024;                // along k, of one visit to an integer tile; kMaxStep or more
 
-INLINE vf multiply_add(vf a, vf b, vf c) {
-#if defined(__AVX512F__)
-    return _mm512_fmadd_ps(a, b, c);
-#elif defined(__FMA__)
-    return _mm256_fmadd_ps(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
 INLINE vi splat_int(int32_t x) { return x - vi{}; }
 
 // sum + the dot product of four bytes in each lane, b's unsigned and a's signed. Narrow: no sum of

@@ -219,7 +219,7 @@ py::tuple bf16_range(const py::array_t<float>& x) {
 
 Floats weight_matmul(const Floats& x, const Matrix& w) {
     require(x.ndim() == 2 && x.shape(1) == w.k && x.shape(0) > 0 && x.shape(0) <= kMaxRows,
-            "weight_matmul: wanted x of (1 to 8, k)");
+            "weight_matmul: wanted x of (1 to 32, k)");
     const int bits = kElements[w.m.element].bits;
     const int64_t tile = w.m.tile_length;
     require(bits == 8 || (bits == 4 && (tile == 16 || tile == 32 || tile == 64 || tile % 128 == 0 ||
