@@ -680,7 +680,9 @@ def check_sgd(backend: cpu.CpuBackend) -> None:
                 if one is not None:
                     assert_bytes(one, two, (n, options, backend.path("sgd", *mine, *options)))
     strided = plain((34,))[::2]
-    assert "strided" in backend.path("sgd", strided, strided, None, 0.1, 0.0, 0.0, False) or not CORE
+    assert (
+        "strided" in backend.path("sgd", strided, strided, None, 0.1, 0.0, 0.0, False) or not CORE
+    )
 
 
 CHECKS: dict[str, Callable[[cpu.CpuBackend], None]] = {
@@ -747,7 +749,6 @@ def test_path_names_the_reason() -> None:
     x = plain((2, 3, 8, 8))
     w = plain((4, 3, 3, 3))
     window = Window((3, 3))
-    strided = Window((3, 3), stride=(2, 2))
     q, _ = GENERIC.quantize(x, QuantSpec("mxfp4", transform=Hadamard(16)))
     for reason, method, *args in (
         ("float64", "im2col", x.astype(np.float64), window),
