@@ -29,13 +29,16 @@ void panel_row_maxima(const QuantJob& job, const float* panel, int64_t deep, uin
     if (job.tile_rows > 1) combine(maxima, 1, deep, job.tile_rows, across, across, 1);
 }
 
-// The random words of a row's tiles.
-const uint32_t* row_words(const Call& call, const RowPiece& p, int64_t row) {
+// The random words of all tiles, row after row.
+const uint32_t* panel_row_words(const Call& call, const RowPiece& p) {
     const QuantJob& job = call.job;
-    uint32_t* words = scratch_of<uint32_t>(Slot::weights, kWide + 8 * VL);
-    philox_run(words, static_cast<uint32_t>((p.top + row) % job.tile_rows * call.calls),
-               static_cast<uint32_t>(call.calls), static_cast<uint32_t>(first_block(call, p, row)),
-               tiles_across(job), call.stream);
+    const Philox philox(call.stream);
+    uint32_t* words = scratch_of<uint32_t>(Slot::weights, p.rows * kWide + 2 * VL);
+    for (int64_t r = 0; r < p.rows; ++r)
+        philox_run(philox, words + r * kWide,
+                   static_cast<uint32_t>((p.top + r) % job.tile_rows * call.calls),
+                   static_cast<uint32_t>(call.calls), static_cast<uint32_t>(first_block(call, p, r)),
+                   tiles_across(job));
     return words;
 }
 
@@ -63,11 +66,12 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
     }
     const TileCoder coder = Codes && all_lanes(plain) ? tile_coder<Words>(call.plan.element, tile) : nullptr;
     const int64_t bytes = p.tiles * tile * grid.bits / 8;
+    const uint32_t* all_words = Words ? panel_row_words(call, p) : nullptr;
     TileCounts counts;
     for (int64_t r = 0; r < p.rows; ++r, apply += across, decode += across, live += across) {
         ahead.row(r);
         const float* x = p.panel + r * kWide;
-        const uint32_t* words = Words ? row_words(call, p, r) : nullptr;
+        const uint32_t* words = Words ? all_words + r * kWide : nullptr;
         const int64_t row = p.image * job.rows + p.top + r;
         if constexpr (Codes) {
             uint8_t* to = job.codes + row * call.packed + p.j * grid.bits / 8;

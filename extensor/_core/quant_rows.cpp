@@ -80,15 +80,16 @@ uint32_t* row_words(const Call& call, int64_t first, int64_t count, int64_t& str
     const uint32_t calls = static_cast<uint32_t>(call.calls);
     const int64_t raw = 4 * call.calls, room = total * raw + 8 * VL;
     uint32_t* words = scratch_of<uint32_t>(Slot::weights, call.plan.rbits == 8 ? 5 * room : room);
+    const Philox philox(call.stream);
     if (band == 1) {
-        philox_run(words, 0, calls, static_cast<uint32_t>(first * call.tiles), total, call.stream);
+        philox_run(philox, words, 0, calls, static_cast<uint32_t>(first * call.tiles), total);
     } else {
         const int64_t bands = ceil_div(job.rows, band);
         for (int64_t r = 0; r < count; ++r) {
             const int64_t row = (first + r) % job.rows, image = (first + r) / job.rows;
-            philox_run(words + r * call.tiles * raw, static_cast<uint32_t>(row % band) * calls, calls,
-                       static_cast<uint32_t>((image * bands + row / band) * call.tiles), call.tiles,
-                       call.stream);
+            philox_run(philox, words + r * call.tiles * raw,
+                       static_cast<uint32_t>(row % band) * calls, calls,
+                       static_cast<uint32_t>((image * bands + row / band) * call.tiles), call.tiles);
         }
     }
     stride = raw;
