@@ -120,12 +120,11 @@ void code_piece(const Call& call, const ColumnPiece& p, const vu (&amax)[4], con
                 Tally& tally) {
     const QuantJob& job = call.job;
     const Grid& grid = call.scaler.grid;
-    const vf tensor_scale = splat(call.scaler.tensor_scale);
     Scales s[4] = {};
     vu plain = splat(~0u);
     for (int64_t k = 0; k < p.vectors(); ++k) {
         s[k] = call.scaler.of(amax[k]);
-        plain &= is_plain(grid, s[k], amax[k], tensor_scale);
+        plain &= is_plain(s[k], amax[k], call.scaler.tensor_scale, grid);
     }
     const PanelWords words = Words ? column_words(call, p) : PanelWords{};
     ByteRows out = {};

@@ -7,10 +7,11 @@
 namespace EXTENSOR_ISA {
 namespace {
 
-// Rows [top, top + rows) of a panel from column j on; `tiles` tiles of each row are the array's.
+// Rows [top, top + rows) of a panel from column j on, zeros below them down to `deep`; `tiles` tiles
+// of each row are the array's.
 struct RowPiece {
     const float* panel;
-    int64_t image, top, rows, j, tiles;
+    int64_t image, top, rows, deep, j, tiles;
 };
 
 INLINE int64_t tiles_across(const QuantJob& job) { return kWide / job.tile_length; }
@@ -24,8 +25,9 @@ INLINE int64_t first_block(const Call& call, const RowPiece& p, int64_t row) {
 // Maxima of all tiles of a panel, one per row of the panel and tile.
 void panel_row_maxima(const QuantJob& job, const float* panel, int64_t deep, uint32_t* maxima) {
     const int64_t across = tiles_across(job);
-    job.tile_length == 16 ? tile_maxima<16>(panel, deep * across, maxima)
-                          : tile_maxima<32>(panel, deep * across, maxima);
+    for (int64_t t = 0; t < deep * across; t += VL)
+        store(maxima + t, job.tile_length == 16 ? tile_maxima<16>(panel + t * 16)
+                                                : tile_maxima<32>(panel + t * 32));
     if (job.tile_rows > 1) combine(maxima, 1, deep, job.tile_rows, across, across, 1);
 }
 
@@ -33,8 +35,8 @@ void panel_row_maxima(const QuantJob& job, const float* panel, int64_t deep, uin
 const uint32_t* panel_row_words(const Call& call, const RowPiece& p) {
     const QuantJob& job = call.job;
     const Philox philox(call.stream);
-    uint32_t* words = scratch_of<uint32_t>(Slot::weights, p.rows * kWide + 2 * VL);
-    for (int64_t r = 0; r < p.rows; ++r)
+    uint32_t* words = scratch_of<uint32_t>(Slot::weights, p.deep * kWide + 2 * VL);
+    for (int64_t r = 0; r < p.deep; ++r)
         philox_run(philox, words + r * kWide,
                    static_cast<uint32_t>((p.top + r) % job.tile_rows * call.calls),
                    static_cast<uint32_t>(call.calls), static_cast<uint32_t>(first_block(call, p, r)),
@@ -47,7 +49,7 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
                      const Ahead& ahead, Tally& tally) {
     const QuantJob& job = call.job;
     const Grid& grid = call.scaler.grid;
-    const int64_t across = tiles_across(job), total = p.rows * across, tile = job.tile_length;
+    const int64_t across = tiles_across(job), total = p.deep * across, tile = job.tile_length;
     const vf element_scale = splat(call.plan.element_scale), tensor_scale = splat(call.scaler.tensor_scale);
     const int64_t room = round_up(total, VL);
     float* apply = scratch_of<float>(Slot::planes, 4 * room);
@@ -58,52 +60,49 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
     for (int64_t i = 0; i < total; i += VL) {
         const vu amax = load(maxima + i);
         const Scales s = call.scaler.of(amax);
-        plain &= is_plain(grid, s, amax, tensor_scale);
+        plain &= is_plain(s, amax, call.scaler.tensor_scale, grid);
         store(apply + i, s.apply);
         store(decode + i, s.decode);
         store(live + i, s.live);
         store(stored + i, s.stored);
     }
-    const TileCoder coder = Codes && all_lanes(plain) ? tile_coder<Words>(call.plan.element, tile) : nullptr;
-    const int64_t bytes = p.tiles * tile * grid.bits / 8;
-    const uint32_t* all_words = Words ? panel_row_words(call, p) : nullptr;
+    const uint32_t* words = Words ? panel_row_words(call, p) : nullptr;
+    uint8_t* packed = Codes ? scratch_of<uint8_t>(Slot::offsets, p.deep * kWide) : nullptr;
+    const int64_t pitch = kWide * grid.bits / 8;
+    const TileCoder<Words, float> coder(call.plan.element, tile);
     TileCounts counts;
-    for (int64_t r = 0; r < p.rows; ++r, apply += across, decode += across, live += across) {
-        ahead.row(r);
-        const float* x = p.panel + r * kWide;
-        const uint32_t* words = Words ? all_words + r * kWide : nullptr;
-        const int64_t row = p.image * job.rows + p.top + r;
-        if constexpr (Codes) {
-            uint8_t* to = job.codes + row * call.packed + p.j * grid.bits / 8;
-            if ((p.top + r) % job.tile_rows == 0)
-                store_scales(job.scales, first_block(call, p, r), stored + r * across, p.tiles,
-                             call.bytes());
-            if (coder && p.tiles == across) {
-                coder(x, apply, words, call.plan.element_scale, across, to, counts);
-                continue;
-            }
-            uint8_t packed[kWide];
-            if (coder) {
-                coder(x, apply, words, call.plan.element_scale, across, packed, counts);
-                std::memcpy(to, packed, static_cast<size_t>(bytes));
-                continue;
-            }
+    bool done = false;
+    if constexpr (Codes) {
+        // The panel's rows follow one another: one run of whole tiles.
+        if (coder.code && all_lanes(plain) && p.deep * kWide % coder.batch == 0) {
+            coder.code(p.panel, apply, words, p.deep * across, packed, counts);
+            done = true;
         }
+    }
+    for (int64_t r = 0; r < p.rows; ++r) {
+        ahead.row(r);
+        const int64_t row = p.image * job.rows + p.top + r;
         uint8_t codes[kWide];
-        for (int64_t i = 0; i < kWide; i += VL) {
-            const int64_t t = i / tile;
+        for (int64_t i = 0; !done && i < kWide; i += VL) {
+            const int64_t t = r * across + i / tile;
             const Scales s = {splat(apply[t]), splat(decode[t]), splat(live[t]), vu{}};
             vu code;
             const vf value = quantize_vector<Words, false, Codes>(
-                load(x + i), Words ? load(words + i) : vu{}, s, element_scale, tensor_scale, grid,
-                tally, code);
+                load(p.panel + r * kWide + i), Words ? load(words + r * kWide + i) : vu{}, s,
+                element_scale, tensor_scale, grid, tally, code);
             if constexpr (Codes)
                 store_codes(codes + i, code);
             else if (p.j + i < job.coded)
                 store_upto(job.values + row * job.coded + p.j + i, value, job.coded - p.j - i);
         }
-        if constexpr (Codes)
-            pack_row(codes, p.tiles * tile, grid.bits, job.codes + row * call.packed + p.j * grid.bits / 8);
+        if constexpr (Codes) {
+            if (!done) pack_row(codes, kWide, grid.bits, packed + r * pitch);
+            std::memcpy(job.codes + row * call.packed + p.j * grid.bits / 8, packed + r * pitch,
+                        static_cast<size_t>(p.tiles * tile * grid.bits / 8));
+            if ((p.top + r) % job.tile_rows == 0)
+                store_scales(job.scales, first_block(call, p, r), stored + r * across, p.tiles,
+                             call.bytes());
+        }
     }
     tally.saturated[0] += static_cast<int32_t>(counts.saturated);
     tally.flushed[0] += static_cast<int32_t>(counts.flushed);
@@ -144,7 +143,7 @@ struct Cut {
 };
 
 bool fits(const Call& call) {
-    return call.plan.scale != Scale::float32 && (call.plan.stochastic ? call.plan.rbits == 32 : !call.words());
+    return call.plan.element_scale == 1 && call.plan.scale != Scale::float32 && (call.plan.stochastic ? call.plan.rbits == 32 : !call.words());
 }
 
 bool fits_along(const Call& call, const Cut& cut) {
@@ -167,7 +166,7 @@ struct Panel {
     Ahead ahead;
 
     RowPiece rows(const QuantJob& job) const {
-        return {along, image, top, real, j, ceil_div(lanes, job.tile_length)};
+        return {along, image, top, real, deep, j, ceil_div(lanes, job.tile_length)};
     }
 
     // Calls body(piece, maxima of its columns) for every tile down the columns.
