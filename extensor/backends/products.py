@@ -19,8 +19,9 @@ With a (M, K), b (N, K), u = 2**-24, gamma_n = n u / (1 - n u), no overflow, and
 
 against the product of the exact values (codes times scales, unrounded), up to what underflows:
 less than 2**-126 a term, nothing for bf16 (before a tensor scale); for weights also 2**-149 of the
-term's block scale, since a block's sum of x times codes is scaled as a whole. A term of a bf16 product passes
-at most 16 multiply-adds, one addition of even to odd, ceil(K / 32) to the result and the tensor
+term's block scale, since a block's sum of x times codes is scaled as a whole. A term of a bf16
+product passes at most 16 multiply-adds, one addition of even to odd, ceil(K / 32) to the result and
+the tensor
 scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and Stability of Numerical Algorithms, 3.1).
 """
 
