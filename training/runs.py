@@ -72,8 +72,8 @@ DIGITS = {"augment": "shift"}
 LARGE = {"epochs": 5, "batch_size": 64, "lr": 0.03, "warmup_epochs": 0.25}
 
 # Photographs: the usual setting for CIFAR-10 (SGD, cosine, weight decay 5e-4, crops and flips). Not
-# tuned here: an epoch takes minutes to hours on a CPU. Smaller grey images in
-# smaller batches: a fifth of the rate, shifts, fewer epochs.
+# tuned here: an epoch takes minutes to hours on a CPU. Small grey images in smaller batches: a fifth
+# of the rate, shifts, fewer epochs.
 PHOTOS = {
     "epochs": 30,
     "batch_size": 128,
