@@ -71,8 +71,8 @@ class Run:
 DIGITS = {"augment": "shift"}
 LARGE = {"epochs": 5, "batch_size": 64, "lr": 0.03, "warmup_epochs": 0.25}
 
-# Photographs: the usual setting for CIFAR-10 (SGD, cosine, weight decay 5e-4, crops and flips). Not
-# tuned here: an epoch takes minutes to hours on a CPU. Small grey images in smaller batches: a fifth
+# Photographs: the usual setting for CIFAR-10 (SGD, cosine, weight decay 5e-4, crops and flips), not
+# tuned here: an epoch takes minutes to hours on a CPU. Small grey images: smaller batches, a fifth
 # of the rate, shifts, fewer epochs.
 PHOTOS = {
     "epochs": 30,
@@ -82,6 +82,7 @@ PHOTOS = {
     "augment": "flip",
 }
 SMALL = {"epochs": 5, "batch_size": 32, "augment": "shift"}
+GREY = ("digits", "mnist", "fashion_mnist")
 
 # nanoGPT's setting for a CPU (README, "I only have a macbook"): 2,000 steps of 12 windows of 64
 # letters, evaluated every 250 steps, here on 512 fixed windows.
@@ -125,7 +126,7 @@ RUNS: dict[str, Run] = {
             task="classification",
             dataset="cifar10",
             settings={"variant": variant, **PHOTOS, "lr": lr},
-            datasets=dict.fromkeys(("digits", "mnist", "fashion_mnist"), SMALL),
+            datasets=dict.fromkeys(GREY, {**SMALL, "lr": lr / 5}),
         )
         for model, variant, lr, doc in (
             ("alexnet", "alexnet", 0.01, "AlexNet for 32x32: five convolutions, three linear"),
