@@ -226,6 +226,8 @@ def check_dequantize(backend: cpu.CpuBackend) -> None:
     for case, (q, _), _, wanted in quant_table():
         what = (case[0].shape, case[1], backend.path("dequantize", q))
         assert_bytes(backend.dequantize(q), wanted, what)
+        for dtype in ("bfloat16", "float16"):
+            assert_bytes(backend.dequantize(q, dtype), narrow(wanted, dtype), (dtype, *what))
 
 
 # --- blocked products (bounds, variants and special blocks: unit/backends/test_block_matmul.py) --

@@ -324,7 +324,7 @@ def _train_help(model: str) -> str:
             _recipe_rows(),
             f"example: {PROGRAM} {model} --recipe mxfp4 --seed 1 --out runs/{model}-mxfp4",
             f"The folder then holds {CONFIG}, metrics.jsonl, result.json, tensorboard/, "
-            "checkpoint.safetensors (last) and checkpoint-best.safetensors.",
+            "checkpoint.safetensors (last) and, with --val-share, checkpoint-best.safetensors.",
         )
     )
 

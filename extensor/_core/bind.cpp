@@ -107,13 +107,13 @@ QuantPlan make_plan(const std::string& element, const std::string& scale, const 
     return p;
 }
 
-FloatType float_type(const py::array& x) {
-    switch (x.dtype().char_()) {
+FloatType float_type(const py::dtype& dtype) {
+    switch (dtype.char_()) {
         case 'f': return FloatType::float32;
         case 'e': return FloatType::float16;
         case 'E': return FloatType::bfloat16;  // ml_dtypes
         default: throw py::type_error("wanted float32, bfloat16 or float16, got " +
-                                      py::str(x.dtype()).cast<std::string>());
+                                      py::str(dtype).cast<std::string>());
     }
 }
 
@@ -129,7 +129,7 @@ QuantJob make_job(const py::array& x, const Layout& l) {
             "quantize: tiles of several columns need a matrix");
     require((x.flags() & py::array::c_style) != 0 && x.dtype().byteorder() == '=',
             "quantize: wanted a contiguous array of this machine's byte order");
-    job.type = float_type(x);
+    job.type = float_type(x.dtype());
     job.x = x.data();
     return job;
 }
@@ -193,8 +193,9 @@ py::tuple quantize(const QuantPlan& plan, const py::array& x, const Layout& layo
     return py::make_tuple(codes, scales, job.tensor_scale, job.saturated, job.flushed);
 }
 
-Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& scales,
-                  float tensor_scale, const Layout& layout, const Shape& shape) {
+py::array dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& scales,
+                     float tensor_scale, const Layout& layout, const Shape& shape,
+                     const py::dtype& dtype) {
     DequantJob job{};
     job.outer = layout[0], job.rows = layout[1], job.length = layout[2], job.inner = layout[3];
     job.tile_rows = layout[5], job.tile_length = layout[6], job.tensor_scale = tensor_scale;
@@ -208,7 +209,8 @@ Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& sc
                 (floats ? py::isinstance<py::array_t<float>>(scales)
                         : py::isinstance<py::array_t<uint8_t>>(scales)),
             "dequantize: wanted scales as contiguous bytes, or float32 for a float scale");
-    Floats values = buffers::array<float>(shape);
+    job.type = float_type(dtype);
+    py::array values = buffers::array(dtype, shape);
     job.codes = codes.data();
     job.scales = scales.data();
     job.values = values.mutable_data();
