@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from extensor.quant.spec import Hadamard, QuantSpec
 
@@ -28,7 +29,7 @@ def specs() -> Iterator[QuantSpec]:
     """What takes each kernel's different paths."""
     for rounding in ("nearest_even", "stochastic"):
         for axis in (-1, 0):
-            common = {"axis": axis, "rounding": rounding, "rbits": 8}
+            common: dict[str, Any] = {"axis": axis, "rounding": rounding, "rbits": 8}
             for name in ("mxfp4", "mxfp6_e2m3", "mxfp8_e4m3", "nvfp4"):
                 yield QuantSpec(name, **common)
                 yield QuantSpec(name, transform=Hadamard(64), **common)
