@@ -16,7 +16,7 @@ from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
-__all__ = ["CpuQuantize", "ready"]
+__all__ = ["CpuQuantize", "place", "ready"]
 
 _NO_STREAM = (0, 0, 0, 0)
 _FLOAT32 = np.dtype(np.float32)
@@ -45,7 +45,7 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._quantize_reason(x, spec, stream, previous_amax):
             return super().quantize(x, spec, stream, previous_amax)
-        placed = _place(self.core, spec, x.shape)
+        placed = place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         codes, scales, tensor_scale, saturated, flushed = self.core.quantize(
             placed.plan,
@@ -75,7 +75,7 @@ class CpuQuantize(GenericBackend):
             return reason
         if previous_amax is not None:
             return "a running maximum"
-        placed = _place(self.core, spec, x.shape)
+        placed = place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         return placed.no_codes
 
@@ -83,7 +83,7 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._dequantize_reason(q):
             return super().dequantize(q)
-        placed = _place(self.core, q.spec, q.shape)
+        placed = place(self.core, q.spec, q.shape)
         assert isinstance(placed, _Placed)
         tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
         codes, scales = ready(q.codes), ready(q.scales)
@@ -98,7 +98,7 @@ class CpuQuantize(GenericBackend):
             return "a Hadamard transform to undo"
         if math.prod(q.shape) == 0:
             return "empty array"
-        placed = _place(self.core, q.spec, q.shape)
+        placed = place(self.core, q.spec, q.shape)
         return placed if isinstance(placed, str) else None
 
     def operand(
@@ -107,7 +107,7 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._operand_reason(x, spec, stream):
             return super().operand(x, spec, stream)
-        placed = _place(self.core, spec, x.shape)
+        placed = place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         values, saturated, flushed = self.core.operand(
             placed.plan, _as_float32(x), placed.layout, placed.coded, _stream_words(stream)
@@ -127,7 +127,7 @@ class CpuQuantize(GenericBackend):
             return "the stream does not go with the rounding"
         if spec.kernel_gap:
             return spec.kernel_gap
-        placed = _place(self.core, spec, x.shape)
+        placed = place(self.core, spec, x.shape)
         return placed if isinstance(placed, str) else None
 
 
@@ -170,7 +170,7 @@ class _Placed:
 
 
 @lru_cache(maxsize=4096)
-def _place(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> _Placed | str:
+def place(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> _Placed | str:
     """The spec on arrays of ``shape``, or why the core does not cover it."""
     try:
         spec = spec.resolve(len(shape))

@@ -83,8 +83,7 @@ class Conv2d(Module):
         options = (self.stride, self.padding, self.dilation, self.groups)
         if self.quant is None:
             return conv2d(x, self.weight, self.bias, *options)
-        y = quantized_conv2d(x, self.weight, self.quant, *options)
-        return y if self.bias is None else y + self.bias.reshape((1, -1, 1, 1))
+        return quantized_conv2d(x, self.weight, self.quant, *options, self.bias)
 
     def extra_repr(self) -> str:
         """Its sizes, and the options that are not the defaults."""

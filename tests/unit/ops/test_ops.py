@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor.testing import assert_bitwise_equal
 
 INF, NAN = np.inf, np.nan
 
