@@ -107,7 +107,17 @@ QuantPlan make_plan(const std::string& element, const std::string& scale, const 
     return p;
 }
 
-QuantJob make_job(const Floats& x, const Layout& l) {
+FloatType float_type(const py::dtype& dtype) {
+    switch (dtype.char_()) {
+        case 'f': return FloatType::float32;
+        case 'e': return FloatType::float16;
+        case 'E': return FloatType::bfloat16;  // ml_dtypes
+        default: throw py::type_error("wanted float32, bfloat16 or float16, got " +
+                                      py::str(dtype).cast<std::string>());
+    }
+}
+
+QuantJob make_job(const py::array& x, const Layout& l) {
     QuantJob job{};
     job.outer = l[0], job.rows = l[1], job.length = l[2], job.inner = l[3], job.coded = l[4];
     job.tile_rows = l[5], job.tile_length = l[6];
@@ -117,6 +127,9 @@ QuantJob make_job(const Floats& x, const Layout& l) {
             "quantize: the layout does not fit the array");
     require(job.inner == 1 || (job.rows == 1 && (job.tile_rows == 1 || job.outer == 1)),
             "quantize: tiles of several columns need a matrix");
+    require((x.flags() & py::array::c_style) != 0 && x.dtype().byteorder() == '=',
+            "quantize: wanted a contiguous array of this machine's byte order");
+    job.type = float_type(x.dtype());
     job.x = x.data();
     return job;
 }
@@ -139,7 +152,7 @@ int64_t tile_count(const Layout& l) {
     return l[0] * tiles * ((across + l[5] - 1) / l[5]);
 }
 
-py::tuple operand(const QuantPlan& plan, const Floats& x, const Layout& layout, const Shape& shape,
+py::tuple operand(const QuantPlan& plan, const py::array& x, const Layout& layout, const Shape& shape,
                   const std::array<uint32_t, 4>& stream) {
     QuantJob job = make_job(x, layout);
     require(product(shape) == job.outer * job.rows * job.coded * job.inner,
@@ -153,7 +166,7 @@ py::tuple operand(const QuantPlan& plan, const Floats& x, const Layout& layout, 
     return py::make_tuple(values, job.saturated, job.flushed);
 }
 
-py::tuple quantize(const QuantPlan& plan, const Floats& x, const Layout& layout,
+py::tuple quantize(const QuantPlan& plan, const py::array& x, const Layout& layout,
                    const Shape& codes_shape, const Shape& scales_shape,
                    const std::array<uint32_t, 4>& stream) {
     QuantJob job = make_job(x, layout);
@@ -180,8 +193,9 @@ py::tuple quantize(const QuantPlan& plan, const Floats& x, const Layout& layout,
     return py::make_tuple(codes, scales, job.tensor_scale, job.saturated, job.flushed);
 }
 
-Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& scales,
-                  float tensor_scale, const Layout& layout, const Shape& shape) {
+py::array dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& scales,
+                     float tensor_scale, const Layout& layout, const Shape& shape,
+                     const py::dtype& dtype) {
     DequantJob job{};
     job.outer = layout[0], job.rows = layout[1], job.length = layout[2], job.inner = layout[3];
     job.tile_rows = layout[5], job.tile_length = layout[6], job.tensor_scale = tensor_scale;
@@ -195,7 +209,8 @@ Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& sc
                 (floats ? py::isinstance<py::array_t<float>>(scales)
                         : py::isinstance<py::array_t<uint8_t>>(scales)),
             "dequantize: wanted scales as contiguous bytes, or float32 for a float scale");
-    Floats values = buffers::array<float>(shape);
+    job.type = float_type(dtype);
+    py::array values = buffers::array(dtype, shape);
     job.codes = codes.data();
     job.scales = scales.data();
     job.values = values.mutable_data();

@@ -20,7 +20,7 @@ using threads::Slot;
 QuantJob piece(const float* x, float* values, int64_t rows, int64_t length, int64_t inner,
                int64_t tile_length) {
     QuantJob job{};
-    job.x = x, job.values = values;
+    job.x = x, job.type = FloatType::float32, job.values = values;
     job.outer = 1, job.rows = rows, job.length = job.coded = length, job.inner = inner;
     job.tile_rows = 1, job.tile_length = tile_length;
     return job;

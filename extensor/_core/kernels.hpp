@@ -21,6 +21,7 @@ struct PoolKernels {
     bool (*max_pool_grad)(const Conv&, const float* g, const int32_t* index, float* gx);
 };
 
+enum class FloatType : int { float32, bfloat16, float16 };
 enum class Scale : int { e8m0, ue4m3, float32 };
 enum class Rule : int { floor, rceil, ceil, even, one, amax };
 enum class Ties : int { even, away, zero };
@@ -51,7 +52,8 @@ struct QuantStream {
 // on its last two axes; otherwise a tile is tile_length along `length` x tile_rows along `inner`,
 // and tile_rows > 1 needs outer == 1. `coded` is `length` padded to the Hadamard size.
 struct QuantJob {
-    const float* x;
+    const void* x;
+    FloatType type;  // of x
     int64_t outer, rows, length, inner, coded, tile_rows, tile_length;
     float* values;  // float32 of the coded shape, or null
     uint8_t* codes;  // packed along `length` in whole blocks, or null
@@ -66,7 +68,8 @@ struct DequantJob {
     const void* scales;
     float tensor_scale;
     int64_t outer, rows, length, inner, tile_rows, tile_length;
-    float* values;
+    void* values;
+    FloatType type;  // of the values
 };
 
 // Convolutions of patches that are rounded to nearest, block by block, on the way; see
@@ -80,6 +83,9 @@ struct QuantConvKernels {
 
 struct QuantKernels {
     void (*quantize)(const QuantPlan&, const QuantStream&, QuantJob&);
+    // One array along its rows (the first of each pair) and down its columns, in one reading where
+    // that is covered.
+    void (*quantize_pair)(const QuantPlan (&)[2], const QuantStream (&)[2], QuantJob (&)[2]);
     void (*dequantize)(const QuantPlan&, const DequantJob&);
 };
 

@@ -87,12 +87,13 @@ class CpuBackend(CpuQuantize, CpuTraining, CpuWindows, CpuLayers):
         reason = reasons[method](*args)
         if reason is not None:
             return f"generic: {reason}"
-        if method == "block_matmul":
-            return f"core ({self.core.gemm_level()}, {self._product_kind(*args)})"
-        if method == "operand_matmul":
-            return f"core ({self.core.gemm_level()}, bf16)"
-        level = self.core.gemm_level() if method == "weight_matmul" else self.core.level()
-        return f"core ({level})"
+        if method == "weight_matmul":
+            return f"core ({self.core.gemm_instructions()})"
+        if method in ("block_matmul", "operand_matmul"):
+            kind = self._product_kind(*args) if method == "block_matmul" else "bf16"
+            level = self.core.gemm_level() if kind == "bf16" else self.core.gemm_instructions()
+            return f"core ({level}, {kind})"
+        return f"core ({self.core.level()})"
 
     # --- blocked products ---
 

@@ -6,12 +6,14 @@ import math
 from functools import lru_cache
 from typing import Any
 
+import ml_dtypes  # noqa: F401  # registers bfloat16 with numpy
 import numpy as np
 
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
+from extensor.quant.reference import FLOATS
 from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -20,6 +22,7 @@ __all__ = ["CpuQuantize", "place", "ready"]
 
 _NO_STREAM = (0, 0, 0, 0)
 _FLOAT32 = np.dtype(np.float32)
+_INPUTS = tuple(np.dtype(name) for name in FLOATS)
 # A panel of columns under a Hadamard transform is copied whole; longer ones would leave the cache.
 _MAX_SPAN = 8192
 
@@ -49,7 +52,7 @@ class CpuQuantize(GenericBackend):
         assert isinstance(placed, _Placed)
         codes, scales, tensor_scale, saturated, flushed = self.core.quantize(
             placed.plan,
-            _as_float32(x),
+            _as_input(x),
             placed.layout,
             placed.codes_shape,
             placed.scales_shape,
@@ -79,21 +82,23 @@ class CpuQuantize(GenericBackend):
         assert isinstance(placed, _Placed)
         return placed.no_codes
 
-    def dequantize(self, q: QuantArray) -> Array:
+    def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
-        if self._dequantize_reason(q):
-            return super().dequantize(q)
+        if self._dequantize_reason(q, dtype):
+            return super().dequantize(q, dtype)
         placed = place(self.core, q.spec, q.shape)
         assert isinstance(placed, _Placed)
         tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
         codes, scales = ready(q.codes), ready(q.scales)
         return self.core.dequantize(
-            placed.plan, codes, scales, tensor_scale, placed.layout, q.shape
+            placed.plan, codes, scales, tensor_scale, placed.layout, q.shape, np.dtype(dtype)
         )
 
-    def _dequantize_reason(self, q: QuantArray) -> str | None:
+    def _dequantize_reason(self, q: QuantArray, dtype: str = "float32") -> str | None:
         if self.core is None:
             return self.core_missing
+        if dtype not in FLOATS:
+            return f"{dtype} values"
         if q.spec.transform:
             return "a Hadamard transform to undo"
         if math.prod(q.shape) == 0:
@@ -110,7 +115,7 @@ class CpuQuantize(GenericBackend):
         placed = place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         values, saturated, flushed = self.core.operand(
-            placed.plan, _as_float32(x), placed.layout, placed.coded, _stream_words(stream)
+            placed.plan, _as_input(x), placed.layout, placed.coded, _stream_words(stream)
         )
         return values, QuantStats(placed.count, saturated, flushed)
 
@@ -121,12 +126,8 @@ class CpuQuantize(GenericBackend):
             return self.core_missing
         if x.size == 0 or x.ndim == 0:
             return "empty array or scalar"
-        if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
-            return f"{x.dtype} array"
-        if (stream is None) == (spec.rounding == "stochastic"):
-            return "the stream does not go with the rounding"
-        if spec.kernel_gap:
-            return spec.kernel_gap
+        if reason := self._input_reason(x, spec, stream):
+            return reason
         placed = place(self.core, spec, x.shape)
         return placed if isinstance(placed, str) else None
 
@@ -136,8 +137,9 @@ def ready(x: Array) -> Array:
     return x if x.flags.c_contiguous and x.flags.aligned else np.array(x, order="C")
 
 
-def _as_float32(x: Array) -> Array:
-    if x.dtype == _FLOAT32:
+def _as_input(x: Array) -> Array:
+    """Contiguous, of a dtype that the core reads: other floats (float64) become float32."""
+    if x.dtype in _INPUTS:
         return ready(x)
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
         return np.ascontiguousarray(x, dtype=_FLOAT32)

@@ -57,8 +57,11 @@ class Backend(Protocol):
         """Float array -> codes and scales. ``spec`` is resolved; ``stream`` iff stochastic."""
         ...
 
-    def dequantize(self, q: QuantArray) -> Array:
-        """Codes and scales -> float32 of ``q.shape``, any Hadamard transform undone."""
+    def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
+        """Codes and scales -> values of ``q.shape``, any Hadamard transform undone.
+
+        ``dtype``: float32, or bfloat16 or float16, to which the float32 values are rounded once.
+        """
         ...
 
     def operand(

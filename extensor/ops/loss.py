@@ -78,7 +78,9 @@ def l1(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean") ->
 def huber(
     prediction: ExTensor, target: ExTensor, delta: float = 1.0, reduction: Reduction = "mean"
 ) -> ExTensor:
-    """d**2 / 2 up to |d| = delta, delta * (|d| - delta / 2) beyond; d = prediction - target.
+    """``d**2 / 2`` up to ``|d| = delta``, ``delta * (|d| - delta / 2)`` beyond.
+
+    d is prediction - target.
 
     Source: Huber, Ann. Math. Statist. 35 (1964).
     """
@@ -100,7 +102,7 @@ def huber(
 def smooth_l1(
     prediction: ExTensor, target: ExTensor, beta: float = 1.0, reduction: Reduction = "mean"
 ) -> ExTensor:
-    """d**2 / (2 beta) up to |d| = beta, |d| - beta / 2 beyond: `huber` over beta."""
+    """``d**2 / (2 beta)`` up to ``|d| = beta``, ``|d| - beta / 2`` beyond: `huber` over beta."""
     if not beta > 0:
         raise ValueError(f"smooth_l1: beta: wanted a number above 0, got {beta!r}")
     return huber(prediction, target, beta, reduction) * (1 / beta)
@@ -198,9 +200,15 @@ def _cross_entropy(
     count = len(flat) if kept is None else int(kept.sum())
     if reduction == "none":
         return losses.reshape(labels.shape), (p, safe, kept, count)
+    if reduction == "mean" and not count:
+        left_out = "" if kept is None or not len(flat) else f": all {len(flat)} are left out"
+        raise ValueError(
+            f"cross_entropy: no labels to average over{left_out}; leave such a batch out, or ask "
+            "for reduction='sum'"
+        )
     out = losses.sum()
     if reduction == "mean":
-        out = out / x.dtype.type(count) if count else out * xp.nan
+        out = out / x.dtype.type(count)
     return out, (p, safe, kept, count)
 
 
@@ -208,7 +216,7 @@ def _row_weights(xp: Any, g: Any, kept: Any, count: int, reduction: str) -> Any:
     """What each row's gradient is multiplied by: () or (rows, 1)."""
     weight = g.reshape(-1, 1) if reduction == "none" else g
     if reduction == "mean":
-        weight = weight * g.dtype.type(1 / count if count else np.nan)
+        weight = weight * g.dtype.type(1 / count)
     return weight if kept is None else xp.where(kept[:, None], weight, g.dtype.type(0))
 
 
