@@ -246,7 +246,7 @@ def test_planted_wrong_axis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         module,
         "_operand",
-        lambda b, x, c, slot, axis: honest(b, x, c, slot, -1 if slot == "wgrad.x" else axis),
+        lambda b, x, c, slot, axis: honest(b, x, c, slot, 1 if slot == "wgrad.x" else axis),
     )
     with pytest.raises(AssertionError):
         test_matmul_is_three_gemms_of_dequantized_operands("mxfp4", 42, 20, 70)
