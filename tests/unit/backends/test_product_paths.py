@@ -50,7 +50,7 @@ def kind(path: str) -> str:
     return found.group(1) if found else path.split(":", maxsplit=1)[0]
 
 
-@pytest.mark.parametrize(("name", "spec"), list(specs()), ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(("name", "spec"), list(specs()), ids=str)
 def test_every_format_takes_the_path_that_the_table_says(name: str, spec: QuantSpec) -> None:
     if CORE is None:
         return
