@@ -75,6 +75,8 @@ class CpuBackend(CpuQuantize, CpuTraining, CpuWindows, CpuLayers):
             "quantize": self._quantize_reason,
             "dequantize": self._dequantize_reason,
             "operand": self._operand_reason,
+            "quantize_pair": self._quantize_pair_reason,
+            "operand_pair": self._operand_pair_reason,
             "block_matmul": self._block_matmul_reason,
             "weight_matmul": self._weight_matmul_reason,
             "operand_matmul": self._operand_matmul_reason,
