@@ -79,7 +79,9 @@ def test_matmul_is_three_gemms_of_dequantized_operands(name: str, m: int, n: int
     )
 
 
-def test_large_products_of_exact_operands_take_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("conv", [False, True])
+def test_large_products_take_the_tiles(monkeypatch: pytest.MonkeyPatch, conv: bool) -> None:
+    """All three GEMMs of matrix products and convolutions, where operands are scaled bfloat16."""
     from extensor.backends.cpu import CpuBackend
 
     paths = []
@@ -89,15 +91,23 @@ def test_large_products_of_exact_operands_take_the_tiles(monkeypatch: pytest.Mon
         return np.matmul(a, b)
 
     monkeypatch.setattr(CpuBackend, "operand_matmul", spy)
-    for name in ("mxfp4", "bf16", "fp32"):
-        x, w = _tensor(150, 90), _tensor(66, 90)
-        y = quantized_matmul(x, w, layer_context(RECIPES[name].layers, seed=3))
+    for name in ("mxfp4", "mxfp8_nvidia", "nvfp4_nvidia", "bf16", "fp32"):
+        context = layer_context(RECIPES[name].layers, seed=3)
+        paths.clear()
+        if conv:
+            x, w = _tensor(2, 33, 12, 12), _tensor(40, 33, 3, 3)
+            y = quantized_conv2d(x, w, context)
+        else:
+            x, w = _tensor(150, 90), _tensor(66, 90)
+            y = quantized_matmul(x, w, context)
         y.backward(et.from_numpy(RNG.standard_normal(y.shape).astype(np.float32)))
-    core = x.backend.core
-    if core is not None and core.gemm_has_bf16():
-        assert paths[:6] == ["core (amx, bf16)"] * 6
-    assert len(paths) == 9
-    assert all(path.startswith("generic: ") for path in paths[6:])
+        dense = conv and name in ("bf16", "fp32")  # the convolution kernels
+        assert len(paths) == (0 if dense else 3)
+        core = x.backend.core
+        if core is None or not core.gemm_has_bf16() or name == "fp32":
+            assert all(path.startswith("generic: ") for path in paths)
+        else:
+            assert all(path == "core (amx, bf16)" for path in paths), (name, paths)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
