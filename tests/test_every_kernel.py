@@ -680,7 +680,9 @@ def check_sgd(backend: cpu.CpuBackend) -> None:
                 if one is not None:
                     assert_bytes(one, two, (n, options, backend.path("sgd", *mine, *options)))
     strided = plain((34,))[::2]
-    assert "strided" in backend.path("sgd", strided, strided, None, 0.1, 0.0, 0.0, False) or not CORE
+    assert (
+        "strided" in backend.path("sgd", strided, strided, None, 0.1, 0.0, 0.0, False) or not CORE
+    )
 
 
 CHECKS: dict[str, Callable[[cpu.CpuBackend], None]] = {

@@ -239,7 +239,10 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         if isinstance(self.data, QuantArray):
             if wanted.name in FLOATS and not self.requires_grad:
                 decoded = _share(self)
-                decoded.data, decoded.dtype = self.backend.dequantize(self.data, wanted.name), wanted
+                decoded.data, decoded.dtype = (
+                    self.backend.dequantize(self.data, wanted.name),
+                    wanted,
+                )
                 return decoded
             dense: ExTensor = self.dequantize()
             return dense.astype(wanted)
