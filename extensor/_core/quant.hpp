@@ -173,12 +173,6 @@ void specialize(const Call& call, Body body) {
     call.words() ? choose.template operator()<true>() : choose.template operator()<false>();
 }
 
-// Lanes whose blocks hold numbers, and in which no code but zero decodes to zero.
-INLINE vu is_plain(const Grid& grid, const Scales& s, vu amax, vf tensor_scale) {
-    const vf least_value = (grid.smallest * s.decode) * tensor_scale;
-    return s.live & (reinterpret_cast<vu>(least_value != 0.0f) | reinterpret_cast<vu>(amax == 0u));
-}
-
 void quantize_rows(Call& call);
 void quantize_columns(Call& call);
 

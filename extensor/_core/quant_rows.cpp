@@ -38,14 +38,12 @@ void prepare(const Call& call, int64_t row, int64_t start, int64_t count, float*
         if (i < count) store_part(out + i, source.load_upto(i, count - i), static_cast<int>(count - i));
         return;
     }
-    const vf scale = splat(static_cast<float>(1.0 / __builtin_sqrt(size)));
     for (int64_t at = 0; at < count; at += size) {
-        float* to = out + at;
-        const int64_t real = most(0, least(size, job.length - start - at));
-        for (int i = 0; i < size; i += VL)
-            store(to + i, source.load_upto(at + i, most(0, real - i)) * load(call.plan.signs + i));
-        butterfly_run(to, size);
-        for (int i = 0; i < size; i += VL) store(to + i, load(to + i) * scale);
+        const int64_t real = job.length - start - at;
+        const auto inside = [&](int i) { return source.load_upto(at + i, VL); };
+        const auto ragged = [&](int i) { return source.load_upto(at + i, most(0, real - i)); };
+        real >= size ? transform_run(size, inside, call.plan.signs, out + at)
+                     : transform_run(size, ragged, call.plan.signs, out + at);
     }
 }
 
@@ -123,11 +121,12 @@ uint32_t* piece_words(const Call& call, const Piece& p, int64_t& stride) {
     const int64_t raw = 4 * call.calls, room = total * raw + 8 * VL;
     uint32_t* words = scratch_of<uint32_t>(Slot::weights, call.plan.rbits == 8 ? 5 * room : room);
     const int64_t bands = ceil_div(job.rows, band);
+    const Philox philox(call.stream);
     for (int64_t r = 0; r < p.rows; r += band == 1 ? p.rows : 1) {
         const int64_t row = (p.first + r) % job.rows, image = (p.first + r) / job.rows;
         const int64_t block = (image * bands + row / band) * call.tiles + p.start;
-        philox_run(words + r * p.tiles * raw, static_cast<uint32_t>(row % band) * calls, calls,
-                   static_cast<uint32_t>(block), band == 1 ? total : p.tiles, call.stream);
+        philox_run(philox, words + r * p.tiles * raw, static_cast<uint32_t>(row % band) * calls, calls,
+                   static_cast<uint32_t>(block), band == 1 ? total : p.tiles);
     }
     stride = raw;
     if (call.plan.rbits == 32) return words;

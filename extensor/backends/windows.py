@@ -44,9 +44,7 @@ def col2im(columns: Array, shape: tuple[int, ...], window: Window, xp: Any) -> A
     return _fold(patches, shape, window, xp)
 
 
-def conv2d(
-    x: Array, w: Array, window: Window, groups: int, bias: Array | None, xp: Any
-) -> Array:
+def conv2d(x: Array, w: Array, window: Window, groups: int, bias: Array | None, xp: Any) -> Array:
     """(N, C, H, W), (O, C / groups, kh, kw) -> (N, O, Ho, Wo), plus a bias (O,) if there is one."""
     patches = _patches(x, window, xp)
     n, c, kh, kw, ho, wo = patches.shape

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from extensor.autograd.tensor import ExTensor
-from extensor.optim import clip_grad_norm, clip_grad_value
 from extensor.backends.layers import all_finite
+from extensor.optim import clip_grad_norm, clip_grad_value
 
 
 def params(*grads):
