@@ -18,6 +18,7 @@
 #include "kernels.hpp"
 #include "rows.hpp"
 #include "threads.hpp"
+#include "sgemm_bind.hpp"
 #include "train_bind.hpp"
 
 namespace py = pybind11;
@@ -62,6 +63,7 @@ void set_level(const std::string& name) {
             current = level;
             gemm::use_best(level.name);
             train::use(level.name);
+            sgemm::use(level.name);
             return;
         }
     }
@@ -381,4 +383,6 @@ PYBIND11_MODULE(_kernels, m) {
     gemm::bind(m);
     train::use(current.name);
     train::bind(m);
+    sgemm::use(current.name);
+    sgemm::bind(m);
 }

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from extensor.backends import products, windows
+from extensor.backends.cpu_dense import CpuDense
 from extensor.backends.cpu_quantize import CpuQuantize, ready
-from extensor.backends.cpu_training import CpuTraining
 from extensor.backends.protocol import Array, Window
 from extensor.config import num_threads, require_core, use_core
 from extensor.quant.array import QuantArray
@@ -53,7 +53,7 @@ def make_backend() -> CpuBackend:
     return CpuBackend(*load_core())
 
 
-class CpuBackend(CpuQuantize, CpuTraining):
+class CpuBackend(CpuQuantize, CpuDense):
     """numpy, with the hot methods in C++.
 
     Attributes:
@@ -88,6 +88,7 @@ class CpuBackend(CpuQuantize, CpuTraining):
             "conv2d_grad_w": self._conv2d_grad_w_reason,
             "max_pool2d": self._max_pool2d_reason,
             "max_pool2d_grad": self._max_pool2d_grad_reason,
+            **self._dense_reasons(),
             **self._training_reasons(),
         }
         if method not in reasons:

@@ -11,6 +11,7 @@ from extensor.nn.checks import check_size
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
+from extensor.ops.linalg import linear
 from extensor.ops.quantized import quantized_matmul
 from extensor.quant.context import LayerContext
 
@@ -51,10 +52,9 @@ class Linear(Module):
             raise ValueError(
                 f"Linear: wanted an input of shape (..., {self.in_features}), got {x.shape}"
             )
-        if self.quant is not None:
-            y = quantized_matmul(x, self.weight, self.quant)
-        else:
-            y = x @ self.weight.T
+        if self.quant is None:
+            return linear(x, self.weight, self.bias)
+        y = quantized_matmul(x, self.weight, self.quant)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

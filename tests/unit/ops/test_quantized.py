@@ -92,8 +92,7 @@ def test_large_products_of_exact_operands_take_the_tiles(monkeypatch: pytest.Mon
     core = x.backend.core
     if core is not None and core.gemm_has_bf16():
         assert paths[:6] == ["core (amx, bf16)"] * 6
-    assert len(paths) == 9
-    assert all(path.startswith("generic: ") for path in paths[6:])
+    assert len(paths) == 6  # float32 operands are multiplied as they are
 
 
 @pytest.mark.parametrize("groups", [1, 2])
