@@ -42,6 +42,37 @@ INLINE int64_t seen_by(const Attention& s, int64_t query) {
     return s.causal ? query + 1 + s.keys - s.queries : s.keys;
 }
 
+// Scores to exp(score - the largest) for the first `seen` keys, to zero for those up to `visible`.
+void exponentials(float* row, int64_t seen, int64_t visible, float* stats) {
+    vf best = splat(row[0]);
+    int64_t j = 0;
+    for (; j + VL <= seen; j += VL) best = larger(best, load(row + j));
+    for (; j < seen; ++j) best = larger(best, splat(row[j]));
+    const vf top = largest_lane(best);
+    vf total = {};
+    for (j = 0; j + VL <= seen; j += VL) {
+        const vf e = exp_negative(load(row + j) - top);
+        store(row + j, e);
+        total += e;
+    }
+    if (j < seen) {
+        put(row, exp_negative(take(row, j, seen) - top), j, seen);
+        total += take(row, j, seen);  // without the lanes beyond
+    }
+    for (j = seen; j < visible; ++j) row[j] = 0;
+    stats[0] = top[0];
+    stats[1] = 1.0f / sum(total);
+}
+
+// Keys across, times the scale, so that products with queries are scores.
+Right scaled_keys(const Attention& s, const float* k, float* memory) {
+    const Right keys = pack_right(k, s.k.row, true, s.keys, s.width, memory);
+    const vf scale = splat(s.scale);
+    for (int64_t i = 0; i < packed_right(s.keys, s.width); i += VL)
+        store(memory + i, load(memory + i) * scale);
+    return keys;
+}
+
 void forward(const Attention& s) {
     const int64_t ld = rounded(s.keys);
     const int64_t bytes = 4 * (packed_right(s.keys, s.width) + kRows * ld +
@@ -50,10 +81,9 @@ void forward(const Attention& s) {
     threads::run(s.outer * s.heads, work, [=](int64_t task) {
         const int64_t outer = task / s.heads, head = task % s.heads;
         const int64_t shared = head / (s.heads / s.groups);
-        Pieces memory = {static_cast<float*>(threads::scratch(threads::Slot::attention, bytes))};
+        Pieces memory = {static_cast<float*>(threads::scratch(threads::Slot::packed_a, bytes))};
         const float *q = place(s.q, outer, head), *k = place(s.k, outer, shared);
-        const Right keys = pack_right(k, s.k.row, true, s.keys, s.width,
-                                      memory.take(packed_right(s.keys, s.width)));
+        const Right keys = scaled_keys(s, k, memory.take(packed_right(s.keys, s.width)));
         const Right values = in_place(place(s.v, outer, shared), s.v.row, s.value_width, s.keys,
                                       memory.take(packed_right(s.value_width, s.keys)));
         float* scores = memory.take(kRows * ld);
@@ -63,32 +93,9 @@ void forward(const Attention& s) {
             const int64_t visible = seen_by(s, first + rows - 1);
             multiply(rows, visible, s.width, along(q + first * s.q.row, s.q.row), keys, scores, ld,
                      nullptr, false);
-            for (int64_t i = 0; i < rows; ++i) {
-                float* row = scores + i * ld;
-                const int64_t seen = seen_by(s, first + i);
-                const vf scale = splat(s.scale);
-                vf best = splat(row[0] * s.scale);
-                int64_t j = 0;
-                for (; j + VL <= seen; j += VL) {
-                    const vf v = load(row + j) * scale;
-                    store(row + j, v);
-                    best = larger(best, v);
-                }
-                float top = best[0];
-                for (int lane = 1; lane < VL; ++lane) top = best[lane] > top ? best[lane] : top;
-                for (; j < seen; ++j) {
-                    row[j] *= s.scale;
-                    top = row[j] > top ? row[j] : top;
-                }
-                vf total = {};
-                for (j = 0; j < seen; j += VL) {
-                    put(row, exp_negative(take(row, j, seen) - splat(top)), j, seen);
-                    total += take(row, j, seen);  // without the lanes beyond
-                }
-                for (j = seen; j < visible; ++j) row[j] = 0;
-                stats[2 * (first + i)] = top;
-                stats[2 * (first + i) + 1] = 1.0f / sum(total);
-            }
+            for (int64_t i = 0; i < rows; ++i)
+                exponentials(scores + i * ld, seen_by(s, first + i), visible,
+                             stats + 2 * (first + i));
             float* out = place(s.out, outer, head) + first * s.out.row;
             multiply(rows, s.value_width, visible, along(scores, ld), values, out, s.out.row,
                      nullptr, false);
@@ -114,10 +121,9 @@ void gradient(const Attention& s) {
     threads::run(s.outer * s.groups, work, [=](int64_t task) {
         const int64_t outer = task / s.groups, shared = task % s.groups;
         const int64_t each = s.heads / s.groups;
-        Pieces memory = {static_cast<float*>(threads::scratch(threads::Slot::attention, bytes))};
+        Pieces memory = {static_cast<float*>(threads::scratch(threads::Slot::packed_a, bytes))};
         const float *k = place(s.k, outer, shared), *v = place(s.v, outer, shared);
-        const Right keys_across = pack_right(k, s.k.row, true, s.keys, wide,
-                                             memory.take(packed_right(s.keys, wide)));
+        const Right keys_across = scaled_keys(s, k, memory.take(packed_right(s.keys, wide)));
         const Right values_across = pack_right(v, s.v.row, true, s.keys, values,
                                                memory.take(packed_right(s.keys, values)));
         const Right keys = in_place(k, s.k.row, wide, s.keys,
@@ -153,7 +159,7 @@ void gradient(const Attention& s) {
                     const vf top = splat(stats[2 * (first + i)]);
                     const vf inverse = splat(stats[2 * (first + i) + 1]);
                     for (int64_t j = 0; j < seen; j += VL) {
-                        const vf e = exp_negative(take(pi, j, seen) * scale - top) * inverse;
+                        const vf e = exp_negative(take(pi, j, seen) - top) * inverse;
                         put(pi, e, j, seen);
                         put(di, e * (take(di, j, seen) - mean) * scale, j, seen);
                     }

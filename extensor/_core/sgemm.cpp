@@ -10,8 +10,8 @@ namespace {
 
 constexpr int64_t kDepth = 384;     // of k at a time: a panel of B fits the level-1 cache
 constexpr int64_t kWidth = 4096;    // columns of B packed at a time
-constexpr int64_t kTaskTiles = 4;   // of rows, where there are enough for every thread
-constexpr int64_t kTasks = 16;      // at least, where the shape allows it
+constexpr int64_t kTaskTiles = 4;   // of rows
+constexpr int64_t kTasks = 16;      // at least, where there are columns enough
 
 // Rows of A whose distance is a multiple of this share cache sets, so they are packed.
 constexpr int64_t kAlias = 1024;
@@ -35,8 +35,8 @@ void product(const Product& s) {
                 pack_panel(b, s.ldb, s.b_transposed, width, depth, p, packed + p * depth * kPanel);
             });
             const int64_t tiles = tile_count(s.m);
-            const int64_t down = ceil_div(tiles, most(1, least(kTaskTiles, tiles / kTasks)));
-            const int64_t across = most(1, least(panels / 2, kTasks / down));
+            const int64_t down = ceil_div(tiles, kTaskTiles);
+            const int64_t across = most(1, least(panels / 2, ceil_div(kTasks, down)));
             threads::run(down * across, work, [=](int64_t task) {
                 const int64_t i = s.m * (task / across) / down;
                 const int64_t rows = s.m * (task / across + 1) / down - i;

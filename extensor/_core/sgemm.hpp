@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "hadamard.hpp"
+#include "stretches.hpp"
 #include "vector_math.hpp"
 
 namespace EXTENSOR_ISA {

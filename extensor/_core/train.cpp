@@ -5,14 +5,12 @@
 // Adam is compared by bytes, so the compiler may not fuse by itself (CMakeLists.txt).
 
 #include "kernels.hpp"
-#include "simd.hpp"
-#include "threads.hpp"
+#include "stretches.hpp"
 #include "vector_math.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
 
-constexpr int64_t kStretch = 1 << 14;  // elements of a task
 
 // Phi(-|x|) = e^(-x^2 / 2) t h(t), t = 1 / (1 + 0.3 |x|), where h is the Chebyshev interpolant of
 // degree 9 of erfcx(|x| / sqrt 2) / (2 t) on 0 <= |x| <= 14.5, in powers of t - 0.6: relative error
@@ -38,9 +36,8 @@ INLINE vf normal_tail(vf x, vf bell) {
 // body(i) for the vectors of every stretch of n elements.
 template <class F>
 void each(int64_t n, int64_t work, F&& body) {
-    threads::run(ceil_div(n, kStretch), n * work, [&](int64_t task) {
-        const int64_t end = least(n, (task + 1) * kStretch);
-        for (int64_t i = task * kStretch; i < end; i += VL) body(i);
+    stretches(n, work, [&](int64_t i, int64_t end) {
+        for (; i < end; i += VL) body(i);
     });
 }
 

@@ -3,6 +3,7 @@
 // `madd` fuses where the instruction set can, so what is built on it is compared within a bound.
 #pragma once
 
+#include "hadamard.hpp"
 #include "simd.hpp"
 
 namespace EXTENSOR_ISA {
@@ -22,16 +23,13 @@ INLINE vu as_bits(vf x) { return reinterpret_cast<vu>(x); }
 INLINE vf magnitude(vf x) { return as_float(as_bits(x) & splat(uint32_t{0x7fffffff})); }
 INLINE vf larger(vf a, vf b) { return b > a ? b : a; }
 
-// The VL elements at i, zeros beyond n.
-INLINE vf take(const float* p, int64_t i, int64_t n) {
-    return i + VL <= n ? load(p + i) : load_part(p + i, static_cast<int>(n - i));
-}
-
-INLINE void put(float* p, vf v, int64_t i, int64_t n) {
-    if (i + VL <= n)
-        store(p + i, v);
-    else
-        store_part(p + i, v, static_cast<int>(n - i));
+// The largest lane, in every lane.
+INLINE vf largest_lane(vf v) {
+    v = larger(v, partner<1>(v));
+    v = larger(v, partner<2>(v));
+    if constexpr (VL >= 8) v = larger(v, partner<4>(v));
+    if constexpr (VL >= 16) v = larger(v, partner<8>(v));
+    return v;
 }
 
 // e^x for x <= 0, relative error below 4 * 2^-24 (absolute: half the least subnormal); NaN for NaN.

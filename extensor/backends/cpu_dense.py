@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from extensor.backends.cpu_core import CoreBackend
 from extensor.backends.cpu_quantize import ready
-from extensor.backends.cpu_training import CpuTraining
 from extensor.backends.protocol import Array
 
 __all__ = ["CpuDense"]
@@ -26,7 +26,7 @@ _LEAST = 8
 """1 x 512 x 512 takes BLAS 14 us and the core 60; 8 x 512 x 512 takes 89 and 70 (measured)."""
 
 
-class CpuDense(CpuTraining):
+class CpuDense(CoreBackend):
     """Products and attention in C++, where `_matmul_reason` and `_attention_reason` give None."""
 
     def _dense_reasons(self) -> dict[str, Callable[..., str | None]]:

@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from extensor.backends.generic import GenericBackend
@@ -20,6 +21,7 @@ __all__ = ["CpuQuantize", "ready"]
 
 _NO_STREAM = (0, 0, 0, 0)
 _FLOAT32 = np.dtype(np.float32)
+_INPUTS = (_FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 # A panel of columns under a Hadamard transform is copied whole; longer ones would leave the cache.
 _MAX_SPAN = 8192
 
@@ -49,7 +51,7 @@ class CpuQuantize(GenericBackend):
         assert isinstance(placed, _Placed)
         codes, scales, tensor_scale, saturated, flushed = self.core.quantize(
             placed.plan,
-            _as_float32(x),
+            _as_input(x),
             placed.layout,
             placed.codes_shape,
             placed.scales_shape,
@@ -110,7 +112,7 @@ class CpuQuantize(GenericBackend):
         placed = _place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         values, saturated, flushed = self.core.operand(
-            placed.plan, _as_float32(x), placed.layout, placed.coded, _stream_words(stream)
+            placed.plan, _as_input(x), placed.layout, placed.coded, _stream_words(stream)
         )
         return values, QuantStats(placed.count, saturated, flushed)
 
@@ -136,8 +138,9 @@ def ready(x: Array) -> Array:
     return x if x.flags.c_contiguous and x.flags.aligned else np.array(x, order="C")
 
 
-def _as_float32(x: Array) -> Array:
-    if x.dtype == _FLOAT32:
+def _as_input(x: Array) -> Array:
+    """Contiguous, of a dtype that the core reads: other floats (float64) become float32."""
+    if x.dtype in _INPUTS:
         return ready(x)
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
         return np.ascontiguousarray(x, dtype=_FLOAT32)

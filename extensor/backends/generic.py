@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from extensor.backends import dense, training, windows
+from extensor.backends import dense, layers, training, windows
 from extensor.backends.protocol import Array, Window
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
@@ -66,9 +66,11 @@ class GenericBackend:
         """See the protocol."""
         return windows.col2im(columns, shape, window, self.xp)
 
-    def conv2d(self, x: Array, w: Array, window: Window, groups: int) -> Array:
+    def conv2d(
+        self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
+    ) -> Array:
         """See the protocol."""
-        return windows.conv2d(x, w, window, groups, self.xp)
+        return windows.conv2d(x, w, window, groups, bias, self.xp)
 
     def conv2d_grad_x(
         self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
@@ -161,3 +163,52 @@ class GenericBackend:
     ) -> None:
         """See the protocol."""
         training.adam(weight, grad, mean, square, factors, self.xp)
+
+    def relu(self, x: Array) -> Array:
+        """See the protocol."""
+        return layers.relu(x, self.xp)
+
+    def relu_grad(self, g: Array, out: Array) -> Array:
+        """See the protocol."""
+        return layers.relu_grad(g, out, self.xp)
+
+    def add(self, a: Array, b: Array) -> Array:
+        """See the protocol."""
+        return a + b
+
+    def bfloat16_values(self, x: Array) -> Array:
+        """See the protocol."""
+        return layers.bfloat16_values(x, self.xp)
+
+    def all_finite(self, x: Array) -> bool:
+        """See the protocol."""
+        return layers.all_finite(x, self.xp)
+
+    def channel_sum(self, x: Array) -> Array:
+        """See the protocol."""
+        return layers.channel_sum(x, self.xp)
+
+    def batch_norm(
+        self, x: Array, weight: Array, bias: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """See the protocol."""
+        return layers.batch_norm(x, weight, bias, eps, self.xp)
+
+    def batch_norm_grad(
+        self, g: Array, x: Array, weight: Array, mean: Array, var: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """See the protocol."""
+        return layers.batch_norm_grad(g, x, weight, mean, var, eps, self.xp)
+
+    def sgd(
+        self,
+        weight: Array,
+        grad: Array,
+        buffer: Array | None,
+        lr: float,
+        momentum: float,
+        decay: float,
+        nesterov: bool,
+    ) -> None:
+        """See the protocol."""
+        layers.sgd(weight, grad, buffer, lr, momentum, decay, nesterov, self.xp)

@@ -23,10 +23,13 @@ class SGD(Optimizer):
         momentum: in [0, 1).
         nesterov: whether to look ahead; needs momentum.
         weight_decay: 0 or more.
+        states: how the state is stored; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range, or Nesterov without momentum.
     """
+
+    fused = True
 
     def __init__(
         self,
@@ -35,9 +38,16 @@ class SGD(Optimizer):
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
+        *,
+        states: str = "float32",
     ) -> None:
         super().__init__(
-            params, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay
+            params,
+            states=states,
+            lr=lr,
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
         )
 
     def _check_options(self, options: Mapping[str, Option]) -> None:
@@ -61,22 +71,6 @@ class SGD(Optimizer):
         step: int,
     ) -> None:
         """Move one stretch, in place."""
-        xp = backend.xp
-        one, two = scratch
-        lr, momentum, decay = options["lr"], options["momentum"], options["weight_decay"]
-        if decay:
-            xp.multiply(weight, decay, out=one)
-            one += grad
-            grad = one
-        if momentum:
-            buffer = state["momentum"]
-            buffer *= momentum
-            buffer += grad
-            if options["nesterov"]:
-                xp.multiply(buffer, momentum, out=two)
-                two += grad
-                grad = two
-            else:
-                grad = buffer
-        xp.multiply(grad, lr, out=two)
-        weight -= two
+        buffer = state["momentum"] if options["momentum"] else None
+        factors = (options["lr"], options["momentum"], options["weight_decay"])
+        backend.sgd(weight, grad, buffer, *factors, options["nesterov"])
