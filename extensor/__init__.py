@@ -249,10 +249,13 @@ from extensor.ops.trigonometry import (
 if TYPE_CHECKING:
     from extensor import inspect, io, nn, optim, testing
     from extensor.inspect import compare_layers
+    from extensor.nn.stored import load_quantized, quantize_model, save_quantized
     from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
+    from extensor.ops.stored import stored_conv2d, stored_matmul
     from extensor.quant.recipe import Recipe
     from extensor.quant.recipes import RECIPES
     from extensor.quant.reference import RunningAmax
+    from extensor.quant.schemes import SCHEMES, Scheme
     from extensor.quant.spec import Hadamard, QuantSpec
 
 __all__ = [
@@ -261,12 +264,14 @@ __all__ = [
     "ELEMENTS",
     "FORMATS",
     "RECIPES",
+    "SCHEMES",
     "DType",
     "ExTensor",
     "Hadamard",
     "QuantSpec",
     "Recipe",
     "RunningAmax",
+    "Scheme",
     "__array_api_version__",
     "__array_namespace_info__",
     "__version__",
@@ -384,6 +389,7 @@ __all__ = [
     "less_equal",
     "linear",
     "linspace",
+    "load_quantized",
     "log",
     "log1p",
     "log2",
@@ -434,6 +440,7 @@ __all__ = [
     "prelu",
     "prod",
     "promote",
+    "quantize_model",
     "quantized_conv2d",
     "quantized_matmul",
     "rand",
@@ -452,6 +459,7 @@ __all__ = [
     "roll",
     "round",
     "rsqrt",
+    "save_quantized",
     "scaled_dot_product_attention",
     "scatter_add",
     "searchsorted",
@@ -472,6 +480,8 @@ __all__ = [
     "squeeze",
     "stack",
     "std",
+    "stored_conv2d",
+    "stored_matmul",
     "subtract",
     "sum",
     "swapaxes",
@@ -523,6 +533,13 @@ _LAZY = {
     "QuantSpec": "extensor.quant.spec:QuantSpec",
     "Recipe": "extensor.quant.recipe:Recipe",
     "RECIPES": "extensor.quant.recipes:RECIPES",
+    "SCHEMES": "extensor.quant.schemes:SCHEMES",
+    "Scheme": "extensor.quant.schemes:Scheme",
+    "load_quantized": "extensor.nn.stored:load_quantized",
+    "quantize_model": "extensor.nn.stored:quantize_model",
+    "save_quantized": "extensor.nn.stored:save_quantized",
+    "stored_conv2d": "extensor.ops.stored:stored_conv2d",
+    "stored_matmul": "extensor.ops.stored:stored_matmul",
     "RunningAmax": "extensor.quant.reference:RunningAmax",
     "layer_context": "extensor.ops.quantized:layer_context",
     "quantized_conv2d": "extensor.ops.quantized:quantized_conv2d",

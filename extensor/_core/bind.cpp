@@ -109,13 +109,13 @@ QuantPlan make_plan(const std::string& element, const std::string& scale, const 
     return p;
 }
 
-FloatType float_type(const py::array& x) {
-    switch (x.dtype().char_()) {
+FloatType float_type(const py::dtype& dtype) {
+    switch (dtype.char_()) {
         case 'f': return FloatType::float32;
         case 'e': return FloatType::float16;
         case 'E': return FloatType::bfloat16;  // ml_dtypes
         default: throw py::type_error("wanted float32, bfloat16 or float16, got " +
-                                      py::str(x.dtype()).cast<std::string>());
+                                      py::str(dtype).cast<std::string>());
     }
 }
 
@@ -131,7 +131,7 @@ QuantJob make_job(const py::array& x, const Layout& l) {
             "quantize: tiles of several columns need a matrix");
     require((x.flags() & py::array::c_style) != 0 && x.dtype().byteorder() == '=',
             "quantize: wanted a contiguous array of this machine's byte order");
-    job.type = float_type(x);
+    job.type = float_type(x.dtype());
     job.x = x.data();
     return job;
 }
@@ -168,26 +168,34 @@ py::tuple operand(const QuantPlan& plan, const py::array& x, const Layout& layou
     return py::make_tuple(values, job.saturated, job.flushed);
 }
 
+// The arrays that a job writes, checked against its layout.
+Bytes new_codes(const QuantPlan& plan, QuantJob& job, const Shape& shape) {
+    require(product(shape) == job.outer * job.rows * job.inner *
+                                  packed_bytes(plan, job.coded, job.tile_length),
+            "quantize: the layout does not fit the shape of the codes");
+    Bytes codes = buffers::array<uint8_t>(shape);
+    job.codes = codes.mutable_data();
+    return codes;
+}
+
+py::array new_scales(const QuantPlan& plan, QuantJob& job, const Layout& layout, const Shape& shape) {
+    require(product(shape) == tile_count(layout),
+            "quantize: the layout does not fit the shape of the scales");
+    py::array scales;
+    if (plan.scale == Scale::float32)
+        scales = buffers::array<float>(shape);
+    else
+        scales = buffers::array<uint8_t>(shape);
+    job.scales = scales.mutable_data();
+    return scales;
+}
+
 py::tuple quantize(const QuantPlan& plan, const py::array& x, const Layout& layout,
                    const Shape& codes_shape, const Shape& scales_shape,
                    const std::array<uint32_t, 4>& stream) {
     QuantJob job = make_job(x, layout);
-    require(product(codes_shape) == job.outer * job.rows * job.inner *
-                                        packed_bytes(plan, job.coded, job.tile_length) &&
-                product(scales_shape) == tile_count(layout),
-            "quantize: the layout does not fit the shapes of codes and scales");
-    Bytes codes = buffers::array<uint8_t>(codes_shape);
-    job.codes = codes.mutable_data();
-    py::object scales;
-    if (plan.scale == Scale::float32) {
-        Floats array = buffers::array<float>(scales_shape);
-        job.scales = array.mutable_data();
-        scales = std::move(array);
-    } else {
-        Bytes array = buffers::array<uint8_t>(scales_shape);
-        job.scales = array.mutable_data();
-        scales = std::move(array);
-    }
+    const Bytes codes = new_codes(plan, job, codes_shape);
+    const py::array scales = new_scales(plan, job, layout, scales_shape);
     {
         py::gil_scoped_release release;
         current.quant->quantize(plan, {stream[0], stream[1], stream[2], stream[3]}, job);
@@ -195,8 +203,61 @@ py::tuple quantize(const QuantPlan& plan, const py::array& x, const Layout& layo
     return py::make_tuple(codes, scales, job.tensor_scale, job.saturated, job.flushed);
 }
 
-Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& scales,
-                  float tensor_scale, const Layout& layout, const Shape& shape) {
+template <class T>
+using Both = std::array<T, 2>;
+using Words = std::array<uint32_t, 4>;
+
+// Two jobs on one matrix: along its rows, and down its columns.
+void run_pair(const Both<QuantPlan>& plans, const Both<Words>& words, QuantJob (&jobs)[2]) {
+    require(jobs[0].inner == 1 && jobs[0].outer == 1 && jobs[1].outer * jobs[1].rows == 1 &&
+                jobs[0].rows == jobs[1].length && jobs[0].length == jobs[1].inner,
+            "pair: wanted the rows of a matrix, then its columns");
+    const QuantPlan two[2] = {plans[0], plans[1]};
+    QuantStream streams[2];
+    for (int i = 0; i < 2; ++i) streams[i] = {words[i][0], words[i][1], words[i][2], words[i][3]};
+    py::gil_scoped_release release;
+    current.quant->quantize_pair(two, streams, jobs);
+}
+
+py::tuple operand_pair(const Both<QuantPlan>& plans, const py::array& x, const Both<Layout>& layouts,
+                       const Both<Shape>& shapes, const Both<Words>& words) {
+    QuantJob jobs[2];
+    std::vector<Floats> values;
+    for (int i = 0; i < 2; ++i) {
+        QuantJob& job = jobs[i] = make_job(x, layouts[i]);
+        require(product(shapes[i]) == job.outer * job.rows * job.coded * job.inner,
+                "operand_pair: a layout does not fit its result's shape");
+        values.push_back(buffers::array<float>(shapes[i]));
+        job.values = values[i].mutable_data();
+    }
+    run_pair(plans, words, jobs);
+    py::list results;
+    for (int i = 0; i < 2; ++i)
+        results.append(py::make_tuple(values[i], jobs[i].saturated, jobs[i].flushed));
+    return results;
+}
+
+py::tuple quantize_pair(const Both<QuantPlan>& plans, const py::array& x,
+                        const Both<Layout>& layouts, const Both<Shape>& codes_shapes,
+                        const Both<Shape>& scales_shapes, const Both<Words>& words) {
+    QuantJob jobs[2];
+    py::list codes, scales;
+    for (int i = 0; i < 2; ++i) {
+        QuantJob& job = jobs[i] = make_job(x, layouts[i]);
+        codes.append(new_codes(plans[i], job, codes_shapes[i]));
+        scales.append(new_scales(plans[i], job, layouts[i], scales_shapes[i]));
+    }
+    run_pair(plans, words, jobs);
+    py::list results;
+    for (int i = 0; i < 2; ++i)
+        results.append(py::make_tuple(codes[i], scales[i], jobs[i].tensor_scale, jobs[i].saturated,
+                                      jobs[i].flushed));
+    return results;
+}
+
+py::array dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& scales,
+                     float tensor_scale, const Layout& layout, const Shape& shape,
+                     const py::dtype& dtype) {
     DequantJob job{};
     job.outer = layout[0], job.rows = layout[1], job.length = layout[2], job.inner = layout[3];
     job.tile_rows = layout[5], job.tile_length = layout[6], job.tensor_scale = tensor_scale;
@@ -210,7 +271,8 @@ Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& sc
                 (floats ? py::isinstance<py::array_t<float>>(scales)
                         : py::isinstance<py::array_t<uint8_t>>(scales)),
             "dequantize: wanted scales as contiguous bytes, or float32 for a float scale");
-    Floats values = buffers::array<float>(shape);
+    job.type = float_type(dtype);
+    py::array values = buffers::array(dtype, shape);
     job.codes = codes.data();
     job.scales = scales.data();
     job.values = values.mutable_data();
@@ -235,6 +297,8 @@ PYBIND11_MODULE(_kernels, m) {
              py::arg("window"), py::arg("element_scale"), py::arg("signs"));
     m.def("operand", operand);
     m.def("quantize", quantize);
+    m.def("operand_pair", operand_pair);
+    m.def("quantize_pair", quantize_pair);
     m.def("dequantize", dequantize);
     gemm::bind(m);
     train::use(current.name);

@@ -1,4 +1,5 @@
-// Arrays of float32, bfloat16 and float16: widened as they are read, exactly.
+// Arrays of float32, bfloat16 and float16: widened as they are read, exactly; rounded once, to
+// nearest even, as they are written.
 #pragma once
 
 #include "kernels.hpp"
@@ -16,6 +17,13 @@ struct float16 {
 typedef uint16_t vh __attribute__((vector_size(2 * VL)));  // VL sixteen-bit lanes
 typedef uint16_t vh_any __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 
+template <class T>
+constexpr FloatType kFloatType = FloatType::float32;
+template <>
+inline constexpr FloatType kFloatType<bfloat16> = FloatType::bfloat16;
+template <>
+inline constexpr FloatType kFloatType<float16> = FloatType::float16;
+
 INLINE vf widen(vh bits, bfloat16) {
     return reinterpret_cast<vf>(__builtin_convertvector(bits, vu) << 16);
 }
@@ -32,6 +40,33 @@ INLINE vf widen(vh bits, float16) {
     const vu special = magnitude | 0x7F800000u;  // infinity and NaN
     const vu value = magnitude >= (0x7C00u << 13) ? special : finite;
     return reinterpret_cast<vf>(value | (wide & 0x8000u) << 16);
+#endif
+}
+
+INLINE vh narrow(vf value, bfloat16) {
+    const vu bits = reinterpret_cast<vu>(value), upper = bits >> 16;
+    const vu rounded = (bits + 0x7FFFu + (upper & 1u)) >> 16;
+    const vu nan = (upper & 0x8000u) | 0x7FC0u;
+    return __builtin_convertvector((bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded, vh);
+}
+
+INLINE vh narrow(vf value, float16) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<vh>(
+        _mm512_cvtps_ph(reinterpret_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+    return reinterpret_cast<vh>(
+        _mm256_cvtps_ph(reinterpret_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT));
+#else
+    const vu bits = reinterpret_cast<vu>(value), magnitude = bits & 0x7FFFFFFFu;
+    // Below 2**-14 the places are 2**-24 apart: those of a sum with 1/2.
+    const vf sum = reinterpret_cast<vf>(magnitude) + 0.5f;
+    const vu small = reinterpret_cast<vu>(sum) - 0x3F000000u;
+    const vu normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+    vu half = magnitude < (113u << 23) ? small : normal;
+    half = magnitude >= 0x477FF000u ? splat(0x7C00u) : half;  // 65520 and more
+    half = magnitude > 0x7F800000u ? splat(0x7E00u) : half;
+    return __builtin_convertvector(half | (bits >> 16 & 0x8000u), vh);
 #endif
 }
 
@@ -61,6 +96,15 @@ INLINE void store_upto(float* p, vf v, int64_t n) {
     n >= VL ? store(p, v) : store_part(p, v, static_cast<int>(n));
 }
 
+template <class Half>
+INLINE void store_upto(Half* p, vf v, int64_t n) {
+    const vh bits = narrow(v, Half{});
+    if (n >= VL)
+        *reinterpret_cast<vh_any*>(p) = bits;
+    else
+        std::memcpy(p, &bits, static_cast<size_t>(n) * 2);
+}
+
 // Values whose type only the call knows.
 struct Source {
     const void* at;
@@ -70,14 +114,18 @@ struct Source {
         return {static_cast<const char*>(at) + i * (type == FloatType::float32 ? 4 : 2), type};
     }
 
-    INLINE vf load_upto(int64_t i, int64_t n) const {
+    // body(pointer of the values' type)
+    template <class Body>
+    INLINE auto visit(Body body) const {
         switch (type) {
-            case FloatType::float32:
-                return EXTENSOR_ISA::load_upto(static_cast<const float*>(at) + i, n);
-            case FloatType::bfloat16:
-                return EXTENSOR_ISA::load_upto(static_cast<const bfloat16*>(at) + i, n);
-            default: return EXTENSOR_ISA::load_upto(static_cast<const float16*>(at) + i, n);
+            case FloatType::float32: return body(static_cast<const float*>(at));
+            case FloatType::bfloat16: return body(static_cast<const bfloat16*>(at));
+            default: return body(static_cast<const float16*>(at));
         }
+    }
+
+    INLINE vf load_upto(int64_t i, int64_t n) const {
+        return visit([&](const auto* p) { return EXTENSOR_ISA::load_upto(p + i, n); });
     }
 };
 

@@ -73,7 +73,8 @@ struct DequantJob {
     const void* scales;
     float tensor_scale;
     int64_t outer, rows, length, inner, tile_rows, tile_length;
-    float* values;
+    void* values;
+    FloatType type;  // of the values
 };
 
 struct QuantKernels {

@@ -12,7 +12,17 @@
 namespace EXTENSOR_ISA {
 namespace {
 
+// Rows of whole tiles, one after the other, are one long row.
+void flatten(const QuantPlan& plan, QuantJob& job) {
+    if (job.inner != 1 || job.tile_rows != 1 || job.coded != job.length) return;
+    if (job.length % job.tile_length || job.length * kElements[plan.element].bits % 8) return;
+    job.length *= job.outer * job.rows;
+    job.coded = job.length;
+    job.outer = job.rows = 1;
+}
+
 void quantize(const QuantPlan& plan, const QuantStream& stream, QuantJob& job) {
+    flatten(plan, job);
     Call call(plan, stream, job);
     if (job.inner > 1) return quantize_columns(call);
     if (job.tile_rows == 1 || !quantize_panels(&call, nullptr)) quantize_rows(call);
@@ -20,7 +30,7 @@ void quantize(const QuantPlan& plan, const QuantStream& stream, QuantJob& job) {
 
 void quantize_pair(const QuantPlan (&plans)[2], const QuantStream (&streams)[2], QuantJob (&jobs)[2]) {
     Call along(plans[0], streams[0], jobs[0]), down(plans[1], streams[1], jobs[1]);
-    if (quantize_panels(&along, &down)) return;
+    if (jobs[1].inner > 1 && quantize_panels(&along, &down)) return;
     for (int i = 0; i < 2; ++i) quantize(plans[i], streams[i], jobs[i]);
 }
 

@@ -36,6 +36,9 @@ INLINE uint32_t largest_lane(vu v) {
 }
 
 INLINE bool all_lanes(vu mask) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask)) == 0xFFFF;
+#endif
     for (int i = 0; i < VL; ++i)
         if (mask[i] != ~0u) return false;
     return true;
@@ -73,6 +76,15 @@ struct Call {
 
     Source source() const { return {job.x, job.type}; }
     bool words() const { return plan.stochastic || plan.ties != Ties::even; }
+    // Tiles along a row that fill whole bytes and whole transforms.
+    int64_t unit() const {
+        int64_t n = 1;
+        while (n * job.tile_length * scaler.grid.bits % 8 ||
+               n * job.tile_length % most(1, plan.hadamard))
+            ++n;
+        return n;
+    }
+
     bool bytes() const { return plan.scale != Scale::float32; }
 };
 
@@ -159,12 +171,6 @@ void specialize(const Call& call, Body body) {
                                           : pick.template operator()<Words, false>();
     };
     call.words() ? choose.template operator()<true>() : choose.template operator()<false>();
-}
-
-// Lanes whose blocks hold numbers, and in which no code but zero decodes to zero.
-INLINE vu is_plain(const Grid& grid, const Scales& s, vu amax, vf tensor_scale) {
-    const vf least_value = (grid.smallest * s.decode) * tensor_scale;
-    return s.live & (reinterpret_cast<vu>(least_value != 0.0f) | reinterpret_cast<vu>(amax == 0u));
 }
 
 void quantize_rows(Call& call);

@@ -7,35 +7,91 @@
 namespace EXTENSOR_ISA {
 namespace {
 
-// Rows [top, top + rows) of a panel from column j on; `tiles` tiles of each row are the array's.
+// Rows [top, top + rows) of a panel from column j on, zeros below them down to `deep`; `tiles` tiles
+// of each row are the array's. `more`: the panel to its right comes next.
 struct RowPiece {
     const float* panel;
-    int64_t image, top, rows, j, tiles;
+    int64_t image, top, rows, deep, j, tiles;
+    bool more;
 };
 
 INLINE int64_t tiles_across(const QuantJob& job) { return kWide / job.tile_length; }
 
-INLINE int64_t first_block(const Call& call, const RowPiece& p, int64_t row) {
+// The index of the first block of the piece's first row; a panel begins with whole tiles.
+INLINE int64_t first_block(const Call& call, const RowPiece& p) {
     const QuantJob& job = call.job;
-    const int64_t band = (p.top + row) / job.tile_rows;
-    return (p.image * ceil_div(job.rows, job.tile_rows) + band) * call.tiles + p.j / job.tile_length;
+    const int64_t band = p.image * ceil_div(job.rows, job.tile_rows) + p.top / job.tile_rows;
+    return band * call.tiles + p.j / job.tile_length;
 }
+
+// Where the codes of a panel's rows go: 64 bytes at a time, so that whole lines can go past the
+// caches. The half lines of four-bit codes wait for the next panel's.
+class RowStore {
+public:
+    RowStore(const Call& call, const RowPiece& p, const uint8_t* packed)
+        : from_(packed), pitch_(kWide * call.scaler.grid.bits / 8),
+          bytes_(p.tiles * call.job.tile_length * call.scaler.grid.bits / 8),
+          past_(goes_past(call.job)), halves_(past_ && kWide == 64 && pitch_ == 32),
+          second_(halves_ && p.j / kWide % 2), held_(nullptr) {
+        if (!halves_) return;
+        held_ = scratch_of<uint8_t>(Slot::packed_a, kDeep * pitch_);
+        waits_ = !second_ && p.more;
+        if (waits_) std::memcpy(held_, packed, static_cast<size_t>(p.deep * pitch_));
+    }
+
+    INLINE void row(int64_t r, [[maybe_unused]] uint8_t* to) const {
+        const uint8_t* from = from_ + r * pitch_;
+        if (waits_) return;
+        if (second_) {
+            const uint8_t* before = held_ + r * pitch_;
+#if EXTENSOR_LANES == 16
+            if (bytes_ == 32) {
+                const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(before));
+                const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+                store_line(to - 32, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), true);
+                return;
+            }
+#endif
+            std::memcpy(to - pitch_, before, 32);
+        }
+        if (bytes_ == 32) {
+            std::memcpy(to, from, 32);
+#if EXTENSOR_LANES == 16
+        } else if (bytes_ == 64) {
+            store_line(to, _mm512_loadu_si512(from), past_);
+#endif
+        } else {
+            std::memcpy(to, from, static_cast<size_t>(bytes_));
+        }
+    }
+
+private:
+    const uint8_t* from_;
+    int64_t pitch_, bytes_;
+    bool past_, halves_, second_, waits_ = false;
+    uint8_t* held_;
+};
 
 // Maxima of all tiles of a panel, one per row of the panel and tile.
 void panel_row_maxima(const QuantJob& job, const float* panel, int64_t deep, uint32_t* maxima) {
     const int64_t across = tiles_across(job);
-    job.tile_length == 16 ? tile_maxima<16>(panel, deep * across, maxima)
-                          : tile_maxima<32>(panel, deep * across, maxima);
+    for (int64_t t = 0; t < deep * across; t += VL)
+        store(maxima + t, job.tile_length == 16 ? tile_maxima<16>(panel + t * 16)
+                                                : tile_maxima<32>(panel + t * 32));
     if (job.tile_rows > 1) combine(maxima, 1, deep, job.tile_rows, across, across, 1);
 }
 
-// The random words of a row's tiles.
-const uint32_t* row_words(const Call& call, const RowPiece& p, int64_t row) {
+// The random words of all tiles, row after row.
+const uint32_t* panel_row_words(const Call& call, const RowPiece& p) {
     const QuantJob& job = call.job;
-    uint32_t* words = scratch_of<uint32_t>(Slot::weights, kWide + 8 * VL);
-    philox_run(words, static_cast<uint32_t>((p.top + row) % job.tile_rows * call.calls),
-               static_cast<uint32_t>(call.calls), static_cast<uint32_t>(first_block(call, p, row)),
-               tiles_across(job), call.stream);
+    const Philox philox(call.stream);
+    uint32_t* words = scratch_of<uint32_t>(Slot::weights, p.deep * kWide + 2 * VL);
+    const auto calls = static_cast<uint32_t>(call.calls);
+    auto block = static_cast<uint32_t>(first_block(call, p));
+    uint32_t* to = words;
+    for (int64_t band = 0; band < p.deep; band += job.tile_rows, block += static_cast<uint32_t>(call.tiles))
+        for (uint32_t r = 0; r < job.tile_rows; ++r, to += kWide)
+            philox_run(philox, to, r * calls, calls, block, tiles_across(job));
     return words;
 }
 
@@ -44,7 +100,7 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
                      const Ahead& ahead, Tally& tally) {
     const QuantJob& job = call.job;
     const Grid& grid = call.scaler.grid;
-    const int64_t across = tiles_across(job), total = p.rows * across, tile = job.tile_length;
+    const int64_t across = tiles_across(job), total = p.deep * across, tile = job.tile_length;
     const vf element_scale = splat(call.plan.element_scale), tensor_scale = splat(call.scaler.tensor_scale);
     const int64_t room = round_up(total, VL);
     float* apply = scratch_of<float>(Slot::planes, 4 * room);
@@ -55,51 +111,50 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
     for (int64_t i = 0; i < total; i += VL) {
         const vu amax = load(maxima + i);
         const Scales s = call.scaler.of(amax);
-        plain &= is_plain(grid, s, amax, tensor_scale);
+        plain &= is_plain(s, amax, call.scaler.tensor_scale, grid);
         store(apply + i, s.apply);
         store(decode + i, s.decode);
         store(live + i, s.live);
         store(stored + i, s.stored);
     }
-    const TileCoder coder = Codes && all_lanes(plain) ? tile_coder<Words>(call.plan.element, tile) : nullptr;
-    const int64_t bytes = p.tiles * tile * grid.bits / 8;
+    const uint32_t* words = Words ? panel_row_words(call, p) : nullptr;
+    uint8_t* packed = Codes ? scratch_of<uint8_t>(Slot::offsets, p.deep * kWide) : nullptr;
+    const TileCoder<Words, float> coder(call.plan.element, tile);
     TileCounts counts;
-    for (int64_t r = 0; r < p.rows; ++r, apply += across, decode += across, live += across) {
-        ahead.row(r);
-        const float* x = p.panel + r * kWide;
-        const uint32_t* words = Words ? row_words(call, p, r) : nullptr;
-        const int64_t row = p.image * job.rows + p.top + r;
-        if constexpr (Codes) {
-            uint8_t* to = job.codes + row * call.packed + p.j * grid.bits / 8;
-            if ((p.top + r) % job.tile_rows == 0)
-                store_scales(job.scales, first_block(call, p, r), stored + r * across, p.tiles,
-                             call.bytes());
-            if (coder && p.tiles == across) {
-                coder(x, apply, words, call.plan.element_scale, across, to, counts);
-                continue;
-            }
-            uint8_t packed[kWide];
-            if (coder) {
-                coder(x, apply, words, call.plan.element_scale, across, packed, counts);
-                std::memcpy(to, packed, static_cast<size_t>(bytes));
-                continue;
-            }
+    bool done = false;
+    if constexpr (Codes) {
+        // The panel's rows follow one another: one run of whole tiles.
+        if (coder.code && all_lanes(plain) && p.deep * kWide % coder.batch == 0) {
+            coder.code(p.panel, apply, words, false, p.deep * across, packed, counts);
+            done = true;
         }
+    }
+    for (int64_t r = 0; r < p.rows; ++r) ahead.row(r);
+    const int64_t first = p.image * job.rows + p.top;
+    for (int64_t r = 0; !done && r < p.rows; ++r) {
+        float* out = Codes ? nullptr : job.values + (first + r) * job.coded + p.j;
         uint8_t codes[kWide];
         for (int64_t i = 0; i < kWide; i += VL) {
-            const int64_t t = i / tile;
+            const int64_t t = r * across + i / tile;
             const Scales s = {splat(apply[t]), splat(decode[t]), splat(live[t]), vu{}};
             vu code;
             const vf value = quantize_vector<Words, false, Codes>(
-                load(x + i), Words ? load(words + i) : vu{}, s, element_scale, tensor_scale, grid,
-                tally, code);
+                load(p.panel + r * kWide + i), Words ? load(words + r * kWide + i) : vu{}, s,
+                element_scale, tensor_scale, grid, tally, code);
             if constexpr (Codes)
                 store_codes(codes + i, code);
             else if (p.j + i < job.coded)
-                store_upto(job.values + row * job.coded + p.j + i, value, job.coded - p.j - i);
+                store_upto(out + i, value, job.coded - p.j - i);
         }
-        if constexpr (Codes)
-            pack_row(codes, p.tiles * tile, grid.bits, job.codes + row * call.packed + p.j * grid.bits / 8);
+        if constexpr (Codes) pack_row(codes, kWide, grid.bits, packed + r * kWide * grid.bits / 8);
+    }
+    if constexpr (Codes) {
+        const RowStore rows(call, p, packed);
+        uint8_t* to = job.codes + first * call.packed + p.j * grid.bits / 8;
+        for (int64_t r = 0; r < p.rows; ++r, to += call.packed) rows.row(r, to);
+        int64_t block = first_block(call, p);
+        for (int64_t r = 0; r < p.rows; r += job.tile_rows, block += call.tiles)
+            store_scales(job.scales, block, stored + r * across, p.tiles, call.bytes());
     }
     tally.saturated[0] += static_cast<int32_t>(counts.saturated);
     tally.flushed[0] += static_cast<int32_t>(counts.flushed);
@@ -133,14 +188,14 @@ struct Cut {
             deep = multiple;
         }
         units = ceil_div(rows, deep);
-        chunk = round_up(most(kTask / deep, 1), kWide);
+        chunk = round_up(most(kTask / deep, 1), 2 * kWide);
         chunks = ceil_div(columns, chunk);
         count = images * units * chunks;
     }
 };
 
 bool fits(const Call& call) {
-    return call.plan.scale != Scale::float32 && (call.plan.stochastic ? call.plan.rbits == 32 : !call.words());
+    return call.plan.element_scale == 1 && call.plan.scale != Scale::float32 && (call.plan.stochastic ? call.plan.rbits == 32 : !call.words());
 }
 
 bool fits_along(const Call& call, const Cut& cut) {
@@ -160,10 +215,11 @@ bool fits_down(const Call& call, const Cut& cut) {
 struct Panel {
     const float *along, *down;  // the panel, transformed for each
     int64_t image, top, deep, real, j, lanes;
+    bool more;
     Ahead ahead;
 
     RowPiece rows(const QuantJob& job) const {
-        return {along, image, top, real, j, ceil_div(lanes, job.tile_length)};
+        return {along, image, top, real, deep, j, ceil_div(lanes, job.tile_length), more};
     }
 
     // Calls body(piece, maxima of its columns) for every tile down the columns.
@@ -195,7 +251,8 @@ void for_panels(const Call* along, const Call* down, const Cut& cut, Body body) 
         const bool transforms = down && down->plan.hadamard;
         float* panel = scratch_of<float>(Slot::padded, cut.deep * kWide * (transforms ? 2 : 1));
         for (int64_t j = left; j < right; j += kWide) {
-            Panel p = {panel, panel, image, top, cut.deep, real, j, least(kWide, right - j), {}};
+            Panel p = {panel, panel, image, top, cut.deep, real, j, least(kWide, right - j),
+                       j + kWide < right, {}};
             fill_panel(x.from(j), cut.columns, real, cut.deep, p.lanes, panel);
             if (transforms) {
                 float* turned = panel + cut.deep * kWide;
@@ -203,11 +260,12 @@ void for_panels(const Call* along, const Call* down, const Cut& cut, Body body) 
                 transform_columns(down->plan, least(cut.deep, down->job.coded - top), turned);
                 p.down = turned;
             }
-            if (j + kWide < right)
+            if (p.more)
                 p.ahead = {static_cast<const char*>(x.from(j + kWide).at), cut.columns * each,
                            kWide * each};
             body(task, p);
         }
+        finish_lines();
     });
 }
 

@@ -44,6 +44,13 @@ INLINE void store(uint32_t* p, vu v) { *reinterpret_cast<vu_any*>(p) = v; }
 INLINE vf splat(float x) { return x - vf{}; }  // x - 0 is x, also for -0
 INLINE vu splat(uint32_t x) { return x - vu{}; }
 
+// 0, 1, 2, ...
+INLINE vu lane_numbers() {
+    vu v;
+    for (uint32_t i = 0; i < VL; ++i) v[i] = i;
+    return v;
+}
+
 // The first n lanes (0 <= n <= VL); loads give zero in the others, stores leave memory alone.
 INLINE vf load_part(const float* p, int n) {
 #if defined(__AVX512F__)
@@ -66,6 +73,32 @@ INLINE void store_part(float* p, vf v, int n) {
     _mm256_maskstore_ps(p, reinterpret_cast<__m256i>(lane < n), v);
 #else
     for (int i = 0; i < n; ++i) p[i] = v[i];
+#endif
+}
+
+// a * b + c, rounded once where there is an instruction for it.
+INLINE vf multiply_add(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// VL bytes as words.
+INLINE vu widen(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<vu>(
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+    return reinterpret_cast<vu>(
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+    vu v;
+    for (int i = 0; i < VL; ++i) v[i] = p[i];
+    return v;
 #endif
 }
 

@@ -6,13 +6,14 @@ import math
 from functools import lru_cache
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  # registers bfloat16 with numpy
 import numpy as np
 
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
+from extensor.quant.reference import FLOATS
 from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -21,7 +22,7 @@ __all__ = ["CpuQuantize", "ready"]
 
 _NO_STREAM = (0, 0, 0, 0)
 _FLOAT32 = np.dtype(np.float32)
-_INPUTS = (_FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+_INPUTS = tuple(np.dtype(name) for name in FLOATS)
 # A panel of columns under a Hadamard transform is copied whole; longer ones would leave the cache.
 _MAX_SPAN = 8192
 
@@ -57,13 +58,7 @@ class CpuQuantize(GenericBackend):
             placed.scales_shape,
             _stream_words(stream),
         )
-        q = QuantArray(
-            codes=codes,
-            scales=scales,
-            spec=placed.spec,
-            shape=tuple(x.shape),
-            tensor_scale=np.asarray(tensor_scale, _FLOAT32) if spec.row.tensor_scale else None,
-        )
+        q = placed.quantized(x.shape, codes, scales, tensor_scale)
         return q, QuantStats(placed.count, saturated, flushed)
 
     def _quantize_reason(
@@ -81,21 +76,23 @@ class CpuQuantize(GenericBackend):
         assert isinstance(placed, _Placed)
         return placed.no_codes
 
-    def dequantize(self, q: QuantArray) -> Array:
+    def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
-        if self._dequantize_reason(q):
-            return super().dequantize(q)
+        if self._dequantize_reason(q, dtype):
+            return super().dequantize(q, dtype)
         placed = _place(self.core, q.spec, q.shape)
         assert isinstance(placed, _Placed)
         tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
         codes, scales = ready(q.codes), ready(q.scales)
         return self.core.dequantize(
-            placed.plan, codes, scales, tensor_scale, placed.layout, q.shape
+            placed.plan, codes, scales, tensor_scale, placed.layout, q.shape, np.dtype(dtype)
         )
 
-    def _dequantize_reason(self, q: QuantArray) -> str | None:
+    def _dequantize_reason(self, q: QuantArray, dtype: str = "float32") -> str | None:
         if self.core is None:
             return self.core_missing
+        if dtype not in FLOATS:
+            return f"{dtype} values"
         if q.spec.transform:
             return "a Hadamard transform to undo"
         if math.prod(q.shape) == 0:
@@ -123,14 +120,86 @@ class CpuQuantize(GenericBackend):
             return self.core_missing
         if x.size == 0 or x.ndim == 0:
             return "empty array or scalar"
-        if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
-            return f"{x.dtype} array"
-        if (stream is None) == (spec.rounding == "stochastic"):
-            return "the stream does not go with the rounding"
-        if spec.kernel_gap:
-            return spec.kernel_gap
+        if reason := self._input_reason(x, spec, stream):
+            return reason
         placed = _place(self.core, spec, x.shape)
         return placed if isinstance(placed, str) else None
+
+
+    def quantize_pair(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+        """See the protocol."""
+        if self._quantize_pair_reason(x, specs, streams):
+            return super().quantize_pair(x, specs, streams)
+        placed = _place_pair(self.core, specs, x.shape)
+        results = self.core.quantize_pair(
+            tuple(p.plan for p in placed),
+            _as_input(x),
+            tuple(p.layout for p in placed),
+            tuple(p.codes_shape for p in placed),
+            tuple(p.scales_shape for p in placed),
+            tuple(_stream_words(stream) for stream in streams),
+        )
+        first, second = (
+            (
+                p.quantized(x.shape, codes, scales, tensor_scale),
+                QuantStats(p.count, saturated, flushed),
+            )
+            for p, (codes, scales, tensor_scale, saturated, flushed) in zip(
+                placed, results, strict=True
+            )
+        )
+        return first, second
+
+    def _quantize_pair_reason(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> str | None:
+        if reason := self._operand_pair_reason(x, specs, streams):
+            return reason
+        return next((p.no_codes for p in _place_pair(self.core, specs, x.shape) if p.no_codes), None)
+
+    def operand_pair(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
+        """See the protocol."""
+        if self._operand_pair_reason(x, specs, streams):
+            return super().operand_pair(x, specs, streams)
+        placed = _place_pair(self.core, specs, x.shape)
+        results = self.core.operand_pair(
+            tuple(p.plan for p in placed),
+            _as_input(x),
+            tuple(p.layout for p in placed),
+            tuple(p.coded for p in placed),
+            tuple(_stream_words(stream) for stream in streams),
+        )
+        first, second = (
+            (values, QuantStats(p.count, saturated, flushed))
+            for p, (values, saturated, flushed) in zip(placed, results, strict=True)
+        )
+        return first, second
+
+    def _operand_pair_reason(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> str | None:
+        for spec, stream in zip(specs, streams, strict=True):
+            if reason := self._operand_reason(x, spec, stream):
+                return reason
+        if x.ndim != 2 or [spec.axis % 2 for spec in specs] != [1, 0]:
+            return "not rows, then columns of a matrix"
+        return None
 
 
 def ready(x: Array) -> Array:
@@ -170,6 +239,29 @@ class _Placed:
         self.no_codes = None
         if columns and tiles > 1 and tile_length * spec.row.element.bits % 8:
             self.no_codes = f"blocks of {tile_length} down columns do not fill whole bytes"
+
+    def quantized(
+        self, shape: tuple[int, ...], codes: Array, scales: Array, tensor_scale: float
+    ) -> QuantArray:
+        """What the core gave, with what it stands for."""
+        return QuantArray(
+            codes=codes,
+            scales=scales,
+            spec=self.spec,
+            shape=tuple(shape),
+            tensor_scale=(
+                np.asarray(tensor_scale, _FLOAT32) if self.spec.row.tensor_scale else None
+            ),
+        )
+
+
+def _place_pair(
+    core: Any, specs: tuple[QuantSpec, QuantSpec], shape: tuple[int, ...]
+) -> tuple[_Placed, _Placed]:
+    first, second = (_place(core, spec, shape) for spec in specs)
+    assert isinstance(first, _Placed)
+    assert isinstance(second, _Placed)
+    return first, second
 
 
 @lru_cache(maxsize=4096)

@@ -36,15 +36,42 @@ class GenericBackend:
         """See the protocol."""
         return reference.quantize(x, spec, stream, previous_amax, self.xp)
 
-    def dequantize(self, q: QuantArray) -> Array:
+    def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
-        return reference.dequantize(q, self.xp)
+        return reference.narrow(reference.dequantize(q, self.xp), dtype)
+
+    @staticmethod
+    def _input_reason(x: Array, spec: QuantSpec, stream: Stream | None) -> str | None:
+        """Why no backend's kernel quantizes x, whatever its shape; None where one may."""
+        if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
+            return f"{x.dtype} array"
+        if (stream is None) == (spec.rounding == "stochastic"):
+            return "the stream does not go with the rounding"
+        return spec.kernel_gap
 
     def operand(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[Array, QuantStats]:
         """See the protocol."""
         return reference.operand(x, spec, stream, self.xp)
+
+    def quantize_pair(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+        """See the protocol."""
+        return self.quantize(x, specs[0], streams[0]), self.quantize(x, specs[1], streams[1])
+
+    def operand_pair(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
+        """See the protocol."""
+        return self.operand(x, specs[0], streams[0]), self.operand(x, specs[1], streams[1])
 
     def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
         """See the protocol."""

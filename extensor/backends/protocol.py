@@ -57,8 +57,11 @@ class Backend(Protocol):
         """Float array -> codes and scales. ``spec`` is resolved; ``stream`` iff stochastic."""
         ...
 
-    def dequantize(self, q: QuantArray) -> Array:
-        """Codes and scales -> float32 of ``q.shape``, any Hadamard transform undone."""
+    def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
+        """Codes and scales -> values of ``q.shape``, any Hadamard transform undone.
+
+        ``dtype``: float32, or bfloat16 or float16, to which the float32 values are rounded once.
+        """
         ...
 
     def operand(
@@ -69,6 +72,27 @@ class Backend(Protocol):
         Same values, bit for bit, as decoding ``quantize``. Along the axis the result has the
         length the transform padded it to. It carries ``spec.element_scale``.
         """
+        ...
+
+    def quantize_pair(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+        """One array under two specs, as for two GEMMs: bit for bit two calls of ``quantize``.
+
+        A backend may read a matrix once for a spec along its rows and one down its columns.
+        """
+        ...
+
+    def operand_pair(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
+        """The same for ``operand``."""
         ...
 
     def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:

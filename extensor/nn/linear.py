@@ -13,6 +13,7 @@ from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
 from extensor.ops.linalg import linear
 from extensor.ops.quantized import quantized_matmul
+from extensor.ops.stored import stored_matmul
 from extensor.quant.context import LayerContext
 
 __all__ = ["Linear"]
@@ -28,7 +29,7 @@ class Linear(Module):
         rng: draws the initial weights, uniform in +-1 / sqrt(K); see `init.as_rng`.
 
     Attributes:
-        weight: float32 (N, K); bias: float32 (N,), or None.
+        weight: float32 (N, K), or blocked along K by `quantize_model`; bias: float32 (N,), or None.
         quant: the layer's place in a recipe; None computes in the dtype of the operands.
 
     Raises:
@@ -58,7 +59,10 @@ class Linear(Module):
             )
         if self.quant is None:
             return linear(x, self.weight, self.bias)
-        y = quantized_matmul(x, self.weight, self.quant.at(call))
+        if self.weight.is_blocked:
+            y = stored_matmul(x, self.weight, self.quant)
+        else:
+            y = quantized_matmul(x, self.weight, self.quant.at(call))
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from training.data.dataset import Dataset, Split, pixel_statistics
 from training.data.fetch import DataError, RemoteFile, find_archive
+from training.data.prepared import prepared
 
 __all__ = ["CIFAR10", "CifarSource", "parse_records"]
 
@@ -46,7 +47,9 @@ class CifarSource:
     remedy: str
 
     def load(self, download: bool = True) -> Dataset:
-        """Find, check and unpack the archive, in memory. Images stay uint8: 184 MB in all.
+        """Find, check and unpack the archive, once; later it comes from the cache.
+
+        Images stay uint8: 184 MB in all.
 
         Args:
             download: False looks on this machine only.
@@ -54,7 +57,17 @@ class CifarSource:
         Raises:
             DataError: if the archive is missing or damaged.
         """
-        urls = self.urls if download else ()
+        arrays = prepared(
+            self.name, self.archive.sha256, 1, lambda: self._parsed(self.urls if download else ())
+        )
+        train, test = (
+            Split(arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in ("train", "test")
+        )
+        mean, std = (tuple(float(v) for v in arrays[name]) for name in ("mean", "std"))
+        return Dataset(self.name, train, test, self.classes, mean, std)
+
+    def _parsed(self, urls: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """The arrays of the archive, and mean and standard deviation of the training pixels."""
         path = find_archive(self.name, self.archive, self.system, urls, self.remedy)
         names = [f"data_batch_{n}.bin" for n in range(1, 6)]
         try:
@@ -65,8 +78,14 @@ class CifarSource:
             raise DataError(f"{path}: wanted a complete .tar.gz, got: {error}") from error
         images = np.concatenate([x for x, _ in train])
         mean, std = pixel_statistics(images)
-        labels = np.concatenate([y for _, y in train])
-        return Dataset(self.name, Split(images, labels), Split(*test), self.classes, mean, std)
+        return {
+            "train.images": images,
+            "train.labels": np.concatenate([y for _, y in train]),
+            "test.images": test[0],
+            "test.labels": test[1],
+            "mean": np.array(mean),
+            "std": np.array(std),
+        }
 
     def _file(
         self, archive: tarfile.TarFile, path: Path, name: str

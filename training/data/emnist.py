@@ -17,6 +17,7 @@ import numpy as np
 from training.data.dataset import Dataset, Split, pixel_statistics
 from training.data.fetch import DataError, RemoteFile, find_archive
 from training.data.idx import parse_idx
+from training.data.prepared import prepared
 
 __all__ = ["EMNIST", "EmnistSource"]
 
@@ -51,7 +52,7 @@ class EmnistSource:
     remedy: str
 
     def load(self, download: bool = True) -> Dataset:
-        """Find and check the archive, unpack the division's four files in memory.
+        """Find and check the archive, unpack the division's four files, once; then it is cached.
 
         Args:
             download: False looks on this machine only.
@@ -59,15 +60,31 @@ class EmnistSource:
         Raises:
             DataError: if the archive is missing or damaged.
         """
-        urls = self.urls if download else ()
+        arrays = prepared(
+            self.name,
+            f"{self.archive.sha256} {self.division}",
+            1,
+            lambda: self._parsed(self.urls if download else ()),
+        )
+        train, test = (
+            Split(arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in ("train", "test")
+        )
+        mean, std = (tuple(float(v) for v in arrays[name]) for name in ("mean", "std"))
+        return Dataset(self.name, train, test, self.classes, mean, std)
+
+    def _parsed(self, urls: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """The division's arrays, and mean and standard deviation of the training pixels."""
         path = find_archive("emnist", self.archive, self.system, urls, self.remedy)
+        arrays = {}
         try:
             with zipfile.ZipFile(path) as archive:
-                train, test = (self._split(archive, path, part) for part in ("train", "test"))
+                for part in ("train", "test"):
+                    split = self._split(archive, path, part)
+                    arrays[f"{part}.images"], arrays[f"{part}.labels"] = split.images, split.labels
         except zipfile.BadZipFile as error:
             raise DataError(f"{path}: wanted a complete zip file, got: {error}") from error
-        mean, std = pixel_statistics(train.images)
-        return Dataset(self.name, train, test, self.classes, mean, std)
+        mean, std = pixel_statistics(arrays["train.images"])
+        return {**arrays, "mean": np.array(mean), "std": np.array(std)}
 
     def _split(self, archive: zipfile.ZipFile, path: Path, part: str) -> Split:
         count = self.train if part == "train" else self.test
