@@ -25,6 +25,7 @@ from extensor.formats import DIALECTS, FORMATS
 from extensor.quant.array import QuantStats
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
+from tests import dense_cases
 
 BACKEND = cpu.make_backend()
 CORE = BACKEND.core
@@ -632,9 +633,27 @@ def check_bounded(name: str, cases: Callable[[], Bounded]) -> Callable[[cpu.CpuB
                 for one, two in zip(
                     seen if isinstance(seen, tuple) else (seen,), results, strict=True
                 ):
-                    assert_bytes(one, two, what)
+                    # attention's output has its heads side by side in memory
+                    assert_bytes(np.ascontiguousarray(one), np.ascontiguousarray(two), what)
 
     return check
+
+
+def check_attention_grad(backend: cpu.CpuBackend) -> None:
+    for case, exact, bounds in dense_cases.attention_grad_cases():
+        into = tuple(np.full(a.shape, np.nan, np.float32) for a in case[1:4])
+        path = backend.path("attention_grad", *case, into)
+        assert CORE is None or path.startswith("core ("), path
+        backend.attention_grad(*case, into)
+        for got, wanted, bound in zip(into, exact, bounds, strict=True):
+            assert (np.abs(got - wanted) <= bound).all(), (case[1].shape, path)
+        for view in (VIEWS["strided"], VIEWS["misaligned"], VIEWS["transposed"]):
+            other = tuple(np.empty((*a.shape[:-1], a.shape[-1] + 3), np.float32) for a in into)
+            parts = tuple(a[..., : b.shape[-1]] for a, b in zip(other, into, strict=True))
+            seen = [view(a) if isinstance(a, np.ndarray) else a for a in case]
+            backend.attention_grad(*seen, parts)
+            for one, two in zip(parts, into, strict=True):
+                assert_bytes(one.copy(), two, (case[1].shape, path))
 
 
 FACTORS = {
@@ -814,6 +833,9 @@ CHECKS: dict[str, Callable[[cpu.CpuBackend], None]] = {
     "conv2d_grad_w": check_convolution("conv2d_grad_w"),
     "max_pool2d": check_max_pool2d,
     "max_pool2d_grad": check_max_pool2d_grad,
+    "matmul": check_bounded("matmul", dense_cases.matmul_cases),
+    "attention": check_bounded("attention", dense_cases.attention_cases),
+    "attention_grad": check_attention_grad,
     "gelu": check_bounded("gelu", gelu_cases),
     "gelu_grad": check_bounded("gelu_grad", gelu_grad_cases),
     "softmax": check_bounded("softmax", softmax_cases),
@@ -883,8 +905,9 @@ def test_path_names_the_reason() -> None:
         path = BACKEND.path(method, *args)
         assert path.startswith("generic: "), (reason, path)
         assert (reason if CORE else BACKEND.core_missing or reason) in path
+    assert "BLAS" in BACKEND.path("matmul", plain((2, 60)), plain((60, 60))) or CORE is None
     with pytest.raises(ValueError, match="wanted one of quantize"):
-        BACKEND.path("matmul", x, x)
+        BACKEND.path("nonsense", x, x)
 
 
 @pytest.mark.parametrize("name", ["conv2d", "conv2d_grad_x", "conv2d_grad_w"])

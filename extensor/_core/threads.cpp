@@ -16,7 +16,7 @@ namespace threads {
 namespace {
 
 constexpr int64_t kSmall = 1 << 16;  // below this much work, waking a thread costs more
-constexpr int kSpins = 4000;         // a worker polls this often before it goes to sleep
+constexpr int kSpins = 40000;        // a worker polls this often before it goes to sleep
 
 inline void relax() {
 #if defined(__x86_64__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from extensor.backends import layers, training, windows
+from extensor.backends import dense, layers, training, windows
 from extensor.backends.protocol import Array, Window
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
@@ -83,7 +83,7 @@ class GenericBackend:
 
     def operand_matmul(self, a: Array, b: Array) -> Array:
         """See the protocol."""
-        return self.xp.matmul(a, b)
+        return self.matmul(a, b)
 
     def operand_conv2d(
         self,
@@ -150,6 +150,31 @@ class GenericBackend:
     def max_pool2d_grad(self, g: Array, index: Array, shape: tuple[int, ...]) -> Array:
         """See the protocol."""
         return windows.max_pool2d_grad(g, index, shape, self.xp)
+
+    def matmul(self, a: Array, b: Array, bias: Array | None = None) -> Array:
+        """See the protocol."""
+        return dense.matmul(a, b, bias, self.xp)
+
+    def attention(
+        self, q: Array, k: Array, v: Array, causal: bool, scale: float
+    ) -> tuple[Array, Array]:
+        """See the protocol."""
+        return dense.attention(q, k, v, causal, scale, self.xp)
+
+    def attention_grad(
+        self,
+        g: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        stats: Array,
+        causal: bool,
+        scale: float,
+        into: tuple[Array, Array, Array],
+    ) -> None:
+        """See the protocol."""
+        dense.attention_grad(g, q, k, v, out, stats, causal, scale, into, self.xp)
 
     def gelu(self, x: Array) -> tuple[Array, Array]:
         """See the protocol."""

@@ -171,6 +171,38 @@ class Backend(Protocol):
         """Scatter-add of g (N, C, Ho, Wo) to the positions in ``index``, giving ``shape``."""
         ...
 
+    def matmul(self, a: Array, b: Array, bias: Array | None = None) -> Array:
+        """A b of (..., M, K) and (..., K, N), leading axes broadcasting, plus a bias (N,)."""
+        ...
+
+    def attention(
+        self, q: Array, k: Array, v: Array, causal: bool, scale: float
+    ) -> tuple[Array, Array]:
+        """softmax(scale q k^T) v, (B, H, T, dv), and what the gradient needs of it, (B, H, T, 2).
+
+        q is (B, H, T, d), k (B, Hkv, S, d) and v (B, Hkv, S, dv); nothing is empty, H is a
+        multiple of Hkv. If ``causal`` query t sees the keys up to t + S - T, and S >= T.
+        """
+        ...
+
+    def attention_grad(
+        self,
+        g: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        stats: Array,
+        causal: bool,
+        scale: float,
+        into: tuple[Array, Array, Array],
+    ) -> None:
+        """Gradients of attention, whose results are ``out`` and ``stats``, in q, k and v.
+
+        They are written to ``into``, arrays of the inputs' shapes that may be strided.
+        """
+        ...
+
     def gelu(self, x: Array) -> tuple[Array, Array]:
         """X Phi(x), with the normal distribution function Phi, and Phi(x)."""
         ...

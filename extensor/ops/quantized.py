@@ -113,7 +113,9 @@ def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
 
 
 def _product(backend: Backend, a: Array, b: Array, gemm: Gemm) -> Array:
-    return _scaled(backend.operand_matmul(a, b), gemm, backend.xp)
+    # Rounded operands may fit bfloat16 tiles, which is looked for; float32 ones do not.
+    multiply = backend.matmul if "float32" in (gemm.a, gemm.b) else backend.operand_matmul
+    return _scaled(multiply(a, b), gemm, backend.xp)
 
 
 def _fprop(backend: Backend, x: Array, w: Array, context: LayerContext) -> Array:
