@@ -126,7 +126,6 @@ class CpuQuantize(GenericBackend):
         placed = _place(self.core, spec, x.shape)
         return placed if isinstance(placed, str) else None
 
-
     def quantize_pair(
         self,
         x: Array,
@@ -164,7 +163,9 @@ class CpuQuantize(GenericBackend):
     ) -> str | None:
         if reason := self._operand_pair_reason(x, specs, streams):
             return reason
-        return next((p.no_codes for p in _place_pair(self.core, specs, x.shape) if p.no_codes), None)
+        return next(
+            (p.no_codes for p in _place_pair(self.core, specs, x.shape) if p.no_codes), None
+        )
 
     def operand_pair(
         self,

@@ -273,7 +273,11 @@ def _conv_vjp(
     rows = _group_rows(g, groups, backend.xp) if any(blocked) else ()
     pairs = [_gradient_operands(backend, part, context, blocked) for part in rows]
     dx = _conv_dgrad(backend, g, w, x.shape, context, window, pairs) if needs[0] else None
-    dw = _conv_wgrad(backend, g, x, w.shape, context, window, groups, pairs, saved) if needs[1] else None
+    dw = (
+        _conv_wgrad(backend, g, x, w.shape, context, window, groups, pairs, saved)
+        if needs[1]
+        else None
+    )
     return dx, dw
 
 
