@@ -214,6 +214,44 @@ def test_fractions_next_to_their_random_word(level: str, axis: int, half_steps: 
     )
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("above", [False, True])
+def test_fractions_next_to_words_that_no_float_holds(level: str, axis: int, above: bool) -> None:
+    """The largest float below a word of more than 24 bits is not up, the smallest above it is."""
+    stream = Stream(22, column=axis == 0)
+    words = random_words(stream, np.arange(512), 32, 32)
+    near = words.astype(F)
+    near = np.where(near.astype(np.float64) > words, np.nextafter(near, F(0)), near)
+    chosen = (near.astype(np.float64) < words) & (np.arange(32) > 0)
+    assert chosen.sum() > 5000
+    fraction = np.nextafter(near, F(2**33)) if above else near
+    x = np.where(chosen, fraction * F(2**-33), F(0)).astype(F)
+    x[:, 0] = 4  # the scale is one, and between 0 and 0.5 the fraction is x / 0.5
+    spec = QuantSpec("mxfp4", axis=axis, rounding="stochastic")
+    blocked = np.ascontiguousarray(x.T) if axis == 0 else x
+    for got in (BACKEND.operand(blocked, spec, stream), GENERIC.operand(blocked, spec, stream)):
+        rounded = got[0].T if axis == 0 else got[0]
+        assert (rounded[chosen] == (0.5 if above else 0)).all(), level
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3"])
+@pytest.mark.parametrize("tile", [None, (32, 32)])
+def test_arrays_beyond_the_caches(level: str, name: str, tile: tuple[int, int] | None) -> None:
+    """Large results take other store instructions: the same bytes as halves of the array give."""
+    x = np.random.default_rng(1).standard_normal((2080, 8256), dtype=F)  # over 2**24 values
+    specs = QuantSpec(name, tile=tile), QuantSpec(name, axis=0, tile=tile)
+
+    def stored(part: np.ndarray) -> list[tuple[Any, Any]]:
+        quantized = [BACKEND.quantize(part, spec)[0] for spec in specs]
+        quantized += [q for q, _ in BACKEND.quantize_pair(part, specs)]
+        return [(q.codes, q.scales) for q in quantized]
+
+    halves = zip(stored(x[:1024]), stored(x[1024:]), strict=True)
+    for whole, (top, bottom) in zip(stored(x), halves, strict=True):
+        for part, first, second in zip(whole, top, bottom, strict=True):
+            assert part.tobytes() == first.tobytes() + second.tobytes(), (level, name, tile)
+
+
 @st.composite
 def any_case(draw: st.DrawFn) -> tuple[Any, QuantSpec, Stream | None, str]:
     """A format, rule, tile, transform, dialect, rounding, axis, shape, layout and level."""

@@ -121,10 +121,11 @@ void code_piece(const Call& call, const ColumnPiece& p, const vu (&amax)[4], con
     const QuantJob& job = call.job;
     const Grid& grid = call.scaler.grid;
     Scales s[4] = {};
-    vu plain = splat(~0u);
+    vu plain = splat(~0u), bounded = plain;
     for (int64_t k = 0; k < p.vectors(); ++k) {
         s[k] = call.scaler.of(amax[k]);
         plain &= is_plain(s[k], amax[k], call.scaler.tensor_scale, grid);
+        bounded &= reinterpret_cast<vu>(float_of(amax[k]) * s[k].apply < grid.limit);
     }
     const PanelWords words = Words ? column_words(call, p) : PanelWords{};
     ByteRows out = {};
@@ -139,8 +140,8 @@ void code_piece(const Call& call, const ColumnPiece& p, const vu (&amax)[4], con
         if (coder && p.rows % group_rows(grid.bits) == 0 && all_lanes(plain)) {
             const vf apply[4] = {s[0].apply, s[1].apply, s[2].apply, s[3].apply};
             TileCounts counts;
-            coder(p.panel, p.rows, p.vectors(), apply, call.plan.element_scale, words, out, ahead,
-                  counts);
+            coder(p.panel, p.rows, p.vectors(), apply, call.plan.element_scale, all_lanes(bounded),
+                  words, out, ahead, counts);
             tally.saturated[0] += static_cast<int32_t>(counts.saturated);
             tally.flushed[0] += static_cast<int32_t>(counts.flushed);
             return;

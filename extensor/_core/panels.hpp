@@ -153,12 +153,24 @@ struct ByteRows {
         to += stride;
     }
 
+#if EXTENSOR_LANES == 16
+    // Sixteen times four bytes, of which four each in a 128-bit lane follow one another.
+    INLINE void line(__m512i bytes) {
+        const __m512i order =
+            _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        bytes = _mm512_permutexvar_epi32(order, bytes);
+        if (lanes >= 64)
+            store_line(to, bytes, past);
+        else
+            _mm512_mask_storeu_epi8(to, (__mmask64{1} << lanes) - 1, bytes);
+        to += stride;
+    }
+#endif
+
     INLINE void store(const vu (&w)[4], int count) {
 #if EXTENSOR_LANES == 16
         const __m512i turn = _mm512_broadcast_i32x4(
             _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-        const __m512i order =
-            _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         __m512i v[4];
         for (int k = 0; k < 4; ++k)
             v[k] = _mm512_shuffle_epi8(reinterpret_cast<__m512i>(w[k]), turn);
@@ -166,11 +178,7 @@ struct ByteRows {
         const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
         const __m512i rows[4] = {_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c),
                                  _mm512_unpacklo_epi64(b, d), _mm512_unpackhi_epi64(b, d)};
-        const __mmask64 mask = lanes >= 64 ? ~__mmask64{0} : (__mmask64{1} << lanes) - 1;
-        for (int r = 0; r < count; ++r, to += stride) {
-            const __m512i bytes = _mm512_permutexvar_epi32(order, rows[r]);
-            lanes >= 64 ? store_line(to, bytes, past) : _mm512_mask_storeu_epi8(to, mask, bytes);
-        }
+        for (int r = 0; r < count; ++r) line(rows[r]);
 #elif EXTENSOR_LANES == 8
         const __m256i turn = _mm256_broadcastsi128_si256(
             _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
@@ -211,13 +219,24 @@ struct PanelWords {
     INLINE vu operator()(int64_t row, int k) const { return load(at + row * stride + k * VL); }
 };
 
-// Codes of whole groups of rows of a floating-point grid, whose blocks all hold numbers and in
-// which no code but zero decodes to zero.
+// See panels_avx512.hpp.
+template <int Index>
+struct PanelJoin;
+
+// Codes of whole groups of rows of a floating-point grid, all of whose blocks are plain (see
+// tiles.hpp). `bounded`: rounding to nearest, no value saturates.
 template <int Index, bool Words>
 void code_panel(const float* panel, int64_t rows, int64_t vectors, const vf (&apply)[4],
-                float element_scale, PanelWords words, ByteRows out, const Ahead& ahead,
-                TileCounts& counts) {
+                float element_scale, bool bounded, PanelWords words, ByteRows out,
+                const Ahead& ahead, TileCounts& counts) {
     constexpr Element e = kElements[Index];
+#if EXTENSOR_LANES == 16
+    if constexpr (!Words && PanelJoin<Index>::kCovers) {
+        if (element_scale == 1)
+            return bounded ? PanelJoin<Index>::template code<true>(panel, rows, apply, out, ahead, counts)
+                           : PanelJoin<Index>::template code<false>(panel, rows, apply, out, ahead, counts);
+    }
+#endif
     constexpr int group = group_rows(e.bits), bytes = group_bytes(e.bits);
     const Coder<Index, Words> coder{.element_scale = element_scale};
     TileCounts mine;
@@ -240,7 +259,7 @@ void code_panel(const float* panel, int64_t rows, int64_t vectors, const vf (&ap
     counts.flushed += mine.flushed;
 }
 
-using PanelCoder = void (*)(const float*, int64_t, int64_t, const vf (&)[4], float, PanelWords,
+using PanelCoder = void (*)(const float*, int64_t, int64_t, const vf (&)[4], float, bool, PanelWords,
                             ByteRows, const Ahead&, TileCounts&);
 
 template <bool Words, size_t... Index>
@@ -257,3 +276,7 @@ inline PanelCoder panel_coder(int element) {
 }
 
 }  // namespace EXTENSOR_ISA
+
+#if EXTENSOR_LANES == 16
+#include "panels_avx512.hpp"
+#endif

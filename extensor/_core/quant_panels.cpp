@@ -107,11 +107,12 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
     float* decode = apply + room;
     uint32_t* live = reinterpret_cast<uint32_t*>(decode + room);
     uint32_t* stored = live + room;
-    vu plain = splat(~0u);
+    vu plain = splat(~0u), bounded = plain;
     for (int64_t i = 0; i < total; i += VL) {
         const vu amax = load(maxima + i);
         const Scales s = call.scaler.of(amax);
         plain &= is_plain(s, amax, call.scaler.tensor_scale, grid);
+        bounded &= reinterpret_cast<vu>(float_of(amax) * s.apply < grid.limit);
         store(apply + i, s.apply);
         store(decode + i, s.decode);
         store(live + i, s.live);
@@ -125,7 +126,7 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
     if constexpr (Codes) {
         // The panel's rows follow one another: one run of whole tiles.
         if (coder.code && all_lanes(plain) && p.deep * kWide % coder.batch == 0) {
-            coder.code(p.panel, apply, words, false, p.deep * across, packed, counts);
+            coder.code(p.panel, apply, words, all_lanes(bounded), p.deep * across, packed, counts);
             done = true;
         }
     }

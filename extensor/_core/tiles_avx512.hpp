@@ -18,8 +18,8 @@ struct RunCoder<Index, Tile, false, T> {
 
     // The sign and the joined parts of VL codes, in the low half of each lane; more than VL where
     // it says so.
-    static INLINE __m512i join(vf v, float apply) {
-        const __m512 y = _mm512_mul_ps(reinterpret_cast<__m512>(v), _mm512_set1_ps(apply));
+    static INLINE __m512i join(vf v, vf apply) {
+        const __m512 y = reinterpret_cast<__m512>(v * apply);
         const __m512i bits = _mm512_castps_si512(y);
         const __m512i lowest = _mm512_set1_epi32((e.min_exponent + 127) << 23);
         __m512i anchor = _mm512_max_epu32(
@@ -34,11 +34,11 @@ struct RunCoder<Index, Tile, false, T> {
 
     // 32 codes, each in 16 bits: four of x, four of x + VL, and so on.
     template <bool Bounded>
-    static INLINE __m512i codes(const T* x, const float* apply, int64_t second, int64_t& saturated,
+    static INLINE __m512i codes(const T* x, vf first, vf second, int64_t& saturated,
                                 int64_t& flushed) {
         const vf a = load(x), b = load(x + VL);
         const __m512i joined = _mm512_sub_epi16(
-            _mm512_packs_epi32(join(a, apply[0]), join(b, apply[second])), _mm512_set1_epi16(kZero));
+            _mm512_packs_epi32(join(a, first), join(b, second)), _mm512_set1_epi16(kZero));
         __m512i n = _mm512_add_epi16(joined, joined);  // without the sign
         const __m512i top = _mm512_set1_epi16(static_cast<short>(e.max_code << (kDrop + 1)));
         if constexpr (!Bounded) {
@@ -81,8 +81,8 @@ struct RunCoder<Index, Tile, false, T> {
             __m512i c[4];
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k)
-                c[k] = codes<Bounded>(x + 2 * VL * k, apply + 2 * VL * k / Tile, VL / Tile, saturated,
-                                      flushed);
+                c[k] = codes<Bounded>(x + 2 * VL * k, splat(apply[2 * VL * k / Tile]),
+                                      splat(apply[(2 * k + 1) * VL / Tile]), saturated, flushed);
             store(to, c);
         }
         counts.saturated += saturated;

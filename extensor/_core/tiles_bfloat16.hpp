@@ -125,7 +125,7 @@ struct HalfCoder {
                     4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31};
                 return _mm512_permutexvar_epi16(
                     _mm512_load_si512(kOrder),
-                    RunCoder<Index, 32, false, bfloat16>::template codes<false>(x, apply, 0, saturated, flushed));
+                    RunCoder<Index, 32, false, bfloat16>::template codes<false>(x, splat(apply[0]), splat(apply[0]), saturated, flushed));
             }
             const __m512i top = _mm512_set1_epi16(e.max_code);
             n = _mm512_srli_epi16(w, kDrop);
