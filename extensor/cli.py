@@ -35,7 +35,7 @@ from extensor.io import load_checkpoint, save_checkpoint
 from extensor.io.layouts import LAYOUTS
 from extensor.quant import QuantArray, QuantSpec, QuantStats
 from extensor.quant.rounding import decode, encode
-from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes, infinity_byte
+from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes
 from extensor.random import Stream
 
 __all__ = [
@@ -151,9 +151,7 @@ def dialect_sheet() -> Sheet:
     rows = []
     for dialect in DIALECTS.values():
         scales, ties = _worked(dialect)
-        byte = dialect.mx_inf_byte
-        if byte is None:
-            byte = infinity_byte(row.element, dialect.mx_scale_rule or row.scale_rule)
+        byte = dialect.inf_byte_in(row.element)
         infinite = "NaN" if byte == E8M0_NAN else "saturates"
         rows.append(
             (

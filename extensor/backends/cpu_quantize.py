@@ -12,7 +12,6 @@ from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
-from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -236,8 +235,7 @@ def _plan(core: Any, spec: QuantSpec) -> Any:
         ties=spec.ties,
         stochastic=spec.rounding == "stochastic",
         rbits=spec.rbits,
-        # None only where `kernel_gap` leaves encoding to numpy; decoding does not read it.
-        mx_inf_byte=E8M0_NAN if dialect.mx_inf_byte is None else dialect.mx_inf_byte,
+        mx_inf_byte=dialect.inf_byte_in(spec.row.element),
         nv_zero_byte=dialect.nvfp4_zero_scale,
         nv_tiny_saturates=dialect.nvfp4_tiny_saturates,
         window=-1 if spec.scale_window is None else spec.scale_window,

@@ -201,7 +201,8 @@ class QuantSpec:
         """What of the dialect compiled kernels leave to numpy, as a phrase; None if nothing."""
         dialect = self.dialect_row
         gaps = {
-            f"zeros' signs of dialect {dialect.name}": self.zero_sign != "kept",
+            f"zeros' signs of dialect {dialect.name}": self.row.element.is_float
+            and self.zero_sign != "kept",
             f"special blocks of dialect {dialect.name}": self.is_mx
             and (dialect.mx_inf_byte is None or dialect.mx_least_divisor != -127),
             f"the order of operations of dialect {dialect.name}": self.rule == "amax"

@@ -16,7 +16,6 @@ import numpy as np
 
 from extensor.formats import ELEMENTS, ElementFormat
 from extensor.quant.array import QuantArray, QuantStats, block_grid, packed_length
-from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.jit import Source, launch
@@ -181,8 +180,7 @@ def quantize_source(plan: Plan, dtype: str, out: str, whole: bool, stats: bool) 
         "TIE_AT_TOP": _float(_tie_at_top(element)),
         "TENSOR_TARGET": _float(_SCALE.max * element.max),
         "SCALE_TOP": _float(_SCALE.max),
-        # None only where `kernel_gap` leaves encoding to the generic path.
-        "INF_BYTE": f"{E8M0_NAN if dialect.mx_inf_byte is None else dialect.mx_inf_byte}u",
+        "INF_BYTE": f"{dialect.inf_byte_in(element)}u",
         "ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
         "TINY_SATURATES": int(dialect.nvfp4_tiny_saturates),
         "PAIRS": int(_in_pairs(plan, dtype, out, words)),

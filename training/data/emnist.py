@@ -14,60 +14,36 @@ from pathlib import Path
 
 import numpy as np
 
-from training.data.dataset import Dataset, Split, pixel_statistics
-from training.data.fetch import DataError, RemoteFile, find_archive
+from training.data.archive import ArchiveSource
+from training.data.dataset import Split
+from training.data.fetch import DataError, RemoteFile
 from training.data.idx import parse_idx
 
 __all__ = ["EMNIST", "EmnistSource"]
 
 
-@dataclass(frozen=True)
-class EmnistSource:
-    """One of EMNIST's divisions.
+@dataclass(frozen=True, kw_only=True)
+class EmnistSource(ArchiveSource):
+    """One of EMNIST's divisions, which share a zip.
 
     Attributes:
-        name: the data set's name.
         what: what it shows, for the command line.
         division: its name in the archive's file names.
         train, test: numbers of images.
-        classes: names of the labels.
         first: the label of the first class in the files.
-        archive: the zip, shared by all divisions.
-        system: folders that hold it besides the cache.
-        urls: addresses of folders that hold it.
-        remedy: what to do where no download is possible.
     """
 
-    name: str
+    kind = "zip file"
     what: str
     division: str
     train: int
     test: int
-    classes: tuple[str, ...]
     first: int
-    archive: RemoteFile
-    system: tuple[Path, ...]
-    urls: tuple[str, ...]
-    remedy: str
 
-    def load(self, download: bool = True) -> Dataset:
-        """Find and check the archive, unpack the division's four files in memory.
-
-        Args:
-            download: False looks on this machine only.
-
-        Raises:
-            DataError: if the archive is missing or damaged.
-        """
-        urls = self.urls if download else ()
-        path = find_archive("emnist", self.archive, self.system, urls, self.remedy)
-        try:
-            with zipfile.ZipFile(path) as archive:
-                train, test = (self._split(archive, path, part) for part in ("train", "test"))
-        except zipfile.BadZipFile as error:
-            raise DataError(f"{path}: wanted a complete zip file, got: {error}") from error
-        mean, std = pixel_statistics(train.images)
-        return Dataset(self.name, train, test, self.classes, mean, std)
+    def splits(self, path: Path) -> tuple[Split, Split]:
+        """See the base class."""
+        with zipfile.ZipFile(path) as archive:
+            return self._split(archive, path, "train"), self._split(archive, path, "test")
 
     def _split(self, archive: zipfile.ZipFile, path: Path, part: str) -> Split:
         count = self.train if part == "train" else self.test
@@ -119,6 +95,7 @@ def _division(
         classes=tuple(classes),
         first=first,
         archive=ARCHIVE,
+        folder="emnist",
         system=(Path("/usr/share/datasets/emnist"),),
         urls=(URL,),
         remedy=f"on a machine with a network, curl -LO {URL}/{ARCHIVE.name}",

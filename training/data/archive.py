@@ -1,0 +1,67 @@
+"""What data sets in one archive have in common: find it, check it, unpack it in memory."""
+
+from __future__ import annotations
+
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from training.data.dataset import Dataset, Split, pixel_statistics
+from training.data.fetch import DataError, RemoteFile, find_archive
+
+__all__ = ["ArchiveSource"]
+
+DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchiveSource:
+    """A data set of images in one archive, which other data sets may share.
+
+    Attributes:
+        name: the data set's name.
+        archive: the file.
+        folder: its folder in the cache.
+        classes: names of the labels.
+        system: folders that hold it besides the cache.
+        urls: addresses of folders that hold it.
+        remedy: what to do where no download is possible.
+    """
+
+    kind: ClassVar[str]
+    """What the archive is, for errors."""
+
+    name: str
+    archive: RemoteFile
+    folder: str
+    classes: tuple[str, ...]
+    system: tuple[Path, ...]
+    urls: tuple[str, ...]
+    remedy: str
+
+    def load(self, download: bool = True) -> Dataset:
+        """Find, check and unpack the archive, in memory. Images stay uint8.
+
+        Args:
+            download: False looks on this machine only.
+
+        Raises:
+            DataError: if the archive is missing or damaged.
+        """
+        urls = self.urls if download else ()
+        path = find_archive(self.folder, self.archive, self.system, urls, self.remedy)
+        try:
+            train, test = self.splits(path)
+        except DAMAGED as error:
+            raise DataError(f"{path}: wanted a complete {self.kind}, got: {error}") from error
+        return Dataset(self.name, train, test, self.classes, *pixel_statistics(train.images))
+
+    def splits(self, path: Path) -> tuple[Split, Split]:
+        """Read the training and the test images out of the archive.
+
+        Raises:
+            DataError: for a file that is missing in it, or is not what it should be.
+        """
+        raise AssertionError(f"{type(self).__name__} does not read its archive")
