@@ -1,41 +1,10 @@
 // Codes and scales of a blocked matrix as numbers, for the products.
 #pragma once
 
+#include "elements.hpp"
 #include "gemm.hpp"
-#include "kernels.hpp"
-#include "rows.hpp"
-#include "simd.hpp"
 
 namespace EXTENSOR_ISA {
-
-INLINE float as_float(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-INLINE float power_of_two(int exponent) {
-    return as_float(static_cast<uint32_t>(exponent + 127) << 23);
-}
-
-// The value of every code of a grid.
-inline void decode_table(const Element& e, float* table) {
-    const int sign = 1 << (e.bits - 1), unit = 1 << e.mantissa_bits;
-    for (int code = 0; code < 1 << e.bits; ++code) {
-        if (!e.is_float) {
-            table[code] = static_cast<float>(code & sign ? code - 2 * sign : code) / unit;
-            continue;
-        }
-        const int magnitude = code & (sign - 1), exponent = magnitude >> e.mantissa_bits;
-        const int mantissa = magnitude & (unit - 1);
-        float value = static_cast<float>(exponent ? unit + mantissa : mantissa) *
-                      power_of_two(e.min_exponent - e.mantissa_bits + (exponent ? exponent - 1 : 0));
-        if (magnitude > e.max_code)  // infinity only where NaN comes later
-            value = magnitude == e.max_code + 1 && magnitude < e.nan_code ? __builtin_inff()
-                                                                          : __builtin_nanf("");
-        table[code] = code & sign ? -value : value;
-    }
-}
 
 // The scales of one row after another.
 struct ScaleReader {
@@ -51,11 +20,7 @@ struct ScaleReader {
     INLINE int64_t at(int64_t row, int64_t tile) const { return row / m.tile_rows * tiles + tile; }
 
     INLINE float operator()(int64_t row, int64_t tile) const {
-        if (m.scale == static_cast<int>(Scale::float32))
-            return static_cast<const float*>(m.scales)[at(row, tile)];
-        const uint32_t byte = static_cast<const uint8_t*>(m.scales)[at(row, tile)];
-        if (m.scale == static_cast<int>(Scale::ue4m3)) return ue4m3[byte];
-        return as_float(byte == 255 ? 0x7FC00000u : byte == 0 ? 0x400000u : byte << 23);
+        return scale_value(static_cast<Scale>(m.scale), m.scales, at(row, tile), ue4m3);
     }
 };
 

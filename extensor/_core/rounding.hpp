@@ -2,15 +2,9 @@
 // again, with the same single float32 operations in the same order.
 #pragma once
 
-#include "kernels.hpp"
-#include "rows.hpp"
-#include "simd.hpp"
+#include "elements.hpp"
 
 namespace EXTENSOR_ISA {
-
-constexpr uint32_t kExponentMask = 0x7F800000u, kMantissaMask = 0x007FFFFFu, kNaN = 0x7FC00000u;
-constexpr uint32_t kSign = 0x80000000u, kMagnitude = 0x7FFFFFFFu;
-constexpr float kFloatMax = 3.4028234663852886e38f;
 
 INLINE vu bits_of(vf v) { return reinterpret_cast<vu>(v); }
 INLINE vf float_of(vu v) { return reinterpret_cast<vf>(v); }
@@ -24,12 +18,6 @@ INLINE vu larger(vu a, vu b) {
 INLINE vf smaller(vf a, vf b) { return a < b ? a : b; }
 INLINE vu larger(vu a, vu b) { return a > b ? a : b; }
 #endif
-INLINE float power_of_two(int exponent) {
-    const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
 
 // An element grid for rounding |y|. Its spacing at |y| is 2**-m times the power of two at or below
 // |y|, or below `lowest` if |y| is smaller; a fixed-point grid ignores the exponent of y.

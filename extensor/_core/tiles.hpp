@@ -1,6 +1,6 @@
 // Whole tiles of 16 or 32 values along rows, the case that must run at memory speed: maxima of many
 // tiles at once, and codes of a floating-point grid four vectors at a time, packed in registers.
-// Anything else (ragged tails, other tiles, blocks without numbers) takes the loops of quant.cpp.
+// Anything else (ragged tails, other tiles, blocks without numbers) takes the loops of quant_rows.cpp.
 #pragma once
 
 #include <utility>
