@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -231,6 +232,7 @@ Floats col2im(const Floats& columns, const std::array<int64_t, 4>& shape, const 
 using Layout = std::array<int64_t, 7>;
 using Shape = std::vector<py::ssize_t>;
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
+using Octets = py::array_t<int8_t, py::array::c_style>;
 
 template <class T>
 T named(const std::string& name, const std::vector<std::string>& names, const char* what) {
@@ -240,17 +242,29 @@ T named(const std::string& name, const std::vector<std::string>& names, const ch
 }
 
 QuantPlan make_plan(const std::string& element, const std::string& scale, const std::string& rule,
-                    const std::string& ties, bool stochastic, int rbits, uint32_t mx_inf_byte,
-                    uint32_t nv_zero_byte, bool nv_tiny_saturates, int window, float element_scale,
-                    const std::vector<float>& signs) {
+                    const std::string& ties, const std::string& zeros, const std::string& order,
+                    const std::string& statistic, bool stochastic, bool symmetric, int rbits,
+                    uint32_t mx_inf_byte, int mx_least_divisor, uint32_t nv_zero_byte,
+                    uint32_t nv_least_byte, bool nv_tiny_saturates, double percentile, float decay,
+                    int window, float element_scale, const std::vector<float>& signs) {
     QuantPlan p{};
     p.element = named<int>(element, {std::begin(kElementNames), std::end(kElementNames)}, "element");
-    p.scale = named<Scale>(scale, {"e8m0", "ue4m3", "float32"}, "scale");
-    p.rule = named<Rule>(rule, {"floor", "rceil", "ceil", "even", "one", "amax"}, "rule");
+    p.scale = named<Scale>(scale, {"e8m0", "ue4m3", "float32", "float16"}, "scale");
+    p.rule = named<Rule>(
+        rule,
+        {"floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error"}, "rule");
     p.ties = named<Ties>(ties, {"even", "away", "zero"}, "ties");
-    p.stochastic = stochastic, p.rbits = rbits;
-    p.mx_inf_byte = mx_inf_byte, p.nv_zero_byte = nv_zero_byte;
-    p.nv_tiny_saturates = nv_tiny_saturates, p.window = window, p.element_scale = element_scale;
+    p.zeros = named<Zeros>(
+        zeros, {"kept", "zeros_positive", "zeros_negative", "codes_positive"}, "zeros");
+    p.order = named<Order>(order, {"transformer_engine", "torchao", "model_optimizer"}, "order");
+    p.statistic = named<Statistic>(statistic, {"amax", "percentile", "running"}, "statistic");
+    p.stochastic = stochastic, p.symmetric = symmetric, p.rbits = rbits;
+    p.mx_inf_byte = mx_inf_byte;
+    p.mx_least_byte = static_cast<uint32_t>(mx_least_divisor + 127);
+    p.nv_zero_byte = nv_zero_byte, p.nv_least_byte = nv_least_byte;
+    p.nv_tiny_saturates = nv_tiny_saturates, p.percentile = percentile, p.decay = decay;
+    p.window = window, p.element_scale = element_scale;
+    require(symmetric || !is_byte(p.scale), "Plan: a zero point needs a float scale");
     require(signs.size() <= 128, "signs: wanted at most 128");
     p.hadamard = static_cast<int>(signs.size());
     std::copy(signs.begin(), signs.end(), p.signs);
@@ -303,51 +317,61 @@ py::tuple operand(const QuantPlan& plan, const Floats& x, const Layout& layout, 
     return py::make_tuple(values, job.saturated, job.flushed);
 }
 
+// An array for the scales of a plan.
+py::array new_scales(const QuantPlan& plan, const Shape& shape) {
+    if (is_byte(plan.scale)) return buffers::array<uint8_t>(shape);
+    if (plan.scale == Scale::float32) return buffers::array<float>(shape);
+    return py::array(py::dtype("float16"), shape);
+}
+
 py::tuple quantize(const QuantPlan& plan, const Floats& x, const Layout& layout,
                    const Shape& codes_shape, const Shape& scales_shape,
-                   const std::array<uint32_t, 4>& stream) {
+                   const std::array<uint32_t, 4>& stream, const std::optional<Floats>& previous) {
     QuantJob job = make_job(x, layout);
+    const int64_t tiles = tile_count(layout);
     require(product(codes_shape) == job.outer * job.rows * job.inner *
                                         packed_bytes(plan, job.coded, job.tile_length) &&
-                product(scales_shape) == tile_count(layout),
-            "quantize: the layout does not fit the shapes of codes and scales");
+                product(scales_shape) == tiles && (!previous || previous->size() == tiles),
+            "quantize: the layout does not fit the shapes of codes, scales and previous maxima");
+    if (previous) job.previous = previous->data();
     Bytes codes = buffers::array<uint8_t>(codes_shape);
     job.codes = codes.mutable_data();
-    py::object scales;
-    if (plan.scale == Scale::float32) {
-        Floats array = buffers::array<float>(scales_shape);
-        job.scales = array.mutable_data();
-        scales = std::move(array);
-    } else {
-        Bytes array = buffers::array<uint8_t>(scales_shape);
-        job.scales = array.mutable_data();
-        scales = std::move(array);
+    py::array scales = new_scales(plan, scales_shape);
+    job.scales = scales.mutable_data();
+    py::object points = py::none();
+    if (!plan.symmetric) {
+        Octets array(scales_shape);
+        job.zero_points = array.mutable_data();
+        points = std::move(array);
     }
     {
         py::gil_scoped_release release;
         current.quant->quantize(plan, {stream[0], stream[1], stream[2], stream[3]}, job);
     }
-    return py::make_tuple(codes, scales, job.tensor_scale, job.saturated, job.flushed);
+    return py::make_tuple(codes, scales, points, job.tensor_scale, job.saturated, job.flushed);
 }
 
 Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& scales,
-                  float tensor_scale, const Layout& layout, const Shape& shape) {
+                  const std::optional<Octets>& points, float tensor_scale, const Layout& layout,
+                  const Shape& shape) {
     DequantJob job{};
     job.outer = layout[0], job.rows = layout[1], job.length = layout[2], job.inner = layout[3];
     job.tile_rows = layout[5], job.tile_length = layout[6], job.tensor_scale = tensor_scale;
+    const int64_t tiles = tile_count(layout);
     require(codes.size() == job.outer * job.rows * job.inner *
                                 packed_bytes(plan, job.length, job.tile_length) &&
-                scales.size() == tile_count(layout) &&
+                scales.size() == tiles && (!points || points->size() == tiles) &&
                 product(shape) == job.outer * job.rows * job.length * job.inner,
-            "dequantize: the layout does not fit codes, scales and shape");
-    const bool floats = plan.scale == Scale::float32;
-    require((scales.flags() & py::array::c_style) != 0 &&
-                (floats ? py::isinstance<py::array_t<float>>(scales)
-                        : py::isinstance<py::array_t<uint8_t>>(scales)),
-            "dequantize: wanted scales as contiguous bytes, or float32 for a float scale");
+            "dequantize: the layout does not fit codes, scales, zero points and shape");
+    const char kind = is_byte(plan.scale) ? 'u' : 'f';
+    const int bytes = is_byte(plan.scale) ? 1 : plan.scale == Scale::float16 ? 2 : 4;
+    require((scales.flags() & py::array::c_style) != 0 && scales.dtype().kind() == kind &&
+                scales.itemsize() == bytes && scales.dtype().byteorder() != '>',
+            "dequantize: wanted scales as contiguous bytes, float16 or float32, as the plan says");
     Floats values = buffers::array<float>(shape);
     job.codes = codes.data();
     job.scales = scales.data();
+    if (points) job.zero_points = points->data();
     job.values = values.mutable_data();
     py::gil_scoped_release release;
     current.quant->dequantize(plan, job);
@@ -365,9 +389,11 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("set_threads", threads::set, "Use that many threads.");
     py::class_<QuantPlan>(m, "Plan", "A resolved QuantSpec as the kernels take it.")
         .def(py::init(&make_plan), py::kw_only(), py::arg("element"), py::arg("scale"),
-             py::arg("rule"), py::arg("ties"), py::arg("stochastic"), py::arg("rbits"),
-             py::arg("mx_inf_byte"), py::arg("nv_zero_byte"), py::arg("nv_tiny_saturates"),
-             py::arg("window"), py::arg("element_scale"), py::arg("signs"));
+             py::arg("rule"), py::arg("ties"), py::arg("zeros"), py::arg("order"),
+             py::arg("statistic"), py::arg("stochastic"), py::arg("symmetric"), py::arg("rbits"),
+             py::arg("mx_inf_byte"), py::arg("mx_least_divisor"), py::arg("nv_zero_byte"),
+             py::arg("nv_least_byte"), py::arg("nv_tiny_saturates"), py::arg("percentile"),
+             py::arg("decay"), py::arg("window"), py::arg("element_scale"), py::arg("signs"));
     m.def("operand", operand);
     m.def("quantize", quantize);
     m.def("dequantize", dequantize);

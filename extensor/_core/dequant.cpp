@@ -50,9 +50,11 @@ void dequantize(const QuantPlan& plan, const DequantJob& job) {
                 const int64_t image = row / job.rows, band = row % job.rows / job.tile_rows;
                 const float scale =
                     scale_value(plan.scale, job.scales, (image * bands + band) * tiles + t, ue4m3);
+                const float point =
+                    job.zero_points ? job.zero_points[(image * bands + band) * tiles + t] : 0.0f;
                 int64_t i = t * job.tile_length;
                 const int64_t count = end - i;
-                if (e.bits != 6 && job.tile_length % VL == 0 && count % VL == 0) {
+                if (e.bits != 6 && !job.zero_points && job.tile_length % VL == 0 && count % VL == 0) {
                     if (e.bits == 4)
                         decode_tile<4>(codes, i, count, table, scale, tensor_scale, past, out + i);
                     else
@@ -60,17 +62,21 @@ void dequantize(const QuantPlan& plan, const DequantJob& job) {
                     continue;
                 }
                 for (; i < end; ++i)
-                    out[i] = table[unpack_one(codes, 1, i, e.bits)] * scale * tensor_scale;
+                    out[i] = (table[unpack_one(codes, 1, i, e.bits)] - point) * scale * tensor_scale;
                 continue;
             }
-            float* scales = scratch_of<float>(Slot::planes, job.inner);
-            for (int64_t j = 0; j < job.inner; ++j)
-                scales[j] = scale_value(plan.scale, job.scales,
-                                        (row * tiles + t) * groups + j / job.tile_rows, ue4m3);
+            float* scales = scratch_of<float>(Slot::planes, 2 * job.inner);
+            float* points = scales + job.inner;
+            for (int64_t j = 0; j < job.inner; ++j) {
+                const int64_t at = (row * tiles + t) * groups + j / job.tile_rows;
+                scales[j] = scale_value(plan.scale, job.scales, at, ue4m3);
+                points[j] = job.zero_points ? job.zero_points[at] : 0.0f;
+            }
             for (int64_t i = t * job.tile_length; i < end; ++i)
                 for (int64_t j = 0; j < job.inner; ++j)
-                    out[i * job.inner + j] = table[unpack_one(codes + j, job.inner, i, e.bits)] *
-                                             scales[j] * tensor_scale;
+                    out[i * job.inner + j] =
+                        (table[unpack_one(codes + j, job.inner, i, e.bits)] - points[j]) *
+                        scales[j] * tensor_scale;
         }
         if (past) finish_stores();
     });

@@ -3,16 +3,23 @@
 // Blocks run along rows (quant_rows.cpp) or down columns (quant_columns.cpp). Work goes through a
 // cache-sized piece at a time: Hadamard transform, block maxima, scales, then codes or values. Only
 // tiles of several rows, and scales that depend on the whole array, need the maxima of the whole
-// array first. Decoding is in dequant.cpp.
+// array first; those that look at more than the maxima are in inside.cpp. Decoding: dequant.cpp.
 //
 // Compiled without contraction: every float operation here decides bits.
 
-#include "quant.hpp"
+#include "inside.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
 
 void quantize(const QuantPlan& plan, const QuantStream& stream, QuantJob& job) {
+    if (plan.hadamard && looks_inside(plan, job)) {
+        QuantPlan plain = plan;
+        plain.hadamard = 0;
+        job.x = rotated(plan, job);
+        job.length = job.coded;
+        return quantize(plain, stream, job);
+    }
     Call call(plan, stream, job);
     job.inner == 1 ? quantize_rows(call) : quantize_columns(call);
 }

@@ -1,7 +1,7 @@
 // What quantizing along rows (quant_rows.cpp) and down columns (quant_columns.cpp) share.
 #pragma once
 
-#include "rounding.hpp"
+#include "scales.hpp"
 #include "threads.hpp"
 
 namespace EXTENSOR_ISA {
@@ -22,10 +22,13 @@ INLINE void store_upto(float* p, vf v, int64_t n) {
 }
 
 // Writes n stored scales (bytes, or floats as bits).
-INLINE void store_scales(void* scales, int64_t at, const uint32_t* stored, int64_t n, bool bytes) {
-    if (bytes)
+INLINE void store_scales(void* scales, int64_t at, const uint32_t* stored, int64_t n, Scale kind) {
+    if (is_byte(kind))
         for (int64_t i = 0; i < n; ++i)
             static_cast<uint8_t*>(scales)[at + i] = static_cast<uint8_t>(stored[i]);
+    else if (kind == Scale::float16)
+        for (int64_t i = 0; i < n; ++i)
+            static_cast<uint16_t*>(scales)[at + i] = static_cast<uint16_t>(stored[i]);
     else
         std::memcpy(static_cast<uint32_t*>(scales) + at, stored, static_cast<size_t>(n) * 4);
 }
@@ -54,6 +57,7 @@ struct Call {
     int64_t packed;      // bytes along `length`
     int64_t calls;       // Philox calls of one row of a tile
     uint32_t constant;   // the word that rounds ties away or towards zero
+    float* points = nullptr;  // of every tile as its maximum is, where the grid is offset
 
     Call(const QuantPlan& plan, const QuantStream& stream, QuantJob& job)
         : plan(plan), stream(stream), job(job), scaler(plan),
@@ -63,7 +67,6 @@ struct Call {
           constant(plan.ties == Ties::away ? 0x7FFFFFFFu : 0x80000000u) {}
 
     bool words() const { return plan.stochastic || plan.ties != Ties::even; }
-    bool bytes() const { return plan.scale != Scale::float32; }
 };
 
 struct Counts {
@@ -113,7 +116,7 @@ struct Totals {
 
 // Whether the maxima of the whole array come first.
 INLINE bool needs_whole(const Call& call) {
-    return call.job.tile_rows > 1 || call.scaler.needs_global();
+    return call.job.tile_rows > 1 || call.scaler.needs_global() || looks_inside(call.plan, call.job);
 }
 
 // Maxima of whole tiles from those of their rows: `count` groups of `rows` runs of `width`.
@@ -143,11 +146,14 @@ void specialize(const Call& call, Body body) {
                        : body.template operator()<Words, Divide, false>();
     };
     const auto choose = [&]<bool Words>() {
-        call.plan.scale == Scale::float32 ? pick.template operator()<Words, true>()
-                                          : pick.template operator()<Words, false>();
+        divides(call.plan) ? pick.template operator()<Words, true>()
+                           : pick.template operator()<Words, false>();
     };
     call.words() ? choose.template operator()<true>() : choose.template operator()<false>();
 }
+
+// From the maxima of `whole` tiles to what scales.hpp makes scales of; see inside.cpp.
+void settle(Call& call, const Totals& totals, int64_t whole);
 
 void quantize_rows(Call& call);
 void quantize_columns(Call& call);

@@ -55,7 +55,9 @@ void code_columns(const Call& call, const ColumnPiece& piece, int64_t image, int
     const QuantPlan& plan = call.plan;
     const Grid grid = call.scaler.grid;
     const vf element_scale = splat(plan.element_scale), tensor_scale = splat(call.scaler.tensor_scale);
-    const Scales s = call.scaler.of(amax);
+    Scales s = call.scaler.of(amax);
+    if (Divide && call.points)
+        s.point = load_upto(call.points + (image * call.tiles + tile) * job.inner + j, lanes);
     const int64_t start = tile * job.tile_length, n = least(job.tile_length, job.coded - start);
     const int64_t groups = ceil_div(job.inner, job.tile_rows);
 
@@ -73,10 +75,10 @@ void code_columns(const Call& call, const ColumnPiece& piece, int64_t image, int
         uint32_t stored[VL];
         store(stored, s.stored);
         if (job.tile_rows == 1) {
-            store_scales(job.scales, block[0], stored, lanes, call.bytes());
+            store_scales(job.scales, block[0], stored, lanes, call.plan.scale);
         } else {
             for (int64_t i = 0; i < lanes; ++i)
-                store_scales(job.scales, block[i], stored + i, 1, call.bytes());
+                store_scales(job.scales, block[i], stored + i, 1, call.plan.scale);
         }
     }
     const int64_t inner = job.inner;
@@ -198,7 +200,7 @@ void run(Call& call) {
             }
         });
         if (job.tile_rows > 1) combine(maxima, call.tiles, job.inner, job.tile_rows, 1, 1, 0);
-        totals.set_global(call.scaler, runs * width);
+        settle(call, totals, runs * width);
     }
     for_columns(call, tasks, totals.counts, [&](int64_t, const ColumnPiece& piece, int64_t image,
                                                 int64_t tile, int64_t j, int64_t lanes,

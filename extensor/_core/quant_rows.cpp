@@ -147,7 +147,7 @@ void code_rows(const Call& call, RowPiece piece, int64_t first, int64_t count,
     // Whole tiles that are coded together; the loop below does the rest of each row.
     TileCoder coder = nullptr;
     if constexpr (Codes && !Divide)
-        if (all_lanes(plain) && (!Words || word_stride == tile))
+        if (all_lanes(plain) && (!Words || word_stride == tile) && grid.zeros == Zeros::kept)
             coder = tile_coder<Words>(call.plan.element, tile);
     const int64_t together = coder ? coded / kQuad * kQuad / tile : 0, done = together * tile;
     TileCounts counts;
@@ -164,7 +164,8 @@ void code_rows(const Call& call, RowPiece piece, int64_t first, int64_t count,
         }
         for (int64_t left = coded - done; left > 0; left -= tile, ++at) {
             const int64_t n = least(tile, left), whole = n / VL * VL;
-            const Scales s = {splat(apply[at]), splat(decode[at]), splat(live[at]), vu{}};
+            Scales s = {splat(apply[at]), splat(decode[at]), splat(live[at]), vu{}};
+            if (Divide && call.points) s.point = splat(call.points[first * tiles + at]);
             const uint32_t* w = words + at * word_stride;
             vu code;
             for (int64_t i = 0; i < whole; i += VL) {
@@ -199,7 +200,7 @@ void code_rows(const Call& call, RowPiece piece, int64_t first, int64_t count,
             const int64_t band = row / job.tile_rows, bands = ceil_div(job.rows, job.tile_rows);
             if (row % job.tile_rows == 0)
                 store_scales(job.scales, (image * bands + band) * tiles, stored + r * tiles, tiles,
-                             call.bytes());
+                             call.plan.scale);
         }
     }
     tally_out.saturated += tally.saturated;
@@ -243,7 +244,7 @@ void run(Call& call) {
             }
         });
         if (job.tile_rows > 1) combine(maxima, job.outer, job.rows, job.tile_rows, width, width, 1);
-        totals.set_global(call.scaler, runs * width);
+        settle(call, totals, runs * width);
     }
     for_rows(job, [&](int64_t task, int64_t first, int64_t rows) {
         Tally tally;

@@ -12,6 +12,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
+from extensor.quant.reference import check_previous
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -46,13 +47,14 @@ class CpuQuantize(GenericBackend):
             return super().quantize(x, spec, stream, previous_amax)
         placed = _place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
-        codes, scales, tensor_scale, saturated, flushed = self.core.quantize(
+        codes, scales, zero_points, tensor_scale, saturated, flushed = self.core.quantize(
             placed.plan,
             _as_float32(x),
             placed.layout,
             placed.codes_shape,
             placed.scales_shape,
             _stream_words(stream),
+            None if previous_amax is None else ready(previous_amax),
         )
         q = QuantArray(
             codes=codes,
@@ -60,6 +62,7 @@ class CpuQuantize(GenericBackend):
             spec=placed.spec,
             shape=tuple(x.shape),
             tensor_scale=np.asarray(tensor_scale, _FLOAT32) if spec.row.tensor_scale else None,
+            zero_points=zero_points,
         )
         return q, QuantStats(placed.count, saturated, flushed)
 
@@ -73,7 +76,10 @@ class CpuQuantize(GenericBackend):
         if reason := self._operand_reason(x, spec, stream):
             return reason
         if previous_amax is not None:
-            return "a running maximum"
+            try:
+                check_previous(previous_amax, spec.resolve(x.ndim), tuple(x.shape), np)
+            except ValueError as error:
+                return str(error)  # the generic method raises it
         placed = _place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         return placed.no_codes
@@ -85,9 +91,9 @@ class CpuQuantize(GenericBackend):
         placed = _place(self.core, q.spec, q.shape)
         assert isinstance(placed, _Placed)
         tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
-        codes, scales = ready(q.codes), ready(q.scales)
+        points = None if q.zero_points is None else ready(q.zero_points)
         return self.core.dequantize(
-            placed.plan, codes, scales, tensor_scale, placed.layout, q.shape
+            placed.plan, ready(q.codes), ready(q.scales), points, tensor_scale, placed.layout, q.shape
         )
 
     def _dequantize_reason(self, q: QuantArray) -> str | None:
@@ -124,8 +130,6 @@ class CpuQuantize(GenericBackend):
             return f"{x.dtype} array"
         if (stream is None) == (spec.rounding == "stochastic"):
             return "the stream does not go with the rounding"
-        if spec.kernel_gap:
-            return spec.kernel_gap
         placed = _place(self.core, spec, x.shape)
         return placed if isinstance(placed, str) else None
 
@@ -177,14 +181,6 @@ def _place(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> _Placed | str:
         return str(error)  # the generic method raises it
     if spec.row.outliers:
         return "the outlier codec"
-    if not spec.symmetric:
-        return "a zero point"
-    if spec.statistic != "amax":
-        return f"the {spec.statistic} statistic"
-    if spec.scale_name == "float16":
-        return "float16 scales"
-    if spec.rule not in ("floor", "rceil", "ceil", "even", "one", "amax"):
-        return f"the {spec.rule} scale rule"
     layout = _layout(spec, shape)
     if isinstance(layout, str):
         return layout
@@ -233,11 +229,19 @@ def _plan(core: Any, spec: QuantSpec) -> Any:
         scale=spec.scale_name,
         rule=spec.rule,
         ties=spec.ties,
+        zeros=spec.zero_sign,
+        order=dialect.nvfp4_order,
+        statistic=spec.statistic,
         stochastic=spec.rounding == "stochastic",
+        symmetric=spec.symmetric,
         rbits=spec.rbits,
         mx_inf_byte=dialect.inf_byte_in(spec.row.element),
+        mx_least_divisor=dialect.mx_least_divisor,
         nv_zero_byte=dialect.nvfp4_zero_scale,
+        nv_least_byte=dialect.nvfp4_least_scale,
         nv_tiny_saturates=dialect.nvfp4_tiny_saturates,
+        percentile=spec.percentile,
+        decay=spec.decay,
         window=-1 if spec.scale_window is None else spec.scale_window,
         element_scale=spec.element_scale,
         signs=hadamard_signs(spec.transform).tolist() if spec.transform else [],
