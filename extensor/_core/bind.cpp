@@ -271,7 +271,17 @@ QuantPlan make_plan(const std::string& element, const std::string& scale, const 
     return p;
 }
 
-QuantJob make_job(const Floats& x, const Layout& l) {
+FloatType float_type(const py::array& x) {
+    switch (x.dtype().char_()) {
+        case 'f': return FloatType::float32;
+        case 'e': return FloatType::float16;
+        case 'E': return FloatType::bfloat16;  // ml_dtypes
+        default: throw py::type_error("wanted float32, bfloat16 or float16, got " +
+                                      py::str(x.dtype()).cast<std::string>());
+    }
+}
+
+QuantJob make_job(const py::array& x, const Layout& l) {
     QuantJob job{};
     job.outer = l[0], job.rows = l[1], job.length = l[2], job.inner = l[3], job.coded = l[4];
     job.tile_rows = l[5], job.tile_length = l[6];
@@ -281,6 +291,9 @@ QuantJob make_job(const Floats& x, const Layout& l) {
             "quantize: the layout does not fit the array");
     require(job.inner == 1 || (job.rows == 1 && (job.tile_rows == 1 || job.outer == 1)),
             "quantize: tiles of several columns need a matrix");
+    require((x.flags() & py::array::c_style) != 0 && x.dtype().byteorder() == '=',
+            "quantize: wanted a contiguous array of this machine's byte order");
+    job.type = float_type(x);
     job.x = x.data();
     return job;
 }
@@ -303,7 +316,7 @@ int64_t tile_count(const Layout& l) {
     return l[0] * tiles * ((across + l[5] - 1) / l[5]);
 }
 
-py::tuple operand(const QuantPlan& plan, const Floats& x, const Layout& layout, const Shape& shape,
+py::tuple operand(const QuantPlan& plan, const py::array& x, const Layout& layout, const Shape& shape,
                   const std::array<uint32_t, 4>& stream) {
     QuantJob job = make_job(x, layout);
     require(product(shape) == job.outer * job.rows * job.coded * job.inner,
@@ -324,7 +337,7 @@ py::array new_scales(const QuantPlan& plan, const Shape& shape) {
     return py::array(py::dtype("float16"), shape);
 }
 
-py::tuple quantize(const QuantPlan& plan, const Floats& x, const Layout& layout,
+py::tuple quantize(const QuantPlan& plan, const py::array& x, const Layout& layout,
                    const Shape& codes_shape, const Shape& scales_shape,
                    const std::array<uint32_t, 4>& stream, const std::optional<Floats>& previous) {
     QuantJob job = make_job(x, layout);
@@ -378,6 +391,46 @@ Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& sc
     return values;
 }
 
+// ---- the outlier codec ----
+
+py::tuple split_outliers(const Floats& x, int64_t kept) {
+    require(x.ndim() == 2 && x.size() > 0 && x.shape(1) <= INT32_MAX && kept >= 0 &&
+                kept <= x.shape(1),
+            "split_outliers: wanted a matrix, and 0..columns values to keep of each row");
+    OutlierJob job{};
+    job.x = x.data(), job.rows = x.shape(0), job.length = x.shape(1), job.kept = kept;
+    Floats rest = buffers::array<float>({job.rows, job.length});
+    Floats means({job.rows, int64_t{1}}), values({job.rows, kept});
+    Ints index({job.rows, kept});
+    job.rest = rest.mutable_data(), job.means = means.mutable_data();
+    job.values = values.mutable_data(), job.index = index.mutable_data();
+    {
+        py::gil_scoped_release release;
+        current.quant->split_outliers(job);
+    }
+    return py::make_tuple(rest, means, index, values);
+}
+
+int64_t join_outliers(Floats& rest, const Floats& scales, const Floats& means, const Ints& index,
+                      const Floats& values, const std::optional<Floats>& x) {
+    require(rest.ndim() == 2 && index.ndim() == 2, "join_outliers: wanted matrices");
+    OutlierJob job{};
+    job.rows = rest.shape(0), job.length = rest.shape(1), job.kept = index.shape(1);
+    require(scales.size() == job.rows && means.size() == job.rows && index.shape(0) == job.rows &&
+                values.size() == index.size() && (!x || x->size() == rest.size()),
+            "join_outliers: the parts do not fit the rows");
+    const int32_t* at = index.data();
+    for (int64_t i = 0; i < index.size(); ++i)
+        require(at[i] >= 0 && at[i] < job.length, "join_outliers: an index lies outside its row");
+    // The kernel reads these and writes `rest` alone.
+    job.x = x ? x->data() : nullptr, job.rest = rest.mutable_data();
+    job.means = const_cast<float*>(means.data()), job.values = const_cast<float*>(values.data());
+    job.index = const_cast<int32_t*>(at);
+    const float* scale = scales.data();
+    py::gil_scoped_release release;
+    return current.quant->join_outliers(job, scale);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_kernels, m) {
@@ -397,6 +450,8 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("operand", operand);
     m.def("quantize", quantize);
     m.def("dequantize", dequantize);
+    m.def("split_outliers", split_outliers);
+    m.def("join_outliers", join_outliers);
     m.def("conv2d", conv2d);
     m.def("conv2d_grad_x", conv2d_grad_x);
     m.def("conv2d_grad_w", conv2d_grad_w);

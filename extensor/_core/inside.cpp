@@ -110,7 +110,7 @@ private:
         Place p;
         p.along = least(job_.tile_length, job_.length - along);
         p.across = least(job_.tile_rows, width - across);
-        const float* x = job_.x + image * job_.length * width;
+        const float* x = static_cast<const float*>(job_.x) + image * job_.length * width;
         p.values = columns_ ? x + along * width + across : x + across * job_.length + along;
         p.word = columns_ ? (image * tiles_ + tile) * width + across
                           : (image * width + across) * tiles_ + tile;
@@ -343,19 +343,28 @@ void settle(Call& call, const Totals& totals, int64_t whole) {
     }
 }
 
-const float* rotated(const QuantPlan& plan, const QuantJob& job) {
-    const int size = plan.hadamard;
+const float* plain_values(const QuantPlan& plan, const QuantJob& job) {
+    const int size = plan.hadamard ? plan.hadamard : 1;
     const vf scale = splat(static_cast<float>(1.0 / __builtin_sqrt(size)));
-    const int64_t rows = job.outer * job.rows, steps = job.coded / size;
-    float* out = scratch_of<float>(Slot::rotated, rows * job.coded * job.inner + VL);
-    threads::run(rows * steps, 8 * rows * job.coded * job.inner, [&](int64_t task) {
+    const int64_t rows = job.outer * job.rows, steps = job.coded / size, count = rows * job.coded * job.inner;
+    const Source x = {job.x, job.type};
+    float* out = scratch_of<float>(Slot::copied, count + VL);
+    if (!plan.hadamard) {
+        threads::run(ceil_div(count, kPiece), 4 * count, [&](int64_t task) {
+            const int64_t end = least(count, (task + 1) * kPiece);
+            for (int64_t i = task * kPiece; i < end; i += VL)
+                store_upto(out + i, x.load_upto(i, end - i), end - i);
+        });
+        return out;
+    }
+    threads::run(rows * steps, 8 * count, [&](int64_t task) {
         const int64_t row = task / steps, start = task % steps * size;
         const int64_t real = most(0, least(size, job.length - start));
-        const float* from = job.x + (row * job.length + start) * job.inner;
+        const Source from = x.from((row * job.length + start) * job.inner);
         float* to = out + (row * job.coded + start) * job.inner;
         if (job.inner == 1) {
             for (int i = 0; i < size; i += VL)
-                store(to + i, load_upto(from + i, most(0, real - i)) * load(plan.signs + i));
+                store(to + i, from.load_upto(i, most(0, real - i)) * load(plan.signs + i));
             butterfly_run(to, size);
             for (int i = 0; i < size; i += VL) store(to + i, load(to + i) * scale);
             return;
@@ -364,7 +373,7 @@ const float* rotated(const QuantPlan& plan, const QuantJob& job) {
         for (int64_t j = 0; j < job.inner; j += VL) {
             const int64_t lanes = least(VL, job.inner - j);
             for (int64_t k = 0; k < size; ++k) {
-                const vf v = k < real ? load_upto(from + k * job.inner + j, lanes) : vf{};
+                const vf v = k < real ? from.load_upto(k * job.inner + j, lanes) : vf{};
                 store(panel + k * VL, v * plan.signs[k]);
             }
             butterfly_rows(panel, size, VL);

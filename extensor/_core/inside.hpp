@@ -5,8 +5,8 @@
 
 namespace EXTENSOR_ISA {
 
-// A Hadamard transform of the whole array, for scales that look inside of its blocks: valid until the
-// next such call of this thread.
-const float* rotated(const QuantPlan& plan, const QuantJob& job);
+// The whole array in float32 and under its Hadamard transform, for scales that look inside of its
+// blocks. Valid until the next such call of this thread.
+const float* plain_values(const QuantPlan& plan, const QuantJob& job);
 
 }  // namespace EXTENSOR_ISA

@@ -19,6 +19,7 @@ struct WindowKernels {
     void (*col2im)(const Conv&, const float* columns, float* x);
 };
 
+enum class FloatType : int { float32, bfloat16, float16 };
 enum class Scale : int { e8m0, ue4m3, float32, float16 };
 enum class Rule : int { floor, rceil, ceil, even, one, amax, four_over_six, least_error };
 enum class Ties : int { even, away, zero };
@@ -59,7 +60,8 @@ struct QuantStream {
 // on its last two axes; otherwise a tile is tile_length along `length` x tile_rows along `inner`,
 // and tile_rows > 1 needs outer == 1. `coded` is `length` padded to the Hadamard size.
 struct QuantJob {
-    const float* x;
+    const void* x;
+    FloatType type;  // of x
     int64_t outer, rows, length, inner, coded, tile_rows, tile_length;
     float* values;  // float32 of the coded shape, or null
     uint8_t* codes;  // packed along `length` in whole blocks, or null
@@ -80,9 +82,20 @@ struct DequantJob {
     float* values;
 };
 
+// Rows of `length` values and what the outlier codec takes out of them: `kept` values each.
+struct OutlierJob {
+    const float* x;
+    int64_t rows, length, kept;
+    float *rest, *means, *values;
+    int32_t* index;
+};
+
 struct QuantKernels {
     void (*quantize)(const QuantPlan&, const QuantStream&, QuantJob&);
     void (*dequantize)(const QuantPlan&, const DequantJob&);
+    void (*split_outliers)(const OutlierJob&);
+    // Adds what was taken out to `rest`. With x, how many of its values that are not zero became zero.
+    int64_t (*join_outliers)(const OutlierJob&, const float* scales);
 };
 
 // What a transformer's float32 training step repeats; see train.cpp. Arrays are contiguous.

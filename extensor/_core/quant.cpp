@@ -13,10 +13,11 @@ namespace EXTENSOR_ISA {
 namespace {
 
 void quantize(const QuantPlan& plan, const QuantStream& stream, QuantJob& job) {
-    if (plan.hadamard && looks_inside(plan, job)) {
+    if (looks_inside(plan, job) && (plan.hadamard || job.type != FloatType::float32)) {
         QuantPlan plain = plan;
         plain.hadamard = 0;
-        job.x = rotated(plan, job);
+        job.x = plain_values(plan, job);
+        job.type = FloatType::float32;
         job.length = job.coded;
         return quantize(plain, stream, job);
     }
@@ -27,6 +28,6 @@ void quantize(const QuantPlan& plan, const QuantStream& stream, QuantJob& job) {
 }  // namespace
 
 extern const QuantKernels quant_kernels;
-const QuantKernels quant_kernels = {quantize, dequantize};
+const QuantKernels quant_kernels = {quantize, dequantize, split_outliers, join_outliers};
 
 }  // namespace EXTENSOR_ISA

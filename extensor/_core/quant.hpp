@@ -1,6 +1,7 @@
 // What quantizing along rows (quant_rows.cpp) and down columns (quant_columns.cpp) share.
 #pragma once
 
+#include "floats.hpp"
 #include "scales.hpp"
 #include "threads.hpp"
 
@@ -12,14 +13,6 @@ using threads::Slot;
 constexpr int64_t kPiece = 8192;  // floats of one piece: it and its random words fit the cache
 
 INLINE int64_t round_up(int64_t n, int64_t to) { return ceil_div(n, to) * to; }
-
-INLINE vf load_upto(const float* p, int64_t n) {
-    return n >= VL ? load(p) : load_part(p, static_cast<int>(n));
-}
-
-INLINE void store_upto(float* p, vf v, int64_t n) {
-    n >= VL ? store(p, v) : store_part(p, v, static_cast<int>(n));
-}
 
 // Writes n stored scales (bytes, or floats as bits).
 INLINE void store_scales(void* scales, int64_t at, const uint32_t* stored, int64_t n, Scale kind) {
@@ -66,6 +59,7 @@ struct Call {
           calls(ceil_div(job.tile_length, plan.rbits == 8 ? 16 : 4)),
           constant(plan.ties == Ties::away ? 0x7FFFFFFFu : 0x80000000u) {}
 
+    Source source() const { return {job.x, job.type}; }
     bool words() const { return plan.stochastic || plan.ties != Ties::even; }
 };
 
@@ -158,5 +152,7 @@ void settle(Call& call, const Totals& totals, int64_t whole);
 void quantize_rows(Call& call);
 void quantize_columns(Call& call);
 void dequantize(const QuantPlan& plan, const DequantJob& job);
+void split_outliers(const OutlierJob& job);
+int64_t join_outliers(const OutlierJob& job, const float* scales);
 
 }  // namespace EXTENSOR_ISA

@@ -11,7 +11,7 @@ namespace {
 
 // One (outer, panel) of rows [start, start + span), `lanes` columns from j on.
 struct ColumnPiece {
-    const float* x;
+    Source x;
     int64_t stride;
 };
 
@@ -21,30 +21,35 @@ int64_t panel_span(const QuantJob& job, int hadamard) {
     return span;
 }
 
-ColumnPiece transformed_columns(const Call& call, const float* x, int64_t start, int64_t span,
+ColumnPiece transformed_columns(const Call& call, Source x, int64_t start, int64_t span,
                                 int64_t lanes) {
     const QuantJob& job = call.job;
     const int size = call.plan.hadamard;
-    if (!size) return {x + start * job.inner, job.inner};
+    if (!size) return {x.from(start * job.inner), job.inner};
     float* out = scratch_of<float>(Slot::padded, span * VL);
     const vf scale = splat(static_cast<float>(1.0 / __builtin_sqrt(size)));
     for (int64_t i = 0; i < span; i += size) {
         for (int64_t k = 0; k < size; ++k) {
             const int64_t row = start + i + k;
-            const vf v = row < job.length ? load_upto(x + row * job.inner, lanes) : vf{};
+            const vf v = row < job.length ? x.load_upto(row * job.inner, lanes) : vf{};
             store(out + (i + k) * VL, v * call.plan.signs[k]);
         }
         butterfly_rows(out + i * VL, size, VL);
         for (int64_t k = 0; k < size; ++k)
             store(out + (i + k) * VL, load(out + (i + k) * VL) * scale);
     }
-    return {out, VL};
+    return {{out, FloatType::float32}, VL};
 }
 
+// The largest magnitude of each column; of those below infinity alone, if `Finite`.
+template <bool Finite = false>
 INLINE vu column_maxima(const ColumnPiece& piece, int64_t rows, int64_t lanes) {
     vu m = {};
-    for (int64_t i = 0; i < rows; ++i)
-        m = larger(m, magnitude_bits(load_upto(piece.x + i * piece.stride, lanes)));
+    for (int64_t i = 0; i < rows; ++i) {
+        vu v = magnitude_bits(piece.x.load_upto(i * piece.stride, lanes));
+        if constexpr (Finite) v &= reinterpret_cast<vu>(v < kExponentMask);
+        m = larger(m, v);
+    }
     return m;
 }
 
@@ -83,7 +88,7 @@ void code_columns(const Call& call, const ColumnPiece& piece, int64_t image, int
     }
     const int64_t inner = job.inner;
     float* out = Codes ? nullptr : job.values + (image * job.coded + start) * inner + j;
-    const float* x = piece.x;
+    int64_t at = 0;
     const bool random = Words && plan.stochastic, octets = plan.rbits == 8;
     Tally mine = tally;
     vu draw[4] = {}, word[4];
@@ -102,8 +107,8 @@ void code_columns(const Call& call, const ColumnPiece& piece, int64_t image, int
             if (i + k >= n) break;
             vu code;
             const vf value = quantize_vector<Words, Divide, Codes>(
-                load_upto(x, lanes), word[k], s, element_scale, tensor_scale, grid, mine, code);
-            x += piece.stride;
+                piece.x.load_upto(at, lanes), word[k], s, element_scale, tensor_scale, grid, mine, code);
+            at += piece.stride;
             if constexpr (Codes) {
                 store_codes(unpacked + (i + k) * VL, code);
             } else {
@@ -158,17 +163,17 @@ void for_columns(const Call& call, const ColumnTasks& tasks, Counts* counts, Bod
         const int64_t image = task / tasks.per_image;
         const int64_t first = task % tasks.per_image * tasks.per_task;
         const int64_t last = least(first + tasks.per_task, tasks.panels);
-        const float* x = job.x + image * job.length * job.inner;
+        const Source x = call.source().from(image * job.length * job.inner);
         Tally tally;
         for (int64_t panel = first; panel < last; ++panel) {
             const int64_t start = panel * tasks.span, end = least(start + tasks.span, job.coded);
             for (int64_t j = 0; j < job.inner; j += VL) {
                 const int64_t lanes = least(VL, job.inner - j);
-                ColumnPiece piece = transformed_columns(call, x + j, start, tasks.span, lanes);
+                ColumnPiece piece = transformed_columns(call, x.from(j), start, tasks.span, lanes);
                 for (int64_t row = start; row < end; row += job.tile_length) {
                     body(task, piece, image, row / job.tile_length, j, lanes,
                          least(job.tile_length, job.coded - row), tally);
-                    piece.x += job.tile_length * piece.stride;
+                    piece.x = piece.x.from(job.tile_length * piece.stride);
                 }
             }
         }
@@ -193,10 +198,9 @@ void run(Call& call) {
             const vu m = column_maxima(piece, rows, lanes);
             store_upto(reinterpret_cast<float*>(maxima + (image * call.tiles + tile) * width + j),
                        float_of(m), lanes);
+            const vu finite = elements ? column_maxima<true>(piece, rows, lanes) : vu{};
             for (int64_t i = 0; elements && i < lanes; ++i) {
-                uint32_t most = m[i];
-                if (most >= kExponentMask) most = finite_maximum(piece.x + i, rows, piece.stride);
-                if (most > totals.finite[task]) totals.finite[task] = most;
+                if (finite[i] > totals.finite[task]) totals.finite[task] = finite[i];
             }
         });
         if (job.tile_rows > 1) combine(maxima, call.tiles, job.inner, job.tile_rows, 1, 1, 0);

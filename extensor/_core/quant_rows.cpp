@@ -33,25 +33,32 @@ uint32_t run_maximum(const float* x, int64_t count) {
 }
 
 struct RowPiece {
-    const float* x;  // the transformed rows, or the array's own
+    const float* x;  // the transformed or widened rows, or the array's own
     int64_t stride;
 };
 
 int64_t rows_of_piece(const QuantJob& job) { return most(1, kPiece / most(job.coded, 1)); }
 
-RowPiece transformed_rows(const Call& call, int64_t first, int64_t count) {
+RowPiece prepared_rows(const Call& call, int64_t first, int64_t count) {
     const QuantJob& job = call.job;
-    if (!call.plan.hadamard) return {job.x + first * job.length, job.length};
+    const Source source = call.source().from(first * job.length);
+    if (!call.plan.hadamard) {
+        if (job.type == FloatType::float32)
+            return {static_cast<const float*>(source.at), job.length};
+        const int64_t n = count * job.length;
+        float* out = scratch_of<float>(Slot::padded, n + VL);
+        for (int64_t i = 0; i < n; i += VL) store(out + i, source.load_upto(i, n - i));
+        return {out, job.length};
+    }
     const int size = call.plan.hadamard;
     const vf scale = splat(static_cast<float>(1.0 / __builtin_sqrt(size)));
     float* out = scratch_of<float>(Slot::padded, count * job.coded + VL);
     for (int64_t r = 0; r < count; ++r) {
-        const float* from = job.x + (first + r) * job.length;
         for (int64_t start = 0; start < job.coded; start += size) {
             float* to = out + r * job.coded + start;
             const int64_t real = most(0, least(size, job.length - start));
             for (int i = 0; i < size; i += VL)
-                store(to + i, load_upto(from + start + i, most(0, real - i)) *
+                store(to + i, source.load_upto(r * job.length + start + i, most(0, real - i)) *
                                   load(call.plan.signs + i));
             butterfly_run(to, size);
             for (int i = 0; i < size; i += VL) store(to + i, load(to + i) * scale);
@@ -230,7 +237,7 @@ void run(Call& call) {
     if (whole) {
         const bool elements = call.plan.scale == Scale::ue4m3;
         for_rows(job, [&](int64_t task, int64_t first, int64_t rows) {
-            RowPiece piece = transformed_rows(call, first, rows);
+            RowPiece piece = prepared_rows(call, first, rows);
             uint32_t* m = maxima + first * width;
             row_maxima(call, piece, rows, m);
             for (int64_t r = 0; elements && r < rows; ++r, piece.x += piece.stride) {
@@ -248,7 +255,7 @@ void run(Call& call) {
     }
     for_rows(job, [&](int64_t task, int64_t first, int64_t rows) {
         Tally tally;
-        const RowPiece piece = transformed_rows(call, first, rows);
+        const RowPiece piece = prepared_rows(call, first, rows);
         const uint32_t* m = maxima + first * width;
         if (!whole) {
             uint32_t* mine = scratch_of<uint32_t>(Slot::maxima, rows * width + VL);

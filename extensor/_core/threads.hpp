@@ -23,7 +23,7 @@ void run(int64_t tasks, int64_t work, F&& body) {
 
 // 64-byte aligned memory of the calling thread, at least `bytes` long; each slot keeps its largest
 // block for the next call. Contents are left over from earlier use.
-enum class Slot { padded, planes, weights, offsets, partial, maxima, packed_a, packed_b, points, rotated, count };
+enum class Slot { padded, planes, weights, offsets, partial, maxima, packed_a, packed_b, points, copied, count };
 void* scratch(Slot slot, int64_t bytes);
 
 template <class T>

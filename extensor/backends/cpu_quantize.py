@@ -6,8 +6,10 @@ import math
 from functools import lru_cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from extensor.backends import cpu_outliers
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
@@ -20,6 +22,7 @@ __all__ = ["CpuQuantize", "ready"]
 
 _NO_STREAM = (0, 0, 0, 0)
 _FLOAT32 = np.dtype(np.float32)
+_INPUTS = (_FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 # A panel of columns under a Hadamard transform is copied whole; longer ones would leave the cache.
 _MAX_SPAN = 8192
 
@@ -45,11 +48,23 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._quantize_reason(x, spec, stream, previous_amax):
             return super().quantize(x, spec, stream, previous_amax)
+        if spec.row.outliers:
+            return cpu_outliers.quantize(self, x, spec.resolve(x.ndim), stream)
+        return self.store(x, spec, stream, previous_amax)
+
+    def store(
+        self,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None = None,
+        previous_amax: Array | None = None,
+    ) -> tuple[QuantArray, QuantStats]:
+        """Blocks of an array that the core covers, coded."""
         placed = _place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         codes, scales, zero_points, tensor_scale, saturated, flushed = self.core.quantize(
             placed.plan,
-            _as_float32(x),
+            _as_input(x),
             placed.layout,
             placed.codes_shape,
             placed.scales_shape,
@@ -88,6 +103,12 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._dequantize_reason(q):
             return super().dequantize(q)
+        if q.spec.row.outliers:
+            return cpu_outliers.dequantize(self, q)
+        return self.decode(q)
+
+    def decode(self, q: QuantArray) -> Array:
+        """Blocks of an array that the core covers, decoded."""
         placed = _place(self.core, q.spec, q.shape)
         assert isinstance(placed, _Placed)
         tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
@@ -112,10 +133,13 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._operand_reason(x, spec, stream):
             return super().operand(x, spec, stream)
+        if spec.row.outliers:
+            q, stats = cpu_outliers.quantize(self, x, spec.resolve(x.ndim), stream)
+            return cpu_outliers.dequantize(self, q), stats
         placed = _place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         values, saturated, flushed = self.core.operand(
-            placed.plan, _as_float32(x), placed.layout, placed.coded, _stream_words(stream)
+            placed.plan, _as_input(x), placed.layout, placed.coded, _stream_words(stream)
         )
         return values, QuantStats(placed.count, saturated, flushed)
 
@@ -139,8 +163,9 @@ def ready(x: Array) -> Array:
     return x if x.flags.c_contiguous and x.flags.aligned else np.array(x, order="C")
 
 
-def _as_float32(x: Array) -> Array:
-    if x.dtype == _FLOAT32:
+def _as_input(x: Array) -> Array:
+    """Contiguous, of a dtype that the core reads: other floats (float64) become float32."""
+    if x.dtype in _INPUTS:
         return ready(x)
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
         return np.ascontiguousarray(x, dtype=_FLOAT32)
@@ -179,8 +204,8 @@ def _place(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> _Placed | str:
         spec = spec.resolve(len(shape))
     except ValueError as error:
         return str(error)  # the generic method raises it
-    if spec.row.outliers:
-        return "the outlier codec"
+    if spec.row.outliers and shape[spec.axis] >= 1 << 31:
+        return "rows of 2**31 values or more"
     layout = _layout(spec, shape)
     if isinstance(layout, str):
         return layout

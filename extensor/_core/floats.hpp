@@ -1,0 +1,84 @@
+// Arrays of float32, bfloat16 and float16: widened as they are read, exactly.
+#pragma once
+
+#include "kernels.hpp"
+#include "simd.hpp"
+
+namespace EXTENSOR_ISA {
+
+struct bfloat16 {
+    uint16_t bits;
+};
+struct float16 {
+    uint16_t bits;
+};
+
+typedef uint16_t vh __attribute__((vector_size(2 * VL)));  // VL sixteen-bit lanes
+typedef uint16_t vh_any __attribute__((vector_size(2 * VL), aligned(2), may_alias));
+
+INLINE vf widen(vh bits, bfloat16) {
+    return reinterpret_cast<vf>(__builtin_convertvector(bits, vu) << 16);
+}
+
+INLINE vf widen(vh bits, float16) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(reinterpret_cast<__m256i>(bits));
+#elif defined(__AVX2__)
+    return _mm256_cvtph_ps(reinterpret_cast<__m128i>(bits));
+#else
+    const vu wide = __builtin_convertvector(bits, vu), magnitude = (wide & 0x7FFFu) << 13;
+    // 2**112 moves the exponent to float32's bias, of subnormal numbers too; exact.
+    const vu finite = reinterpret_cast<vu>(reinterpret_cast<vf>(magnitude) * 0x1p112f);
+    const vu special = magnitude | 0x7F800000u;  // infinity and NaN
+    const vu value = magnitude >= (0x7C00u << 13) ? special : finite;
+    return reinterpret_cast<vf>(value | (wide & 0x8000u) << 16);
+#endif
+}
+
+INLINE vf load_upto(const float* p, int64_t n) {
+    return n >= VL ? load(p) : load_part(p, static_cast<int>(n));
+}
+
+// VL values; with fewer than VL of them, zero in the other lanes.
+template <class Half>
+INLINE vf load_upto(const Half* p, int64_t n) {
+    if (n >= VL) return widen(*reinterpret_cast<const vh_any*>(p), Half{});
+    vh bits = {};
+#if defined(__AVX512F__)
+    bits = reinterpret_cast<vh>(_mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p));
+#else
+    std::memcpy(&bits, p, static_cast<size_t>(n) * 2);
+#endif
+    return widen(bits, Half{});
+}
+
+template <class Half>
+INLINE vf load(const Half* p) {
+    return load_upto(p, VL);
+}
+
+INLINE void store_upto(float* p, vf v, int64_t n) {
+    n >= VL ? store(p, v) : store_part(p, v, static_cast<int>(n));
+}
+
+// Values whose type only the call knows.
+struct Source {
+    const void* at;
+    FloatType type;
+
+    INLINE Source from(int64_t i) const {
+        return {static_cast<const char*>(at) + i * (type == FloatType::float32 ? 4 : 2), type};
+    }
+
+    INLINE vf load_upto(int64_t i, int64_t n) const {
+        switch (type) {
+            case FloatType::float32:
+                return EXTENSOR_ISA::load_upto(static_cast<const float*>(at) + i, n);
+            case FloatType::bfloat16:
+                return EXTENSOR_ISA::load_upto(static_cast<const bfloat16*>(at) + i, n);
+            default: return EXTENSOR_ISA::load_upto(static_cast<const float16*>(at) + i, n);
+        }
+    }
+};
+
+}  // namespace EXTENSOR_ISA
