@@ -1,4 +1,4 @@
-"""The one check command: lint, types, imports, tests, then a table of what passed.
+"""The one check command: lint, types, imports, docs, tests, then a table of what passed.
 
     python ci/check.py                      everything
     python ci/check.py --only lint --only types
@@ -28,6 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTEST_CLOSING = re.compile(r"^=+ .*\bin \d[\d.]*s\b.* =+$")
 NUMBER_TESTS = ("tests/test_every_format.py", "tests/unit/quant", "tests/unit/nn", "tests/unit/ops")
 """What is run a second time on the pure numpy path: formats, layers, quantized products."""
+
+SITE = ("--keep-going", "-b", "html", "docs", "docs/_build")
+"""The documentation site: its gallery is run, its reference written; a warning fails it."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Test workers share the CPUs; a BLAS pool in each would fight over them."""
@@ -84,6 +87,7 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
         Step("mypy", "types", (*python, "mypy")),
         Step("lint-imports", "imports", (sys.executable, "-c", LINT_IMPORTS)),
     ]
+    listed.append(Step("docs", "docs", (*python, "sphinx", "-q", "-W", *SITE)))
     if not pytest_arguments:
         listed.append(pytest_step("pytest, numpy path", NUMBER_TESTS, {"EXTENSOR_CORE": "0"}))
     listed.append(pytest_step("pytest", pytest_arguments, {"EXTENSOR_REQUIRE_CORE": "1"}))
@@ -135,8 +139,10 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks asked for; 0 if all passed, 1 otherwise."""
-    parser = argparse.ArgumentParser(description="extensor's checks: lint, types, imports, tests")
-    groups = ["lint", "types", "imports", "tests"]
+    parser = argparse.ArgumentParser(
+        description="extensor's checks: lint, types, imports, docs, tests"
+    )
+    groups = ["lint", "types", "imports", "docs", "tests"]
     parser.add_argument("--only", action="append", choices=groups, help="may be repeated")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     chosen = parser.parse_args(argv)

@@ -1,10 +1,19 @@
-"""`--device cuda` runs the suite with every tensor on the GPU, unless a test asks for another."""
+"""Options of the whole suite.
+
+`--device cuda` runs it with every tensor on the GPU, unless a test asks for another.
+`--parallel-threads 8` (the plugin pytest-run-parallel) runs each test in eight threads at once.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
+from typing import Any
 
 import pytest
+
+PROCESS_WIDE = ("set_level(", "set_gemm_level(", "set_threads(", "tracemalloc.", "gc.disable(")
+"""What a test body may not do while another thread runs it: these are the process's."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -15,3 +24,16 @@ def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device")
     if device is not None:
         os.environ["EXTENSOR_DEVICE"] = device
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: Any) -> None:
+    """One thread for tests that switch what belongs to the process; see PROCESS_WIDE."""
+    try:
+        source = inspect.getsource(item.function)
+    except (AttributeError, OSError, TypeError):
+        return
+    for switch in PROCESS_WIDE:
+        if switch in source:
+            item.add_marker(pytest.mark.thread_unsafe(reason=f"{switch}...) is process-wide"))
+            return

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNNABLE = ("README.md", "docs/guide.md", "docs/recipes.md")
+RUNNABLE = (
+    "README.md",
+    "docs/guide.md",
+    "docs/index.md",
+    "docs/recipes.md",
+    "docs/tutorial-gpt.md",
+    "docs/tutorial-lenet.md",
+)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SHOWN = "# => "
 

@@ -28,7 +28,7 @@ from extensor.inspect import SlotHealth
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.nn import apply_recipe
 from extensor.optim import MXGradScaler, clip_grad_norm
-from extensor.quant import QuantStats
+from extensor.quant import QuantArray, QuantStats
 from training.batch import Batch
 from training.callbacks import (
     LAST,
@@ -259,7 +259,7 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Write a checkpoint, all or nothing."""
         optimizer = self.optimizer.state_dict()
-        arrays = {k: v for k, v in optimizer.items() if isinstance(v, np.ndarray)}
+        arrays = {k: v for k, v in optimizer.items() if isinstance(v, (np.ndarray, QuantArray))}
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"optimizer.{name}": value for name, value in arrays.items()}
         metadata = {

@@ -92,6 +92,9 @@ struct OutlierJob {
 
 struct QuantKernels {
     void (*quantize)(const QuantPlan&, const QuantStream&, QuantJob&);
+    // One array along its rows (the first of each pair) and down its columns, in one reading where
+    // that is covered.
+    void (*quantize_pair)(const QuantPlan (&)[2], const QuantStream (&)[2], QuantJob (&)[2]);
     void (*dequantize)(const QuantPlan&, const DequantJob&);
     void (*split_outliers)(const OutlierJob&);
     // Adds what was taken out to `rest`. With x, how many of its values that are not zero became zero.

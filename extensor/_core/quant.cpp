@@ -22,12 +22,20 @@ void quantize(const QuantPlan& plan, const QuantStream& stream, QuantJob& job) {
         return quantize(plain, stream, job);
     }
     Call call(plan, stream, job);
-    job.inner == 1 ? quantize_rows(call) : quantize_columns(call);
+    if (job.inner > 1) return quantize_columns(call);
+    if (job.tile_rows == 1 || !quantize_panels(&call, nullptr)) quantize_rows(call);
+}
+
+void quantize_pair(const QuantPlan (&plans)[2], const QuantStream (&streams)[2], QuantJob (&jobs)[2]) {
+    Call along(plans[0], streams[0], jobs[0]), down(plans[1], streams[1], jobs[1]);
+    if (quantize_panels(&along, &down)) return;
+    for (int i = 0; i < 2; ++i) quantize(plans[i], streams[i], jobs[i]);
 }
 
 }  // namespace
 
 extern const QuantKernels quant_kernels;
-const QuantKernels quant_kernels = {quantize, dequantize, split_outliers, join_outliers};
+const QuantKernels quant_kernels = {quantize, quantize_pair, dequantize, split_outliers,
+                                    join_outliers};
 
 }  // namespace EXTENSOR_ISA

@@ -28,6 +28,22 @@ INLINE void store_scales(void* scales, int64_t at, const uint32_t* stored, int64
 
 INLINE vu magnitude_bits(vf v) { return bits_of(v) & kMagnitude; }
 
+INLINE uint32_t largest_lane(vu v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epu32(reinterpret_cast<__m512i>(v));
+#else
+    uint32_t most = 0;
+    for (int i = 0; i < VL; ++i) most = v[i] > most ? v[i] : most;
+    return most;
+#endif
+}
+
+INLINE bool all_lanes(vu mask) {
+    for (int i = 0; i < VL; ++i)
+        if (mask[i] != ~0u) return false;
+    return true;
+}
+
 // The largest magnitude below infinity.
 inline uint32_t finite_maximum(const float* x, int64_t count, int64_t stride) {
     uint32_t most = 0;
@@ -65,6 +81,8 @@ struct Call {
 
 struct Counts {
     int64_t saturated, flushed;
+
+    void operator+=(const Counts& more) { saturated += more.saturated, flushed += more.flushed; }
 };
 
 inline Counts count(const Tally& tally) {
@@ -89,21 +107,21 @@ struct Totals {
         std::memset(shared, 0, static_cast<size_t>(parts * 24));
     }
 
-    // The statistic of the whole array: over its values where tensor scales ask for that, else over
-    // the finite ones of `whole` maxima.
+    // The statistic of the whole array: of `whole` maxima the finite ones; of the tasks' own where
+    // tensor scales ask for values, or where no maxima were kept.
     void set_global(Scaler& scaler, int64_t whole) const {
         if (!scaler.needs_global()) return;
         const bool values = scaler.plan.scale == Scale::ue4m3;
-        scaler.set_global(as_float(values ? finite_maximum(reinterpret_cast<float*>(finite), parts, 1)
+        scaler.set_global(as_float(values || !whole ? finite_maximum(reinterpret_cast<float*>(finite), parts, 1)
                                           : finite_maximum(reinterpret_cast<float*>(maxima), whole, 1)));
     }
 
-    void finish(Call& call) const {
-        call.job.saturated = call.job.flushed = 0;
-        for (int64_t task = 0; task < parts; ++task) {
-            call.job.saturated += counts[task].saturated;
-            call.job.flushed += counts[task].flushed;
-        }
+    // Sums the counts of every `step`-th part from `first` on.
+    void finish(Call& call, int64_t first = 0, int64_t step = 1) const {
+        Counts sum = {0, 0};
+        for (int64_t part = first; part < parts; part += step) sum += counts[part];
+        call.job.saturated = sum.saturated;
+        call.job.flushed = sum.flushed;
         call.job.tensor_scale = call.scaler.tensor_scale;
     }
 };
@@ -149,8 +167,19 @@ void specialize(const Call& call, Body body) {
 // From the maxima of `whole` tiles to what scales.hpp makes scales of; see inside.cpp.
 void settle(Call& call, const Totals& totals, int64_t whole);
 
+// Lanes whose blocks hold numbers, and in which no code but zero decodes to zero.
+INLINE vu is_plain(const Grid& grid, const Scales& s, vu amax, vf tensor_scale) {
+    const vf least_value = (grid.smallest * s.decode) * tensor_scale;
+    return s.live & (reinterpret_cast<vu>(least_value != 0.0f) | reinterpret_cast<vu>(amax == 0u));
+}
+
 void quantize_rows(Call& call);
 void quantize_columns(Call& call);
+
+// Along rows, down columns, or both in one reading (either may be null); false, and nothing done,
+// where panels do not fit what is asked.
+bool quantize_panels(Call* along, Call* down);
+
 void dequantize(const QuantPlan& plan, const DequantJob& job);
 void split_outliers(const OutlierJob& job);
 int64_t join_outliers(const OutlierJob& job, const float* scales);

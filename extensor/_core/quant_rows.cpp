@@ -8,22 +8,6 @@
 namespace EXTENSOR_ISA {
 namespace {
 
-INLINE uint32_t largest_lane(vu v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_epu32(reinterpret_cast<__m512i>(v));
-#else
-    uint32_t most = 0;
-    for (int i = 0; i < VL; ++i) most = v[i] > most ? v[i] : most;
-    return most;
-#endif
-}
-
-INLINE bool all_lanes(vu mask) {
-    for (int i = 0; i < VL; ++i)
-        if (mask[i] != ~0u) return false;
-    return true;
-}
-
 uint32_t run_maximum(const float* x, int64_t count) {
     vu m = {};
     int64_t i = 0;

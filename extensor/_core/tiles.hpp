@@ -5,8 +5,8 @@
 
 #include <utility>
 
+#include "coder.hpp"
 #include "hadamard.hpp"
-#include "rounding.hpp"
 
 namespace EXTENSOR_ISA {
 
@@ -121,73 +121,24 @@ INLINE void store_quad(uint8_t* to, const vu (&c)[4]) {
 
 // ---- codes ----
 
-struct TileCounts {
-    int64_t saturated = 0, flushed = 0;
-};
-
-// How many lanes of n are above `most`; how many are zero where x is not.
-#if EXTENSOR_LANES == 16
-INLINE int64_t count_above(vu n, uint32_t most) {
-    return __builtin_popcount(_mm512_cmpgt_epu32_mask(
-        reinterpret_cast<__m512i>(n), _mm512_set1_epi32(static_cast<int>(most))));
-}
-INLINE int64_t count_flushed(vf x, vu n) {
-    const __m512i codes = reinterpret_cast<__m512i>(n);
-    const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-    return __builtin_popcount(_mm512_mask_testn_epi32_mask(some, codes, codes));
-}
-INLINE vu at_most(vu n, uint32_t most) {
-    return reinterpret_cast<vu>(_mm512_min_epu32(
-        reinterpret_cast<__m512i>(n), _mm512_set1_epi32(static_cast<int>(most))));
-}
-#else
-INLINE int64_t count_true(vi mask) {
-#if EXTENSOR_LANES == 8
-    return __builtin_popcount(
-        static_cast<unsigned>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask))));
-#else
-    int64_t n = 0;
-    for (int i = 0; i < VL; ++i) n -= mask[i];
-    return n;
-#endif
-}
-INLINE int64_t count_above(vu n, uint32_t most) { return count_true(n > most); }
-INLINE int64_t count_flushed(vf x, vu n) { return count_true((x != 0.0f) & (n == 0u)); }
-INLINE vu at_most(vu n, uint32_t most) { return n < most ? n : splat(most); }
-#endif
-
 // Codes of `tiles` tiles (whole quads) of a floating-point grid, whose blocks all hold numbers and
 // in which no code but zero decodes to zero. `words`: one per value, or unused.
 template <int Index, int Tile, bool Words>
 void code_tiles(const float* x, const float* apply, const uint32_t* words, float element_scale,
                 int64_t tiles, uint8_t* to, TileCounts& counts) {
-    constexpr Element e = kElements[Index];
-    constexpr int drop = 23 - e.mantissa_bits;
-    constexpr uint32_t sign_bit = 1u << (e.bits - 1);
-    const Grid grid(e);
-    const bool scaled = element_scale != 1.0f;
-    int64_t saturated = 0, flushed = 0;
-    for (int64_t i = 0; i < tiles * Tile; i += kQuad, x += kQuad, to += kQuad * e.bits / 8) {
+    constexpr int bits = kElements[Index].bits;
+    const Coder<Index, Words> coder{.element_scale = element_scale};
+    TileCounts mine;
+    for (int64_t i = 0; i < tiles * Tile; i += kQuad, x += kQuad, to += kQuad * bits / 8) {
         vu code[4];
 #pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) {
-            const vf v = load(x + k * VL);
-            vf y = v * apply[(i + k * VL) / Tile];
-            if (scaled) y = y * element_scale;
-            const vf magnitude = smaller(float_of(bits_of(y) & kMagnitude), splat(grid.clamp));
-            vu exponent, steps;
-            const vu word = Words ? load(words + i + k * VL) : vu{};
-            round_magnitude<Words>(magnitude, word, grid, exponent, steps);
-            vu n = ((exponent - grid.lowest) >> drop) + steps;
-            saturated += count_above(n, static_cast<uint32_t>(e.max_code));
-            flushed += count_flushed(v, n);
-            n = at_most(n, static_cast<uint32_t>(e.max_code));
-            code[k] = n | ((bits_of(y) >> (32 - e.bits)) & sign_bit);
-        }
-        store_quad<e.bits>(to, code);
+        for (int k = 0; k < 4; ++k)
+            code[k] = coder(load(x + k * VL), splat(apply[(i + k * VL) / Tile]),
+                            Words ? load(words + i + k * VL) : vu{}, mine);
+        store_quad<bits>(to, code);
     }
-    counts.saturated += saturated;
-    counts.flushed += flushed;
+    counts.saturated += mine.saturated;
+    counts.flushed += mine.flushed;
 }
 
 using TileCoder = void (*)(const float*, const float*, const uint32_t*, float, int64_t, uint8_t*,

@@ -40,7 +40,7 @@ class Checkpoint:
     """What a file held.
 
     Attributes:
-        tensors: numpy arrays and `QuantArray`s by name.
+        tensors: numpy arrays and objects of `QuantArray` by name.
         metadata: what was given to `save_checkpoint`; for a file that another program wrote, its
             metadata strings.
     """

@@ -36,13 +36,17 @@ from extensor.nn.module import Hook, Module
 from extensor.nn.module_list import ModuleList
 from extensor.nn.parameter import Buffer, Parameter
 from extensor.nn.quantize import apply_recipe, gemm_layers
+from extensor.nn.recurrent import GRU, LSTM
 from extensor.nn.rms_norm import RMSNorm
+from extensor.nn.separable import SeparableConv2d, depthwise_conv2d
 from extensor.nn.sequential import Sequential
 from extensor.nn.transformer import FeedForward, TransformerBlock
 
 __all__ = [
     "ELU",
     "GELU",
+    "GRU",
+    "LSTM",
     "SELU",
     "AvgPool2d",
     "BatchNorm2d",
@@ -74,6 +78,7 @@ __all__ = [
     "RMSNorm",
     "ReLU",
     "ReLU6",
+    "SeparableConv2d",
     "Sequential",
     "SiLU",
     "Sigmoid",
@@ -82,6 +87,7 @@ __all__ = [
     "Tanh",
     "TransformerBlock",
     "apply_recipe",
+    "depthwise_conv2d",
     "gemm_layers",
     "init",
 ]

@@ -44,15 +44,19 @@ class Linear(Module):
         self.bias = Parameter(init.uniform((out_features,), bound, generator)) if bias else None
         self.quant: LayerContext | None = None
 
-    def forward(self, x: ExTensor) -> ExTensor:
-        """(..., K) -> (..., N)."""
+    def forward(self, x: ExTensor, call: int = 0) -> ExTensor:
+        """(..., K) -> (..., N).
+
+        A layer that is used several times in a step says which use this is, so that each rounds
+        with random bits of its own.
+        """
         tensors_only("Linear", x)
         if x.ndim < 1 or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"Linear: wanted an input of shape (..., {self.in_features}), got {x.shape}"
             )
         if self.quant is not None:
-            y = quantized_matmul(x, self.weight, self.quant)
+            y = quantized_matmul(x, self.weight, self.quant.at(call))
         else:
             y = x @ self.weight.T
         return y if self.bias is None else y + self.bias

@@ -78,7 +78,9 @@ def l1(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean") ->
 def huber(
     prediction: ExTensor, target: ExTensor, delta: float = 1.0, reduction: Reduction = "mean"
 ) -> ExTensor:
-    """d**2 / 2 up to |d| = delta, delta * (|d| - delta / 2) beyond; d = prediction - target.
+    """``d**2 / 2`` up to ``|d| = delta``, ``delta * (|d| - delta / 2)`` beyond.
+
+    d is prediction - target.
 
     Source: Huber, Ann. Math. Statist. 35 (1964).
     """
@@ -100,7 +102,7 @@ def huber(
 def smooth_l1(
     prediction: ExTensor, target: ExTensor, beta: float = 1.0, reduction: Reduction = "mean"
 ) -> ExTensor:
-    """d**2 / (2 beta) up to |d| = beta, |d| - beta / 2 beyond: `huber` over beta."""
+    """``d**2 / (2 beta)`` up to ``|d| = beta``, ``|d| - beta / 2`` beyond: `huber` over beta."""
     if not beta > 0:
         raise ValueError(f"smooth_l1: beta: wanted a number above 0, got {beta!r}")
     return huber(prediction, target, beta, reduction) * (1 / beta)

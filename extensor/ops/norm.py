@@ -101,7 +101,7 @@ def layer_norm(x: ExTensor, weight: ExTensor, bias: ExTensor, eps: float = 1e-5)
     """LayerNorm: (x - mean) / sqrt(var + eps) weight + bias over the last axes.
 
     Args:
-        x: (..., *shape).
+        x: ``(..., *shape)``.
         weight: of ``shape``, one axis or more.
         bias: of ``shape``.
         eps: above 0.
@@ -140,7 +140,7 @@ def rms_norm(x: ExTensor, weight: ExTensor, eps: float = 1e-6) -> ExTensor:
     """RMSNorm: x / sqrt(mean(x^2) + eps) weight over the last axes (arXiv 1910.07467).
 
     Args:
-        x: (..., *shape).
+        x: ``(..., *shape)``.
         weight: of ``shape``, one axis or more.
         eps: above 0.
 

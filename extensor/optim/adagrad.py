@@ -21,6 +21,7 @@ class Adagrad(Optimizer):
         lr: learning rate, 0 or more.
         eps: added to the denominator, above 0.
         weight_decay: 0 or more.
+        states: how the state is stored; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range.
@@ -32,8 +33,10 @@ class Adagrad(Optimizer):
         lr: float = 1e-2,
         eps: float = 1e-10,
         weight_decay: float = 0.0,
+        *,
+        states: str = "float32",
     ) -> None:
-        super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, states=states, lr=lr, eps=eps, weight_decay=weight_decay)
 
     def _check_options(self, options: Mapping[str, Option]) -> None:
         super()._check_options(options)

@@ -23,6 +23,7 @@ class Adam(Optimizer):
         betas: decay of the two averages, each in [0, 1); in a group, ``beta1`` and ``beta2``.
         eps: added to the denominator, above 0.
         weight_decay: 0 or more.
+        states: how the state is stored; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range.
@@ -37,10 +38,18 @@ class Adam(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
+        states: str = "float32",
     ) -> None:
         beta1, beta2 = check_betas(betas)
         super().__init__(
-            params, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay
+            params,
+            states=states,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
         )
 
     def _check_options(self, options: Mapping[str, Option]) -> None:

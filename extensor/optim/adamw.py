@@ -11,7 +11,7 @@ __all__ = ["AdamW"]
 
 
 class AdamW(Adam):
-    """Adam whose weight decay acts on the weight itself: w *= 1 - lr weight_decay first.
+    """Adam whose weight decay acts on the weight itself: ``w *= 1 - lr * weight_decay`` first.
 
     Source: arXiv 1711.05101, algorithm 2, with the schedule folded into ``lr``. Arguments and
     errors as for `Adam`.
@@ -26,5 +26,7 @@ class AdamW(Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        *,
+        states: str = "float32",
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay)
+        super().__init__(params, lr, betas, eps, weight_decay, states=states)

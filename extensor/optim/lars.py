@@ -16,7 +16,7 @@ class LARS(SGD):
     """Momentum SGD whose step in each tensor is proportional to the tensor's norm.
 
     With g' = g + weight_decay w, the gradient is multiplied by
-    trust |w| / (|g| + weight_decay |w|), or by 1 where either norm is 0 (arXiv 1708.03888,
+    ``trust |w| / (|g| + weight_decay |w|)``, or by 1 where either norm is 0 (arXiv 1708.03888,
     section 5); then momentum as in `SGD`.
 
     Args:
@@ -25,6 +25,7 @@ class LARS(SGD):
         momentum: in [0, 1).
         weight_decay: 0 or more.
         trust: the share of a tensor's norm that a step may be, above 0.
+        states: how the state is stored; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range.
@@ -37,9 +38,12 @@ class LARS(SGD):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         trust: float = 0.001,
+        *,
+        states: str = "float32",
     ) -> None:
         super(SGD, self).__init__(
             params,
+            states=states,
             lr=lr,
             momentum=momentum,
             nesterov=False,

@@ -20,6 +20,7 @@ class Lion(Optimizer):
         lr: learning rate, 0 or more; every weight moves by it, so a tenth of Adam's.
         betas: each in [0, 1); in a group, ``beta1`` and ``beta2``.
         weight_decay: 0 or more.
+        states: how the state is stored; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range.
@@ -31,9 +32,13 @@ class Lion(Optimizer):
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        *,
+        states: str = "float32",
     ) -> None:
         beta1, beta2 = check_betas(betas)
-        super().__init__(params, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+        super().__init__(
+            params, states=states, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay
+        )
 
     def _check_options(self, options: Mapping[str, Option]) -> None:
         super()._check_options(options)

@@ -42,6 +42,7 @@ class Muon(Optimizer):
         lr: learning rate, 0 or more.
         momentum: in [0, 1).
         weight_decay: 0 or more.
+        states: how the state is stored; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range, or a tensor of fewer than two axes.
@@ -53,8 +54,10 @@ class Muon(Optimizer):
         lr: float = 0.02,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
+        *,
+        states: str = "float32",
     ) -> None:
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
+        super().__init__(params, states=states, lr=lr, momentum=momentum, weight_decay=weight_decay)
         for group in self.groups:
             for member in group.members:
                 if member.param.ndim < 2:

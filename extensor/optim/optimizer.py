@@ -8,17 +8,22 @@ a dozen numpy calls reads main memory once.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from extensor.autograd.apply import wrap
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
+from extensor.backends.registry import get as get_backend
 from extensor.errors import layout_error, unknown_name
+from extensor.optim.states import STATES, Stored, state_stream
+from extensor.quant.array import QuantArray
 
 __all__ = ["Optimizer", "Option", "ParamGroup"]
 
@@ -33,11 +38,12 @@ MASTER = "master"
 
 @dataclass(eq=False)
 class _Member:
-    """One parameter and its state: flat arrays of its size, in the precision of the update."""
+    """One parameter, its number, and its state: flat arrays of its size as they are stored."""
 
     name: str
     param: ExTensor
-    arrays: dict[str, Array]
+    index: int
+    arrays: dict[str, Stored]
     step: int = 0
 
 
@@ -67,6 +73,9 @@ class Optimizer(ABC):
         params: tensors that require gradients; or (name, tensor) pairs such as
             ``model.named_parameters()`` gives, whose names then show in state and messages; or
             groups, mappings with ``"params"`` and the options that differ from the others'.
+        states: how the state is stored between steps, a name in `extensor.optim.states.STATES`:
+            ``"float32"``, ``"bfloat16"`` or ``"mxfp8_e4m3"``. Updates compute in float32 in any
+            case, and master weights are float32.
         defaults: the options of groups that do not set them.
 
     A bfloat16 or float16 parameter gets a float32 master copy, which takes the updates and is
@@ -77,7 +86,15 @@ class Optimizer(ABC):
             is no dense float tensor, and for options that are unknown or out of range.
     """
 
-    def __init__(self, params: Iterable[Any], **defaults: Option) -> None:
+    squares: ClassVar[tuple[str, ...]] = ("square",)
+    """Slots whose values are 0 or more and whose roots divide."""
+
+    def __init__(
+        self, params: Iterable[Any], *, states: str = "float32", **defaults: Option
+    ) -> None:
+        if not isinstance(states, str) or states not in STATES:
+            raise ValueError(unknown_name("kind of optimizer state", states, STATES))
+        self.states = states
         if isinstance(params, ExTensor):
             raise TypeError("params: wanted a list of tensors, got one tensor; pass [tensor]")
         if hasattr(params, "parameters"):
@@ -113,16 +130,27 @@ class Optimizer(ABC):
                 raise ValueError(f"params: {name} is given twice; leave it out of one group")
             taken.add(name)
             owned.add(id(param))
-            made.members.append(_Member(name, param, self._fresh(param, options)))
+            fresh = self._fresh(param, len(owned) - 1, options)
+            made.members.append(_Member(name, param, len(owned) - 1, fresh))
         if not made.members:
             raise ValueError("params: wanted at least one tensor in each group, got none")
         self.groups.append(made)
 
-    def _fresh(self, param: ExTensor, options: Mapping[str, Option]) -> dict[str, Array]:
+    def _fresh(
+        self, param: ExTensor, index: int, options: Mapping[str, Option]
+    ) -> dict[str, Stored]:
         """The state a parameter starts with."""
         xp, data = param.backend.xp, param.data
-        wide = np.float64 if data.dtype == np.float64 else np.float32
-        arrays = {slot: xp.zeros(data.size, dtype=wide) for slot in self.slots(options)}
+        wide = _wide(data)
+        arrays = {
+            slot: STATES[self.states].pack(
+                param.backend,
+                xp.zeros(data.size, dtype=wide),
+                state_stream(0, index, place),
+                slot in self.squares,
+            )
+            for place, slot in enumerate(self.slots(options))
+        }
         if data.dtype != wide:
             arrays[MASTER] = data.reshape(-1).astype(wide)
         return arrays
@@ -209,7 +237,12 @@ class Optimizer(ABC):
         assert grad is not None
         xp = param.backend.xp
         member.step += 1
-        state = {slot: a for slot, a in member.arrays.items() if slot != MASTER}
+        kind, wide = STATES[self.states], _wide(param.data)
+        state = {
+            slot: kind.unpack(param.backend, stored, slot in self.squares).astype(wide, copy=False)
+            for slot, stored in member.arrays.items()
+            if slot != MASTER
+        }
         master = member.arrays.get(MASTER)
         flat = _flat_view(param.data) if master is None else master
         whole = {slot: a.reshape(param.shape) for slot, a in state.items()}
@@ -235,6 +268,9 @@ class Optimizer(ABC):
                 options,
                 member.step,
             )
+        for place, (slot, values) in enumerate(state.items()):
+            stream = state_stream(member.step, member.index, place)
+            member.arrays[slot] = kind.pack(param.backend, values, stream, slot in self.squares)
         with no_grad():
             param.assign_(flat.reshape(param.shape).astype(param.data.dtype, copy=False))
 
@@ -249,12 +285,19 @@ class Optimizer(ABC):
         """Every parameter, in the order given."""
         return [param for group in self.groups for param in group.params]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is stored between steps: state and master weights."""
+        members = [member for group in self.groups for member in group.members]
+        return sum(int(stored.nbytes) for m in members for stored in m.arrays.values())
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs, flat.
 
-        Numpy arrays under ``state.<param>.<slot>``; ints under ``step.<param>``; the options and
-        ``base_lr`` under ``group.<i>.<option>``; the optimizer's name under ``optimizer``. Arrays
-        have the parameters' shapes and are copies.
+        Numpy arrays (`QuantArray`s where the state is stored in blocks) under
+        ``state.<param>.<slot>``; ints under ``step.<param>``; the options and ``base_lr`` under
+        ``group.<i>.<option>``; the optimizer's name under ``optimizer``. Arrays have the
+        parameters' shapes (blocks run along the flat parameter) and are copies.
         """
         state: dict[str, Any] = {"optimizer": type(self).__name__}
         for i, group in enumerate(self.groups):
@@ -262,9 +305,12 @@ class Optimizer(ABC):
             state |= {f"group.{i}.{name}": value for name, value in group.options.items()}
             for member in group.members:
                 state[f"step.{member.name}"] = member.step
-                for slot, array in member.arrays.items():
-                    host = array if isinstance(array, np.ndarray) else array.get()
-                    state[f"state.{member.name}.{slot}"] = host.reshape(member.param.shape).copy()
+                for slot, stored in member.arrays.items():
+                    host = _moved(stored, member.param.backend, "cpu")
+                    whole = isinstance(host, QuantArray)
+                    state[f"state.{member.name}.{slot}"] = (
+                        host if whole else host.reshape(member.param.shape)
+                    )
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -274,11 +320,12 @@ class Optimizer(ABC):
             ValueError: if names, shapes, dtypes or kinds of values differ; nothing is changed then.
         """
         mine = self.state_dict()
-        arrays = [{k: v for k, v in s.items() if isinstance(v, np.ndarray)} for s in (mine, state)]
+        stored = (np.ndarray, QuantArray)
+        arrays = [{k: v for k, v in s.items() if isinstance(v, stored)} for s in (mine, state)]
         message = layout_error("this optimizer state", *arrays)
         if message:
             raise ValueError(message)
-        scalars = {k: v for k, v in state.items() if not isinstance(v, np.ndarray)}
+        scalars = {k: v for k, v in state.items() if not isinstance(v, stored)}
         for name in sorted(scalars.keys() | (mine.keys() - arrays[0].keys())):
             came, wanted = scalars.get(name), mine.get(name)
             if type(came) is not type(wanted) or (name == "optimizer" and came != wanted):
@@ -297,10 +344,10 @@ class Optimizer(ABC):
             group.base_lr, group.options = scalars[f"group.{i}.base_lr"], options[i]
             for member in group.members:
                 member.step = scalars[f"step.{member.name}"]
-                xp = member.param.backend.xp
                 for slot in member.arrays:
-                    array = state[f"state.{member.name}.{slot}"]
-                    member.arrays[slot] = xp.array(array.reshape(-1))
+                    host = state[f"state.{member.name}.{slot}"]
+                    flat = host if isinstance(host, QuantArray) else host.reshape(-1)
+                    member.arrays[slot] = _moved(flat, get_backend("cpu"), member.param.device)
 
     def _check_options(self, options: Mapping[str, Option]) -> None:
         """Refuse options out of range; subclasses add their own."""
@@ -352,6 +399,16 @@ def _check_param(name: object, param: object) -> None:
         )
     if not param.requires_grad:
         raise ValueError(f"params: {name} requires no gradient; set requires_grad, or leave it out")
+
+
+def _wide(data: Array) -> Any:
+    """The precision in which a parameter is updated."""
+    return np.float64 if data.dtype == np.float64 else np.float32
+
+
+def _moved(stored: Stored, backend: Any, device: str) -> Stored:
+    """A copy of what is stored on a backend, on a device."""
+    return copy.deepcopy(wrap(stored, backend).to(device).data)
 
 
 def _flat_view(data: Array) -> Array:

@@ -24,6 +24,7 @@ class RMSprop(Optimizer):
         eps: added to the denominator, above 0.
         momentum: in [0, 1).
         weight_decay: 0 or more.
+        states: how the state is stored; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range.
@@ -37,9 +38,17 @@ class RMSprop(Optimizer):
         eps: float = 1e-8,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
+        *,
+        states: str = "float32",
     ) -> None:
         super().__init__(
-            params, lr=lr, decay=decay, eps=eps, momentum=momentum, weight_decay=weight_decay
+            params,
+            states=states,
+            lr=lr,
+            decay=decay,
+            eps=eps,
+            momentum=momentum,
+            weight_decay=weight_decay,
         )
 
     def _check_options(self, options: Mapping[str, Option]) -> None:

@@ -23,6 +23,7 @@ class SGD(Optimizer):
         momentum: in [0, 1).
         nesterov: whether to look ahead; needs momentum.
         weight_decay: 0 or more.
+        states: how the state is stored; see `Optimizer`.
 
     Raises:
         ValueError: for an option out of range, or Nesterov without momentum.
@@ -35,9 +36,16 @@ class SGD(Optimizer):
         momentum: float = 0.0,
         nesterov: bool = False,
         weight_decay: float = 0.0,
+        *,
+        states: str = "float32",
     ) -> None:
         super().__init__(
-            params, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay
+            params,
+            states=states,
+            lr=lr,
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
         )
 
     def _check_options(self, options: Mapping[str, Option]) -> None:

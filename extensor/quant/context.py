@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from extensor.quant.array import QuantStats
 from extensor.quant.recipe import SLOTS, LayerRecipe, Operand, Recipe
 from extensor.random import Stream
 
 __all__ = ["LayerContext", "RecipeState"]
+
+CALL_SHIFT = 12
+"""A stream numbers its tensor with 24 bits: 4096 layers, each used up to 4096 times in a step."""
 
 
 @dataclass
@@ -49,20 +52,27 @@ class LayerContext:
         index: the layer's number, part of its random streams.
         layer: its recipe; the gradient scaler may replace it.
         state: the model's.
+        call: which use of the layer in this step, for layers that are used several times.
     """
 
     path: str
     index: int
     layer: LayerRecipe
     state: RecipeState
+    call: int = 0
+
+    def at(self, call: int) -> LayerContext:
+        """The same layer in another use."""
+        return self if call == self.call else replace(self, call=call)
 
     def operand(self, slot: str) -> Operand:
         """What the slot holds."""
         return self.layer.slot(slot)
 
     def stream(self, slot: str, column: bool) -> Stream:
-        """The random stream of one slot in this step."""
-        return Stream(self.state.seed, self.state.step, self.index, SLOTS.index(slot), column)
+        """The random stream of one slot in this use and step."""
+        tensor = self.index + (self.call << CALL_SHIFT)
+        return Stream(self.state.seed, self.state.step, tensor, SLOTS.index(slot), column)
 
     def record(self, slot: str, stats: QuantStats) -> None:
         """Add to the slot's counts."""

@@ -15,8 +15,9 @@ constexpr int kSlots = 256;  // counters are spread over this many pairs, summed
 
 // What depends on the whole tensor; made by `tensor_scales`.
 struct Tensor {
-    float scale, encode;  // NVFP4: 1 / S_enc, and S_enc / 6
+    float scale, encode;  // NVFP4: 1 / S_enc, and S_enc / 6 (four-over-six: S_enc)
     int lowest;           // scale window: no scale byte of a block of numbers may be smaller
+    float amax;           // NVFP4: the largest finite magnitude
 };
 
 struct Stream {

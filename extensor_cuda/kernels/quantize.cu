@@ -9,11 +9,28 @@
 // operation here decides bits.
 
 #include "input.cuh"
+#include "hadamard.cuh"
 #include "scale.cuh"
+#include "search.cuh"
 #include "encode.cuh"
 #include "pairs.cuh"
 
 // ---- totals ----
+
+#if HADAMARD
+#define SIGNS u32 sign0, u32 sign1, u32 sign2, u32 sign3,
+#else
+#define SIGNS
+#endif
+
+// Elements coded along the axis.
+__device__ __forceinline__ i64 coded_length(i64 length) {
+#if HADAMARD
+    return (length + HADAMARD - 1) / HADAMARD * HADAMARD;
+#else
+    return length;
+#endif
+}
 
 __device__ __forceinline__ void add_counts(const Tally& tally, u64* counters) {
 #if STATS
@@ -43,16 +60,17 @@ extern "C" __global__ void tensor_scales(const u32* maximum, Tensor* tensor) {
     float encode = fminf(__fdiv_rn(TENSOR_TARGET, amax), kFloatMax);
     if (amax == 0 || encode == 0) encode = 1;
     tensor->scale = __fdiv_rn(1.0f, encode);
-    tensor->encode = __fmul_rn(encode, __fdiv_rn(1.0f, 6.0f));
+    tensor->encode = RULE == 6 ? encode : __fmul_rn(encode, __fdiv_rn(1.0f, 6.0f));
     tensor->lowest = 0;
+    tensor->amax = amax;
 #else
-    tensor->scale = tensor->encode = 1;
+    tensor->scale = tensor->encode = tensor->amax = 1;
     tensor->lowest = amax > 0 ? exponent_byte(bits_of(amax)) - WINDOW : 0;
 #endif
 }
 #endif
 
-#if !DOWN
+#if !DOWN && ROWS == 1
 // ---- blocks along rows: ITEMS chunks per thread ----
 
 // x (rows, length) -> codes, scales or values. Whole: length is a multiple of the block, and x is
@@ -61,14 +79,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
               float* __restrict__ values, const Tensor* __restrict__ tensor_of,
               u32* __restrict__ maximum, u64* __restrict__ counters, u32 key0, u32 key1, u32 high0,
-              u32 high1, i64 rows, i64 length) {
+              u32 high1, SIGNS i64 rows, i64 length) {
     const Stream stream = {key0, key1, high0, high1};
-    const i64 per_row = (length + BLOCK - 1) / BLOCK * kParts, total = rows * per_row;
+#if HADAMARD
+    const Signs signs = {sign0, sign1, sign2, sign3};
+#endif
+    const i64 coded = coded_length(length);
+    const i64 per_row = (coded + BLOCK - 1) / BLOCK * kParts, total = rows * per_row;
     const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * ITEMS) + threadIdx.x;
 #if NEEDS_TENSOR && OUT != 2
     const Tensor tensor = *tensor_of;
 #else
-    const Tensor tensor = {1, 1, 0};
+    const Tensor tensor = {1, 1, 0, 1};
 #endif
     Tally tally = {0, 0};
     u32 raw[ITEMS][sizeof(Raw) * kChunk / 4];
@@ -107,23 +129,30 @@ quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict_
         u32 packed[kWords];
         encode_pairs(raw[item], s, is_far(amax, s), packed, tally);
 #else
-        float v[kChunk];
+        float v[1][kChunk];
 #pragma unroll
-        for (int k = 0; k < kChunk; ++k) v[k] = element(raw[item], k);
+        for (int k = 0; k < kChunk; ++k) v[0][k] = element(raw[item], k);
+#if HADAMARD
+        turn_lanes(v[0], signs, static_cast<u32>(chunk % kTurned));
+#endif
 #endif
 #if OUT == 2
 #if UE4M3
-        most = larger(most, finite_maximum(v));
+        most = larger(most, finite_maximum(v[0]));
 #else
-        const u32 amax = across_lanes(chunk_maximum(v));
+        const u32 amax = across_lanes(chunk_maximum(v[0]));
         most = larger(most, amax < kExponent ? amax : 0);
 #endif
 #else
 #if !PAIRS
-        const u32 amax = across_lanes(chunk_maximum(v));
+        const u32 amax = across_lanes(chunk_maximum(v[0]));
+#if SEARCH
+        const Scale s = best_scale<1, 1, 1>(v, 0, amax, tensor);
+#else
         const Scale s = block_scale(amax, tensor);
+#endif
         u32 packed[kWords];
-        encode(v, s, is_far(amax, s), tensor, block, part, stream, packed, tally);
+        encode(v[0], s, is_far(amax, s), tensor, block, part, stream, packed, tally);
 #endif
         if (chunk < total) {
 #if OUT == 0
@@ -139,12 +168,12 @@ quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict_
 #elif WHOLE
             float4* to = reinterpret_cast<float4*>(values + chunk * kChunk);
 #pragma unroll
-            for (int k = 0; k < kChunk; k += 4) to[k / 4] = float4{v[k], v[k + 1], v[k + 2], v[k + 3]};
+            for (int k = 0; k < kChunk; k += 4) to[k / 4] = float4{v[0][k], v[0][k + 1], v[0][k + 2], v[0][k + 3]};
 #else
             const i64 row = chunk / per_row, start = chunk % per_row * kChunk;
 #pragma unroll
             for (int k = 0; k < kChunk; ++k)
-                if (start + k < length) values[row * length + start + k] = v[k];
+                if (start + k < coded) values[row * coded + start + k] = v[0][k];
 #endif
         }
 #endif
@@ -152,6 +181,77 @@ quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict_
 #if OUT == 2
     add_maximum(most, maximum);
 #else
+    add_counts(tally, counters);
+#endif
+}
+
+#elif !DOWN
+// ---- tiles of several rows, blocked along rows: a chunk per thread ----
+
+constexpr int kWarps = ROWS / 16;  // warps of a tile's rows; each holds 16 rows of two chunks
+
+// x (images, rows, length), tiles of (ROWS, BLOCK), blocks numbered along the rows.
+extern "C" __global__ void __launch_bounds__(kThreads)
+quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
+               float* __restrict__ values, const Tensor* __restrict__ tensor_of,
+               u32* __restrict__ maximum, u64* __restrict__ counters, u32 key0, u32 key1, u32 high0,
+               u32 high1, i64 images, i64 rows, i64 length) {
+    const Stream stream = {key0, key1, high0, high1};
+    const i64 across = (length + BLOCK - 1) / BLOCK, strips = (across * kParts + 1) / 2;
+    const i64 bands = (rows + ROWS - 1) / ROWS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const i64 place = static_cast<i64>(blockIdx.x) * (kThreads / 32 / kWarps) + warp / kWarps;
+    const i64 band = place / strips, start = (place % strips * 2 + lane % 2) * kChunk;
+    const int inner = warp % kWarps * 16 + lane / 2;  // row of the tile
+    const i64 row = band % bands * ROWS + inner, line = band / bands * rows + row;
+    const bool inside = band < images * bands && start < across * BLOCK;
+    const bool real = inside && row < rows;
+#if NEEDS_TENSOR && OUT != 2
+    const Tensor tensor = *tensor_of;
+#else
+    const Tensor tensor = {1, 1, 0, 1};
+#endif
+    float v[1][kChunk];
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k)
+        v[0][k] = real && start + k < length ? widen(x[line * length + start + k]) : 0.0f;
+    u32 amax = across_lanes(chunk_maximum(v[0]));
+#pragma unroll
+    for (int step = 2; step < 32; step *= 2) amax = larger(amax, __shfl_xor_sync(~0u, amax, step));
+#if ROWS > 16
+    __shared__ u32 shared[kThreads / 32][2];
+    if (lane < 2) shared[warp][lane] = amax;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) amax = larger(amax, shared[warp / kWarps * kWarps + w][lane % 2]);
+#endif
+#if OUT == 2
+    add_maximum(UE4M3 ? finite_maximum(v[0]) : amax < kExponent ? amax : 0, maximum);
+#else
+    Tally tally = {0, 0};
+#if SEARCH
+    const Scale s = best_scale<1, ROWS, 2>(v, lane % 2, amax, tensor);
+#else
+    const Scale s = block_scale(amax, tensor);
+#endif
+    const i64 block = band * across + start / BLOCK;
+    const u32 part = static_cast<u32>(inner * kParts + start % BLOCK / kChunk);
+    u32 packed[kWords];
+    encode(v[0], s, is_far(amax, s), tensor, static_cast<u32>(block), part, stream, packed, tally);
+    if (real) {
+#if OUT == 0
+        u32* to = reinterpret_cast<u32*>(codes) + (line * across * kParts + start / kChunk) * kWords;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) to[w] = packed[w];
+#else
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k)
+            if (start + k < length) values[line * length + start + k] = v[0][k];
+#endif
+    }
+#if OUT == 0
+    if (inside && part == 0) scales[block] = static_cast<u8>(s.stored);
+#endif
     add_counts(tally, counters);
 #endif
 }
@@ -165,14 +265,18 @@ constexpr int kPairs = COLUMNS * sizeof(Raw) / 4;  // 32-bit words of a thread's
 // x (outer, length, inner) blocked along `length`. A warp holds 16 rows of 32 * COLUMNS columns; the
 // warps of a block exchange maxima. Whole: length is a multiple of 128, inner of COLUMNS, and x is
 // aligned to a thread's columns.
-extern "C" __global__ void __launch_bounds__(kThreads, IN == 0 && WORDS ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(kThreads, (IN == 0 && WORDS) || HADAMARD || SEARCH || OUT == 1 ? 1 : 2)
 quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
                  float* __restrict__ values, const Tensor* __restrict__ tensor_of,
                  u32* __restrict__ maximum, u64* __restrict__ counters, u32 key0, u32 key1,
-                 u32 high0, u32 high1, i64 outer, i64 length, i64 inner) {
+                 u32 high0, u32 high1, SIGNS i64 outer, i64 length, i64 inner) {
     const Stream stream = {key0, key1, high0, high1};
     const i64 across = (inner + 32 * COLUMNS - 1) / (32 * COLUMNS);
-    const i64 tiles = (length + BLOCK - 1) / BLOCK, panels = (tiles * BLOCK + kPanel - 1) / kPanel;
+#if HADAMARD
+    const Signs signs = {sign0, sign1, sign2, sign3};
+#endif
+    const i64 coded = coded_length(length);
+    const i64 tiles = (coded + BLOCK - 1) / BLOCK, panels = (tiles * BLOCK + kPanel - 1) / kPanel;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const i64 image = blockIdx.x / (across * panels), rest = blockIdx.x % (across * panels);
     const i64 column = (rest % across * 32 + lane) * COLUMNS;
@@ -181,7 +285,7 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
 #if NEEDS_TENSOR && OUT != 2
     const Tensor tensor = *tensor_of;
 #else
-    const Tensor tensor = {1, 1, 0};
+    const Tensor tensor = {1, 1, 0, 1};
 #endif
     u32 raw[kChunk][kPairs];
     const Raw* from = x + (image * length + start) * inner + column;
@@ -208,6 +312,20 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
 #endif
     }
     Tally tally = {0, 0};
+#if HADAMARD || SEARCH
+    float kept[COLUMNS][kChunk];  // as float, for what needs them more than once
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) kept[c][k] = element(raw[k], c);
+#if HADAMARD
+        turn_warps(kept[c], signs, warp, lane);
+#endif
+    }
+#define VALUE(k, c) kept[c][k]
+#else
+#define VALUE(k, c) element(raw[k], c)
+#endif
     u32 amax[COLUMNS];
     u32 most = 0;
 #if PAIRS
@@ -221,7 +339,7 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
     for (int c = 0; c < COLUMNS; ++c) {
         float v[kChunk];
 #pragma unroll
-        for (int k = 0; k < kChunk; ++k) v[k] = element(raw[k], c);
+        for (int k = 0; k < kChunk; ++k) v[k] = VALUE(k, c);
         amax[c] = chunk_maximum(v);
         if (OUT == 2 && UE4M3) most = larger(most, finite_maximum(v));
     }
@@ -237,6 +355,16 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
         for (int p = 0; p < kParts; ++p)
             amax[c] = larger(amax[c], shared[warp / kParts * kParts + p][c][lane]);
 #endif
+#if ROWS > 1
+    constexpr int kLanes = ROWS / COLUMNS;  // lanes of a tile's rows, which lie side by side here
+#pragma unroll
+    for (int c = 1; c < COLUMNS; ++c) amax[0] = larger(amax[0], amax[c]);
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2)
+        amax[0] = larger(amax[0], __shfl_xor_sync(~0u, amax[0], step));
+#pragma unroll
+    for (int c = 1; c < COLUMNS; ++c) amax[c] = amax[0];
+#endif
 #if OUT == 2
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c)
@@ -244,7 +372,10 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
     add_maximum(most, maximum);
 #else
     const u32 part = static_cast<u32>(start % BLOCK) / kChunk;
-    const i64 blocks = (image * tiles + tile) * inner + column;
+    const i64 blocks = (image * tiles + tile) * ((inner + ROWS - 1) / ROWS) + column / ROWS;
+#if SEARCH && ROWS > 1
+    const Scale s = best_scale<COLUMNS, ROWS, 1>(kept, lane / kLanes * kLanes, amax[0], tensor);
+#endif
     const bool inside = tile < tiles;  // else: warps beyond the last block
 #if OUT == 0
     u32 stored[COLUMNS];
@@ -277,18 +408,24 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
     for (int c = 0; c < COLUMNS; ++c) {
         float v[kChunk];
 #pragma unroll
-        for (int k = 0; k < kChunk; ++k) v[k] = element(raw[k], c);
+        for (int k = 0; k < kChunk; ++k) v[k] = VALUE(k, c);
+#if SEARCH && ROWS == 1
+        const Scale s = best_scale<1, 1, 1>(reinterpret_cast<const float(&)[1][kChunk]>(kept[c]), 0,
+                                            amax[c], tensor);
+#elif !SEARCH
         const Scale s = block_scale(amax[c], tensor);
+#endif
 #if OUT == 0
         stored[c] = s.stored;
 #endif
-        encode(v, s, is_far(amax[c], s), tensor, static_cast<u32>(blocks + c), part, stream, packed[c],
-               tally);
+        const u32 block = static_cast<u32>(ROWS > 1 ? blocks : blocks + c);
+        const u32 place = ROWS > 1 ? static_cast<u32>((column + c) % ROWS) * kParts + part : part;
+        encode(v, s, is_far(amax[c], s), tensor, block, place, stream, packed[c], tally);
 #if OUT == 1
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
-            if (start + k < length && column + c < inner)
-                values[(image * length + start + k) * inner + column + c] = v[k];
+            if (start + k < coded && column + c < inner)
+                values[(image * coded + start + k) * inner + column + c] = v[k];
 #endif
     }
 #endif
@@ -326,7 +463,8 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
     if (part == 0 && inside) {
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c)
-            if (column + c < inner) scales[blocks + c] = static_cast<u8>(stored[c]);
+            if (column + c < inner && (column + c) % ROWS == 0)
+                scales[ROWS > 1 ? blocks : blocks + c] = static_cast<u8>(stored[c]);
     }
 #endif
     add_counts(tally, counters);

@@ -1,7 +1,8 @@
 """Placing the fused quantizers: a spec and a shape -> macros, grid and output arrays.
 
-Covers blocks of 16, 32, 64 or 128 along any axis, E8M0 scales under every rule, and NVFP4's
-rule; `reason` says why something else is not covered, and the generic method runs instead.
+Covers blocks of 16, 32, 64 or 128 along any axis and square tiles of 16 or 32 in matrices, E8M0
+scales under every rule, NVFP4's three, and the Hadamard transform; `plan_of` says why something
+else is not covered, and the generic method runs instead.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ from typing import Any
 import numpy as np
 
 from extensor.formats import ELEMENTS, ElementFormat
-from extensor.quant.array import QuantArray, QuantStats, block_grid, packed_length
-from extensor.quant.spec import QuantSpec
+from extensor.quant.array import (
+    QuantArray,
+    QuantStats,
+    block_grid,
+    coded_length,
+    packed_length,
+)
+from extensor.quant.hadamard import hadamard_signs
+from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.jit import Source, launch
 
@@ -36,19 +44,24 @@ Array = Any
 INPUTS = ("float32", "bfloat16", "float16")
 BLOCKS = (16, 32, 64, 128)
 THREADS, CHUNK, PANEL, SLOTS = 256, 16, 128, 256  # as in quantize.cu
-_RULES = ("floor", "rceil", "ceil", "even", "one", "amax")
+SQUARES = (16, 32)
+_RULES = ("floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error")
+_SEARCHES = ("four_over_six", "least_error")  # they try several scales on a block's values
 _OUT = {"codes": 0, "values": 1, "maximum": 2}
 _SCALE = ELEMENTS["e4m3"]
 _TIE_WORDS = {"away": "0x7FFFFFFFu", "zero": "0x80000000u"}  # round as a constant random word
 _FOLDER = Path(__file__).parent
 _NO_STREAM = (0, 0, 0, 0)
+_FOUR_OVER_SIX_TOP = 256.0  # of block scales: a block may be scaled half again as far
 
 
 @dataclass(frozen=True)
 class Plan:
     """A resolved spec on arrays of one shape.
 
-    The array is (outer, length, inner), blocked along ``length``; ``inner == 1`` is a row block.
+    The array is (outer, length, inner), blocked along ``length``; ``inner == 1`` is a row block. In
+    a tile of several rows these are, for a row block, the axis before ``length`` (the last of
+    ``outer``), and otherwise ``inner``.
     """
 
     spec: QuantSpec
@@ -59,6 +72,23 @@ class Plan:
     block: int
     scales_shape: tuple[int, ...]
     codes_shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile; 1 for blocks along the axis alone."""
+        assert isinstance(self.spec.tile, tuple)
+        return self.spec.tile[0]
+
+    @property
+    def coded(self) -> int:
+        """Elements coded along the axis: padded to the Hadamard size, if there is one."""
+        return coded_length(self.spec, self.shape)
+
+    @property
+    def coded_shape(self) -> tuple[int, ...]:
+        """The shape of decoded operands, which stay transformed."""
+        axis = self.spec.axis
+        return (*self.shape[:axis], self.coded, *self.shape[axis + 1 :])
 
     @property
     def columns(self) -> bool:
@@ -107,10 +137,19 @@ def plan_of(spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False) -> 
         return f"the {spec.rule} scale rule"
     if spec.statistic != "amax" and not decoding:
         return f"the {spec.statistic} statistic"
-    if spec.transform:
-        return "a Hadamard transform"
-    if not isinstance(spec.tile, tuple) or spec.tile[0] != 1 or spec.tile[1] not in BLOCKS:
-        return f"tile {spec.tile}; the kernels have (1, n) with n in {BLOCKS}"
+    if spec.transform and decoding:
+        return "a Hadamard transform to undo"
+    if not isinstance(spec.tile, tuple) or not _has_tile(spec, shape):
+        return (
+            f"tile {spec.tile} along axis {spec.axis} of {len(shape)}; the kernels have (1, n), "
+            f"n in {BLOCKS}, and (n, n) with n in {SQUARES} along a last axis or in a matrix"
+        )
+    if decoding and spec.tile[0] > 1:
+        return "a square tile"
+    if spec.tile[0] > 1 and spec.transform:
+        return "a Hadamard transform in square tiles"
+    if spec.rule in _SEARCHES and not decoding and (spec.tile[1] != 16 or spec.ties != "even"):
+        return f"the {spec.rule} rule with tile {spec.tile} and ties to {spec.ties}"
     grid = block_grid(spec, shape)
     if math.prod(grid) >= 1 << 32:
         return "2**32 blocks or more"
@@ -119,6 +158,15 @@ def plan_of(spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False) -> 
     outer, inner = math.prod(shape[: spec.axis]), math.prod(shape[spec.axis + 1 :])
     placed = (outer, shape[spec.axis], inner, spec.tile[1])
     return Plan(spec, shape, *placed, scales_shape=grid, codes_shape=tuple(codes))
+
+
+def _has_tile(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
+    assert isinstance(spec.tile, tuple)
+    rows, length = spec.tile
+    if rows == 1:
+        return length in BLOCKS
+    along_rows = spec.axis == len(shape) - 1
+    return rows == length and length in SQUARES and (along_rows or len(shape) == 2)
 
 
 def _element_macros(element: ElementFormat) -> dict[str, object]:
@@ -163,7 +211,11 @@ def quantize_source(plan: Plan, dtype: str, out: str, whole: bool, stats: bool) 
         "STATS": int(stats),
         "BLOCK": plan.block,
         "DOWN": int(plan.columns),
-        "ITEMS": 1 if dtype == "float32" or words else 2,
+        "ITEMS": 1 if dtype == "float32" or words or spec.transform else 2,
+        "ROWS": plan.rows,
+        "HADAMARD": spec.transform.size if spec.transform else 0,
+        "HADAMARD_FACTOR": _float(1.0 / math.sqrt(spec.transform.size if spec.transform else 1)),
+        "SEARCH": int(spec.rule in _SEARCHES),
         "COLUMNS": columns_of(plan, dtype),
         "RULE": _RULES.index(spec.rule),
         "UE4M3": int(not spec.is_mx),
@@ -178,7 +230,9 @@ def quantize_source(plan: Plan, dtype: str, out: str, whole: bool, stats: bool) 
         "CLAMP_BITS": f"{(element.emax + 2 + 127) << 23}u",
         "RECIPROCAL_TOP": _float(float(np.float32(1) / top)),
         "TIE_AT_TOP": _float(_tie_at_top(element)),
-        "TENSOR_TARGET": _float(_SCALE.max * element.max),
+        "TENSOR_TARGET": _float(
+            (_FOUR_OVER_SIX_TOP if spec.rule == "four_over_six" else _SCALE.max) * element.max
+        ),
         "SCALE_TOP": _float(_SCALE.max),
         "INF_BYTE": f"{dialect.inf_byte_in(element)}u",
         "ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
@@ -194,13 +248,15 @@ def _in_pairs(plan: Plan, dtype: str, out: str, words: bool) -> bool:
     """Whether the kernel works on two values at a time: bfloat16 to e2m1 by powers of two."""
     spec, element = plan.spec, plan.spec.row.element
     small = element.bits == 4 and element.is_float and spec.is_mx and spec.element_scale == 1.0
+    small = small and spec.transform is None and (plan.columns or plan.rows == 1)
     return small and dtype == "bfloat16" and out == "codes" and not words
 
 
 def columns_of(plan: Plan, dtype: str) -> int:
     """Neighbouring columns of a thread: as many as its registers hold without spilling."""
     words = plan.spec.rounding == "stochastic" or plan.spec.ties != "even"
-    return 2 if dtype == "float32" or words else 4
+    kept = plan.spec.transform is not None or plan.spec.rule in _SEARCHES
+    return 2 if dtype == "float32" or words or kept else 4
 
 
 @lru_cache(maxsize=4096)
@@ -216,6 +272,8 @@ def dequantize_source(plan: Plan, whole: bool) -> Source:
 
 def is_whole(plan: Plan, pointer: int, dtype: str) -> bool:
     """Whether every vector access is in bounds and aligned."""
+    if plan.length != plan.coded or (plan.rows > 1 and not plan.columns):
+        return False
     if not plan.columns:
         return plan.length % plan.block == 0 and pointer % 16 == 0
     columns = columns_of(plan, dtype)
@@ -224,6 +282,10 @@ def is_whole(plan: Plan, pointer: int, dtype: str) -> bool:
 
 def _grid(plan: Plan, items: int) -> int:
     tiles = plan.scales_shape[plan.spec.axis]
+    if not plan.columns and plan.rows > 1:
+        strips = -(-tiles * plan.block // (2 * CHUNK))
+        warps = math.prod(plan.scales_shape[:-1]) * strips * (plan.rows // 16)
+        return -(-warps * 32 // THREADS)
     if not plan.columns:
         return -(-plan.outer * tiles * (plan.block // CHUNK) // (THREADS * items))
     columns = 32 * int(items)
@@ -234,10 +296,11 @@ def _run(plan: Plan, x: Array, out: str, stats: bool, stream: Stream | None, arr
     dtype = x.dtype.name
     whole = is_whole(plan, x.data.ptr, dtype)
     source = quantize_source(plan, dtype, out, whole, stats)
-    kernel = "quantize_columns" if plan.columns else "quantize_rows"
+    kernel = kernel_of(plan)
     items = int(dict(source.macros)["COLUMNS" if plan.columns else "ITEMS"])
-    words = _NO_STREAM if stream is None else (*stream.key, *stream.counter_high)
-    sizes = (plan.outer, plan.length, plan.inner) if plan.columns else (plan.outer, plan.length)
+    words: tuple[int, ...] = _NO_STREAM if stream is None else (*stream.key, *stream.counter_high)
+    if plan.spec.transform:
+        words = (*words, *_sign_words(plan.spec.transform))
     null = np.uint64(0)
     launch(
         source,
@@ -247,18 +310,41 @@ def _run(plan: Plan, x: Array, out: str, stats: bool, stream: Stream | None, arr
         x,
         *(null if array is None else array for array in arrays),
         *(np.uint32(word) for word in words),
-        *(np.int64(size) for size in sizes),
+        *(np.int64(size) for size in _sizes(plan)),
     )
 
 
+def kernel_of(plan: Plan) -> str:
+    """The kernel that a plan's layout takes."""
+    if plan.columns:
+        return "quantize_columns"
+    return "quantize_rows" if plan.rows == 1 else "quantize_tiles"
+
+
+def _sizes(plan: Plan) -> tuple[int, ...]:
+    if plan.columns:
+        return plan.outer, plan.length, plan.inner
+    if plan.rows == 1:
+        return plan.outer, plan.length
+    return plan.outer // plan.shape[-2], plan.shape[-2], plan.length
+
+
+@lru_cache(maxsize=64)
+def _sign_words(transform: Hadamard) -> tuple[int, ...]:
+    """128 bits, the transform's signs repeated where it is shorter: set where negative."""
+    negative = np.resize(hadamard_signs(transform) < 0, 128)
+    words = np.packbits(negative, bitorder="little").view(np.uint32)
+    return tuple(int(word) for word in words)
+
+
 def _tensor(plan: Plan, x: Array, amax: Array | None, xp: Any) -> tuple[Array | None, Array | None]:
-    """The three words that blocks need of the whole tensor, and the tensor's maximum."""
+    """The four words that blocks need of the whole tensor, and the tensor's maximum."""
     if not plan.needs_tensor:
         return None, None
     if amax is None:
         amax = xp.zeros((), dtype=xp.float32)
         _run(plan, x, "maximum", False, None, (None, None, None, None, amax, None))
-    tensor = xp.empty(3, dtype=xp.float32)
+    tensor = xp.empty(4, dtype=xp.float32)
     source = quantize_source(plan, x.dtype.name, "codes", False, False)
     launch(source, "tensor_scales", 1, 1, amax, tensor)
     return tensor, amax
@@ -288,7 +374,7 @@ def quantize_raw(
     tensor, maximum = _tensor(plan, x, amax, xp)
     counters = xp.zeros(2 * SLOTS, dtype=xp.uint64) if stats else None
     if values:
-        decoded = xp.empty(plan.shape, dtype=xp.float32)
+        decoded = xp.empty(plan.coded_shape, dtype=xp.float32)
         _run(plan, x, "values", stats, stream, (None, None, decoded, tensor, None, counters))
         return Outputs(None, decoded, counters, maximum)
     codes = xp.empty(plan.codes_shape, dtype=xp.uint8)

@@ -36,22 +36,36 @@ __device__ __forceinline__ int exponent_byte(u32 amax) {
 }
 
 #if UE4M3
-__device__ __forceinline__ Scale block_scale(u32 amax, const Tensor& tensor) {
-    const bool finite = amax < kExponent;
-    const float base = fminf(__fmul_rn(float_of(finite ? amax : 0), tensor.encode), SCALE_TOP);
+// The e4m3 code nearest to a scale of 0 or more, at most the largest; `value`: what it means.
+__device__ __forceinline__ u32 scale_code(float wanted, float& value) {
+    const float base = fminf(wanted, SCALE_TOP);
     const u32 exponent = larger(bits_of(base) & kExponent, kScaleLowest);
     const u32 anchor = exponent + (static_cast<u32>(23 - SCALE_MANTISSA) << 23);
     const float sum = __fadd_rn(base, float_of(anchor));  // its last place is the grid's spacing
-    const float value = __fsub_rn(sum, float_of(anchor));
-    const u32 code = ((exponent - kScaleLowest) >> (23 - SCALE_MANTISSA)) + bits_of(sum) - anchor;
-    float inverse = fminf(__frcp_rn(__fmul_rn(value, tensor.scale)), kFloatMax);
-    if (!TINY_SATURATES && code == 0) inverse = 0;
+    value = __fsub_rn(sum, float_of(anchor));
+    return ((exponent - kScaleLowest) >> (23 - SCALE_MANTISSA)) + bits_of(sum) - anchor;
+}
+
+__device__ __forceinline__ float scale_inverse(u32 code, float value, const Tensor& tensor) {
+    const float inverse = fminf(__frcp_rn(__fmul_rn(value, tensor.scale)), kFloatMax);
+    return !TINY_SATURATES && code == 0 ? 0.0f : inverse;
+}
+
+__device__ __forceinline__ Scale scale_of(u32 code, float value, u32 amax, const Tensor& tensor) {
+    const bool finite = amax < kExponent;
     Scale s;
-    s.apply = inverse;
+    s.apply = scale_inverse(code, value, tensor);
     s.decode = value;
     s.stored = finite ? (amax ? code : ZERO_BYTE) : 0x7Fu;
     s.live = finite ? ~0u : 0;
     return s;
+}
+
+// The rule of the largest magnitude alone.
+__device__ __forceinline__ Scale block_scale(u32 amax, const Tensor& tensor) {
+    float value;
+    const u32 code = scale_code(__fmul_rn(float_of(amax < kExponent ? amax : 0), tensor.encode), value);
+    return scale_of(code, value, amax, tensor);
 }
 #else
 __device__ __forceinline__ Scale block_scale(u32 amax, const Tensor& tensor) {

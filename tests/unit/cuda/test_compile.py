@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from extensor.formats import FORMATS
-from extensor.quant.spec import QuantSpec
+from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import jit
 from extensor_cuda.kernels import quantize as kernels
 
@@ -18,6 +18,14 @@ ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 COVERED = [name for name, row in FORMATS.items() if row.scale.name == "e8m0"] + ["nvfp4"]
 SHAPES = ((256, 256, -1), (256, 256, 0), (70, 19, 0))
 ROUNDINGS = (("nearest_even", 32), ("stochastic", 32), ("stochastic", 8))
+SPECIAL = (
+    QuantSpec("mxfp4", transform=Hadamard(64)),
+    QuantSpec("nvfp4", transform=Hadamard(16), rounding="stochastic", rbits=8),
+    QuantSpec("mxfp8_e4m3", tile=(32, 32)),
+    QuantSpec("nvfp4", tile=(16, 16), scale_rule="four_over_six"),
+    QuantSpec("nvfp4_fp8exact", rounding="stochastic"),
+)
+"""What is not said by a format and a rounding alone."""
 FORMATS_OF = {"sm_90a": COVERED, "sm_80": ["mxfp8_e4m3", "mxfp4"], "sm_89": ["mxfp8_e5m2", "nvfp4"]}
 
 
@@ -32,6 +40,21 @@ def sources(name: str, arch: str) -> list[jit.Source]:
         made.append(kernels.dequantize_source(plan, rows == 256))
     made.append(kernels.quantize_source(plan, "float32", "values", False, True))
     return made
+
+
+@pytest.mark.parametrize("spec", SPECIAL, ids=str)
+def test_special_kernels_do_not_spill(spec: QuantSpec) -> None:
+    for axis in (-1, 0):
+        for shape in ((256, 256), (70, 19)):
+            plan = kernels.plan_of(spec.replace(axis=axis), shape)
+            assert isinstance(plan, kernels.Plan)
+            for out in ("codes", "values"):
+                whole = kernels.is_whole(plan, 0, "bfloat16")
+                source = kernels.quantize_source(plan, "bfloat16", out, whole, True)
+                code, log = jit.compile_cubin(source, "sm_90a")
+                assert "warning" not in log, log
+                for numbers in properties(code).values():
+                    assert numbers["stack"] == 0, f"{source.macros}: {numbers}"
 
 
 REGISTERS, FRAME = 0x2F, 0x11  # attributes of a cubin's .nv.info section: (kernel, number)

@@ -1,0 +1,111 @@
+"""Writes the API reference's pages from the package, so that no public name can be missing.
+
+A page per room, its names grouped by the file that declares them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+ROOMS = {
+    "extensor": "Tensors and operations",
+    "extensor.nn": "Layers",
+    "extensor.nn.init": "Initializers",
+    "extensor.optim": "Optimizers and schedules",
+    "extensor.io": "Files",
+    "extensor.inspect": "Looking at quantization",
+    "extensor.testing": "Testing",
+    "extensor.errors": "Errors",
+}
+
+
+def public(room: str) -> dict[str, Any]:
+    """A room's public names and what they stand for, without modules and plain values."""
+    module = importlib.import_module(room)
+    default = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == room]
+    names = [n for n in getattr(module, "__all__", default) if not n.startswith("_")]
+    found = {name: getattr(module, name) for name in names}
+    ours = {name: value for name, value in found.items() if origin(value).startswith("extensor")}
+    return {name: value for name, value in ours.items() if callable(value)}
+
+
+def origin(value: object) -> str:
+    """The module that declares something; objects (an op is one) answer through their class."""
+    declared = getattr(value, "__module__", None) or type(value).__module__
+    return str(declared)
+
+
+def grouped(names: dict[str, Any]) -> dict[str, list[str]]:
+    """Names by the module that declares them, in the order of the modules' names."""
+    groups: dict[str, list[str]] = {}
+    for name, value in names.items():
+        groups.setdefault(origin(value), []).append(name)
+    return dict(sorted(groups.items()))
+
+
+def heading(module: str) -> Iterator[str]:
+    """A module's last name, and the first line of its docstring."""
+    yield f"## {module.rpartition('.')[2].replace('_', ' ').capitalize()}"
+    yield ""
+    yield (inspect.getdoc(importlib.import_module(module)) or "").partition("\n")[0]
+    yield ""
+
+
+def directive(room: str, name: str, value: object) -> Iterator[str]:
+    """One documented object, as an autodoc directive inside Markdown."""
+    kind = "class" if inspect.isclass(value) else "function"
+    yield "```{eval-rst}"
+    yield f".. auto{kind}:: {room}.{name}"
+    yield "```"
+    yield ""
+
+
+def page(room: str, title: str) -> Iterator[str]:
+    """A room's page."""
+    names = public(room)
+    yield f"# {title}"
+    yield ""
+    yield f"`{room}`: {inspect.getdoc(importlib.import_module(room)) or ''}".split("\n\n")[0]
+    yield ""
+    groups = grouped(names)
+    for module, members in groups.items():
+        if len(groups) > 1:
+            yield from heading(module)
+        for name in sorted(members):
+            yield from directive(room, name, names[name])
+
+
+def index(rooms: Iterable[str]) -> Iterator[str]:
+    """The reference's first page."""
+    yield "# API reference"
+    yield ""
+    yield "Every public name, from its docstring."
+    yield ""
+    yield "```{toctree}"
+    yield ":maxdepth: 1"
+    yield ""
+    yield from rooms
+    yield "```"
+
+
+def write(app: Sphinx) -> None:
+    """Write the pages that changed."""
+    folder = Path(app.srcdir) / "api"
+    folder.mkdir(exist_ok=True)
+    pages = {room: page(room, title) for room, title in ROOMS.items()}
+    for name, lines in {**pages, "index": index(ROOMS)}.items():
+        path, wanted = folder / f"{name}.md", "\n".join(lines) + "\n"
+        if not path.exists() or path.read_text(encoding="utf-8") != wanted:
+            path.write_text(wanted, encoding="utf-8")
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Sphinx's entry point."""
+    app.connect("builder-inited", write)
+    return {"parallel_read_safe": True}

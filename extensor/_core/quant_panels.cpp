@@ -1,0 +1,281 @@
+// Quantizing along rows and down columns in one reading of the array, a panel at a time; rows alone
+// where their tiles are square. Covers what training recipes use; `quantize_panels` says no to
+// the rest.
+
+#include "columns.hpp"
+
+namespace EXTENSOR_ISA {
+namespace {
+
+// Rows [top, top + rows) of a panel from column j on; `tiles` tiles of each row are the array's.
+struct RowPiece {
+    const float* panel;
+    int64_t image, top, rows, j, tiles;
+};
+
+INLINE int64_t tiles_across(const QuantJob& job) { return kWide / job.tile_length; }
+
+INLINE int64_t first_block(const Call& call, const RowPiece& p, int64_t row) {
+    const QuantJob& job = call.job;
+    const int64_t band = (p.top + row) / job.tile_rows;
+    return (p.image * ceil_div(job.rows, job.tile_rows) + band) * call.tiles + p.j / job.tile_length;
+}
+
+// Maxima of all tiles of a panel, one per row of the panel and tile.
+void panel_row_maxima(const QuantJob& job, const float* panel, int64_t deep, uint32_t* maxima) {
+    const int64_t across = tiles_across(job);
+    job.tile_length == 16 ? tile_maxima<16>(panel, deep * across, maxima)
+                          : tile_maxima<32>(panel, deep * across, maxima);
+    if (job.tile_rows > 1) combine(maxima, 1, deep, job.tile_rows, across, across, 1);
+}
+
+// The random words of a row's tiles.
+const uint32_t* row_words(const Call& call, const RowPiece& p, int64_t row) {
+    const QuantJob& job = call.job;
+    uint32_t* words = scratch_of<uint32_t>(Slot::weights, kWide + 8 * VL);
+    philox_run(words, static_cast<uint32_t>((p.top + row) % job.tile_rows * call.calls),
+               static_cast<uint32_t>(call.calls), static_cast<uint32_t>(first_block(call, p, row)),
+               tiles_across(job), call.stream);
+    return words;
+}
+
+template <bool Words, bool Codes>
+void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima,
+                     const Ahead& ahead, Tally& tally) {
+    const QuantJob& job = call.job;
+    const Grid& grid = call.scaler.grid;
+    const int64_t across = tiles_across(job), total = p.rows * across, tile = job.tile_length;
+    const vf element_scale = splat(call.plan.element_scale), tensor_scale = splat(call.scaler.tensor_scale);
+    const int64_t room = round_up(total, VL);
+    float* apply = scratch_of<float>(Slot::planes, 4 * room);
+    float* decode = apply + room;
+    uint32_t* live = reinterpret_cast<uint32_t*>(decode + room);
+    uint32_t* stored = live + room;
+    vu plain = splat(~0u);
+    for (int64_t i = 0; i < total; i += VL) {
+        const vu amax = load(maxima + i);
+        const Scales s = call.scaler.of(amax);
+        plain &= is_plain(grid, s, amax, tensor_scale);
+        store(apply + i, s.apply);
+        store(decode + i, s.decode);
+        store(live + i, s.live);
+        store(stored + i, s.stored);
+    }
+    const TileCoder coder = Codes && all_lanes(plain) ? tile_coder<Words>(call.plan.element, tile) : nullptr;
+    const int64_t bytes = p.tiles * tile * grid.bits / 8;
+    TileCounts counts;
+    for (int64_t r = 0; r < p.rows; ++r, apply += across, decode += across, live += across) {
+        ahead.row(r);
+        const float* x = p.panel + r * kWide;
+        const uint32_t* words = Words ? row_words(call, p, r) : nullptr;
+        const int64_t row = p.image * job.rows + p.top + r;
+        if constexpr (Codes) {
+            uint8_t* to = job.codes + row * call.packed + p.j * grid.bits / 8;
+            if ((p.top + r) % job.tile_rows == 0)
+                store_scales(job.scales, first_block(call, p, r), stored + r * across, p.tiles,
+                             call.plan.scale);
+            if (coder && p.tiles == across) {
+                coder(x, apply, words, call.plan.element_scale, across, to, counts);
+                continue;
+            }
+            uint8_t packed[kWide];
+            if (coder) {
+                coder(x, apply, words, call.plan.element_scale, across, packed, counts);
+                std::memcpy(to, packed, static_cast<size_t>(bytes));
+                continue;
+            }
+        }
+        uint8_t codes[kWide];
+        for (int64_t i = 0; i < kWide; i += VL) {
+            const int64_t t = i / tile;
+            const Scales s = {splat(apply[t]), splat(decode[t]), splat(live[t]), vu{}};
+            vu code;
+            const vf value = quantize_vector<Words, false, Codes>(
+                load(x + i), Words ? load(words + i) : vu{}, s, element_scale, tensor_scale, grid,
+                tally, code);
+            if constexpr (Codes)
+                store_codes(codes + i, code);
+            else if (p.j + i < job.coded)
+                store_upto(job.values + row * job.coded + p.j + i, value, job.coded - p.j - i);
+        }
+        if constexpr (Codes)
+            pack_row(codes, p.tiles * tile, grid.bits, job.codes + row * call.packed + p.j * grid.bits / 8);
+    }
+    tally.saturated[0] += static_cast<int32_t>(counts.saturated);
+    tally.flushed[0] += static_cast<int32_t>(counts.flushed);
+}
+
+using RowCoder = void (*)(const Call&, const RowPiece&, const uint32_t*, const Ahead&, Tally&);
+using ColumnCoder = void (*)(const Call&, const ColumnPiece&, const vu (&)[4], const Ahead&, Tally&);
+
+RowCoder row_coder(const Call& call) {
+    if (call.job.codes) return call.words() ? code_panel_rows<true, true> : code_panel_rows<false, true>;
+    return call.words() ? code_panel_rows<true, false> : code_panel_rows<false, false>;
+}
+
+ColumnCoder column_coder(const Call& call) {
+    if (call.job.codes) return call.words() ? code_piece<true, false, true> : code_piece<false, false, true>;
+    return call.words() ? code_piece<true, false, false> : code_piece<false, false, false>;
+}
+
+// How the array is cut: units of `deep` rows, chunks of columns.
+struct Cut {
+    int64_t images, rows, columns, deep, units, chunk, chunks, count;
+
+    Cut(const Call* along, const Call* down)
+        : images(along ? along->job.outer : 1), rows(along ? along->job.rows : down->job.length),
+          columns(along ? along->job.length : down->job.inner), deep(1) {
+        const int64_t parts[] = {along ? along->job.tile_rows : 1, down ? down->job.tile_length : 1,
+                                 down && down->plan.hadamard ? down->plan.hadamard : 1};
+        for (int64_t part : parts) {
+            int64_t multiple = deep;
+            while (multiple % part && multiple <= kDeep) multiple += deep;
+            deep = multiple;
+        }
+        units = ceil_div(rows, deep);
+        chunk = round_up(most(kTask / deep, 1), kWide);
+        chunks = ceil_div(columns, chunk);
+        count = images * units * chunks;
+    }
+};
+
+bool fits(const Call& call) {
+    const bool common = is_byte(call.plan.scale) && !divides(call.plan) &&
+                        !looks_inside(call.plan, call.job) && call.scaler.grid.zeros == Zeros::kept;
+    return common && (call.plan.stochastic ? call.plan.rbits == 32 : !call.words());
+}
+
+bool fits_along(const Call& call, const Cut& cut) {
+    const QuantJob& job = call.job;
+    const bool tile = job.tile_length == 16 || job.tile_length == 32;
+    return fits(call) && tile && kWide % job.tile_length == 0 && cut.deep % job.tile_rows == 0 &&
+           cut.deep * tiles_across(job) % VL == 0 && !call.plan.hadamard;
+}
+
+bool fits_down(const Call& call, const Cut& cut) {
+    const QuantJob& job = call.job;
+    return fits(call) && cut.deep % job.tile_length == 0 && kWide % job.tile_rows == 0 &&
+           (!call.plan.hadamard || cut.deep % call.plan.hadamard == 0);
+}
+
+// One panel of a task, and what its two readers make of it.
+struct Panel {
+    const float *along, *down;  // the panel, transformed for each
+    int64_t image, top, deep, real, j, lanes;
+    Ahead ahead;
+
+    RowPiece rows(const QuantJob& job) const {
+        return {along, image, top, real, j, ceil_div(lanes, job.tile_length)};
+    }
+
+    // Calls body(piece, maxima of its columns) for every tile down the columns.
+    template <class Body>
+    void columns(const QuantJob& job, Body body) const {
+        for (int64_t at = 0; at < deep && top + at < round_up(job.coded, job.tile_length);
+             at += job.tile_length) {
+            const int64_t left = most(0, least(job.tile_length, job.coded - top - at));
+            const ColumnPiece p = {down + at * kWide, image, (top + at) / job.tile_length, 0,
+                                   job.tile_length, left, j, lanes};
+            vu m[4];
+            column_maxima(p.panel, left, p.vectors(), m);
+            spread_over_groups(m, job.tile_rows);
+            body(p, m);
+        }
+    }
+};
+
+template <class Body>
+void for_panels(const Call* along, const Call* down, const Cut& cut, Body body) {
+    const Call& any = along ? *along : *down;
+    const int64_t each = any.job.type == FloatType::float32 ? 4 : 2;
+    threads::run(cut.count, 8 * cut.images * cut.rows * cut.columns, [&](int64_t task) {
+        const int64_t image = task / (cut.units * cut.chunks), unit = task / cut.chunks % cut.units;
+        const int64_t left = task % cut.chunks * cut.chunk;
+        const int64_t right = least(left + cut.chunk, cut.columns), top = unit * cut.deep;
+        const int64_t real = least(cut.deep, cut.rows - top);
+        const Source x = any.source().from((image * cut.rows + top) * cut.columns);
+        const bool transforms = down && down->plan.hadamard;
+        float* panel = scratch_of<float>(Slot::padded, cut.deep * kWide * (transforms ? 2 : 1));
+        for (int64_t j = left; j < right; j += kWide) {
+            Panel p = {panel, panel, image, top, cut.deep, real, j, least(kWide, right - j), {}};
+            fill_panel(x.from(j), cut.columns, real, cut.deep, p.lanes, panel);
+            if (transforms) {
+                float* turned = panel + cut.deep * kWide;
+                std::memcpy(turned, panel, static_cast<size_t>(cut.deep * kWide) * 4);
+                transform_columns(down->plan, least(cut.deep, down->job.coded - top), turned);
+                p.down = turned;
+            }
+            if (j + kWide < right)
+                p.ahead = {static_cast<const char*>(x.from(j + kWide).at), cut.columns * each,
+                           kWide * each};
+            body(task, p);
+        }
+    });
+}
+
+// The largest magnitude of the panel's finite values (tensor scales) or of its blocks without
+// infinities (a scale window).
+uint32_t statistic_of_rows(const Call& call, const Panel& p) {
+    if (call.plan.scale == Scale::ue4m3) return finite_panel_maximum(p.along, p.real);
+    uint32_t* maxima = scratch_of<uint32_t>(Slot::maxima, p.deep * tiles_across(call.job));
+    panel_row_maxima(call.job, p.along, p.deep, maxima);
+    return finite_maximum(reinterpret_cast<const float*>(maxima), p.deep * tiles_across(call.job), 1);
+}
+
+uint32_t statistic_of_columns(const Call& call, const Panel& p) {
+    if (call.plan.scale == Scale::ue4m3) return finite_panel_maximum(p.down, p.deep);
+    uint32_t most = 0;
+    p.columns(call.job, [&](const ColumnPiece&, const vu (&m)[4]) {
+        const uint32_t mine = finite_maximum(reinterpret_cast<const float*>(m), kWide, 1);
+        most = mine > most ? mine : most;
+    });
+    return most;
+}
+
+void set_globals(Call* along, Call* down, const Cut& cut, uint32_t* finite) {
+    const bool rows = along && along->scaler.needs_global();
+    const bool columns = down && down->scaler.needs_global();
+    if (!rows && !columns) return;
+    for_panels(along, down, cut, [&](int64_t task, const Panel& p) {
+        for (int64_t r = 0; r < p.real; ++r) p.ahead.row(r);
+        uint32_t* mine = finite + 2 * task;
+        if (rows) mine[0] = larger_of(mine[0], statistic_of_rows(*along, p));
+        if (columns) mine[1] = larger_of(mine[1], statistic_of_columns(*down, p));
+    });
+    if (rows) along->scaler.set_global(as_float(finite_maximum(reinterpret_cast<float*>(finite), cut.count, 2)));
+    if (columns)
+        down->scaler.set_global(as_float(finite_maximum(reinterpret_cast<float*>(finite) + 1, cut.count, 2)));
+}
+
+}  // namespace
+
+bool quantize_panels(Call* along, Call* down) {
+    const Cut cut(along, down);
+    if (cut.deep > kDeep || (along && !fits_along(*along, cut)) || (down && !fits_down(*down, cut)))
+        return false;
+    const Totals totals(2 * cut.count, 0);
+    set_globals(along, down, cut, totals.finite);
+    const RowCoder code_rows = along ? row_coder(*along) : nullptr;
+    const ColumnCoder code_columns = down ? column_coder(*down) : nullptr;
+    for_panels(along, down, cut, [&](int64_t task, const Panel& p) {
+        if (along) {
+            Tally tally;
+            uint32_t* maxima = scratch_of<uint32_t>(Slot::maxima, p.deep * tiles_across(along->job));
+            panel_row_maxima(along->job, p.along, p.deep, maxima);
+            code_rows(*along, p.rows(along->job), maxima, down ? Ahead{} : p.ahead, tally);
+            totals.counts[2 * task] += count(tally);
+        }
+        if (down) {
+            Tally tally;
+            p.columns(down->job, [&](const ColumnPiece& piece, const vu (&m)[4]) {
+                code_columns(*down, piece, m, p.ahead, tally);
+            });
+            totals.counts[2 * task + 1] += count(tally);
+        }
+    });
+    if (along) totals.finish(*along, 0, 2);
+    if (down) totals.finish(*down, 1, 2);
+    return true;
+}
+
+}  // namespace EXTENSOR_ISA

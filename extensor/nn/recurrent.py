@@ -1,0 +1,241 @@
+"""LSTM and GRU.
+
+Both are made of `Linear` layers, two for each layer and direction, so that a recipe quantizes them
+like any other: ``input`` multiplies a whole sequence at once, ``hidden`` one step of it after the
+other, each step with random bits of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from extensor.autograd.creation import Seed
+from extensor.autograd.tensor import ExTensor
+from extensor.nn import init
+from extensor.nn.checks import check_probability, check_size
+from extensor.nn.dropout import Dropout
+from extensor.nn.linear import Linear
+from extensor.nn.module import Module
+from extensor.nn.module_list import ModuleList
+from extensor.nn.parameter import Parameter
+from extensor.ops.arguments import tensors_only
+from extensor.ops.elementwise import sigmoid, tanh
+from extensor.ops.shape import concatenate, flip, split, stack
+
+__all__ = ["GRU", "LSTM", "Recurrent", "RecurrentCell"]
+
+State = tuple[ExTensor, ...]
+"""What one direction of one layer carries from step to step, each (B, H)."""
+
+
+class RecurrentCell(Module):
+    """One direction of one layer: the two products of a step, for all gates side by side.
+
+    Attributes:
+        input: Linear of the layer's input; hidden: Linear of the state before.
+    """
+
+    def __init__(self, size: int, hidden: int, gates: int, bias: bool, rng: Seed) -> None:
+        generator, bound = init.as_rng(rng), 1.0 / math.sqrt(hidden)
+        self.input = Linear(size, gates * hidden, bias, generator)
+        self.hidden = Linear(hidden, gates * hidden, bias, generator)
+        for layer in (self.input, self.hidden):
+            layer.weight = Parameter(init.uniform(layer.weight.shape, bound, generator))
+            if layer.bias is not None:
+                layer.bias = Parameter(init.uniform(layer.bias.shape, bound, generator))
+
+
+class Recurrent(Module):
+    """What LSTM and GRU share: layers, directions, and the walk along the sequence.
+
+    Attributes:
+        cells: a `RecurrentCell` for each layer, forward and backward in turn where there are both.
+    """
+
+    gates: ClassVar[int]
+    states: ClassVar[int]
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        rng: Seed = None,
+    ) -> None:
+        self.input_size = check_size("input_size", input_size)
+        self.hidden_size = check_size("hidden_size", hidden_size)
+        self.num_layers = check_size("num_layers", num_layers)
+        self.batch_first, self.directions = batch_first, 2 if bidirectional else 1
+        if check_probability("dropout", dropout) and num_layers == 1:
+            raise ValueError(
+                f"dropout: wanted 0 with one layer, got {dropout}: it acts between layers only; "
+                "use a Dropout after this layer, or more layers"
+            )
+        generator = init.as_rng(rng)
+        sizes = [input_size] + [hidden_size * self.directions] * (num_layers - 1)
+        self.cells = ModuleList(
+            [
+                RecurrentCell(size, hidden_size, self.gates, bias, generator)
+                for size in sizes
+                for _ in range(self.directions)
+            ]
+        )
+        self.dropout = Dropout(dropout, generator) if dropout else None
+
+    @abstractmethod
+    def step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
+        """The state after a step, the output first; ``given`` is the input's product (B, G H)."""
+
+    def run(self, x: ExTensor, state: State) -> tuple[ExTensor, State]:
+        """(T, B, I) and the first states, each (layers * directions, B, H), to output and last."""
+        last: list[State] = []
+        for layer in range(self.num_layers):
+            if layer and self.dropout is not None:
+                x = self.dropout(x)
+            outputs = []
+            for direction in range(self.directions):
+                place = layer * self.directions + direction
+                first = tuple(s[place] for s in state)
+                output, final = self._walk(self.cells[place], x, first, direction == 1)
+                outputs.append(output)
+                last.append(final)
+            x = outputs[0] if self.directions == 1 else concatenate(outputs, axis=-1)
+        return x, tuple(stack(each) for each in zip(*last, strict=True))
+
+    def _walk(self, cell: Any, x: ExTensor, state: State, backward: bool) -> tuple[ExTensor, State]:
+        given = cell.input(x)
+        outputs: list[ExTensor] = []
+        for place, one in enumerate(pieces(given)[:: -1 if backward else 1]):
+            state = self.step(one, cell, state, place)
+            outputs.append(state[0])
+        joined = stack(outputs)
+        return flip(joined, 0) if backward else joined, state
+
+    def sequence(self, x: ExTensor, state: Sequence[ExTensor] | None) -> tuple[ExTensor, State]:
+        """The input as (T, B, I) and the first states, zeros where there are none, checked."""
+        name = type(self).__name__
+        tensors_only(name, x)
+        order = "(B, T, {0})" if self.batch_first else "(T, B, {0})"
+        if x.ndim != 3 or x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"{name}: wanted an input of shape {order.format(self.input_size)}, got "
+                f"{x.shape}; a single sequence takes an axis more, by expand_dims"
+            )
+        x = x.swapaxes(0, 1) if self.batch_first else x
+        if not x.shape[0]:
+            raise ValueError(f"{name}: wanted a sequence of one step or more, got {x.shape}")
+        wanted = (self.num_layers * self.directions, x.shape[1], self.hidden_size)
+        if state is None:
+            zeros = ExTensor(np.zeros(wanted, np.float32)).to(x.device).astype(x.dtype)
+            return x, (zeros,) * self.states
+        tensors_only(name, *state)
+        if len(state) != self.states or any(s.shape != wanted for s in state):
+            raise ValueError(
+                f"{name}: wanted {self.states} first state(s) of shape {wanted} (layers times "
+                f"directions, batch, hidden_size), got {[s.shape for s in state]}; leave them out "
+                "for zeros"
+            )
+        return x, tuple(state)
+
+    def ordered(self, output: ExTensor) -> ExTensor:
+        """The output with its axes in the order of the input's."""
+        return output.swapaxes(0, 1) if self.batch_first else output
+
+    def extra_repr(self) -> str:
+        """Its sizes and options."""
+        options = f", num_layers={self.num_layers}" if self.num_layers > 1 else ""
+        options += ", batch_first=True" if self.batch_first else ""
+        options += ", bidirectional=True" if self.directions == 2 else ""
+        return f"{self.input_size}, {self.hidden_size}{options}"
+
+
+class LSTM(Recurrent):
+    """Long short-term memory, several layers of it, in one direction or both.
+
+    i, f, o = sigmoid and g = tanh of W x + b + R h + c, for each gate its own; the cell becomes
+    c' = f c + i g and the output h' = o tanh(c') (Hochreiter and Schmidhuber, Neural Computation 9
+    (1997); with forget gates, Gers et al., Neural Computation 12 (2000)).
+
+    Args:
+        input_size: I, length of each step's vector.
+        hidden_size: H, length of output and cell.
+        num_layers: layers, each on the output of the one before.
+        bias: whether the products have biases.
+        batch_first: inputs and outputs are (B, T, ...) and not (T, B, ...); states never are.
+        dropout: probability of zeroing each output of every layer but the last, in training.
+        bidirectional: whether each layer also runs from the end to the beginning; outputs are then
+            2 H long, forward first.
+        rng: draws the initial weights, uniform in +-1 / sqrt(H); see `init.as_rng`.
+
+    Attributes:
+        cells: a `RecurrentCell` for each layer and direction, its gates in the order i, f, g, o.
+
+    Raises:
+        ValueError: for sizes below 1, or dropout with one layer; when called, for an input that is
+            not (T, B, I) or has no step, or states of other shapes.
+    """
+
+    gates, states = 4, 2
+
+    def forward(
+        self, x: ExTensor, state: tuple[ExTensor, ExTensor] | None = None
+    ) -> tuple[ExTensor, tuple[ExTensor, ExTensor]]:
+        """The outputs of all steps, and the last (h, c), each (layers * directions, B, H)."""
+        output, (h, c) = self.run(*self.sequence(x, state))
+        return self.ordered(output), (h, c)
+
+    def step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
+        """(h, c) after a step."""
+        h, c = state
+        i, f, g, o = split(given + cell.hidden(h, call=place), 4, axis=-1)
+        c = sigmoid(f) * c + sigmoid(i) * tanh(g)
+        return sigmoid(o) * tanh(c), c
+
+
+class GRU(Recurrent):
+    """Gated recurrent unit, several layers of it, in one direction or both.
+
+    r, z = sigmoid of W x + b + R h + c, for each gate its own; n = tanh(W x + b + r (R h + c));
+    h' = (1 - z) n + z h (Cho et al., arXiv 1406.1078, with the reset after the product, as in
+    cuDNN). Arguments and errors as for `LSTM`; there is one state, h.
+
+    Attributes:
+        cells: a `RecurrentCell` for each layer and direction, its gates in the order r, z, n.
+    """
+
+    gates, states = 3, 1
+
+    def forward(self, x: ExTensor, state: ExTensor | None = None) -> tuple[ExTensor, ExTensor]:
+        """The outputs of all steps, and the last h, (layers * directions, B, H)."""
+        output, (h,) = self.run(*self.sequence(x, None if state is None else (state,)))
+        return self.ordered(output), h
+
+    def step(self, given: ExTensor, cell: RecurrentCell, state: State, place: int) -> State:
+        """(h,) after a step."""
+        (h,) = state
+        r, z, n = split(given, 3, axis=-1)
+        r_hidden, z_hidden, n_hidden = split(cell.hidden(h, call=place), 3, axis=-1)
+        keep = sigmoid(z + z_hidden)
+        fresh = tanh(n + sigmoid(r + r_hidden) * n_hidden)
+        return (fresh + keep * (h - fresh),)
+
+
+def pieces(x: ExTensor) -> list[ExTensor]:
+    """The T slices of x along its first axis.
+
+    Halves of halves: the gradient of a slice is as large as what it was cut from, so that T cuts
+    from the whole would cost T^2 where this costs T log T.
+    """
+    length = x.shape[0]
+    if length == 1:
+        return [x[0]]
+    return pieces(x[: length // 2]) + pieces(x[length // 2 :])
