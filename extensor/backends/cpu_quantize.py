@@ -113,9 +113,8 @@ class CpuQuantize(GenericBackend):
         assert isinstance(placed, _Placed)
         tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
         points = None if q.zero_points is None else ready(q.zero_points)
-        return self.core.dequantize(
-            placed.plan, ready(q.codes), ready(q.scales), points, tensor_scale, placed.layout, q.shape
-        )
+        parts = ready(q.codes), ready(q.scales), points, tensor_scale
+        return self.core.dequantize(placed.plan, *parts, placed.layout, q.shape)
 
     def _dequantize_reason(self, q: QuantArray) -> str | None:
         if self.core is None:
