@@ -90,19 +90,19 @@ SHAPES = (((5, 150), 1), ((45, 7), 0), ((64, 70), 0), ((3, 18, 40), 2), ((2, 33,
 def cases(name: str, level: int) -> Iterator[tuple[np.ndarray, QuantSpec, Any, Any]]:
     """Every spec of a format; the rest of a case (shape, tile, rounding, transform) takes turns."""
     number = 7 * level
-    for spec in specs(name):
+    for base in specs(name):
         for _ in range(2):
             number += 1
             shape, axis = SHAPES[number % len(SHAPES)]
             options: dict[str, Any] = {"axis": axis}
-            if not spec.row.outliers:
+            if not base.row.outliers:
                 tiles: tuple[Any, ...] = (None, (1, 16), "channel", (1, 10), "tensor")
                 tiles += ((4, 8),) if len(shape) == 2 else ()
                 options["tile"] = tiles[number // 5 % len(tiles)]
                 options["transform"] = Hadamard(16) if number % 4 == 0 else None
             if number % 3 == 0:
                 options |= {"rounding": "stochastic", "rbits": (8, 32)[number % 2]}
-            spec = spec.replace(**options)
+            spec = base.replace(**options)
             stream = Stream(number, 1, column=axis == 0) if number % 3 == 0 else None
             before = None
             if spec.statistic == "running" and number % 5:

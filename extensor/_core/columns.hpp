@@ -34,6 +34,11 @@ inline void store_column_scales(const Call& call, const ColumnPiece& p, const Sc
         store_scales(call.job.scales, block_of(call, p, p.j + i), stored + i, 1, call.plan.scale);
 }
 
+// Octet `place` of each word, as the word with that many random bits.
+INLINE vu octet(vu words, int place) {
+    return (words >> static_cast<uint32_t>(8 * place)) << 24 | (1u << 23);
+}
+
 // The random words of a piece, or the constant that has the effect of a tie rule.
 inline PanelWords column_words(const Call& call, const ColumnPiece& p) {
     if (!call.plan.stochastic) {
@@ -43,23 +48,27 @@ inline PanelWords column_words(const Call& call, const ColumnPiece& p) {
     }
     uint32_t* words = scratch_of<uint32_t>(Slot::weights, round_up(p.rows, 16) * kWide);
     const int per_call = call.plan.rbits == 8 ? 16 : 4;
+    const int64_t across = call.job.tile_rows;
+    const Philox philox(call.stream);
     for (int64_t k = 0; k < p.vectors(); ++k) {
-        vu block, first_call;
-        for (int i = 0; i < VL; ++i) {
-            const int64_t column = p.j + k * VL + i;
-            block[i] = static_cast<uint32_t>(block_of(call, p, column));
-            first_call[i] = static_cast<uint32_t>(column % call.job.tile_rows * call.calls);
+        vu block, first_call = {};
+        if (across == 1) {
+            block = splat(static_cast<uint32_t>(block_of(call, p, p.j + k * VL))) + lane_numbers();
+        } else {
+            for (int i = 0; i < VL; ++i) {
+                const int64_t column = p.j + k * VL + i;
+                block[i] = static_cast<uint32_t>(block_of(call, p, column));
+                first_call[i] = static_cast<uint32_t>(column % across * call.calls);
+            }
         }
+        const PhiloxColumns columns(philox, block);
         uint32_t* to = words + k * VL;
         for (int64_t i = 0; i < p.rows; i += per_call, to += per_call * kWide) {
+            const auto number = static_cast<uint32_t>((p.offset + i) / per_call);
             vu draw[4];
-            philox(first_call + static_cast<uint32_t>((p.offset + i) / per_call), block,
-                   call.stream, draw);
+            across == 1 ? columns(number, draw) : columns(first_call + number, draw);
             for (int r = 0; r < per_call; ++r)
-                store(to + r * kWide,
-                      per_call == 4
-                          ? draw[r]
-                          : (draw[r / 4] >> static_cast<uint32_t>(8 * (r % 4))) << 24 | (1u << 23));
+                store(to + r * kWide, per_call == 4 ? draw[r] : octet(draw[r / 4], r % 4));
         }
     }
     return {words, kWide};
@@ -112,7 +121,6 @@ void code_piece(const Call& call, const ColumnPiece& p, const vu (&amax)[4], con
                 Tally& tally) {
     const QuantJob& job = call.job;
     const Grid& grid = call.scaler.grid;
-    const vf tensor_scale = splat(call.scaler.tensor_scale);
     Scales s[4] = {};
     vu plain = splat(~0u);
     for (int64_t k = 0; k < p.vectors(); ++k) {
@@ -120,7 +128,7 @@ void code_piece(const Call& call, const ColumnPiece& p, const vu (&amax)[4], con
         if (Divide && call.points)
             s[k].point = load_upto(call.points + (p.image * call.tiles + p.tile) * job.inner + p.j +
                                        k * VL, p.lanes - k * VL);
-        plain &= is_plain(grid, s[k], amax[k], tensor_scale);
+        plain &= is_plain(s[k], amax[k], call.scaler.tensor_scale, grid);
     }
     const PanelWords words = Words ? column_words(call, p) : PanelWords{};
     ByteRows out = {};
@@ -132,8 +140,7 @@ void code_piece(const Call& call, const ColumnPiece& p, const vu (&amax)[4], con
     }
     if constexpr (Codes && !Divide) {
         const PanelCoder coder = panel_coder<Words>(call.plan.element);
-        const bool kept = grid.zeros == Zeros::kept;
-        if (coder && kept && p.rows % group_rows(grid.bits) == 0 && all_lanes(plain)) {
+        if (coder && call.scaler.bounded() && p.rows % group_rows(grid.bits) == 0 && all_lanes(plain)) {
             const vf apply[4] = {s[0].apply, s[1].apply, s[2].apply, s[3].apply};
             TileCounts counts;
             coder(p.panel, p.rows, p.vectors(), apply, call.plan.element_scale, words, out, ahead,

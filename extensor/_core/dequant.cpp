@@ -1,12 +1,61 @@
 // Packed codes back to float32.
 
 #include "quant.hpp"
-#include "tiles.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
 
 constexpr int64_t kPast = 1 << 21;  // decoded floats that no cache holds for their reader
+
+// The values of VL codes from the `at`-th of a row on; at is a multiple of VL.
+template <int Bits>
+INLINE vf decode_vector(const uint8_t* codes, int64_t at, const float* table) {
+    const uint8_t* from = codes + at * Bits / 8;
+#if EXTENSOR_LANES == 16
+    if constexpr (Bits == 4) {
+        int64_t eight;
+        std::memcpy(&eight, from, 8);
+        __m512i w = _mm512_cvtepu8_epi64(_mm_cvtsi64_si128(eight));
+        w = _mm512_or_si512(w, _mm512_slli_epi64(w, 28));  // the low four bits of a lane count
+        return _mm512_permutexvar_ps(w, _mm512_loadu_ps(table));
+    } else {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+        return _mm512_i32gather_ps(_mm512_cvtepu8_epi32(bytes), table, 4);
+    }
+#else
+    vf v;
+    for (int i = 0; i < VL; ++i) {
+        if constexpr (Bits == 4)
+            v[i] = table[from[i / 2] >> (i % 2 * 4) & 15];
+        else
+            v[i] = table[from[i]];
+    }
+    return v;
+#endif
+}
+
+// Past the caches, where asked for and the place is aligned; `finish_stores` before others read.
+INLINE void store_past(float* to, vf v, [[maybe_unused]] bool past) {
+#if EXTENSOR_LANES == 16
+    if (past && reinterpret_cast<uintptr_t>(to) % 64 == 0) return _mm512_stream_ps(to, v);
+#endif
+    store(to, v);
+}
+
+INLINE void finish_stores() {
+#if EXTENSOR_LANES == 16
+    _mm_sfence();
+#endif
+}
+
+// The values of one tile of `count` codes (a multiple of VL) from the `at`-th of a row on.
+template <int Bits>
+INLINE void decode_tile(const uint8_t* codes, int64_t at, int64_t count, const float* table,
+                        float scale, float tensor_scale, bool past, float* out) {
+    for (int64_t i = 0; i < count; i += VL)
+        store_past(out + i, decode_vector<Bits>(codes, at + i, table) * scale * tensor_scale,
+                   past);
+}
 
 // The code at `index` of a packed row whose bytes lie `stride` apart.
 INLINE uint32_t unpack_one(const uint8_t* row, int64_t stride, int64_t index, int bits) {

@@ -16,6 +16,13 @@ struct float16 {
 typedef uint16_t vh __attribute__((vector_size(2 * VL)));  // VL sixteen-bit lanes
 typedef uint16_t vh_any __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 
+template <class T>
+constexpr FloatType kFloatType = FloatType::float32;
+template <>
+inline constexpr FloatType kFloatType<bfloat16> = FloatType::bfloat16;
+template <>
+inline constexpr FloatType kFloatType<float16> = FloatType::float16;
+
 INLINE vf widen(vh bits, bfloat16) {
     return reinterpret_cast<vf>(__builtin_convertvector(bits, vu) << 16);
 }
@@ -70,14 +77,18 @@ struct Source {
         return {static_cast<const char*>(at) + i * (type == FloatType::float32 ? 4 : 2), type};
     }
 
-    INLINE vf load_upto(int64_t i, int64_t n) const {
+    // body(pointer of the values' type)
+    template <class Body>
+    INLINE auto visit(Body body) const {
         switch (type) {
-            case FloatType::float32:
-                return EXTENSOR_ISA::load_upto(static_cast<const float*>(at) + i, n);
-            case FloatType::bfloat16:
-                return EXTENSOR_ISA::load_upto(static_cast<const bfloat16*>(at) + i, n);
-            default: return EXTENSOR_ISA::load_upto(static_cast<const float16*>(at) + i, n);
+            case FloatType::float32: return body(static_cast<const float*>(at));
+            case FloatType::bfloat16: return body(static_cast<const bfloat16*>(at));
+            default: return body(static_cast<const float16*>(at));
         }
+    }
+
+    INLINE vf load_upto(int64_t i, int64_t n) const {
+        return visit([&](const auto* p) { return EXTENSOR_ISA::load_upto(p + i, n); });
     }
 };
 

@@ -1,4 +1,9 @@
-// Philox4x32-10 on vectors of counters: the words of extensor/random.py.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), as
+// extensor/random.py counts: counter words (call, block, stream's two), key the stream's.
+//
+// A counter word sits in the low half of a 64-bit lane, whose high half means nothing: there one
+// instruction multiplies two words, and the product's halves are where the next round wants them.
+// The first three rounds hardly mix call and block, so what depends on one alone is computed apart.
 #pragma once
 
 #include "kernels.hpp"
@@ -6,83 +11,139 @@
 
 namespace EXTENSOR_ISA {
 
-// Low and high half of a * m, lane by lane.
-INLINE void multiply(vu a, uint32_t m, vu& low, vu& high) {
+constexpr int VQ = VL / 2;  // 64-bit lanes
+typedef uint64_t vq __attribute__((vector_size(4 * VL)));
+
+INLINE vq multiply(vq a, uint32_t m) {
 #if defined(__AVX512F__)
-    const __m512i v = reinterpret_cast<__m512i>(a), k = _mm512_set1_epi64(m);
-    const __m512i even = _mm512_mul_epu32(v, k);
-    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(v, 32), k);
-    low = reinterpret_cast<vu>(_mm512_mask_mov_epi32(even, 0xAAAA, _mm512_slli_epi64(odd, 32)));
-    high = reinterpret_cast<vu>(_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xAAAA, odd));
+    return reinterpret_cast<vq>(
+        _mm512_mul_epu32(reinterpret_cast<__m512i>(a), _mm512_set1_epi64(m)));
 #elif defined(__AVX2__)
-    const __m256i v = reinterpret_cast<__m256i>(a), k = _mm256_set1_epi64x(m);
-    const __m256i even = _mm256_mul_epu32(v, k);
-    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(v, 32), k);
-    low = reinterpret_cast<vu>(_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA));
-    high = reinterpret_cast<vu>(_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA));
+    return reinterpret_cast<vq>(
+        _mm256_mul_epu32(reinterpret_cast<__m256i>(a), _mm256_set1_epi64x(m)));
+#elif defined(__SSE2__)
+    return reinterpret_cast<vq>(_mm_mul_epu32(reinterpret_cast<__m128i>(a), _mm_set1_epi64x(m)));
 #else
-    for (int i = 0; i < VL; ++i) {
-        const uint64_t p = static_cast<uint64_t>(a[i]) * m;
-        low[i] = static_cast<uint32_t>(p);
-        high[i] = static_cast<uint32_t>(p >> 32);
-    }
+    return (a & 0xFFFFFFFFu) * static_cast<uint64_t>(m);
 #endif
 }
 
-// The four output words of counters (call, block, stream).
-INLINE void philox(vu call, vu block, const QuantStream& stream, vu (&out)[4]) {
-    vu c0 = call, c1 = block, c2 = splat(stream.high0), c3 = splat(stream.high1);
-    uint32_t k0 = stream.key0, k1 = stream.key1;
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; ++round) {
-        vu low0, high0, low1, high1;
-        multiply(c0, 0xD2511F53u, low0, high0);
-        multiply(c2, 0xCD9E8D57u, low1, high1);
-        c0 = high1 ^ c1 ^ k0;
-        c1 = low1;
-        c2 = high0 ^ c3 ^ k1;
-        c3 = low0;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+// The low halves of a and b as one 64-bit word, a's below.
+INLINE vq pair(vq a, vq b) { return (a & 0xFFFFFFFFu) | b << 32; }
+
+class Philox {
+public:
+    // What a call's number alone makes of the first three rounds, and a block's.
+    struct Calls {
+        vq low, high, left, right;
+    };
+    struct Blocks {
+        vq product;
+    };
+
+    explicit Philox(const QuantStream& stream) {
+        for (uint32_t round = 0; round < 10; ++round) {
+            key0_[round] = vq{} + (stream.key0 + round * 0x9E3779B9u);
+            key1_[round] = vq{} + (stream.key1 + round * 0xBB67AE85u);
+        }
+        second_ = vq{} + static_cast<uint64_t>(stream.high0) * kM1;
+        key0_[0] ^= second_ >> 32;
+        key1_[0] ^= vq{} + stream.high1;
     }
-    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
-}
+
+    INLINE Calls calls(vq call) const {
+        const vq first = multiply(call, kM0);
+        const vq p = multiply((first >> 32) ^ key1_[0], kM1);
+        const vq q = multiply((p >> 32) ^ second_ ^ key0_[1], kM0);
+        return {first ^ key1_[1], p ^ key0_[2], (q >> 32) ^ key1_[2], q};
+    }
+
+    INLINE Blocks blocks(vq block) const { return {multiply(block ^ key0_[0], kM0)}; }
+
+    // The four words of each counter.
+    INLINE void operator()(const Calls& c, const Blocks& b, vq (&out)[4]) const {
+        const vq p = multiply((b.product >> 32) ^ c.low, kM1);
+        vq c0 = (p >> 32) ^ c.high, c1 = p, c2 = b.product ^ c.left, c3 = c.right;
+#pragma GCC unroll 7
+        for (int round = 3; round < 10; ++round) {
+            const vq p0 = multiply(c0, kM0), p1 = multiply(c2, kM1);
+            c0 = (p1 >> 32) ^ c1 ^ key0_[round];
+            c1 = p1;
+            c2 = (p0 >> 32) ^ c3 ^ key1_[round];
+            c3 = p0;
+        }
+        out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+    }
+
+private:
+    static constexpr uint32_t kM0 = 0xD2511F53u, kM1 = 0xCD9E8D57u;
+
+    vq key0_[10], key1_[10];  // of the rounds; the first with the stream's counter words in it
+    vq second_;
+};
+
+// The words of VL blocks' calls of the same numbers: word r of lane i is block i's.
+struct PhiloxColumns {
+    const Philox& philox;
+    Philox::Blocks even, odd;
+
+    PhiloxColumns(const Philox& philox, vu block)
+        : philox(philox), even(philox.blocks(reinterpret_cast<vq>(block))),
+          odd(philox.blocks(reinterpret_cast<vq>(block) >> 32)) {}
+
+    INLINE void operator()(vu call, vu (&out)[4]) const {
+        vq a[4], b[4];
+        philox(philox.calls(reinterpret_cast<vq>(call)), even, a);
+        philox(philox.calls(reinterpret_cast<vq>(call) >> 32), odd, b);
+        for (int r = 0; r < 4; ++r) out[r] = reinterpret_cast<vu>(pair(a[r], b[r]));
+    }
+
+    // All lanes the same call.
+    INLINE void operator()(uint32_t call, vu (&out)[4]) const {
+        const Philox::Calls c = philox.calls(vq{} + call);
+        vq a[4], b[4];
+        philox(c, even, a);
+        philox(c, odd, b);
+        for (int r = 0; r < 4; ++r) out[r] = reinterpret_cast<vu>(pair(a[r], b[r]));
+    }
+};
 
 #if EXTENSOR_LANES == 16
-#define ZIP_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
-#define ZIP_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define PAIRS_LOW 0, 8, 2, 10, 4, 12, 6, 14
+#define PAIRS_HIGH 1, 9, 3, 11, 5, 13, 7, 15
 #elif EXTENSOR_LANES == 8
-#define ZIP_LOW 0, 8, 1, 9, 2, 10, 3, 11
-#define ZIP_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#define PAIRS_LOW 0, 4, 2, 6
+#define PAIRS_HIGH 1, 5, 3, 7
 #else
-#define ZIP_LOW 0, 4, 1, 5
-#define ZIP_HIGH 2, 6, 3, 7
+#define PAIRS_LOW 0, 2
+#define PAIRS_HIGH 1, 3
 #endif
 
 // The words of consecutive calls, in order: `calls` per block from `first_call` on, for `blocks`
-// blocks. Writes 4 * calls * blocks words and up to 4 * VL more.
-static inline void philox_run(uint32_t* out, uint32_t first_call, uint32_t calls, uint32_t first_block,
-                       int64_t blocks, const QuantStream& stream) {
-    vu call, block = splat(first_block);
-    for (int i = 0; i < VL; ++i) {
-        call[i] = static_cast<uint32_t>(i) % calls;
-        block[i] += static_cast<uint32_t>(i) / calls;
+// blocks. Writes 4 * calls * blocks words and up to 2 * VL more.
+inline void philox_run(const Philox& philox, uint32_t* out, uint32_t first_call, uint32_t calls,
+                       uint32_t first_block, int64_t blocks) {
+    // The lanes of one step in the order in which the pairs below come out.
+    vq call, block;
+    for (int i = 0; i < VQ; ++i) {
+        const uint32_t n = static_cast<uint32_t>(i % 2 * (VQ / 2) + i / 2);
+        call[i] = n % calls;
+        block[i] = n / calls;
     }
-    const uint32_t step = VL % calls, jump = VL / calls;
-    for (int64_t done = 0; done < calls * blocks; done += VL, out += 4 * VL) {
-        vu w[4];
-        philox(call + first_call, block, stream, w);
-        const vu a = __builtin_shufflevector(w[0], w[2], ZIP_LOW);
-        const vu b = __builtin_shufflevector(w[0], w[2], ZIP_HIGH);
-        const vu c = __builtin_shufflevector(w[1], w[3], ZIP_LOW);
-        const vu d = __builtin_shufflevector(w[1], w[3], ZIP_HIGH);
-        store(out, __builtin_shufflevector(a, c, ZIP_LOW));
-        store(out + VL, __builtin_shufflevector(a, c, ZIP_HIGH));
-        store(out + 2 * VL, __builtin_shufflevector(b, d, ZIP_LOW));
-        store(out + 3 * VL, __builtin_shufflevector(b, d, ZIP_HIGH));
+    const uint64_t step = VQ % calls, jump = VQ / calls;
+    // Where a step holds whole blocks, its calls are always the same.
+    const bool same = !step;
+    Philox::Calls c = philox.calls(call + first_call);
+    for (int64_t done = 0; done < calls * blocks; done += VQ, out += 2 * VL) {
+        if (!same) c = philox.calls(call + first_call);
+        vq w[4];
+        philox(c, philox.blocks(block + first_block), w);
+        const vq a = pair(w[0], w[1]), b = pair(w[2], w[3]);
+        store(out, reinterpret_cast<vu>(__builtin_shufflevector(a, b, PAIRS_LOW)));
+        store(out + VL, reinterpret_cast<vu>(__builtin_shufflevector(a, b, PAIRS_HIGH)));
         call += step;
         block += jump;
-        const vu over = reinterpret_cast<vu>(call >= calls);
+        const vq over = reinterpret_cast<vq>(call >= calls);
         call -= over & calls;
         block -= over;  // minus all ones is plus one
     }

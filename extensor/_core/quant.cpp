@@ -12,6 +12,15 @@
 namespace EXTENSOR_ISA {
 namespace {
 
+// Rows of whole tiles, one after the other, are one long row.
+void flatten(const QuantPlan& plan, QuantJob& job) {
+    if (job.inner != 1 || job.tile_rows != 1 || job.coded != job.length) return;
+    if (job.length % job.tile_length || job.length * kElements[plan.element].bits % 8) return;
+    job.length *= job.outer * job.rows;
+    job.coded = job.length;
+    job.outer = job.rows = 1;
+}
+
 void quantize(const QuantPlan& plan, const QuantStream& stream, QuantJob& job) {
     if (looks_inside(plan, job) && (plan.hadamard || job.type != FloatType::float32)) {
         QuantPlan plain = plan;
@@ -21,6 +30,7 @@ void quantize(const QuantPlan& plan, const QuantStream& stream, QuantJob& job) {
         job.length = job.coded;
         return quantize(plain, stream, job);
     }
+    flatten(plan, job);
     Call call(plan, stream, job);
     if (job.inner > 1) return quantize_columns(call);
     if (job.tile_rows == 1 || !quantize_panels(&call, nullptr)) quantize_rows(call);

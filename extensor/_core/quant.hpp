@@ -77,6 +77,14 @@ struct Call {
 
     Source source() const { return {job.x, job.type}; }
     bool words() const { return plan.stochastic || plan.ties != Ties::even; }
+    // Tiles along a row that fill whole bytes and whole transforms.
+    int64_t unit() const {
+        int64_t n = 1;
+        while (n * job.tile_length * scaler.grid.bits % 8 ||
+               n * job.tile_length % most(1, plan.hadamard))
+            ++n;
+        return n;
+    }
 };
 
 struct Counts {
@@ -166,12 +174,6 @@ void specialize(const Call& call, Body body) {
 
 // From the maxima of `whole` tiles to what scales.hpp makes scales of; see inside.cpp.
 void settle(Call& call, const Totals& totals, int64_t whole);
-
-// Lanes whose blocks hold numbers, and in which no code but zero decodes to zero.
-INLINE vu is_plain(const Grid& grid, const Scales& s, vu amax, vf tensor_scale) {
-    const vf least_value = (grid.smallest * s.decode) * tensor_scale;
-    return s.live & (reinterpret_cast<vu>(least_value != 0.0f) | reinterpret_cast<vu>(amax == 0u));
-}
 
 void quantize_rows(Call& call);
 void quantize_columns(Call& call);

@@ -7,10 +7,11 @@
 namespace EXTENSOR_ISA {
 namespace {
 
-// Rows [top, top + rows) of a panel from column j on; `tiles` tiles of each row are the array's.
+// Rows [top, top + rows) of a panel from column j on, zeros below them down to `deep`; `tiles` tiles
+// of each row are the array's.
 struct RowPiece {
     const float* panel;
-    int64_t image, top, rows, j, tiles;
+    int64_t image, top, rows, deep, j, tiles;
 };
 
 INLINE int64_t tiles_across(const QuantJob& job) { return kWide / job.tile_length; }
@@ -24,18 +25,22 @@ INLINE int64_t first_block(const Call& call, const RowPiece& p, int64_t row) {
 // Maxima of all tiles of a panel, one per row of the panel and tile.
 void panel_row_maxima(const QuantJob& job, const float* panel, int64_t deep, uint32_t* maxima) {
     const int64_t across = tiles_across(job);
-    job.tile_length == 16 ? tile_maxima<16>(panel, deep * across, maxima)
-                          : tile_maxima<32>(panel, deep * across, maxima);
+    for (int64_t t = 0; t < deep * across; t += VL)
+        store(maxima + t, job.tile_length == 16 ? tile_maxima<16>(panel + t * 16)
+                                                : tile_maxima<32>(panel + t * 32));
     if (job.tile_rows > 1) combine(maxima, 1, deep, job.tile_rows, across, across, 1);
 }
 
-// The random words of a row's tiles.
-const uint32_t* row_words(const Call& call, const RowPiece& p, int64_t row) {
+// The random words of all tiles, row after row.
+const uint32_t* panel_row_words(const Call& call, const RowPiece& p) {
     const QuantJob& job = call.job;
-    uint32_t* words = scratch_of<uint32_t>(Slot::weights, kWide + 8 * VL);
-    philox_run(words, static_cast<uint32_t>((p.top + row) % job.tile_rows * call.calls),
-               static_cast<uint32_t>(call.calls), static_cast<uint32_t>(first_block(call, p, row)),
-               tiles_across(job), call.stream);
+    const Philox philox(call.stream);
+    uint32_t* words = scratch_of<uint32_t>(Slot::weights, p.deep * kWide + 2 * VL);
+    for (int64_t r = 0; r < p.deep; ++r)
+        philox_run(philox, words + r * kWide,
+                   static_cast<uint32_t>((p.top + r) % job.tile_rows * call.calls),
+                   static_cast<uint32_t>(call.calls), static_cast<uint32_t>(first_block(call, p, r)),
+                   tiles_across(job));
     return words;
 }
 
@@ -44,7 +49,7 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
                      const Ahead& ahead, Tally& tally) {
     const QuantJob& job = call.job;
     const Grid& grid = call.scaler.grid;
-    const int64_t across = tiles_across(job), total = p.rows * across, tile = job.tile_length;
+    const int64_t across = tiles_across(job), total = p.deep * across, tile = job.tile_length;
     const vf element_scale = splat(call.plan.element_scale), tensor_scale = splat(call.scaler.tensor_scale);
     const int64_t room = round_up(total, VL);
     float* apply = scratch_of<float>(Slot::planes, 4 * room);
@@ -55,51 +60,49 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
     for (int64_t i = 0; i < total; i += VL) {
         const vu amax = load(maxima + i);
         const Scales s = call.scaler.of(amax);
-        plain &= is_plain(grid, s, amax, tensor_scale);
+        plain &= is_plain(s, amax, call.scaler.tensor_scale, grid);
         store(apply + i, s.apply);
         store(decode + i, s.decode);
         store(live + i, s.live);
         store(stored + i, s.stored);
     }
-    const TileCoder coder = Codes && all_lanes(plain) ? tile_coder<Words>(call.plan.element, tile) : nullptr;
-    const int64_t bytes = p.tiles * tile * grid.bits / 8;
+    const uint32_t* words = Words ? panel_row_words(call, p) : nullptr;
+    uint8_t* packed = Codes ? scratch_of<uint8_t>(Slot::offsets, p.deep * kWide) : nullptr;
+    const int64_t pitch = kWide * grid.bits / 8;
+    const TileCoder<Words, float> coder(call.plan.element, tile);
     TileCounts counts;
-    for (int64_t r = 0; r < p.rows; ++r, apply += across, decode += across, live += across) {
-        ahead.row(r);
-        const float* x = p.panel + r * kWide;
-        const uint32_t* words = Words ? row_words(call, p, r) : nullptr;
-        const int64_t row = p.image * job.rows + p.top + r;
-        if constexpr (Codes) {
-            uint8_t* to = job.codes + row * call.packed + p.j * grid.bits / 8;
-            if ((p.top + r) % job.tile_rows == 0)
-                store_scales(job.scales, first_block(call, p, r), stored + r * across, p.tiles,
-                             call.plan.scale);
-            if (coder && p.tiles == across) {
-                coder(x, apply, words, call.plan.element_scale, across, to, counts);
-                continue;
-            }
-            uint8_t packed[kWide];
-            if (coder) {
-                coder(x, apply, words, call.plan.element_scale, across, packed, counts);
-                std::memcpy(to, packed, static_cast<size_t>(bytes));
-                continue;
-            }
+    bool done = false;
+    if constexpr (Codes) {
+        // The panel's rows follow one another: one run of whole tiles.
+        if (coder.code && all_lanes(plain) && p.deep * kWide % coder.batch == 0) {
+            coder.code(p.panel, apply, words, p.deep * across, packed, counts);
+            done = true;
         }
+    }
+    for (int64_t r = 0; r < p.rows; ++r) {
+        ahead.row(r);
+        const int64_t row = p.image * job.rows + p.top + r;
         uint8_t codes[kWide];
-        for (int64_t i = 0; i < kWide; i += VL) {
-            const int64_t t = i / tile;
+        for (int64_t i = 0; !done && i < kWide; i += VL) {
+            const int64_t t = r * across + i / tile;
             const Scales s = {splat(apply[t]), splat(decode[t]), splat(live[t]), vu{}};
             vu code;
             const vf value = quantize_vector<Words, false, Codes>(
-                load(x + i), Words ? load(words + i) : vu{}, s, element_scale, tensor_scale, grid,
-                tally, code);
+                load(p.panel + r * kWide + i), Words ? load(words + r * kWide + i) : vu{}, s,
+                element_scale, tensor_scale, grid, tally, code);
             if constexpr (Codes)
                 store_codes(codes + i, code);
             else if (p.j + i < job.coded)
                 store_upto(job.values + row * job.coded + p.j + i, value, job.coded - p.j - i);
         }
-        if constexpr (Codes)
-            pack_row(codes, p.tiles * tile, grid.bits, job.codes + row * call.packed + p.j * grid.bits / 8);
+        if constexpr (Codes) {
+            if (!done) pack_row(codes, kWide, grid.bits, packed + r * pitch);
+            std::memcpy(job.codes + row * call.packed + p.j * grid.bits / 8, packed + r * pitch,
+                        static_cast<size_t>(p.tiles * tile * grid.bits / 8));
+            if ((p.top + r) % job.tile_rows == 0)
+                store_scales(job.scales, first_block(call, p, r), stored + r * across, p.tiles,
+                             call.plan.scale);
+        }
     }
     tally.saturated[0] += static_cast<int32_t>(counts.saturated);
     tally.flushed[0] += static_cast<int32_t>(counts.flushed);
@@ -141,7 +144,8 @@ struct Cut {
 
 bool fits(const Call& call) {
     const bool common = is_byte(call.plan.scale) && !divides(call.plan) &&
-                        !looks_inside(call.plan, call.job) && call.scaler.grid.zeros == Zeros::kept;
+                        !looks_inside(call.plan, call.job) && call.scaler.bounded() &&
+                        call.plan.element_scale == 1;
     return common && (call.plan.stochastic ? call.plan.rbits == 32 : !call.words());
 }
 
@@ -165,7 +169,7 @@ struct Panel {
     Ahead ahead;
 
     RowPiece rows(const QuantJob& job) const {
-        return {along, image, top, real, j, ceil_div(lanes, job.tile_length)};
+        return {along, image, top, real, deep, j, ceil_div(lanes, job.tile_length)};
     }
 
     // Calls body(piece, maxima of its columns) for every tile down the columns.

@@ -1,4 +1,7 @@
-// Quantizing float32 arrays in blocks along rows: contiguous memory.
+// Quantizing in blocks along rows: contiguous memory.
+//
+// Tiles of 16 or 32 values go VL at a time through maxima, scales and codes while they are in the
+// nearest cache and the next ones are on their way; everything else takes the loops of code_piece.
 
 #include "hadamard.hpp"
 #include "philox.hpp"
@@ -8,6 +11,57 @@
 namespace EXTENSOR_ISA {
 namespace {
 
+// `tiles` tiles of each of `rows` rows, from tile `start` of row `first` on; all of a row's tiles
+// where there are several rows.
+struct Piece {
+    int64_t first, rows, start, tiles;
+};
+
+// Prepared values, of which `coded` count in each row (block padding does not).
+struct Values {
+    const float* x;
+    int64_t stride, coded;
+};
+
+int64_t coded_in(const QuantJob& job, const Piece& p) {
+    return least(p.tiles * job.tile_length, job.coded - p.start * job.tile_length);
+}
+
+// `count` values of a row from `start` on, transformed or at least as float32.
+void prepare(const Call& call, int64_t row, int64_t start, int64_t count, float* out) {
+    const QuantJob& job = call.job;
+    const Source source = call.source().from(row * job.length + start);
+    const int size = call.plan.hadamard;
+    if (!size) {
+        int64_t i = 0;
+        for (; i + VL <= count; i += VL) store(out + i, source.load_upto(i, VL));
+        if (i < count) store_part(out + i, source.load_upto(i, count - i), static_cast<int>(count - i));
+        return;
+    }
+    const vf scale = splat(static_cast<float>(1.0 / __builtin_sqrt(size)));
+    for (int64_t at = 0; at < count; at += size) {
+        float* to = out + at;
+        const int64_t real = most(0, least(size, job.length - start - at));
+        for (int i = 0; i < size; i += VL)
+            store(to + i, source.load_upto(at + i, most(0, real - i)) * load(call.plan.signs + i));
+        butterfly_run(to, size);
+        for (int i = 0; i < size; i += VL) store(to + i, load(to + i) * scale);
+    }
+}
+
+// The values of a piece: the array's own where nothing has to be done to them.
+Values prepared(const Call& call, const Piece& p) {
+    const QuantJob& job = call.job;
+    const int64_t start = p.start * job.tile_length, coded = coded_in(job, p);
+    if (!call.plan.hadamard && job.type == FloatType::float32)
+        return {static_cast<const float*>(job.x) + p.first * job.length + start, job.length, coded};
+    float* out = scratch_of<float>(Slot::padded, p.rows * coded + VL);
+    for (int64_t r = 0; r < p.rows; ++r) prepare(call, p.first + r, start, coded, out + r * coded);
+    return {out, coded, coded};
+}
+
+// ---- maxima ----
+
 uint32_t run_maximum(const float* x, int64_t count) {
     vu m = {};
     int64_t i = 0;
@@ -16,60 +70,45 @@ uint32_t run_maximum(const float* x, int64_t count) {
     return largest_lane(m);
 }
 
-struct RowPiece {
-    const float* x;  // the transformed or widened rows, or the array's own
-    int64_t stride;
-};
-
-int64_t rows_of_piece(const QuantJob& job) { return most(1, kPiece / most(job.coded, 1)); }
-
-RowPiece prepared_rows(const Call& call, int64_t first, int64_t count) {
-    const QuantJob& job = call.job;
-    const Source source = call.source().from(first * job.length);
-    if (!call.plan.hadamard) {
-        if (job.type == FloatType::float32)
-            return {static_cast<const float*>(source.at), job.length};
-        const int64_t n = count * job.length;
-        float* out = scratch_of<float>(Slot::padded, n + VL);
-        for (int64_t i = 0; i < n; i += VL) store(out + i, source.load_upto(i, n - i));
-        return {out, job.length};
+// The largest magnitude below infinity.
+template <class T>
+uint32_t finite_run_maximum(const T* x, int64_t count) {
+    constexpr int kBatch = 4 * VL;
+    vu m[4] = {};
+    int64_t i = 0;
+    for (; i + kBatch <= count; i += kBatch) {
+        prefetch_ahead(x + i, kBatch);
+        for (int k = 0; k < 4; ++k) m[k] = larger(m[k], magnitude_bits(load(x + i + k * VL)));
     }
-    const int size = call.plan.hadamard;
-    const vf scale = splat(static_cast<float>(1.0 / __builtin_sqrt(size)));
-    float* out = scratch_of<float>(Slot::padded, count * job.coded + VL);
-    for (int64_t r = 0; r < count; ++r) {
-        for (int64_t start = 0; start < job.coded; start += size) {
-            float* to = out + r * job.coded + start;
-            const int64_t real = most(0, least(size, job.length - start));
-            for (int i = 0; i < size; i += VL)
-                store(to + i, source.load_upto(r * job.length + start + i, most(0, real - i)) *
-                                  load(call.plan.signs + i));
-            butterfly_run(to, size);
-            for (int i = 0; i < size; i += VL) store(to + i, load(to + i) * scale);
-        }
+    for (; i < count; i += VL) m[0] = larger(m[0], magnitude_bits(load_upto(x + i, count - i)));
+    const uint32_t top = largest_lane(larger(larger(m[0], m[1]), larger(m[2], m[3])));
+    if (top < kExponentMask) return top;
+    vu finite = {};
+    for (i = 0; i < count; i += VL) {
+        const vu v = magnitude_bits(load_upto(x + i, count - i));
+        finite = larger(finite, v & reinterpret_cast<vu>(v < kExponentMask));
     }
-    return {out, job.coded};
+    return largest_lane(finite);
 }
 
-void row_maxima(const Call& call, RowPiece piece, int64_t count, uint32_t* maxima) {
-    const int64_t length = call.job.coded, tile = call.job.tile_length;
-    const int64_t together = (tile == 16 || tile == 32) ? length / tile / VL * VL : 0;
-    for (int64_t r = 0; r < count; ++r, piece.x += piece.stride) {
-        if (together) {
-            tile == 16 ? tile_maxima<16>(piece.x, together, maxima)
-                       : tile_maxima<32>(piece.x, together, maxima);
-            maxima += together;
-        }
-        for (int64_t t = together * tile; t < length; t += tile)
-            *maxima++ = run_maximum(piece.x + t, least(tile, length - t));
+void piece_maxima(const QuantJob& job, Values v, const Piece& p, uint32_t* maxima) {
+    const int64_t tile = job.tile_length;
+    const int64_t together = (tile == 16 || tile == 32) ? v.coded / tile / VL * VL : 0;
+    for (int64_t r = 0; r < p.rows; ++r, v.x += v.stride) {
+        for (int64_t t = 0; t < together; t += VL, maxima += VL)
+            store(maxima, tile == 16 ? tile_maxima<16>(v.x + t * 16) : tile_maxima<32>(v.x + t * 32));
+        for (int64_t t = together * tile; t < v.coded; t += tile)
+            *maxima++ = run_maximum(v.x + t, least(tile, v.coded - t));
     }
 }
 
-// The random words of `count` rows, one run of `stride` words per tile. Where ties are not to even,
-// the words are the constant that has the same effect.
-uint32_t* row_words(const Call& call, int64_t first, int64_t count, int64_t& stride) {
+// ---- random bits ----
+
+// The random words of a piece, one run of `stride` words per tile. Where ties are not to even, the
+// words are the constant that has the same effect.
+uint32_t* piece_words(const Call& call, const Piece& p, int64_t& stride) {
     const QuantJob& job = call.job;
-    const int64_t total = count * call.tiles, band = job.tile_rows;
+    const int64_t total = p.rows * p.tiles, band = job.tile_rows;
     if (!call.plan.stochastic) {
         stride = 0;
         const int64_t room = job.tile_length + VL;
@@ -80,16 +119,13 @@ uint32_t* row_words(const Call& call, int64_t first, int64_t count, int64_t& str
     const uint32_t calls = static_cast<uint32_t>(call.calls);
     const int64_t raw = 4 * call.calls, room = total * raw + 8 * VL;
     uint32_t* words = scratch_of<uint32_t>(Slot::weights, call.plan.rbits == 8 ? 5 * room : room);
-    if (band == 1) {
-        philox_run(words, 0, calls, static_cast<uint32_t>(first * call.tiles), total, call.stream);
-    } else {
-        const int64_t bands = ceil_div(job.rows, band);
-        for (int64_t r = 0; r < count; ++r) {
-            const int64_t row = (first + r) % job.rows, image = (first + r) / job.rows;
-            philox_run(words + r * call.tiles * raw, static_cast<uint32_t>(row % band) * calls, calls,
-                       static_cast<uint32_t>((image * bands + row / band) * call.tiles), call.tiles,
-                       call.stream);
-        }
+    const int64_t bands = ceil_div(job.rows, band);
+    const Philox philox(call.stream);
+    for (int64_t r = 0; r < p.rows; r += band == 1 ? p.rows : 1) {
+        const int64_t row = (p.first + r) % job.rows, image = (p.first + r) / job.rows;
+        const int64_t block = (image * bands + row / band) * call.tiles + p.start;
+        philox_run(philox, words + r * p.tiles * raw, static_cast<uint32_t>(row % band) * calls, calls,
+                   static_cast<uint32_t>(block), band == 1 ? total : p.tiles);
     }
     stride = raw;
     if (call.plan.rbits == 32) return words;
@@ -102,12 +138,12 @@ uint32_t* row_words(const Call& call, int64_t first, int64_t count, int64_t& str
     return spread;
 }
 
+// ---- codes or values of a piece, whatever its tiles ----
+
 template <bool Words, bool Divide, bool Codes>
-void code_rows(const Call& call, RowPiece piece, int64_t first, int64_t count,
-                   const uint32_t* maxima, Tally& tally_out) {
+void code_piece(const Call& call, Values v, const Piece& p, const uint32_t* maxima, Tally& tally_out) {
     const QuantJob& job = call.job;
-    const int64_t tiles = call.tiles, tile = job.tile_length, total = count * tiles;
-    const int64_t coded = job.coded, padded = tiles * tile;
+    const int64_t tile = job.tile_length, total = p.rows * p.tiles, padded = p.tiles * tile;
     const Grid grid = call.scaler.grid;
     const vf element_scale = splat(call.plan.element_scale);
     const vf tensor_scale = splat(call.scaler.tensor_scale);
@@ -119,44 +155,45 @@ void code_rows(const Call& call, RowPiece piece, int64_t first, int64_t count,
     float* decode = apply + room;
     uint32_t* live = reinterpret_cast<uint32_t*>(decode + room);
     uint32_t* stored = live + room;
-    // Whether all blocks hold numbers, and no code but zero decodes to zero.
     vu plain = splat(~0u);
     for (int64_t i = 0; i < total; i += VL) {
-        const vf amax = load_upto(reinterpret_cast<const float*>(maxima) + i, total - i);
-        const Scales s = call.scaler.of(bits_of(amax));
-        const vf least_value = (grid.smallest * s.decode) * tensor_scale;
-        plain &= s.live & (reinterpret_cast<vu>(least_value != 0.0f) |
-                           reinterpret_cast<vu>(amax == 0.0f));
+        const vu amax = bits_of(load_upto(reinterpret_cast<const float*>(maxima) + i, total - i));
+        const Scales s = call.scaler.of(amax);
+        plain &= is_plain(s, amax, call.scaler.tensor_scale, grid);
         store(apply + i, s.apply);
         store(decode + i, s.decode);
         store(live + i, s.live);
         store(stored + i, s.stored);
     }
     int64_t word_stride = 0;
-    const uint32_t* words = Words ? row_words(call, first, count, word_stride) : nullptr;
+    const uint32_t* words = Words ? piece_words(call, p, word_stride) : nullptr;
     uint8_t* unpacked = Codes ? scratch_of<uint8_t>(Slot::offsets, padded + 4 * VL) : nullptr;
     // Whole tiles that are coded together; the loop below does the rest of each row.
-    TileCoder coder = nullptr;
+    int64_t together = 0;
+    const TileCoder<Words, float> coder(call.plan.element, tile);
     if constexpr (Codes && !Divide)
-        if (all_lanes(plain) && (!Words || word_stride == tile) && grid.zeros == Zeros::kept)
-            coder = tile_coder<Words>(call.plan.element, tile);
-    const int64_t together = coder ? coded / kQuad * kQuad / tile : 0, done = together * tile;
+        if (coder.code && all_lanes(plain) && (!Words || word_stride == tile) &&
+            call.plan.element_scale == 1 && call.scaler.bounded())
+            together = v.coded / coder.batch * coder.batch / tile;
+    const int64_t done = together * tile;
     TileCounts counts;
 
-    for (int64_t r = 0, at = 0; r < count; ++r) {
-        const float* x = piece.x + r * piece.stride;
-        float* out = Codes ? nullptr : job.values + (first + r) * coded;
+    for (int64_t r = 0, at = 0; r < p.rows; ++r) {
+        const int64_t row = p.first + r;
+        const float* x = v.x + r * v.stride;
+        float* out = Codes ? nullptr : job.values + row * job.coded + p.start * tile;
+        uint8_t* to = Codes ? job.codes + row * call.packed + p.start * tile * grid.bits / 8 : nullptr;
         uint8_t* codes = unpacked;
         if (together) {
-            coder(x, apply + at, words + at * word_stride, call.plan.element_scale, together,
-                  job.codes + (first + r) * call.packed, counts);
+            coder.code(x, apply + at, words + at * word_stride, together, to, counts);
             at += together;
             x += done;
         }
-        for (int64_t left = coded - done; left > 0; left -= tile, ++at) {
+        for (int64_t left = v.coded - done; left > 0; left -= tile, ++at) {
             const int64_t n = least(tile, left), whole = n / VL * VL;
             Scales s = {splat(apply[at]), splat(decode[at]), splat(live[at]), vu{}};
-            if (Divide && call.points) s.point = splat(call.points[first * tiles + at]);
+            if (Divide && call.points)
+                s.point = splat(call.points[p.first * call.tiles + p.start + at]);
             const uint32_t* w = words + at * word_stride;
             vu code;
             for (int64_t i = 0; i < whole; i += VL) {
@@ -184,14 +221,13 @@ void code_rows(const Call& call, RowPiece piece, int64_t first, int64_t count,
             Codes ? void(codes += tile) : void(out += tile);
         }
         if constexpr (Codes) {
-            std::memset(unpacked + coded - done, 0, static_cast<size_t>(padded - coded + VL));
-            pack_row(unpacked, padded - done, grid.bits,
-                     job.codes + (first + r) * call.packed + done * grid.bits / 8);
-            const int64_t row = (first + r) % job.rows, image = (first + r) / job.rows;
-            const int64_t band = row / job.tile_rows, bands = ceil_div(job.rows, job.tile_rows);
-            if (row % job.tile_rows == 0)
-                store_scales(job.scales, (image * bands + band) * tiles, stored + r * tiles, tiles,
-                             call.plan.scale);
+            std::memset(unpacked + v.coded - done, 0, static_cast<size_t>(padded - v.coded + VL));
+            pack_row(unpacked, padded - done, grid.bits, to + done * grid.bits / 8);
+            const int64_t in_image = row % job.rows, image = row / job.rows;
+            const int64_t band = in_image / job.tile_rows, bands = ceil_div(job.rows, job.tile_rows);
+            if (in_image % job.tile_rows == 0)
+                store_scales(job.scales, (image * bands + band) * call.tiles + p.start,
+                             stored + r * p.tiles, p.tiles, call.plan.scale);
         }
     }
     tally_out.saturated += tally.saturated;
@@ -200,62 +236,191 @@ void code_rows(const Call& call, RowPiece piece, int64_t first, int64_t count,
     tally_out.flushed[0] += static_cast<int32_t>(counts.flushed);
 }
 
-// Calls body(piece, first row, rows) for every piece, in parallel, with a tally per task.
-template <class Body>
-void for_rows(const QuantJob& job, Body body) {
-    const int64_t rows = job.outer * job.rows, step = rows_of_piece(job);
-    threads::run(ceil_div(rows, step), 8 * rows * job.coded, [&](int64_t task) {
-        const int64_t first = task * step;
-        body(task, first, least(step, rows - first));
+// Any piece, in pieces that fit the cache. `known`: maxima of the piece's tiles, or null.
+template <bool Words, bool Divide, bool Codes>
+void code_any(const Call& call, const Piece& p, const uint32_t* known, Tally& tally) {
+    const int64_t unit = call.unit(), tile = call.job.tile_length;
+    const int64_t most_rows = p.rows > 1 ? most(1, kPiece / call.job.coded) : 1;
+    const int64_t most_tiles = p.rows > 1 ? p.tiles : most(1, kPiece / (unit * tile)) * unit;
+    for (int64_t r = 0; r < p.rows; r += most_rows) {
+        for (int64_t t = 0; t < p.tiles; t += most_tiles) {
+            const Piece part = {p.first + r, least(most_rows, p.rows - r), p.start + t,
+                                least(most_tiles, p.tiles - t)};
+            const Values v = prepared(call, part);
+            const uint32_t* maxima = known ? known + r * p.tiles + t : nullptr;
+            if (!maxima) {
+                uint32_t* mine = scratch_of<uint32_t>(Slot::maxima, part.rows * part.tiles + VL);
+                piece_maxima(call.job, v, part, mine);
+                maxima = mine;
+            }
+            code_piece<Words, Divide, Codes>(call, v, part, maxima, tally);
+        }
+    }
+}
+
+// ---- tiles of 16 or 32 values, VL at a time ----
+
+// Codes the first tiles of a piece of one row, whole groups of VL; says how many. `T` is the
+// array's type, or float where values have to be prepared.
+template <int Tile, bool Words, class T>
+int64_t stream(const Call& call, const Piece& p, Tally& tally) {
+    const QuantJob& job = call.job;
+    const bool direct = job.type == kFloatType<T> && !call.plan.hadamard;
+    const TileCoder<Words, T> coder(call.plan.element, Tile);
+    const int64_t groups = coded_in(job, p) / Tile / VL;
+    const T* x = static_cast<const T*>(job.x) + p.first * job.length + p.start * Tile;
+    uint8_t* to = job.codes + p.first * call.packed + p.start * Tile * call.scaler.grid.bits / 8;
+    alignas(64) float apply[VL];
+    alignas(64) uint32_t maxima[VL];
+    TileCounts counts;
+    for (int64_t g = 0; g < groups; ++g) {
+        const Piece group = {p.first, 1, p.start + g * VL, VL};
+        const T* values = x + g * VL * Tile;
+        if constexpr (sizeof(T) == 4) {
+            if (!direct) {
+                float* mine = scratch_of<float>(Slot::padded, VL * Tile);
+                prepare(call, p.first, group.start * Tile, VL * Tile, mine);
+                values = mine;
+            }
+        }
+        const vu amax = tile_maxima<Tile>(values);
+        const Scales s = call.scaler.of(amax);
+        if (!all_lanes(is_plain(s, amax, call.scaler.tensor_scale, call.scaler.grid))) {
+            store(maxima, amax);
+            code_any<Words, false, true>(call, group, maxima, tally);
+            continue;
+        }
+        int64_t stride;
+        const uint32_t* words = Words ? piece_words(call, group, stride) : nullptr;
+        store(apply, s.apply);
+        store_codes(static_cast<uint8_t*>(job.scales) + p.first * call.tiles + group.start, s.stored);
+        coder.code(values, apply, words, VL, to + g * VL * Tile * call.scaler.grid.bits / 8, counts);
+    }
+    tally.saturated[0] += static_cast<int32_t>(counts.saturated);
+    tally.flushed[0] += static_cast<int32_t>(counts.flushed);
+    return groups * VL;
+}
+
+template <bool Words, class T>
+int64_t stream(const Call& call, const Piece& p, Tally& tally) {
+    return call.job.tile_length == 16 ? stream<16, Words, T>(call, p, tally)
+                                      : stream<32, Words, T>(call, p, tally);
+}
+
+// As above, where the call allows it; else 0.
+template <bool Words>
+int64_t stream(const Call& call, const Piece& p, Tally& tally) {
+    const QuantJob& job = call.job;
+    const int64_t tile = job.tile_length;
+    if (job.tile_rows > 1 || (tile != 16 && tile != 32)) return 0;
+    if (!kElements[call.plan.element].is_float || call.plan.element_scale != 1) return 0;
+    if (!call.scaler.bounded()) return 0;
+    if (Words && !call.plan.stochastic) return 0;
+    if (VL * tile % most(1, call.plan.hadamard) || p.start * tile % most(1, call.plan.hadamard)) return 0;
+#if EXTENSOR_LANES == 16
+    if (!Words && !call.plan.hadamard && job.type == FloatType::bfloat16)
+        return stream<false, bfloat16>(call, p, tally);
+    if (!Words && !call.plan.hadamard && job.type == FloatType::float16)
+        return stream<false, float16>(call, p, tally);
+#endif
+    return stream<Words, float>(call, p, tally);
+}
+
+// ---- one call ----
+
+// Calls body(task, piece) for every piece, in parallel.
+struct RowTasks {
+    int64_t rows, step, tiles, parts, count;  // rows and tiles of a piece, pieces of a row
+
+    explicit RowTasks(const Call& call) {
+        const QuantJob& job = call.job;
+        rows = job.outer * job.rows;
+        // Enough pieces for every thread; large ones, so that memory is read in long stretches.
+        const int64_t values = most(kPiece / 2, least(8 * kPiece, rows * job.coded / 16));
+        step = most(1, values / job.coded);
+        const int64_t unit = call.unit();
+        tiles = step > 1 ? call.tiles : most(1, values / (unit * job.tile_length)) * unit;
+        parts = ceil_div(call.tiles, tiles);
+        count = ceil_div(rows, step) * parts;
+    }
+
+    template <class Body>
+    void run(const Call& call, Body body) const {
+        threads::run(count, 8 * rows * call.job.coded, [&](int64_t task) {
+            const int64_t first = task / parts * step, start = task % parts * tiles;
+            body(task, Piece{first, least(step, rows - first), start, least(tiles, call.tiles - start)});
+        });
+    }
+};
+
+// Whether the maxima of all tiles are kept, one for each row of a tile.
+bool keeps_maxima(const Call& call) {
+    return call.job.tile_rows > 1 || looks_inside(call.plan, call.job);
+}
+
+// The statistic of the whole array, and of all tiles where they are kept.
+void survey(Call& call, const RowTasks& tasks, const Totals& totals) {
+    const QuantJob& job = call.job;
+    const bool values = call.plan.scale == Scale::ue4m3, kept = keeps_maxima(call);
+    tasks.run(call, [&](int64_t task, const Piece& p) {
+        uint32_t& finite = totals.finite[task];
+        if (values && !kept && !call.plan.hadamard) {
+            const int64_t count = least(p.tiles * job.tile_length, job.length - p.start * job.tile_length);
+            const Source x = call.source().from(p.first * job.length + p.start * job.tile_length);
+            finite = x.visit([&](const auto* at) {
+                return finite_run_maximum(at, p.rows > 1 ? p.rows * job.length : count);
+            });
+            return;
+        }
+        const Values v = prepared(call, p);
+        uint32_t* maxima = kept ? totals.maxima + p.first * call.tiles + p.start
+                                : scratch_of<uint32_t>(Slot::maxima, p.rows * p.tiles + VL);
+        piece_maxima(job, v, p, maxima);
+        for (int64_t r = 0; values && r < p.rows; ++r) {
+            const uint32_t top = finite_run_maximum(v.x + r * v.stride, v.coded);
+            if (top > finite) finite = top;
+        }
+        if (!values && !kept)
+            finite = finite_maximum(reinterpret_cast<float*>(maxima), p.rows * p.tiles, 1);
     });
+    if (job.tile_rows > 1)
+        combine(totals.maxima, job.outer, job.rows, job.tile_rows, call.tiles, call.tiles, 1);
+    settle(call, totals, kept ? job.outer * job.rows * call.tiles : 0);
 }
 
 template <bool Words, bool Divide, bool Codes>
-void run(Call& call) {
-    const QuantJob& job = call.job;
-    const bool whole = needs_whole(call);
-    const int64_t width = call.tiles, runs = job.outer * job.rows;
-    const Totals totals(ceil_div(runs, rows_of_piece(job)), whole ? runs * width : 0);
-    uint32_t* const maxima = totals.maxima;
-
-    if (whole) {
-        const bool elements = call.plan.scale == Scale::ue4m3;
-        for_rows(job, [&](int64_t task, int64_t first, int64_t rows) {
-            RowPiece piece = prepared_rows(call, first, rows);
-            uint32_t* m = maxima + first * width;
-            row_maxima(call, piece, rows, m);
-            for (int64_t r = 0; elements && r < rows; ++r, piece.x += piece.stride) {
-                for (int64_t t = 0; t < width; ++t, ++m) {
-                    const int64_t start = t * job.tile_length;
-                    const int64_t n = least(job.tile_length, job.coded - start);
-                    uint32_t most = *m;
-                    if (most >= kExponentMask) most = finite_maximum(piece.x + start, n, 1);
-                    if (most > totals.finite[task]) totals.finite[task] = most;
-                }
-            }
-        });
-        if (job.tile_rows > 1) combine(maxima, job.outer, job.rows, job.tile_rows, width, width, 1);
-        settle(call, totals, runs * width);
-    }
-    for_rows(job, [&](int64_t task, int64_t first, int64_t rows) {
+void run(Call& call, const RowTasks& tasks, const Totals& totals) {
+    const bool kept = keeps_maxima(call);
+    tasks.run(call, [&](int64_t task, const Piece& p) {
         Tally tally;
-        const RowPiece piece = prepared_rows(call, first, rows);
-        const uint32_t* m = maxima + first * width;
-        if (!whole) {
-            uint32_t* mine = scratch_of<uint32_t>(Slot::maxima, rows * width + VL);
-            row_maxima(call, piece, rows, mine);
-            m = mine;
+        if (kept || p.tiles < VL) {
+            const uint32_t* known = totals.maxima + p.first * call.tiles + p.start;
+            code_any<Words, Divide, Codes>(call, p, kept ? known : nullptr, tally);
+        } else {
+            for (int64_t r = 0; r < p.rows; ++r) {
+                Piece row = {p.first + r, 1, p.start, p.tiles};
+                if constexpr (Codes && !Divide) {
+                    const int64_t done = stream<Words>(call, row, tally);
+                    row.start += done, row.tiles -= done;
+                }
+                if (row.tiles) code_any<Words, Divide, Codes>(call, row, nullptr, tally);
+            }
         }
-        code_rows<Words, Divide, Codes>(call, piece, first, rows, m, tally);
         totals.counts[task] = count(tally);
     });
-    totals.finish(call);
 }
 
 }  // namespace
 
 void quantize_rows(Call& call) {
-    specialize(call, [&]<bool Words, bool Divide, bool Codes>() { run<Words, Divide, Codes>(call); });
+    const RowTasks tasks(call);
+    const int64_t kept = keeps_maxima(call) ? call.job.outer * call.job.rows * call.tiles : 0;
+    const Totals totals(tasks.count, kept);
+    if (needs_whole(call)) survey(call, tasks, totals);
+    specialize(call, [&]<bool Words, bool Divide, bool Codes>() {
+        run<Words, Divide, Codes>(call, tasks, totals);
+    });
+    totals.finish(call);
 }
 
 }  // namespace EXTENSOR_ISA

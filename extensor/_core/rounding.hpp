@@ -62,12 +62,17 @@ INLINE vf round_magnitude(vf magnitude, vu word, const Grid& g, vu& exponent, vu
     } else {
         const vu spacing = exponent - (static_cast<uint32_t>(g.mantissa_bits) << 23);
         const vf scaled = magnitude * float_of((254u << 23) - spacing);  // exact
+#if defined(__AVX512F__)
+        // floor(s) + (frac(s) > w) is ceil(s - w) for w = word / 2**32 in [0, 1). Rounding w down to
+        // a float keeps the comparison, as frac(s) is a float; rounding s - w up keeps the ceiling.
+        constexpr int up = _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC;
+        const __m512 w = _mm512_cvt_roundepu32_ps(reinterpret_cast<__m512i>(word),
+                                                  _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        const __m512 rest = _mm512_fnmadd_round_ps(w, _mm512_set1_ps(0x1p-32f), scaled, up);
+        const vi rounded = reinterpret_cast<vi>(_mm512_cvt_roundps_epi32(rest, up));
+#else
         const vi floor = __builtin_convertvector(scaled, vi);
         const vf fraction = scaled - __builtin_convertvector(floor, vf);  // exact
-#if defined(__AVX512F__)
-        const vu threshold = reinterpret_cast<vu>(_mm512_cvt_roundps_epu32(
-            fraction * 4294967296.0f, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC));
-#else
         // ceil(fraction * 2**32) in two halves, since only signed conversions exist.
         const vf shifted = fraction * 65536.0f;
         const vi high = __builtin_convertvector(shifted, vi);
@@ -75,8 +80,8 @@ INLINE vf round_magnitude(vf magnitude, vu word, const Grid& g, vu& exponent, vu
         vi low = __builtin_convertvector(rest, vi);
         low -= __builtin_convertvector(low, vf) < rest;  // minus all ones is plus one
         const vu threshold = reinterpret_cast<vu>(high << 16) + reinterpret_cast<vu>(low);
-#endif
         const vi rounded = floor - (threshold > word);
+#endif
         steps = reinterpret_cast<vu>(rounded);
         return __builtin_convertvector(rounded, vf) * float_of(spacing);
     }

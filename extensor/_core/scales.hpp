@@ -60,6 +60,12 @@ struct Scaler {
         grid.offset = !p.symmetric;
     }
 
+    // Whether no value is larger than its block's statistic says, and zeros keep their signs: what
+    // the coders of whole tiles take for granted.
+    bool bounded() const {
+        return grid.zeros == Zeros::kept && plan.statistic != Statistic::percentile;
+    }
+
     bool needs_global() const { return plan.scale == Scale::ue4m3 || plan.window >= 0; }
 
     // `amax`: the largest finite magnitude (ue4m3), or the largest of the finite blocks' maxima.

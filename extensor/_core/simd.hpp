@@ -44,6 +44,13 @@ INLINE void store(uint32_t* p, vu v) { *reinterpret_cast<vu_any*>(p) = v; }
 INLINE vf splat(float x) { return x - vf{}; }  // x - 0 is x, also for -0
 INLINE vu splat(uint32_t x) { return x - vu{}; }
 
+// 0, 1, 2, ...
+INLINE vu lane_numbers() {
+    vu v;
+    for (uint32_t i = 0; i < VL; ++i) v[i] = i;
+    return v;
+}
+
 // The first n lanes (0 <= n <= VL); loads give zero in the others, stores leave memory alone.
 INLINE vf load_part(const float* p, int n) {
 #if defined(__AVX512F__)

@@ -7,6 +7,7 @@ scale's place in C order does not change, so the random bits are the same.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,15 @@ __all__ = ["dequantize", "quantize"]
 def _rows(x: Array, axis: int) -> Array:
     """``axis`` last and the others joined: a C-contiguous matrix."""
     moved = np.moveaxis(x, axis, -1)
-    return np.array(moved.reshape(-1, moved.shape[-1]), order="C", copy=None)
+    rows = math.prod(moved.shape[:-1])
+    return np.array(moved.reshape(rows, moved.shape[-1]), order="C", copy=None)
 
 
 def _back(rows: Array, shape: tuple[int, ...], axis: int) -> Array:
     """The inverse for an array of ``shape``, whose extent along ``axis`` is that of the rows."""
     others = (n for a, n in enumerate(shape) if a != axis)
-    return np.ascontiguousarray(np.moveaxis(rows.reshape(*others, -1), -1, axis))
+    whole = rows.reshape(*others, rows.shape[-1])
+    return np.ascontiguousarray(np.moveaxis(whole, -1, axis))
 
 
 def quantize(
