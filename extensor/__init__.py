@@ -54,10 +54,13 @@ from extensor.ops.public import *
 if TYPE_CHECKING:
     from extensor import inspect, io, nn, optim, testing
     from extensor.inspect import compare_layers
+    from extensor.nn.stored import load_quantized, quantize_model, save_quantized
     from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
+    from extensor.ops.stored import stored_conv2d, stored_matmul
     from extensor.quant.recipe import Recipe
     from extensor.quant.recipes import RECIPES
     from extensor.quant.reference import RunningAmax
+    from extensor.quant.schemes import SCHEMES, Scheme
     from extensor.quant.spec import Hadamard, QuantSpec
 
 __all__ = [
@@ -66,12 +69,14 @@ __all__ = [
     "ELEMENTS",
     "FORMATS",
     "RECIPES",
+    "SCHEMES",
     "DType",
     "ExTensor",
     "Hadamard",
     "QuantSpec",
     "Recipe",
     "RunningAmax",
+    "Scheme",
     "__array_api_version__",
     "__array_namespace_info__",
     "__version__",
@@ -100,6 +105,7 @@ __all__ = [
     "is_grad_enabled",
     "isdtype",
     "layer_context",
+    "load_quantized",
     "nan",
     "newaxis",
     "nn",
@@ -107,9 +113,13 @@ __all__ = [
     "optim",
     "pi",
     "promote",
+    "quantize_model",
     "quantized_conv2d",
     "quantized_matmul",
     "result_type",
+    "save_quantized",
+    "stored_conv2d",
+    "stored_matmul",
     "testing",
     "uint8",
     "uint16",
@@ -136,6 +146,13 @@ _LAZY = {
     "QuantSpec": "extensor.quant.spec:QuantSpec",
     "Recipe": "extensor.quant.recipe:Recipe",
     "RECIPES": "extensor.quant.recipes:RECIPES",
+    "SCHEMES": "extensor.quant.schemes:SCHEMES",
+    "Scheme": "extensor.quant.schemes:Scheme",
+    "load_quantized": "extensor.nn.stored:load_quantized",
+    "quantize_model": "extensor.nn.stored:quantize_model",
+    "save_quantized": "extensor.nn.stored:save_quantized",
+    "stored_conv2d": "extensor.ops.stored:stored_conv2d",
+    "stored_matmul": "extensor.ops.stored:stored_matmul",
     "RunningAmax": "extensor.quant.reference:RunningAmax",
     "layer_context": "extensor.ops.quantized:layer_context",
     "quantized_conv2d": "extensor.ops.quantized:quantized_conv2d",

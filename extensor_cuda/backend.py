@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from extensor.backends.generic import GenericBackend
+from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -163,23 +164,19 @@ class CudaBackend(GenericBackend):
     def _operand_reason(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> str | None:
-        if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
-            return f"{x.dtype} array"
-        if (stream is None) == (spec.rounding == "stochastic"):
-            return "the stream does not go with the rounding"
-        if gap := _dialect_gap(spec):
-            return gap
+        if reason := self._input_reason(x, spec, stream) or _dialect_gap(spec):
+            return reason
         plan = kernels.plan_of(spec, tuple(x.shape))
         return plan if isinstance(plan, str) else None
 
-    def dequantize(self, q: QuantArray) -> Array:
+    def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
         plan = kernels.plan_of(q.spec, q.shape, decoding=True)
         if isinstance(plan, str):
-            return super().dequantize(q)
-        return kernels.dequantize(q, plan, self.xp)
+            return super().dequantize(q, dtype)
+        return reference.narrow(kernels.dequantize(q, plan, self.xp), dtype)
 
-    def _dequantize_reason(self, q: QuantArray) -> str | None:
+    def _dequantize_reason(self, q: QuantArray, dtype: str = "float32") -> str | None:
         plan = kernels.plan_of(q.spec, q.shape, decoding=True)
         return plan if isinstance(plan, str) else None
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-PROCESS_WIDE = ("set_level(", "set_gemm_level(", "set_threads(", "tracemalloc.", "gc.disable(")
+PROCESS_WIDE = (
+    "set_level(", "set_gemm_level(", "set_threads(", "tracemalloc.", "gc.disable(", "setrlimit(",
+)  # fmt: skip
 """What a test body may not do while another thread runs it: these are the process's."""
 
 
@@ -29,11 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: Any) -> None:
     """One thread for tests that switch what belongs to the process; see PROCESS_WIDE."""
-    try:
-        source = inspect.getsource(item.function)
-    except (AttributeError, OSError, TypeError):
-        return
-    for switch in PROCESS_WIDE:
-        if switch in source:
-            item.add_marker(pytest.mark.thread_unsafe(reason=f"{switch}...) is process-wide"))
-            return
+    function = inspect.unwrap(getattr(item, "function", None) or (lambda: None))
+    helpers = [getattr(item.module, name, None) for name in function.__code__.co_names]
+    for part in (function, *filter(inspect.isfunction, helpers)):
+        source = inspect.getsource(part)
+        for switch in PROCESS_WIDE:
+            if switch in source:
+                item.add_marker(pytest.mark.thread_unsafe(reason=f"{switch}...) is process-wide"))
+                return

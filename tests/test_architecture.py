@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import extensor
-import extensor.ops.quantized  # layers import it; the registry is complete with it
+import extensor.ops.stored  # layers import it; the registry is complete with it
 from extensor import config
 from extensor.autograd.primitive import OPS
 from extensor.dtypes import BLOCKED, DENSE
@@ -38,9 +38,15 @@ LOADED_WHEN_NEEDED = (
     "tyro",
 )
 
-MAY_NAME_FORMATS = ("formats/", "quant/recipes.py", "autograd/blocked.py", "io/")
-"""The table; the recipes, which are about formats; the sugar methods (`to_mxfp4`); the adapters to
-foreign checkpoints, each of which stores one format."""
+MAY_NAME_FORMATS = (
+    "formats/",
+    "quant/recipes.py",
+    "quant/schemes.py",
+    "autograd/blocked.py",
+    "io/",
+)
+"""The table; the recipes and schemes, which are about formats; the sugar methods (`to_mxfp4`); the
+adapters to foreign checkpoints, each of which stores one format."""
 
 SCALE_GRIDS = {("quant/coded.py", "e4m3"), ("_core/rows.py", "e4m3")}
 """The element grid that holds NVFP4's scales."""

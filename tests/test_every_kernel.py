@@ -226,6 +226,8 @@ def check_dequantize(backend: cpu.CpuBackend) -> None:
     for case, (q, _), _, wanted in quant_table():
         what = (case[0].shape, case[1], backend.path("dequantize", q))
         assert_bytes(backend.dequantize(q), wanted, what)
+        for dtype in ("bfloat16", "float16"):
+            assert_bytes(backend.dequantize(q, dtype), narrow(wanted, dtype), (dtype, *what))
 
 
 # --- blocked products (bounds, variants and special blocks: unit/backends/test_block_matmul.py) --
@@ -276,6 +278,11 @@ WINDOWS = (
     ((5, 2, 6, 6), 3, 1, Window((6, 6))),
     ((9, 1, 8, 100), 2, 1, Window((2, 9), padding=(1, 4))),
     ((2, 2, 4, 4), 2, 1, Window((1, 2), padding=(2, 2))),
+    ((7, 40, 4, 4), 13, 1, Window((3, 3), padding=(1, 1))),
+    ((34, 5, 2, 2), 5, 5, Window((3, 3), stride=(2, 2), padding=(1, 1))),
+    ((3, 2, 9, 10), 4, 2, Window((3, 3), stride=(3, 2), padding=(5, 1), dilation=(2, 3))),
+    ((2, 2, 9, 9), 3, 1, Window((2, 2), stride=(4, 4), dilation=(2, 6), padding=(0, 3))),
+    ((2, 30, 33, 31), 9, 1, Window((3, 3), padding=(1, 1))),
     ((0, 2, 6, 6), 3, 1, Window((3, 3))),
 )
 
@@ -306,12 +313,15 @@ def convolution(name: str, number: int) -> tuple[Case, np.ndarray, np.ndarray]:
         "conv2d_grad_w": ((g, x), (w.shape,), g[:, 0].size),
     }
     (a, b), extra, terms = options[name]
-    tail = (*extra, window, groups)
+    tail: tuple[Any, ...] = (*extra, window, groups)
+    if name == "conv2d" and number % 2:
+        tail = (*tail, plain((len(w),), number))  # a bias
     exact = getattr(GENERIC, name)(a.astype(np.float64), b.astype(np.float64), *tail)
+    sizes = [np.abs(t) if isinstance(t, np.ndarray) else t for t in tail]
     total = getattr(GENERIC, name)(
-        np.abs(a).astype(np.float64), np.abs(b).astype(np.float64), *tail
+        np.abs(a).astype(np.float64), np.abs(b).astype(np.float64), *sizes
     )
-    gamma = terms * UNIT / (1 - terms * UNIT)
+    gamma = (terms + 1) * UNIT / (1 - (terms + 1) * UNIT)
     return (a, b, *tail), exact, gamma * total * (1 + 1e-9)
 
 
@@ -566,6 +576,115 @@ def test_training_kernels_do_not_depend_on_threads() -> None:
     assert results[0] == results[1] == results[2]
 
 
+# --- layers ---------------------------------------------------------------------------------------
+
+IMAGES = ((3, 2, 4, 4), (2, 5), (17, 3, 2, 2), (1, 2, 3, 7), (20, 9, 33, 31), (2, 40, 64, 65))
+
+
+def elementwise(name: str, count: int) -> Callable[[cpu.CpuBackend], None]:
+    """Same bytes as the generic method, whatever is in the arrays."""
+
+    def check(backend: cpu.CpuBackend) -> None:
+        for shape in ((0,), (1,), (5, 3), (31, 33), (300, 129)):
+            made = [special(shape, seed) for seed in range(count)]
+            with np.errstate(all="ignore"):
+                wanted = getattr(GENERIC, name)(*made)
+                what = (name, shape, backend.path(name, *made))
+                assert_bytes(getattr(backend, name)(*made), wanted, what)
+                for view in VIEWS.values():
+                    seen = [view(a) for a in made]
+                    got, wanted = (getattr(b, name)(*seen) for b in (backend, GENERIC))
+                    assert_bytes(np.ascontiguousarray(got), np.ascontiguousarray(wanted), what)
+
+    return check
+
+
+def check_all_finite(backend: cpu.CpuBackend) -> None:
+    for n in (1, 15, 16, 33, 70_000):
+        x = np.full(n, np.finfo(np.float32).max)
+        assert backend.all_finite(x)
+        for bad in (np.nan, np.inf, -np.inf):
+            for at in {0, n // 2, n - 1}:
+                y = x.copy()
+                y[at] = bad
+                assert not backend.all_finite(y), (n, bad, at)
+
+
+def channels_of(x: np.ndarray) -> tuple[int, ...]:
+    return (0, *range(2, x.ndim))
+
+
+def across(x: np.ndarray, value: np.ndarray) -> np.ndarray:
+    return value.reshape(-1, *(1,) * (x.ndim - 2)).astype(np.float64)
+
+
+def channel_sum_cases() -> Bounded:
+    for shape in IMAGES:
+        x = arrays(shape, 1)[0]
+        bound = (math.prod(shape[2:]) + 12) * UNIT * np.abs(x.astype(np.float64))
+        axes = channels_of(x)
+        yield (x,), [x.astype(np.float64).sum(axis=axes)], [bound.sum(axis=axes)]
+
+
+def batch_norm_cases() -> Bounded:
+    for shape in IMAGES:
+        x = arrays(shape, 1)[0] + np.float32(2)
+        weight, bias = arrays(shape[1:2], 2)
+        wide, axes, eps = x.astype(np.float64), channels_of(x), float(np.float32(1e-2))
+        terms = math.prod(shape[2:]) + 12
+        mean, var = wide.mean(axis=axes), wide.var(axis=axes)
+        rstd = 1 / np.sqrt(var + eps)
+        off = terms * UNIT * np.abs(wide).mean(axis=axes)  # of the mean
+        centred = wide - across(x, mean)
+        # A shift of the mean adds its square alone to the variance.
+        var_off = 1.01 * (terms + 4) * UNIT * (var + eps) + 2 * off * off
+        relative = var_off * rstd * rstd / 2 + 4 * UNIT
+        h = centred * across(x, rstd * weight)
+        size = (np.abs(centred) + across(x, off)) * across(x, rstd * np.abs(weight))
+        bound = 1.01 * (across(x, off * rstd * np.abs(weight)) + size * across(x, relative + UNIT))
+        bound += 2 * UNIT * (np.abs(h) + across(x, np.abs(bias)))
+        yield (x, weight, bias, eps), [h + across(x, bias), mean, var], [bound, off, var_off]
+
+
+def batch_norm_grad_cases() -> Bounded:
+    for (x, weight, _, eps), (_, mean, var), _ in batch_norm_cases():
+        g, axes = np.cos(x), channels_of(x)
+        mean, var = mean.astype(np.float32), var.astype(np.float32)
+        wide, count = g.astype(np.float64), x.size // x.shape[1]
+        terms = math.prod(x.shape[2:]) + 16
+        rstd = 1 / np.sqrt(var.astype(np.float64) + eps)
+        d = x.astype(np.float64) - across(x, mean)
+        gb, gw = wide.sum(axis=axes), (wide * d).sum(axis=axes) * rstd
+        gb_off = terms * UNIT * np.abs(wide).sum(axis=axes)
+        gw_off = terms * UNIT * np.abs(wide * d).sum(axis=axes) * rstd
+        slope, off = across(x, gw * rstd / count), across(x, gw_off * rstd / count)
+        scale = across(x, weight * rstd)
+        gx = scale * (wide - across(x, gb / count) - d * slope)
+        parts = np.abs(wide) + across(x, np.abs(gb) / count) + np.abs(d * slope)
+        bound = across(x, gb_off / count) + np.abs(d) * off + 8 * UNIT * parts
+        bound = 1.01 * np.abs(scale) * bound
+        yield (g, x, weight, mean, var, eps), [gx, gw, gb], [bound, 1.01 * gw_off, gb_off]
+
+
+def check_sgd(backend: cpu.CpuBackend) -> None:
+    for n in (0, 1, 17, 40_000):
+        for options in ((0.1, 0.0, 0.0, False), (0.1, 0.9, 0.0, False), (0.3, 0.9, 0.01, True)):
+            state = [plain((n,), seed) for seed in range(3)]
+            if not options[1]:
+                state[2] = None
+            mine, generic = ([None if a is None else a.copy() for a in state] for _ in range(2))
+            for _ in range(3):
+                backend.sgd(*mine, *options)
+                GENERIC.sgd(*generic, *options)
+            for one, two in zip(mine, generic, strict=True):
+                if one is not None:
+                    assert_bytes(one, two, (n, options, backend.path("sgd", *mine, *options)))
+    strided = plain((34,))[::2]
+    assert (
+        "strided" in backend.path("sgd", strided, strided, None, 0.1, 0.0, 0.0, False) or not CORE
+    )
+
+
 CHECKS: dict[str, Callable[[cpu.CpuBackend], None]] = {
     "quantize": check_quantize,
     "dequantize": check_dequantize,
@@ -589,6 +708,15 @@ CHECKS: dict[str, Callable[[cpu.CpuBackend], None]] = {
     "rms_norm": check_bounded("rms_norm", lambda: norm_cases(False)),
     "rms_norm_grad": check_bounded("rms_norm_grad", lambda: norm_grad_cases(False)),
     "adam": check_adam,
+    "relu": elementwise("relu", 1),
+    "relu_grad": elementwise("relu_grad", 2),
+    "add": elementwise("add", 2),
+    "bfloat16_values": elementwise("bfloat16_values", 1),
+    "all_finite": check_all_finite,
+    "channel_sum": check_bounded("channel_sum", channel_sum_cases),
+    "batch_norm": check_bounded("batch_norm", batch_norm_cases),
+    "batch_norm_grad": check_bounded("batch_norm_grad", batch_norm_grad_cases),
+    "sgd": check_sgd,
 }
 
 
@@ -621,12 +749,10 @@ def test_path_names_the_reason() -> None:
     x = plain((2, 3, 8, 8))
     w = plain((4, 3, 3, 3))
     window = Window((3, 3))
-    strided = Window((3, 3), stride=(2, 2))
     q, _ = GENERIC.quantize(x, QuantSpec("mxfp4", transform=Hadamard(16)))
     for reason, method, *args in (
         ("float64", "im2col", x.astype(np.float64), window),
         ("empty", "conv2d", x[:0], w, window, 1),
-        ("stride (2, 2)", "conv2d_grad_x", x, w, x.shape, strided, 1),
         ("middle", "operand", x, QuantSpec("mxfp4", axis=1, tile=(4, 32))),
         ("only with statistic='running'", "quantize", x, QuantSpec("mxfp4"), None, x),
         ("Hadamard", "dequantize", q),

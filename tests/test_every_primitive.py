@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import extensor as et
-import extensor.ops.quantized  # the registry is complete once its declarations are imported
+import extensor.ops.stored  # the registry is complete once its declarations are imported
 from extensor.autograd import tape
 from extensor.autograd.primitive import FUNCTIONS, OPS, Op, Primitive, Sample
 from extensor.autograd.pullback import node_gradients

@@ -24,12 +24,14 @@ from rich.console import Console
 from extensor.errors import unknown_name
 from extensor.io import CheckpointError
 from extensor.quant.recipes import ALIASES, RECIPES
+from extensor.quant.schemes import SCHEMES
 from training.callbacks import LAST
 from training.compare import CompareArgs, compare, outcome
 from training.config import RunConfig, read_toml
 from training.data import DATASETS, DataError
 from training.generate import GenerateArgs, write
 from training.loop import Interrupted, train
+from training.ptq import PtqArgs, ptq
 from training.rundir import CONFIG, UsageError, read_config, read_result
 from training.runs import RUNS, defaults
 from training.tasks import TASKS
@@ -86,8 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return compare_command(rest)
         if command == "generate":
             return generate(rest)
+        if command == "ptq":
+            return ptq_command(rest)
         if command not in RUNS:
-            names = [*RUNS, "compare", "generate"]
+            names = [*RUNS, "compare", "generate", "ptq"]
             raise UsageError(unknown_name("model or command", command, names))
         return train_command(command, rest)
     except (UsageError, DataError, CheckpointError) as error:
@@ -157,6 +161,19 @@ def generate(argv: Sequence[str]) -> int:
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     print(args.prompt + write(args))
+    return 0
+
+
+def ptq_command(argv: Sequence[str]) -> int:
+    """Quantize a trained model under many schemes."""
+    args = tyro.cli(
+        PtqArgs,
+        prog=f"{PROGRAM} ptq",
+        description=_ptq_help(),
+        args=list(argv),
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    ptq(args, make_console())
     return 0
 
 
@@ -250,7 +267,7 @@ def overview() -> str:
     """The help of the whole program."""
     parts = (
         f"usage: {PROGRAM} MODEL [flags] | {PROGRAM} compare MODEL [flags] | "
-        f"{PROGRAM} generate CHECKPOINT [flags]",
+        f"{PROGRAM} generate CHECKPOINT [flags] | {PROGRAM} ptq RUN [flags]",
         _rows("models:", {name: run.doc for name, run in RUNS.items()}),
         _rows("data sets (--dataset):", {name: row.doc for name, row in DATASETS.items()}),
         _recipe_rows(),
@@ -261,7 +278,8 @@ def overview() -> str:
         f"  {PROGRAM} compare lenet --recipes fp32,mxfp8,mxfp4,nvfp4 --seeds 3\n"
         f"  {PROGRAM} gpt --out runs/gpt\n"
         f"  {PROGRAM} generate runs/gpt/checkpoint.safetensors --prompt 'ROMEO: '\n\n"
-        f"all flags: {PROGRAM} lenet --help; {PROGRAM} compare --help; {PROGRAM} generate --help",
+        f"  {PROGRAM} ptq runs/lenet-digits-fp32-s0 --schemes int8,mxfp4,nvfp4\n\n"
+        f"all flags: {PROGRAM} lenet --help; {PROGRAM} COMMAND --help",
     )
     return "\n\n".join(parts)
 
@@ -274,7 +292,18 @@ def _train_help(model: str) -> str:
             _recipe_rows(),
             f"example: {PROGRAM} {model} --recipe mxfp4 --seed 1 --out runs/{model}-mxfp4",
             f"The folder then holds {CONFIG}, metrics.jsonl, result.json, tensorboard/, "
-            "checkpoint.safetensors (last) and checkpoint-best.safetensors.",
+            "checkpoint.safetensors (last) and, with --val-share, checkpoint-best.safetensors.",
+        )
+    )
+
+
+def _ptq_help() -> str:
+    return "\n\n".join(
+        (
+            "Quantize the model of a finished run, without training, under each scheme, and write "
+            "ptq.json, ptq.md and ptq.png: the test metric, the bytes, and each layer's error.",
+            _rows("schemes (--schemes):", {name: row.doc for name, row in SCHEMES.items()}),
+            f"example: {PROGRAM} ptq runs/lenet-digits-fp32-s0 --schemes int8,fp8_block32,mxfp4",
         )
     )
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from extensor.backends.registry import BACKENDS
 from extensor.errors import unknown_name
+from extensor.optim.states import STATES
 from extensor.quant.recipes import get_recipe
-from training.data import DATASETS
+from training.data import DATASETS, SAMPLERS
 from training.optimizers import OPTIMIZERS, SCHEDULES
 from training.runs import RUNS
 from training.tasks import TASKS
@@ -54,6 +55,8 @@ class Settings:
     """How slowly adam, adamw and lion forget the gradient; sgd ignores it."""
     beta2: float
     """How slowly adam and adamw forget its square, and lion its average; sgd ignores it."""
+    optimizer_states: str
+    """How averages are stored between steps: float32, bfloat16 or mxfp8_e4m3 (blocks of 32)."""
     weight_decay: float
     """Weight decay; adamw and lion leave biases, norms and other vectors out."""
     schedule: str
@@ -66,14 +69,21 @@ class Settings:
     """Clip the global gradient norm to this; 0 clips nothing."""
     label_smoothing: float
     """Label smoothing of the cross entropy, in [0, 1)."""
-    augment: bool
-    """Shift training images by up to two pixels each way; replace one letter of texts in fifty."""
+    augment: str
+    """What is done to training items: none; for images shift (by up to 2 pixels), flip (shifts by
+    up to 4 and mirrors) or strong (also rotates and erases); for texts noise (one letter in 50)."""
+    sampler: str
+    """Which images an epoch takes: random (each once), sequential, or weighted (every class
+    equally often, with replacement). Texts take random windows."""
+    val_share: float
+    """Share of the training data held out for validation, which chooses the best checkpoint and
+    decides about --patience; 0 holds nothing out, and nothing is chosen."""
     loss_scale: str
     """dynamic (start at 65536, halve on non-finite gradients, double after 2000 good steps) or off
     (stay at 1). A power of two leaves MX and NVFP4 codes bit-identical; it matters for the
     ends of the scale range and for unscaled casts, and it is what skips non-finite steps."""
     patience: int
-    """Stop when the test loss has not improved for this many epochs; 0 never stops early."""
+    """Stop when the validation loss has not improved for so many epochs; 0 never stops early."""
     train_limit: int
     """Train on the first N images or letters only, for a quick try; 0 takes all."""
     test_limit: int
@@ -95,6 +105,8 @@ class Settings:
             ("dataset", DATASETS),
             ("optimizer", OPTIMIZERS),
             ("schedule", SCHEDULES),
+            ("sampler", SAMPLERS),
+            ("optimizer_states", STATES),
             ("loss_scale", LOSS_SCALES),
             ("device", BACKENDS),
         ):
@@ -111,8 +123,13 @@ class Settings:
             value = getattr(self, field)
             _check(self, field, value >= 0 and math.isfinite(value), "a number, 0 or more")
         _check(self, "final_lr", 0 <= self.final_lr <= 1, "a number in [0, 1]")
-        for field in ("momentum", "beta1", "beta2", "label_smoothing"):
+        for field in ("momentum", "beta1", "beta2", "label_smoothing", "val_share"):
             _check(self, field, 0 <= getattr(self, field) < 1, "a number in [0, 1)")
+        if self.patience and not self.val_share:
+            raise ValueError(
+                f"--patience: {self.patience} epochs without a better validation loss, but nothing "
+                "is held out; the way out: add --val-share 0.1, or leave --patience out"
+            )
         _check(
             self,
             "warmup_epochs",
@@ -136,6 +153,10 @@ def check_task(model: str, settings: Settings) -> None:
         raise ValueError(
             f"--dataset: wanted {task.kind} for {model}, got {settings.dataset!r}, which is "
             f"{kind}; the way out: one of {', '.join(fit)}"
+        )
+    if settings.augment not in task.augmentations:
+        raise ValueError(
+            unknown_name(f"augmentation of {task.kind}", settings.augment, task.augmentations)
         )
     foreign = {name for other in TASKS.values() for name in other.own} - set(task.own)
     for name in sorted(foreign):

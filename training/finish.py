@@ -37,12 +37,13 @@ def peak_rss_mb() -> float:
 def result_of(trainer: Trainer) -> dict[str, Any]:
     """Everything result.json says: plain JSON, None for what is not finite.
 
-    ``loss`` and ``accuracy`` are of the test data after the last epoch. ``diverged`` is None, or
-    says why: the loss is not finite, gradients stayed so, or nothing was learnt.
+    ``loss`` and ``accuracy`` are of the test data after the last epoch; ``best_accuracy`` is of the
+    test data after ``best_epoch``, which the validation data chose (None without). ``diverged`` is
+    None, or says why: the loss is not finite, gradients stayed so, or nothing was learnt.
     """
     config, history, task = trainer.config, trainer.history, trainer.task
     scores = trainer.scores if trainer.scores is not None else trainer.evaluate()
-    last, best = history[-1], task.metric.best(history)
+    last, best = history[-1], task.metric.best(history) if task.validates else None
     diverged = trainer.diverged
     if diverged is None and last.test_loss is None:
         diverged = "the test loss is not finite"
@@ -62,8 +63,10 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
         "loss": last.test_loss,
         "train_loss": last.train_loss,
         "train_accuracy": last.train_accuracy,
-        "best_accuracy": best.test_accuracy,
-        "best_epoch": best.epoch,
+        "val_loss": last.val_loss,
+        "val_accuracy": last.val_accuracy,
+        "best_accuracy": None if best is None else best.test_accuracy,
+        "best_epoch": None if best is None else best.epoch,
         "diverged": diverged,
         "stopped_early": trainer.stop_reason,
         "epochs": len(history),
@@ -75,6 +78,8 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
         "seconds_per_epoch": statistics.fmean(seconds),
         "unit": task.unit,
         "per_second": statistics.fmean(e.per_second for e in history),
+        "waited": statistics.fmean(e.waited for e in history),
+        "optimizer_bytes": trainer.optimizer.nbytes,
         "peak_rss_mb": peak_rss_mb(),
         "health": [{**dataclasses.asdict(row), "verdict": row.verdict} for row in trainer.health],
         "parameters": sum(int(np.prod(p.shape)) for p in trainer.model.parameters()),
@@ -112,9 +117,13 @@ def show_end(trainer: Trainer, result: dict[str, Any], console: Console) -> None
         loss += f" (perplexity {result['perplexity']:.3f})"
     console.print(
         f"test loss {loss}, accuracy {percent(result['accuracy'])} (top 3: "
-        f"{percent(result['top3'])}), best epoch {result['best_epoch']}, after "
-        f"{result['steps']} steps, {result['seconds']:.1f} s",
+        f"{percent(result['top3'])}), after {result['steps']} steps, {result['seconds']:.1f} s",
     )
+    if result["best_epoch"] is not None:
+        console.print(
+            f"best on the validation data: epoch {result['best_epoch']}, test accuracy "
+            f"{percent(result['best_accuracy'])}"
+        )
     if result["skipped_steps"]:
         console.print(
             f"{result['skipped_steps']} steps were skipped for gradients that were not finite",
@@ -136,7 +145,8 @@ def show_end(trainer: Trainer, result: dict[str, Any], console: Console) -> None
         (METRICS, "per epoch"),
         ("tensorboard", "events"),
     ):
-        console.print(f"{what:<16}{trainer.out / name}")
+        if name != BEST or trainer.task.validates:
+            console.print(f"{what:<16}{trainer.out / name}")
 
 
 def _show_health(trainer: Trainer, console: Console) -> None:

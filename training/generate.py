@@ -18,6 +18,7 @@ from extensor import ExTensor, no_grad
 from extensor.io import load_checkpoint
 from extensor.nn import Module, apply_recipe
 from training.rundir import UsageError
+from training.runs import RUNS
 from training.text.tokenizers import Tokenizer, TokenizerError, from_state
 
 __all__ = ["GenerateArgs", "choose", "load_language_model", "write"]
@@ -66,7 +67,8 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
         )
     checkpoint = load_checkpoint(path)
     run, task = checkpoint.metadata.get("config"), checkpoint.metadata.get("task")
-    if not run or not task or "tokenizer" not in task:
+    causal = run and run["model"] in RUNS and RUNS[run["model"]].task == "causal"
+    if not run or not task or not causal:
         held = f"a run of {run['model']!r}" if run else "no run"
         raise UsageError(
             f"{path}: wanted the checkpoint of a language model, got one that holds {held}; the "

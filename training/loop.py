@@ -14,15 +14,15 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
 
 import models
-from extensor import ExTensor, cross_entropy, no_grad
+from extensor import ExTensor, cross_entropy, no_grad, take
 from extensor.backends.registry import get as get_backend
 from extensor.inspect import SlotHealth
 from extensor.io import load_checkpoint, save_checkpoint
@@ -40,6 +40,7 @@ from training.callbacks import (
     TensorBoard,
 )
 from training.config import RunConfig
+from training.data import prefetch
 from training.finish import health_of, result_of, show_end
 from training.metrics import top_k_hits
 from training.optimizers import make_optimizer, make_schedule
@@ -50,6 +51,8 @@ from training.tasks import TASKS, Scores
 
 __all__ = ["Interrupted", "Trainer", "train"]
 
+PREFETCH = 2
+"""Batches that a thread makes ahead, while the step before computes."""
 MAX_SKIPPED_IN_A_ROW = 50
 """More than the scaler needs to halve 65536 down to 1: what fails then fails for good."""
 
@@ -141,21 +144,24 @@ class Trainer:
     def _train_epoch(self) -> None:
         position = self.position
         self.quant.reset_telemetry()
+        ahead = prefetch(self.task.training(position.epoch, position.batch), PREFETCH)
         clock = time.perf_counter()
-        for batch in self.task.training(position.epoch, position.batch):
-            loss, lr, good = self._step(batch)
-            now = time.perf_counter()
-            position.epoch_seconds += now - clock
-            position.seconds += now - clock
-            clock = now
-            report = self._step_report(loss, lr, not good)
-            for callback in self.callbacks:
-                callback.on_step(self, report)
-            if position.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-                self.diverged = f"no finite gradients in {MAX_SKIPPED_IN_A_ROW} steps in a row"
-                self.stop(self.diverged)
-                break
-            self._stop_if_interrupted()
+        with closing(ahead) as batches:  # however the epoch ends, the thread ends with it
+            for batch in batches:
+                position.epoch_waited += time.perf_counter() - clock
+                loss, lr, good = self._step(batch)
+                now = time.perf_counter()
+                position.epoch_seconds += now - clock
+                position.seconds += now - clock
+                clock = now
+                report = self._step_report(loss, lr, not good)
+                for callback in self.callbacks:
+                    callback.on_step(self, report)
+                if position.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                    self.diverged = f"no finite gradients in {MAX_SKIPPED_IN_A_ROW} steps in a row"
+                    self.stop(self.diverged)
+                    break
+                self._stop_if_interrupted()
 
     def _step(self, batch: Batch) -> tuple[float, float, bool]:
         """One optimizer step: (loss, learning rate, whether the gradients were finite)."""
@@ -185,6 +191,9 @@ class Trainer:
         """A row of scores for each label, the labels in a row, and the mean loss of the batch."""
         scores = self.model(self._tensor(batch.inputs))
         rows, labels = scores.reshape(-1, scores.shape[-1]), batch.labels.reshape(-1)
+        asked = np.flatnonzero(labels >= 0)
+        if len(asked) < len(labels):
+            rows, labels = take(rows, self._tensor(asked), axis=0), labels[asked]
         loss = cross_entropy(rows, self._tensor(labels), smoothing)
         return rows, labels, loss
 
@@ -193,11 +202,15 @@ class Trainer:
         seen = self._seen()
         self.health = health_of(self)
         self.scores = scores = self.evaluate()
+        held = self.evaluate("validation") if self.task.validates else None
         report = EpochReport(
             epoch=position.epoch,
             step=position.step,
             train_loss=finite(position.loss_sum / position.count),
             train_accuracy=position.hits / position.count,
+            val_loss=None if held is None else finite(held.loss),
+            val_accuracy=None if held is None else held.accuracy,
+            val_perplexity=None if held is None else held.perplexity,
             test_loss=finite(scores.loss),
             test_accuracy=scores.accuracy,
             test_top3=scores.accuracy_k,
@@ -206,6 +219,7 @@ class Trainer:
             loss_scale=self.scaler.current_scale,
             seconds=position.epoch_seconds,
             per_second=position.count / max(position.epoch_seconds, 1e-9),
+            waited=position.epoch_waited / max(position.epoch_seconds, 1e-9),
             skipped_steps=position.skipped,
             saturated=share(seen.saturated, seen.count),
             flushed=share(seen.flushed, seen.count),
@@ -217,12 +231,12 @@ class Trainer:
         if position.epoch <= self.config.epochs and not self.stop_reason:
             self._stop_if_interrupted()
 
-    def evaluate(self) -> Scores:
-        """Metrics of the test data, as the recipe's forward pass sees them."""
-        scores = self.task.scores()
+    def evaluate(self, part: Literal["test", "validation"] = "test") -> Scores:
+        """Metrics of a part of the data, as the recipe's forward pass sees them."""
+        scores, drawn = self.task.scores(), getattr(self.task, part)(self.task.eval_batch)
         self.model.eval()
         with no_grad():
-            for batch in self.task.test(self.task.eval_batch):
+            for batch in drawn:
                 rows, labels, loss = self._forward(batch)
                 scores.add(rows.numpy(), labels, float(loss.item()))
         self.model.train()

@@ -13,12 +13,26 @@ if TYPE_CHECKING:
 __all__ = ["OPTIMIZERS", "SCHEDULES", "make_optimizer", "make_schedule"]
 
 OPTIMIZERS: dict[str, Callable[[list[Any], Settings], Optimizer]] = {
-    "sgd": lambda params, c: SGD(params, lr=c.lr, momentum=c.momentum, weight_decay=c.weight_decay),
-    "adam": lambda params, c: Adam(
-        params, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay
+    "sgd": lambda params, c: SGD(
+        params,
+        lr=c.lr,
+        momentum=c.momentum,
+        weight_decay=c.weight_decay,
+        states=c.optimizer_states,
     ),
-    "adamw": lambda params, c: AdamW(decayed(params, c), lr=c.lr, betas=(c.beta1, c.beta2)),
-    "lion": lambda params, c: Lion(decayed(params, c), lr=c.lr, betas=(c.beta1, c.beta2)),
+    "adam": lambda params, c: Adam(
+        params,
+        lr=c.lr,
+        betas=(c.beta1, c.beta2),
+        weight_decay=c.weight_decay,
+        states=c.optimizer_states,
+    ),
+    "adamw": lambda params, c: AdamW(
+        decayed(params, c), lr=c.lr, betas=(c.beta1, c.beta2), states=c.optimizer_states
+    ),
+    "lion": lambda params, c: Lion(
+        decayed(params, c), lr=c.lr, betas=(c.beta1, c.beta2), states=c.optimizer_states
+    ),
 }
 """Makes an optimizer of (name, parameter) pairs."""
 

@@ -36,12 +36,14 @@ class Position:
     hits: int = 0
     count: int = 0
     epoch_seconds: float = 0.0
+    epoch_waited: float = 0.0
     seconds: float = 0.0
 
     def next_epoch(self) -> None:
         """Begin the next epoch."""
         self.epoch, self.batch = self.epoch + 1, 0
-        self.loss_sum, self.hits, self.count, self.epoch_seconds = 0.0, 0, 0, 0.0
+        self.loss_sum, self.hits, self.count = 0.0, 0, 0
+        self.epoch_seconds = self.epoch_waited = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON: a sum that is not finite is None."""
@@ -93,13 +95,18 @@ class StepReport:
 class EpochReport:
     """After one epoch. Accuracies and shares are in 0..1, seconds are of training alone.
 
-    ``per_second`` counts images or tokens; ``test_perplexity`` is None for images.
+    ``per_second`` counts images or tokens; ``waited`` is the share of the seconds in which the next
+    batch was not ready yet; ``test_perplexity`` is None for images, ``val_...`` where nothing is
+    held out for validation.
     """
 
     epoch: int
     step: int
     train_loss: float | None
     train_accuracy: float
+    val_loss: float | None
+    val_accuracy: float | None
+    val_perplexity: float | None
     test_loss: float | None
     test_accuracy: float
     test_top3: float
@@ -108,6 +115,7 @@ class EpochReport:
     loss_scale: float
     seconds: float
     per_second: float
+    waited: float
     skipped_steps: int
     saturated: float | None
     flushed: float | None

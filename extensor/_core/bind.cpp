@@ -17,33 +17,32 @@
 #include "buffers.hpp"
 #include "gemm_bind.hpp"
 #include "kernels.hpp"
+#include "layer_bind.hpp"
 #include "rows.hpp"
 #include "threads.hpp"
 #include "train_bind.hpp"
+#include "window_bind.hpp"
 
 namespace py = pybind11;
 
 namespace {
 
 using Floats = py::array_t<float, py::array::c_style>;
-using Ints = py::array_t<int32_t, py::array::c_style>;
-using Pair = std::array<int64_t, 2>;
 
 struct Level {
     const char* name;
-    const WindowKernels* windows;
     const QuantKernels* quant;
 };
 
 std::vector<Level> supported_levels() {
-    std::vector<Level> levels = {{"scalar", &scalar::window_kernels, &scalar::quant_kernels}};
+    std::vector<Level> levels = {{"scalar", &scalar::quant_kernels}};
 #ifdef EXTENSOR_X86
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        levels.push_back({"avx2", &avx2::window_kernels, &avx2::quant_kernels});
+        levels.push_back({"avx2", &avx2::quant_kernels});
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        levels.push_back({"avx512", &avx512::window_kernels, &avx512::quant_kernels});
+        levels.push_back({"avx512", &avx512::quant_kernels});
 #endif
     return levels;
 }
@@ -63,6 +62,8 @@ void set_level(const std::string& name) {
             current = level;
             gemm::use_best(level.name);
             train::use(level.name);
+            windows::use(level.name);
+            layers::use(level.name);
             return;
         }
     }
@@ -73,157 +74,6 @@ void set_level(const std::string& name) {
 
 void require(bool holds, const char* what) {
     if (!holds) throw py::value_error(what);
-}
-
-Conv geometry(const Pair& kernel, const Pair& stride, const Pair& padding, const Pair& dilation) {
-    Conv s{};
-    s.kh = kernel[0], s.kw = kernel[1], s.sh = stride[0], s.sw = stride[1];
-    s.ph = padding[0], s.pw = padding[1], s.dh = dilation[0], s.dw = dilation[1];
-    s.groups = 1;
-    require(s.kh > 0 && s.kw > 0 && s.sh > 0 && s.sw > 0 && s.dh > 0 && s.dw > 0 && s.ph >= 0 &&
-                s.pw >= 0,
-            "window: wanted a positive kernel, stride and dilation and no negative padding");
-    return s;
-}
-
-void set_input(Conv& s, int64_t n, int64_t c, int64_t h, int64_t w) {
-    s.n = n, s.c = c, s.h = h, s.w = w;
-    const int64_t rows = h + 2 * s.ph - s.dh * (s.kh - 1) - 1;
-    const int64_t columns = w + 2 * s.pw - s.dw * (s.kw - 1) - 1;
-    require(rows >= 0 && columns >= 0, "window: it does not fit the image");
-    s.ho = rows / s.sh + 1, s.wo = columns / s.sw + 1;
-}
-
-Conv of_input(const Floats& x, Conv s) {
-    require(x.ndim() == 4, "wanted an array of (N, C, H, W)");
-    set_input(s, x.shape(0), x.shape(1), x.shape(2), x.shape(3));
-    return s;
-}
-
-Conv of_shape(const std::array<int64_t, 4>& shape, Conv s) {
-    set_input(s, shape[0], shape[1], shape[2], shape[3]);
-    return s;
-}
-
-void set_weights(Conv& s, int64_t o, int64_t c, int64_t kh, int64_t kw, int64_t groups) {
-    require(groups > 0 && s.c % groups == 0 && o % groups == 0 && c == s.c / groups && kh == s.kh &&
-                kw == s.kw,
-            "conv2d: the weights do not fit the input, the window and the groups");
-    s.o = o, s.groups = groups;
-}
-
-void require_output(const Conv& s, const Floats& g, int64_t channels) {
-    require(g.ndim() == 4 && g.shape(0) == s.n && g.shape(1) == channels && g.shape(2) == s.ho &&
-                g.shape(3) == s.wo,
-            "the gradient does not have the output's shape");
-}
-
-Floats conv2d(const Floats& x, const Floats& w, const Pair& stride, const Pair& padding,
-              const Pair& dilation, int64_t groups) {
-    require(w.ndim() == 4, "conv2d: wanted weights of (O, C / groups, kh, kw)");
-    Conv s = of_input(x, geometry({w.shape(2), w.shape(3)}, stride, padding, dilation));
-    set_weights(s, w.shape(0), w.shape(1), w.shape(2), w.shape(3), groups);
-    Floats y({s.n, s.o, s.ho, s.wo});
-    const float *in = x.data(), *weights = w.data();
-    float* out = y.mutable_data();
-    const auto kernel = current.windows->conv;
-    py::gil_scoped_release release;
-    kernel(s, in, weights, out);
-    return y;
-}
-
-Floats conv2d_grad_x(const Floats& g, const Floats& w, const std::array<int64_t, 4>& shape,
-                     const Pair& padding, const Pair& dilation, int64_t groups) {
-    require(w.ndim() == 4, "conv2d_grad_x: wanted weights of (O, C / groups, kh, kw)");
-    Conv s = of_shape(shape, geometry({w.shape(2), w.shape(3)}, {1, 1}, padding, dilation));
-    set_weights(s, w.shape(0), w.shape(1), w.shape(2), w.shape(3), groups);
-    require_output(s, g, s.o);
-    require((s.kh - 1) * s.dh >= s.ph && (s.kw - 1) * s.dw >= s.pw,
-            "conv2d_grad_x: wanted padding below the kernel's extent");
-    Floats gx({s.n, s.c, s.h, s.w});
-    const float *in = g.data(), *weights = w.data();
-    float* out = gx.mutable_data();
-    const auto kernel = current.windows->conv_grad_x;
-    py::gil_scoped_release release;
-    kernel(s, in, weights, out);
-    return gx;
-}
-
-Floats conv2d_grad_w(const Floats& g, const Floats& x, const std::array<int64_t, 4>& shape,
-                     const Pair& stride, const Pair& padding, const Pair& dilation,
-                     int64_t groups) {
-    Conv s = of_input(x, geometry({shape[2], shape[3]}, stride, padding, dilation));
-    set_weights(s, shape[0], shape[1], shape[2], shape[3], groups);
-    require_output(s, g, s.o);
-    Floats gw({shape[0], shape[1], shape[2], shape[3]});
-    const float *grad = g.data(), *in = x.data();
-    float* out = gw.mutable_data();
-    const auto kernel = current.windows->conv_grad_w;
-    py::gil_scoped_release release;
-    kernel(s, grad, in, out);
-    return gw;
-}
-
-py::tuple max_pool2d(const Floats& x, const Pair& kernel, const Pair& stride, const Pair& padding,
-                     const Pair& dilation) {
-    const Conv s = of_input(x, geometry(kernel, stride, padding, dilation));
-    require(s.h * s.w <= INT32_MAX, "max_pool2d: wanted images of fewer than 2**31 pixels");
-    Floats y({s.n, s.c, s.ho, s.wo});
-    Ints index({s.n, s.c, s.ho, s.wo});
-    const float* in = x.data();
-    float* out = y.mutable_data();
-    int32_t* where = index.mutable_data();
-    {
-        py::gil_scoped_release release;
-        current.windows->max_pool(s, in, out, where);
-    }
-    return py::make_tuple(y, index);
-}
-
-Floats max_pool2d_grad(const Floats& g, const Ints& index, const std::array<int64_t, 4>& shape) {
-    require(g.ndim() == 4 && index.ndim() == 4 && g.shape(0) == shape[0] && g.shape(1) == shape[1],
-            "max_pool2d_grad: wanted g and index of (N, C, Ho, Wo)");
-    for (int i = 0; i < 4; ++i)
-        require(g.shape(i) == index.shape(i), "max_pool2d_grad: g and index differ in shape");
-    Conv s{};
-    s.n = shape[0], s.c = shape[1], s.h = shape[2], s.w = shape[3];
-    s.ho = g.shape(2), s.wo = g.shape(3);
-    Floats gx({s.n, s.c, s.h, s.w});
-    const float* grad = g.data();
-    const int32_t* where = index.data();
-    float* out = gx.mutable_data();
-    bool inside;
-    {
-        py::gil_scoped_release release;
-        inside = current.windows->max_pool_grad(s, grad, where, out);
-    }
-    require(inside, "max_pool2d_grad: an index lies outside the image");
-    return gx;
-}
-
-Floats im2col(const Floats& x, const Pair& kernel, const Pair& stride, const Pair& padding,
-              const Pair& dilation) {
-    const Conv s = of_input(x, geometry(kernel, stride, padding, dilation));
-    Floats columns({s.n * s.ho * s.wo, s.c * s.kh * s.kw});
-    const float* in = x.data();
-    float* out = columns.mutable_data();
-    py::gil_scoped_release release;
-    current.windows->im2col(s, in, out);
-    return columns;
-}
-
-Floats col2im(const Floats& columns, const std::array<int64_t, 4>& shape, const Pair& kernel,
-              const Pair& stride, const Pair& padding, const Pair& dilation) {
-    const Conv s = of_shape(shape, geometry(kernel, stride, padding, dilation));
-    require(columns.ndim() == 2 && columns.shape(0) == s.n * s.ho * s.wo &&
-                columns.shape(1) == s.c * s.kh * s.kw,
-            "col2im: wanted columns of (N * Ho * Wo, C * kh * kw)");
-    Floats x({s.n, s.c, s.h, s.w});
-    const float* in = columns.data();
-    float* out = x.mutable_data();
-    py::gil_scoped_release release;
-    current.windows->col2im(s, in, out);
-    return x;
 }
 
 // ---- quantizing ----
@@ -271,13 +121,13 @@ QuantPlan make_plan(const std::string& element, const std::string& scale, const 
     return p;
 }
 
-FloatType float_type(const py::array& x) {
-    switch (x.dtype().char_()) {
+FloatType float_type(const py::dtype& dtype) {
+    switch (dtype.char_()) {
         case 'f': return FloatType::float32;
         case 'e': return FloatType::float16;
         case 'E': return FloatType::bfloat16;  // ml_dtypes
         default: throw py::type_error("wanted float32, bfloat16 or float16, got " +
-                                      py::str(x.dtype()).cast<std::string>());
+                                      py::str(dtype).cast<std::string>());
     }
 }
 
@@ -293,7 +143,7 @@ QuantJob make_job(const py::array& x, const Layout& l) {
             "quantize: tiles of several columns need a matrix");
     require((x.flags() & py::array::c_style) != 0 && x.dtype().byteorder() == '=',
             "quantize: wanted a contiguous array of this machine's byte order");
-    job.type = float_type(x);
+    job.type = float_type(x.dtype());
     job.x = x.data();
     return job;
 }
@@ -364,9 +214,9 @@ py::tuple quantize(const QuantPlan& plan, const py::array& x, const Layout& layo
     return py::make_tuple(codes, scales, points, job.tensor_scale, job.saturated, job.flushed);
 }
 
-Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& scales,
-                  const std::optional<Octets>& points, float tensor_scale, const Layout& layout,
-                  const Shape& shape) {
+py::array dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& scales,
+                     const std::optional<Octets>& points, float tensor_scale,
+                     const Layout& layout, const Shape& shape, const py::dtype& dtype) {
     DequantJob job{};
     job.outer = layout[0], job.rows = layout[1], job.length = layout[2], job.inner = layout[3];
     job.tile_rows = layout[5], job.tile_length = layout[6], job.tensor_scale = tensor_scale;
@@ -381,7 +231,8 @@ Floats dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& sc
     require((scales.flags() & py::array::c_style) != 0 && scales.dtype().kind() == kind &&
                 scales.itemsize() == bytes && scales.dtype().byteorder() != '>',
             "dequantize: wanted scales as contiguous bytes, float16 or float32, as the plan says");
-    Floats values = buffers::array<float>(shape);
+    job.type = float_type(dtype);
+    py::array values = buffers::array(dtype, shape);
     job.codes = codes.data();
     job.scales = scales.data();
     if (points) job.zero_points = points->data();
@@ -452,14 +303,11 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("dequantize", dequantize);
     m.def("split_outliers", split_outliers);
     m.def("join_outliers", join_outliers);
-    m.def("conv2d", conv2d);
-    m.def("conv2d_grad_x", conv2d_grad_x);
-    m.def("conv2d_grad_w", conv2d_grad_w);
-    m.def("max_pool2d", max_pool2d);
-    m.def("max_pool2d_grad", max_pool2d_grad);
-    m.def("im2col", im2col);
-    m.def("col2im", col2im);
     gemm::bind(m);
     train::use(current.name);
     train::bind(m);
+    windows::use(current.name);
+    windows::bind(m);
+    layers::use(current.name);
+    layers::bind(m);
 }

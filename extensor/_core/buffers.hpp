@@ -19,15 +19,19 @@ void* take(size_t bytes);
 void give_back(void* block);
 
 // A C-contiguous array of `shape`, its contents undefined.
-template <class T>
-pybind11::array_t<T, pybind11::array::c_style> array(const std::vector<pybind11::ssize_t>& shape) {
-    using Array = pybind11::array_t<T, pybind11::array::c_style>;
-    size_t bytes = sizeof(T);
+inline pybind11::array array(const pybind11::dtype& dtype,
+                             const std::vector<pybind11::ssize_t>& shape) {
+    size_t bytes = static_cast<size_t>(dtype.itemsize());
     for (pybind11::ssize_t n : shape) bytes *= static_cast<size_t>(n);
-    if (bytes < kLeast) return Array(shape);
+    if (bytes < kLeast) return pybind11::array(dtype, shape);
     void* block = take(bytes);
     pybind11::capsule owner(block, [](void* freed) { give_back(freed); });
-    return Array(shape, static_cast<T*>(block), owner);
+    return pybind11::array(dtype, shape, block, owner);
+}
+
+template <class T>
+pybind11::array_t<T, pybind11::array::c_style> array(const std::vector<pybind11::ssize_t>& shape) {
+    return array(pybind11::dtype::of<T>(), shape);
 }
 
 }  // namespace buffers

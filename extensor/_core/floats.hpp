@@ -1,4 +1,5 @@
-// Arrays of float32, bfloat16 and float16: widened as they are read, exactly.
+// Arrays of float32, bfloat16 and float16: widened as they are read, exactly; rounded once, to
+// nearest even, as they are written.
 #pragma once
 
 #include "kernels.hpp"
@@ -42,6 +43,33 @@ INLINE vf widen(vh bits, float16) {
 #endif
 }
 
+INLINE vh narrow(vf value, bfloat16) {
+    const vu bits = reinterpret_cast<vu>(value), upper = bits >> 16;
+    const vu rounded = (bits + 0x7FFFu + (upper & 1u)) >> 16;
+    const vu nan = (upper & 0x8000u) | 0x7FC0u;
+    return __builtin_convertvector((bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded, vh);
+}
+
+INLINE vh narrow(vf value, float16) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<vh>(
+        _mm512_cvtps_ph(reinterpret_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+    return reinterpret_cast<vh>(
+        _mm256_cvtps_ph(reinterpret_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT));
+#else
+    const vu bits = reinterpret_cast<vu>(value), magnitude = bits & 0x7FFFFFFFu;
+    // Below 2**-14 the places are 2**-24 apart: those of a sum with 1/2.
+    const vf sum = reinterpret_cast<vf>(magnitude) + 0.5f;
+    const vu small = reinterpret_cast<vu>(sum) - 0x3F000000u;
+    const vu normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+    vu half = magnitude < (113u << 23) ? small : normal;
+    half = magnitude >= 0x477FF000u ? splat(0x7C00u) : half;  // 65520 and more
+    half = magnitude > 0x7F800000u ? splat(0x7E00u) : half;
+    return __builtin_convertvector(half | (bits >> 16 & 0x8000u), vh);
+#endif
+}
+
 INLINE vf load_upto(const float* p, int64_t n) {
     return n >= VL ? load(p) : load_part(p, static_cast<int>(n));
 }
@@ -66,6 +94,15 @@ INLINE vf load(const Half* p) {
 
 INLINE void store_upto(float* p, vf v, int64_t n) {
     n >= VL ? store(p, v) : store_part(p, v, static_cast<int>(n));
+}
+
+template <class Half>
+INLINE void store_upto(Half* p, vf v, int64_t n) {
+    const vh bits = narrow(v, Half{});
+    if (n >= VL)
+        *reinterpret_cast<vh_any*>(p) = bits;
+    else
+        std::memcpy(p, &bits, static_cast<size_t>(n) * 2);
 }
 
 // Values whose type only the call knows.

@@ -98,10 +98,12 @@ struct Rows {
         room = tiles + 2 * VL;
     }
 
-    // Scales of one row as floats times `unit`.
+    // Scales of one row as floats times `unit`, and zeros in the room after them: lanes beyond the
+    // end multiply their zeros by it, and what an earlier call left there may be NaN.
     void decode_scales(int64_t row, float* to) const {
         const BlockedMatrix& w = g.w;
         int64_t t = 0;
+        for (int64_t i = tiles; i < room; ++i) to[i] = 0;
         const int64_t at = scales.at(row, 0);
         if (w.scale == static_cast<int>(Scale::float32)) {
             const float* from = static_cast<const float*>(w.scales) + at;
@@ -146,6 +148,7 @@ struct Rows {
     void decode_zeros(int64_t row, float* to) const {
         const int8_t* from = g.w.zero_points + scales.at(row, 0);
         for (int64_t t = 0; t < tiles; ++t) to[t] = from[t];
+        for (int64_t t = tiles; t < room; ++t) to[t] = 0;
     }
 };
 

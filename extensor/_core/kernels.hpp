@@ -8,13 +8,20 @@ struct Conv {
     int64_t n, c, h, w, o, groups, kh, kw, sh, sw, ph, pw, dh, dw, ho, wo;
 };
 
-struct WindowKernels {
-    void (*conv)(const Conv&, const float* x, const float* w, float* y);
-    void (*conv_grad_x)(const Conv&, const float* g, const float* w, float* gx);
-    void (*conv_grad_w)(const Conv&, const float* g, const float* x, float* gw);
+struct ConvKernels {
+    // `bias`, one per output channel, may be null.
+    void (*conv)(const Conv&, const float* x, const float* w, const float* bias, float* y);
+    void (*grad_x)(const Conv&, const float* g, const float* w, float* gx);
+    void (*grad_w)(const Conv&, const float* g, const float* x, float* gw);
+};
+
+struct PoolKernels {
     void (*max_pool)(const Conv&, const float* x, float* y, int32_t* index);
     // False if an index lies outside the image.
     bool (*max_pool_grad)(const Conv&, const float* g, const int32_t* index, float* gx);
+};
+
+struct ColumnKernels {
     void (*im2col)(const Conv&, const float* x, float* columns);
     void (*col2im)(const Conv&, const float* columns, float* x);
 };
@@ -79,7 +86,8 @@ struct DequantJob {
     const int8_t* zero_points;  // or null
     float tensor_scale;
     int64_t outer, rows, length, inner, tile_rows, tile_length;
-    float* values;
+    void* values;
+    FloatType type;  // of the values
 };
 
 // Rows of `length` values and what the outlier codec takes out of them: `kept` values each.
@@ -118,14 +126,38 @@ struct TrainKernels {
                  const float* factors);
 };
 
+// What a convolution network's float32 training step repeats; see layers.cpp. Arrays are contiguous,
+// images (n, c, pixels).
+struct LayerKernels {
+    void (*relu)(int64_t n, const float* x, float* y);
+    void (*relu_grad)(int64_t n, const float* g, const float* y, float* gx);
+    void (*add)(int64_t n, const float* a, const float* b, float* y);
+    void (*bfloat16_values)(int64_t n, const float* x, float* y);
+    void (*to_bfloat16)(int64_t n, const float* x, uint16_t* y);
+    void (*from_bfloat16)(int64_t n, const uint16_t* x, float* y);
+    bool (*all_finite)(int64_t n, const float* x);
+    void (*channel_sum)(int64_t n, int64_t c, int64_t pixels, const float* x, float* out);
+    void (*batch_norm)(int64_t n, int64_t c, int64_t pixels, const float* x, const float* weight,
+                       const float* bias, float eps, float* y, float* mean, float* variance);
+    void (*batch_norm_grad)(int64_t n, int64_t c, int64_t pixels, const float* g, const float* x,
+                            const float* weight, const float* mean, const float* variance,
+                            float eps, float* gx, float* gw, float* gb);
+    // `buffer`, written with the momentum, may be null.
+    void (*sgd)(int64_t n, float* weight, const float* grad, float* buffer, float lr,
+                float momentum, float decay, bool nesterov);
+};
+
 constexpr int64_t kNormParts = 16;  // stretches of rows whose sums are added in their order
 constexpr int kAdamFactors = 7;     // see train.cpp
 
 #define EXTENSOR_DECLARE_LEVEL(level)          \
     namespace level {                          \
-    extern const WindowKernels window_kernels; \
+    extern const ConvKernels conv_kernels;     \
+    extern const PoolKernels pool_kernels;     \
+    extern const ColumnKernels column_kernels; \
     extern const QuantKernels quant_kernels;   \
     extern const TrainKernels train_kernels;   \
+    extern const LayerKernels layer_kernels;   \
     }
 
 EXTENSOR_DECLARE_LEVEL(scalar)

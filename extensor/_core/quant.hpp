@@ -39,6 +39,9 @@ INLINE uint32_t largest_lane(vu v) {
 }
 
 INLINE bool all_lanes(vu mask) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask)) == 0xFFFF;
+#endif
     for (int i = 0; i < VL; ++i)
         if (mask[i] != ~0u) return false;
     return true;

@@ -76,6 +76,9 @@ uint32_t finite_run_maximum(const T* x, int64_t count) {
     constexpr int kBatch = 4 * VL;
     vu m[4] = {};
     int64_t i = 0;
+#if EXTENSOR_LANES == 16
+    if constexpr (kFloatType<T> == FloatType::bfloat16) i = maximum_start(x, count, m[0]);
+#endif
     for (; i + kBatch <= count; i += kBatch) {
         prefetch_ahead(x + i, kBatch);
         for (int k = 0; k < 4; ++k) m[k] = larger(m[k], magnitude_bits(load(x + i + k * VL)));
@@ -185,7 +188,7 @@ void code_piece(const Call& call, Values v, const Piece& p, const uint32_t* maxi
         uint8_t* to = Codes ? job.codes + row * call.packed + p.start * tile * grid.bits / 8 : nullptr;
         uint8_t* codes = unpacked;
         if (together) {
-            coder.code(x, apply + at, words + at * word_stride, together, to, counts);
+            coder.code(x, apply + at, words + at * word_stride, false, together, to, counts);
             at += together;
             x += done;
         }
@@ -267,34 +270,64 @@ int64_t stream(const Call& call, const Piece& p, Tally& tally) {
     const QuantJob& job = call.job;
     const bool direct = job.type == kFloatType<T> && !call.plan.hadamard;
     const TileCoder<Words, T> coder(call.plan.element, Tile);
+#if EXTENSOR_LANES == 16
+    const HalfTileCoder half(call.plan.scale == Scale::e8m0 ? call.plan.element : -1);
+#endif
     const int64_t groups = coded_in(job, p) / Tile / VL;
+    if (!groups) return 0;
     const T* x = static_cast<const T*>(job.x) + p.first * job.length + p.start * Tile;
     uint8_t* to = job.codes + p.first * call.packed + p.start * Tile * call.scaler.grid.bits / 8;
+    const float tensor_scale = call.scaler.tensor_scale;
+    const Grid& grid = call.scaler.grid;
     alignas(64) float apply[VL];
     alignas(64) uint32_t maxima[VL];
     TileCounts counts;
-    for (int64_t g = 0; g < groups; ++g) {
-        const Piece group = {p.first, 1, p.start + g * VL, VL};
+
+    struct Group {
+        const T* values;
+        vu amax;
+        Scales scales;
+    };
+    const auto look = [&](int64_t g) __attribute__((always_inline)) {
         const T* values = x + g * VL * Tile;
         if constexpr (sizeof(T) == 4) {
             if (!direct) {
-                float* mine = scratch_of<float>(Slot::padded, VL * Tile);
-                prepare(call, p.first, group.start * Tile, VL * Tile, mine);
+                float* mine = scratch_of<float>(Slot::padded, 2 * VL * Tile) + g % 2 * VL * Tile;
+                prepare(call, p.first, (p.start + g * VL) * Tile, VL * Tile, mine);
                 values = mine;
             }
         }
         const vu amax = tile_maxima<Tile>(values);
-        const Scales s = call.scaler.of(amax);
-        if (!all_lanes(is_plain(s, amax, call.scaler.tensor_scale, call.scaler.grid))) {
-            store(maxima, amax);
+        return Group{values, amax, call.scaler.of(amax)};
+    };
+    // The next group's scales first: what they wait for passes while this one's values are coded.
+    Group now, next = look(0);
+    for (int64_t g = 0; g < groups; ++g) {
+        now = next;
+        next = look(least(g + 1, groups - 1));
+        const Scales& s = now.scales;
+        const Piece group = {p.first, 1, p.start + g * VL, VL};
+        if (!all_lanes(is_plain(s, now.amax, tensor_scale, grid))) {
+            store(maxima, now.amax);
             code_any<Words, false, true>(call, group, maxima, tally);
+            if (!direct) next = look(least(g + 1, groups - 1));  // whose values were overwritten
             continue;
         }
+        uint8_t* codes = to + g * VL * Tile * grid.bits / 8;
+        store_codes(static_cast<uint8_t*>(job.scales) + p.first * call.tiles + group.start, s.stored);
+#if EXTENSOR_LANES == 16
+        if constexpr (kFloatType<T> == FloatType::bfloat16 && Tile == 32) {
+            if (half.code && all_lanes(half.covers(s, now.amax))) {
+                half.code(now.values, s, codes, counts);
+                continue;
+            }
+        }
+#endif
         int64_t stride;
         const uint32_t* words = Words ? piece_words(call, group, stride) : nullptr;
         store(apply, s.apply);
-        store_codes(static_cast<uint8_t*>(job.scales) + p.first * call.tiles + group.start, s.stored);
-        coder.code(values, apply, words, VL, to + g * VL * Tile * call.scaler.grid.bits / 8, counts);
+        const vu bounded = reinterpret_cast<vu>(float_of(now.amax) * s.apply < grid.limit);
+        coder.code(now.values, apply, words, all_lanes(bounded), VL, codes, counts);
     }
     tally.saturated[0] += static_cast<int32_t>(counts.saturated);
     tally.flushed[0] += static_cast<int32_t>(counts.flushed);

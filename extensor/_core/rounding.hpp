@@ -26,7 +26,7 @@ INLINE vu larger(vu a, vu b) { return a > b ? a : b; }
 struct Grid {
     uint32_t exponent_mask, lowest, code_mask, max_code, float_mask;
     int mantissa_bits, bits;
-    float top, clamp, smallest;
+    float top, limit, clamp, smallest;  // below `limit` nothing saturates
     Zeros zeros = Zeros::kept;
     bool offset = false;  // integers with a zero point
 
@@ -43,6 +43,8 @@ struct Grid {
                                     : e.max_code;
         top = static_cast<float>(significand) *
               power_of_two(exponent - 1 + e.min_exponent - e.mantissa_bits);
+        limit = (static_cast<float>(significand) + 0.5f) *
+                power_of_two(exponent - 1 + e.min_exponent - e.mantissa_bits);
         smallest = power_of_two(e.min_exponent - e.mantissa_bits);
         clamp = power_of_two(e.emax + 2);  // rounds above the top and stays small
     }

@@ -76,6 +76,21 @@ INLINE void store_part(float* p, vf v, int n) {
 #endif
 }
 
+// Lanes 0, 2, 4, ... and 1, 3, 5, ... of 2 * VL consecutive floats.
+INLINE void split_pairs(const float* p, vf& even, vf& odd) {
+    const vf a = load(p), b = load(p + VL);
+#if EXTENSOR_LANES == 16
+    even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif EXTENSOR_LANES == 8
+    even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+    odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+    even = __builtin_shufflevector(a, b, 0, 2, 4, 6);
+    odd = __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#endif
+}
+
 // Sum of the lanes, always in the same order.
 INLINE float sum(vf v) {
 #if defined(__AVX512F__)

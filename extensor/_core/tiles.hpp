@@ -73,12 +73,12 @@ INLINE vu is_plain(const Scales& s, vu amax, float tensor_scale, const Grid& gri
 }
 
 // Codes of `tiles` tiles (whole batches) of a floating-point grid, all of them plain. `words`: one
-// per value, or unused.
+// per value, or unused. `bounded`: rounding to nearest, no value saturates.
 template <int Index, int Tile, bool Words, class T>
 struct RunCoder {
     static constexpr int kBatch = kQuad;
 
-    static void code(const T* x, const float* apply, const uint32_t* words, int64_t tiles,
+    static void code(const T* x, const float* apply, const uint32_t* words, bool, int64_t tiles,
                      uint8_t* to, TileCounts& counts) {
         constexpr int bits = kElements[Index].bits;
         const Coder<Index, Words> coder{.element_scale = 1};
@@ -100,8 +100,8 @@ struct RunCoder {
 // The coder for an element of the table and a tile length, or null where there is none.
 template <bool Words, class T>
 struct TileCoder {
-    void (*code)(const T* x, const float* apply, const uint32_t* words, int64_t tiles, uint8_t* to,
-                 TileCounts& counts) = nullptr;
+    void (*code)(const T* x, const float* apply, const uint32_t* words, bool bounded,
+                 int64_t tiles, uint8_t* to, TileCounts& counts) = nullptr;
     int64_t batch = 0;  // values; the tiles of a call must be whole batches
 
     TileCoder(int element, int64_t tile) {
@@ -126,5 +126,5 @@ private:
 }  // namespace EXTENSOR_ISA
 
 #if EXTENSOR_LANES == 16
-#include "tiles_avx512.hpp"
+#include "tiles_bfloat16.hpp"
 #endif

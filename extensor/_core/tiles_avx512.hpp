@@ -32,7 +32,8 @@ struct RunCoder<Index, Tile, false, T> {
                                  _mm512_set1_epi32(1 << 16 | 128 >> e.mantissa_bits));
     }
 
-    // 32 codes, each in 16 bits; of four consecutive ones each, first those of x, then of x + VL.
+    // 32 codes, each in 16 bits: four of x, four of x + VL, and so on.
+    template <bool Bounded>
     static INLINE __m512i codes(const T* x, const float* apply, int64_t second, int64_t& saturated,
                                 int64_t& flushed) {
         const vf a = load(x), b = load(x + VL);
@@ -40,21 +41,38 @@ struct RunCoder<Index, Tile, false, T> {
             _mm512_packs_epi32(join(a, apply[0]), join(b, apply[second])), _mm512_set1_epi16(kZero));
         __m512i n = _mm512_add_epi16(joined, joined);  // without the sign
         const __m512i top = _mm512_set1_epi16(static_cast<short>(e.max_code << (kDrop + 1)));
-        saturated += __builtin_popcount(_mm512_cmpgt_epu16_mask(n, top));
+        if constexpr (!Bounded) {
+            saturated += __builtin_popcount(_mm512_cmpgt_epu16_mask(n, top));
+        }
         const __mmask32 none = _mm512_testn_epi16_mask(n, n);
         if (e.bits < 8 || none) {  // few codes of eight bits are zero
-            const __m512i magnitude = _mm512_set1_epi32(static_cast<int>(kMagnitude));
-            flushed += __builtin_popcount(none) -
-                       __builtin_popcount(_mm512_testn_epi32_mask(reinterpret_cast<__m512i>(a), magnitude)) -
-                       __builtin_popcount(_mm512_testn_epi32_mask(reinterpret_cast<__m512i>(b), magnitude));
+            flushed += __builtin_popcount(none) - zeros(x);
         }
-        n = _mm512_srli_epi16(_mm512_min_epu16(n, top), kDrop + 1);
+        if constexpr (!Bounded) n = _mm512_min_epu16(n, top);
+        n = _mm512_srli_epi16(n, kDrop + 1);
         return _mm512_ternarylogic_epi32(n, _mm512_srli_epi16(joined, 16 - e.bits),
                                          _mm512_set1_epi16(1 << (e.bits - 1)), 0xF8);
     }
 
-    static void code(const T* x, const float* apply, const uint32_t*, int64_t tiles, uint8_t* to,
-                     TileCounts& counts) {
+    // How many of 32 values are zero.
+    static INLINE int64_t zeros(const T* x) {
+        if constexpr (sizeof(T) == 2)
+            return __builtin_popcount(
+                _mm512_testn_epi16_mask(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7FFF)));
+        const __m512i magnitude = _mm512_set1_epi32(static_cast<int>(kMagnitude));
+        return __builtin_popcount(_mm512_testn_epi32_mask(_mm512_loadu_si512(x), magnitude)) +
+               __builtin_popcount(_mm512_testn_epi32_mask(_mm512_loadu_si512(x + VL), magnitude));
+    }
+
+    static void code(const T* x, const float* apply, const uint32_t*, bool bounded, int64_t tiles,
+                     uint8_t* to, TileCounts& counts) {
+        bounded ? code<true>(x, apply, tiles, to, counts)
+                : code<false>(x, apply, tiles, to, counts);
+    }
+
+    template <bool Bounded>
+    static INLINE void code(const T* x, const float* apply, int64_t tiles, uint8_t* to,
+                            TileCounts& counts) {
         int64_t saturated = 0, flushed = 0;
         const int64_t count = tiles * Tile;
         for (int64_t i = 0; i < count; i += kBatch, x += kBatch, apply += kBatch / Tile,
@@ -63,7 +81,8 @@ struct RunCoder<Index, Tile, false, T> {
             __m512i c[4];
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k)
-                c[k] = codes(x + 2 * VL * k, apply + 2 * VL * k / Tile, VL / Tile, saturated, flushed);
+                c[k] = codes<Bounded>(x + 2 * VL * k, apply + 2 * VL * k / Tile, VL / Tile, saturated,
+                                      flushed);
             store(to, c);
         }
         counts.saturated += saturated;

@@ -5,13 +5,10 @@
 // Adam is compared by bytes, so the compiler may not fuse by itself (CMakeLists.txt).
 
 #include "kernels.hpp"
-#include "simd.hpp"
-#include "threads.hpp"
+#include "stretches.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
-
-constexpr int64_t kStretch = 1 << 14;  // elements of a task
 
 INLINE vf madd(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
@@ -27,18 +24,6 @@ INLINE vf as_float(vu bits) { return reinterpret_cast<vf>(bits); }
 INLINE vu as_bits(vf x) { return reinterpret_cast<vu>(x); }
 INLINE vf magnitude(vf x) { return as_float(as_bits(x) & splat(uint32_t{0x7fffffff})); }
 INLINE vf larger(vf a, vf b) { return b > a ? b : a; }
-
-// The VL elements at i, zeros beyond n.
-INLINE vf take(const float* p, int64_t i, int64_t n) {
-    return i + VL <= n ? load(p + i) : load_part(p + i, static_cast<int>(n - i));
-}
-
-INLINE void put(float* p, vf v, int64_t i, int64_t n) {
-    if (i + VL <= n)
-        store(p + i, v);
-    else
-        store_part(p + i, v, static_cast<int>(n - i));
-}
 
 // e^x for x <= 0, relative error below 4 * 2^-24 (absolute: half the least subnormal); NaN for NaN.
 // x = n ln 2 + r, and e^r is its Taylor polynomial: r^8 / 8! < 2^-27 where |r| <= ln 2 / 2.
@@ -88,9 +73,8 @@ INLINE vf normal_tail(vf x, vf bell) {
 // body(i) for the vectors of every stretch of n elements.
 template <class F>
 void each(int64_t n, int64_t work, F&& body) {
-    threads::run(ceil_div(n, kStretch), n * work, [&](int64_t task) {
-        const int64_t end = least(n, (task + 1) * kStretch);
-        for (int64_t i = task * kStretch; i < end; i += VL) body(i);
+    stretches(n, work, [&](int64_t i, int64_t end) {
+        for (; i < end; i += VL) body(i);
     });
 }
 

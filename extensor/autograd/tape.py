@@ -118,7 +118,9 @@ def _run(
     def deliver(edge: Edge | None, g: Gradient) -> None:
         if isinstance(edge, Node):
             if edge in pending:
-                pending[edge] = pending[edge] + g
+                pending[edge] = (
+                    pending[edge] + g if create_graph else edge.backend.add(pending[edge], g)
+                )
             else:
                 pending[edge] = g
                 heapq.heappush(heap, (-edge.seq, edge))

@@ -28,6 +28,7 @@ from extensor.autograd.primitive import FUNCTIONS
 from extensor.backends import registry
 from extensor.dtypes import BLOCKED, DENSE, DType, DTypeLike, as_dtype, dtype_of
 from extensor.quant.array import QuantArray
+from extensor.quant.reference import FLOATS
 
 if TYPE_CHECKING:
     from extensor.autograd.node import Node
@@ -235,7 +236,14 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
 
             quantized: ExTensor = self.quantize(QuantSpec(wanted.format.name))
             return quantized
-        if self.dtype.is_blocked:
+        if isinstance(self.data, QuantArray):
+            if wanted.name in FLOATS and not self.requires_grad:
+                decoded = _share(self)
+                decoded.data, decoded.dtype = (
+                    self.backend.dequantize(self.data, wanted.name),
+                    wanted,
+                )
+                return decoded
             dense: ExTensor = self.dequantize()
             return dense.astype(wanted)
         cast: ExTensor = FUNCTIONS["astype"](self, wanted)

@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  # registers bfloat16 with numpy
 import numpy as np
 
 from extensor.backends import cpu_outliers
@@ -14,7 +14,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
-from extensor.quant.reference import check_previous
+from extensor.quant.reference import FLOATS, check_previous, narrow
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -22,7 +22,7 @@ __all__ = ["CpuQuantize", "ready"]
 
 _NO_STREAM = (0, 0, 0, 0)
 _FLOAT32 = np.dtype(np.float32)
-_INPUTS = (_FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+_INPUTS = tuple(np.dtype(name) for name in FLOATS)
 # A panel of columns under a Hadamard transform is copied whole; longer ones would leave the cache.
 _MAX_SPAN = 8192
 
@@ -99,26 +99,28 @@ class CpuQuantize(GenericBackend):
         assert isinstance(placed, _Placed)
         return placed.no_codes
 
-    def dequantize(self, q: QuantArray) -> Array:
+    def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
-        if self._dequantize_reason(q):
-            return super().dequantize(q)
+        if self._dequantize_reason(q, dtype):
+            return super().dequantize(q, dtype)
         if q.spec.row.outliers:
-            return cpu_outliers.dequantize(self, q)
-        return self.decode(q)
+            return narrow(cpu_outliers.dequantize(self, q), dtype)
+        return self.decode(q, dtype)
 
-    def decode(self, q: QuantArray) -> Array:
+    def decode(self, q: QuantArray, dtype: str = "float32") -> Array:
         """Blocks of an array that the core covers, decoded."""
         placed = _place(self.core, q.spec, q.shape)
         assert isinstance(placed, _Placed)
         tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
         points = None if q.zero_points is None else ready(q.zero_points)
         parts = ready(q.codes), ready(q.scales), points, tensor_scale
-        return self.core.dequantize(placed.plan, *parts, placed.layout, q.shape)
+        return self.core.dequantize(placed.plan, *parts, placed.layout, q.shape, np.dtype(dtype))
 
-    def _dequantize_reason(self, q: QuantArray) -> str | None:
+    def _dequantize_reason(self, q: QuantArray, dtype: str = "float32") -> str | None:
         if self.core is None:
             return self.core_missing
+        if dtype not in FLOATS:
+            return f"{dtype} values"
         if q.spec.transform:
             return "a Hadamard transform to undo"
         if math.prod(q.shape) == 0:
@@ -149,10 +151,8 @@ class CpuQuantize(GenericBackend):
             return self.core_missing
         if x.size == 0 or x.ndim == 0:
             return "empty array or scalar"
-        if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
-            return f"{x.dtype} array"
-        if (stream is None) == (spec.rounding == "stochastic"):
-            return "the stream does not go with the rounding"
+        if reason := self._input_reason(x, spec, stream):
+            return reason
         placed = _place(self.core, spec, x.shape)
         return placed if isinstance(placed, str) else None
 

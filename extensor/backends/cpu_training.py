@@ -15,39 +15,18 @@ gives the bytes that numpy gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
+from extensor.backends.cpu_core import CoreBackend
 from extensor.backends.cpu_quantize import ready
-from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array
 
 __all__ = ["CpuTraining"]
 
-_FLOAT32 = np.dtype(np.float32)
 
-
-class CpuTraining(GenericBackend):
-    """The methods of a training step, each in C++ where its ``_..._reason`` gives None.
-
-    Attributes:
-        core: the extension module, or None.
-        core_missing: why there is none; "" where there is one.
-    """
-
-    core: Any
-    core_missing: str
-
-    def _arrays_reason(self, *arrays: Array) -> str | None:
-        if self.core is None:
-            return self.core_missing
-        for x in arrays:
-            if x.dtype != _FLOAT32:
-                return f"{x.dtype} array; the core computes in float32"
-            if x.size == 0:
-                return "empty array"
-        return None
+class CpuTraining(CoreBackend):
+    """The methods of a training step, each in C++ where its ``_..._reason`` gives None."""
 
     def _training_reasons(self) -> dict[str, Callable[..., str | None]]:
         return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from extensor.backends import training, windows
+from extensor.backends import layers, training, windows
 from extensor.backends.protocol import Array, Window
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
@@ -36,9 +36,18 @@ class GenericBackend:
         """See the protocol."""
         return reference.quantize(x, spec, stream, previous_amax, self.xp)
 
-    def dequantize(self, q: QuantArray) -> Array:
+    def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
-        return reference.dequantize(q, self.xp)
+        return reference.narrow(reference.dequantize(q, self.xp), dtype)
+
+    @staticmethod
+    def _input_reason(x: Array, spec: QuantSpec, stream: Stream | None) -> str | None:
+        """Why no backend's kernel quantizes x, whatever its shape; None where one may."""
+        if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
+            return f"{x.dtype} array"
+        if (stream is None) == (spec.rounding == "stochastic"):
+            return "the stream does not go with the rounding"
+        return None
 
     def operand(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
@@ -66,9 +75,11 @@ class GenericBackend:
         """See the protocol."""
         return windows.col2im(columns, shape, window, self.xp)
 
-    def conv2d(self, x: Array, w: Array, window: Window, groups: int) -> Array:
+    def conv2d(
+        self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
+    ) -> Array:
         """See the protocol."""
-        return windows.conv2d(x, w, window, groups, self.xp)
+        return windows.conv2d(x, w, window, groups, bias, self.xp)
 
     def conv2d_grad_x(
         self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
@@ -136,3 +147,52 @@ class GenericBackend:
     ) -> None:
         """See the protocol."""
         training.adam(weight, grad, mean, square, factors, self.xp)
+
+    def relu(self, x: Array) -> Array:
+        """See the protocol."""
+        return layers.relu(x, self.xp)
+
+    def relu_grad(self, g: Array, out: Array) -> Array:
+        """See the protocol."""
+        return layers.relu_grad(g, out, self.xp)
+
+    def add(self, a: Array, b: Array) -> Array:
+        """See the protocol."""
+        return a + b
+
+    def bfloat16_values(self, x: Array) -> Array:
+        """See the protocol."""
+        return layers.bfloat16_values(x, self.xp)
+
+    def all_finite(self, x: Array) -> bool:
+        """See the protocol."""
+        return layers.all_finite(x, self.xp)
+
+    def channel_sum(self, x: Array) -> Array:
+        """See the protocol."""
+        return layers.channel_sum(x, self.xp)
+
+    def batch_norm(
+        self, x: Array, weight: Array, bias: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """See the protocol."""
+        return layers.batch_norm(x, weight, bias, eps, self.xp)
+
+    def batch_norm_grad(
+        self, g: Array, x: Array, weight: Array, mean: Array, var: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """See the protocol."""
+        return layers.batch_norm_grad(g, x, weight, mean, var, eps, self.xp)
+
+    def sgd(
+        self,
+        weight: Array,
+        grad: Array,
+        buffer: Array | None,
+        lr: float,
+        momentum: float,
+        decay: float,
+        nesterov: bool,
+    ) -> None:
+        """See the protocol."""
+        layers.sgd(weight, grad, buffer, lr, momentum, decay, nesterov, self.xp)

@@ -57,8 +57,11 @@ class Backend(Protocol):
         """Float array -> codes and scales. ``spec`` is resolved; ``stream`` iff stochastic."""
         ...
 
-    def dequantize(self, q: QuantArray) -> Array:
-        """Codes and scales -> float32 of ``q.shape``, any Hadamard transform undone."""
+    def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
+        """Codes and scales -> values of ``q.shape``, any Hadamard transform undone.
+
+        ``dtype``: float32, or bfloat16 or float16, to which the float32 values are rounded once.
+        """
         ...
 
     def operand(
@@ -91,8 +94,10 @@ class Backend(Protocol):
         """The transpose of im2col: (N * Ho * Wo, C * kh * kw) summed back to (N, C, H, W)."""
         ...
 
-    def conv2d(self, x: Array, w: Array, window: Window, groups: int) -> Array:
-        """(N, C, H, W), (O, C / groups, kh, kw) -> (N, O, Ho, Wo)."""
+    def conv2d(
+        self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
+    ) -> Array:
+        """(N, C, H, W), (O, C / groups, kh, kw) -> (N, O, Ho, Wo), plus a bias (O,) if given."""
         ...
 
     def conv2d_grad_x(
@@ -164,4 +169,53 @@ class Backend(Protocol):
         factors: Mapping[str, float],
     ) -> None:
         """One step of Adam in place, on vectors; see `extensor.backends.training.adam`."""
+        ...
+
+    def relu(self, x: Array) -> Array:
+        """max(x, 0), NaN for NaN."""
+        ...
+
+    def relu_grad(self, g: Array, out: Array) -> Array:
+        """G where relu's output is positive, 0 elsewhere."""
+        ...
+
+    def add(self, a: Array, b: Array) -> Array:
+        """A + b, broadcasting."""
+        ...
+
+    def bfloat16_values(self, x: Array) -> Array:
+        """Float32 values rounded to the nearest bfloat16, ties to even, as float32."""
+        ...
+
+    def all_finite(self, x: Array) -> bool:
+        """Whether no value of a float array is NaN or infinite."""
+        ...
+
+    def channel_sum(self, x: Array) -> Array:
+        """Sums over all but the second axis, (N, C, ...) -> (C,)."""
+        ...
+
+    def batch_norm(
+        self, x: Array, weight: Array, bias: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """BatchNorm of (N, C, ...); each channel's mean and variance over count, (C,)."""
+        ...
+
+    def batch_norm_grad(
+        self, g: Array, x: Array, weight: Array, mean: Array, var: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """Gradients of batch_norm in x, weight and bias."""
+        ...
+
+    def sgd(
+        self,
+        weight: Array,
+        grad: Array,
+        buffer: Array | None,
+        lr: float,
+        momentum: float,
+        decay: float,
+        nesterov: bool,
+    ) -> None:
+        """One step of gradient descent in place, on vectors; see `extensor.backends.layers.sgd`."""
         ...

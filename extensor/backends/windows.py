@@ -44,14 +44,17 @@ def col2im(columns: Array, shape: tuple[int, ...], window: Window, xp: Any) -> A
     return _fold(patches, shape, window, xp)
 
 
-def conv2d(x: Array, w: Array, window: Window, groups: int, xp: Any) -> Array:
-    """(N, C, H, W), (O, C / groups, kh, kw) -> (N, O, Ho, Wo)."""
+def conv2d(x: Array, w: Array, window: Window, groups: int, bias: Array | None, xp: Any) -> Array:
+    """(N, C, H, W), (O, C / groups, kh, kw) -> (N, O, Ho, Wo), plus a bias (O,) if there is one."""
     patches = _patches(x, window, xp)
     n, c, kh, kw, ho, wo = patches.shape
     outputs, inner = w.shape[0], c // groups * kh * kw
     columns = patches.reshape(n, groups, inner, ho * wo)
     out = xp.matmul(w.reshape(groups, outputs // groups, inner), columns)
-    return out.reshape(n, outputs, ho, wo)
+    out = out.reshape(n, outputs, ho, wo)
+    if bias is not None:
+        out += bias[:, None, None]
+    return out
 
 
 def conv2d_grad_x(

@@ -122,6 +122,15 @@ def _training_path_sheet(backend: CpuBackend) -> Sheet:
         ("rms_norm", x, w, 1e-6),
         ("rms_norm_grad", x, x, w, mean),
         ("adam", line, w, w, w, {}),
+        ("relu", x),
+        ("relu_grad", x, x),
+        ("add", x, x),
+        ("bfloat16_values", x),
+        ("all_finite", x),
+        ("channel_sum", x),
+        ("batch_norm", x, w, w, 1e-5),
+        ("batch_norm_grad", x, x, w, w, w, 1e-5),
+        ("sgd", line, w, None, 0.1, 0.0, 0.0, False),
     )
     rows = tuple((method, backend.path(method, *args)) for method, *args in calls)
     return Sheet("Training on the CPU, float32", ("method", "path"), rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.inspect.table import Table
-from extensor.nn.module import Hook, Module
+from extensor.nn.module import Hook, Module, PreHook, evaluating
 from extensor.nn.quantize import gemm_layers
 from extensor.quant.array import QuantStats
 from extensor.quant.context import RecipeState
@@ -78,18 +78,24 @@ class LayerComparison:
 
 
 def compare_layers(
-    model: Module, reference: Module, batch: ExTensor | tuple[ExTensor, ...]
+    model: Module,
+    reference: Module,
+    batch: ExTensor | tuple[ExTensor, ...],
+    *,
+    isolated: bool = False,
 ) -> LayerComparison:
     """Run both models on a batch and compare what each layer gives.
 
-    Layers are the modules with parameters of their own, and the model itself. Errors add up on
-    the way through the model, as they do in use. Both models run in evaluation mode without
-    recording gradients, and are left as they were, telemetry and random streams included.
+    Layers are the modules with products or parameters of their own, and the model itself. Errors
+    add up on the way through the model, as they do in use. Both models run in evaluation mode
+    without recording gradients, and are left as they were, telemetry and random streams included.
 
     Args:
         model: usually with a recipe applied.
         reference: the same architecture with the same weights, in high precision.
         batch: the model's input; a tuple, its inputs.
+        isolated: give each layer the inputs that the reference's layer got, so that its row shows
+            its own error and none of those before it. The model's output is that of a whole run.
 
     Raises:
         ValueError: if the models have different layers, or a layer gives other shapes or runs
@@ -106,9 +112,13 @@ def compare_layers(
             f"compare_layers: wanted two models with the same layers, got {only} in one only; "
             "build the reference like the model"
         )
-    with no_grad(), _evaluating(model), _evaluating(reference):
+    with no_grad(), evaluating(model), evaluating(reference):
         outputs: dict[str, list[np.ndarray[Any, Any]]] = {path: [] for path in wanted}
-        with _hooked(wanted, lambda path, array: outputs[path].append(array)):
+        given: dict[str, list[tuple[Any, ...]]] = {}
+        with (
+            _hooked(wanted, lambda path, array: outputs[path].append(array)),
+            _listening(wanted if isolated else {}, given),
+        ):
             reference(*inputs)
         sums = {path: _Sums(path, outputs[path]) for path in layers}
         order: dict[str, None] = {}
@@ -117,11 +127,21 @@ def compare_layers(
             order[path] = None
             sums[path].add(array)
 
-        with _own_telemetry(model) as telemetry, _hooked(layers, take):
-            model(*inputs)
+        with _own_telemetry(model) as telemetry:
+            if isolated:
+                del given[OUTPUT]
+                for path, calls in given.items():
+                    with _hooked({path: layers[path]}, take):
+                        for args in calls:
+                            layers[path](*args)
+                counts = telemetry()
+            with _hooked({OUTPUT: model} if isolated else layers, take):
+                model(*inputs)
+            if not isolated:
+                counts = telemetry()
     for path in layers:
         sums[path].check_done()
-    rows = [sums[path].row(type(layers[path]).__name__, telemetry.get(path)) for path in order]
+    rows = [sums[path].row(type(layers[path]).__name__, counts.get(path)) for path in order]
     return LayerComparison(tuple(rows))
 
 
@@ -192,6 +212,7 @@ class _Sums:
 
 def _layers(model: Module) -> dict[str, Module]:
     owners = {path.rpartition(".")[0] for path, _ in model.named_parameters()}
+    owners |= {path for path, _ in gemm_layers(model)}  # a weight may be shared, or packed
     layers = {path: module for path, module in model.named_modules() if path and path in owners}
     return {**layers, OUTPUT: model}
 
@@ -225,19 +246,24 @@ def _tensors(output: Any) -> Iterator[ExTensor]:
 
 
 @contextlib.contextmanager
-def _evaluating(model: Module) -> Iterator[None]:
-    """Evaluation mode for a while; each module gets its own mode back."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
+def _listening(
+    layers: dict[str, Module], given: dict[str, list[tuple[Any, ...]]]
+) -> Iterator[None]:
+    """Keep the positional arguments of every call of every layer, in the order they ran."""
+
+    def hook(path: str) -> PreHook:
+        return lambda _, args: given.setdefault(path, []).append(args)
+
+    removers = [layer.register_forward_pre_hook(hook(path)) for path, layer in layers.items()]
     try:
         yield
     finally:
-        for module, mode in before:
-            module.training = mode
+        for remove in removers:
+            remove()
 
 
 @contextlib.contextmanager
-def _own_telemetry(model: Module) -> Iterator[dict[str, QuantStats]]:
+def _own_telemetry(model: Module) -> Iterator[Callable[[], dict[str, QuantStats]]]:
     """Counts of the forward operands, by layer, kept apart from the recipe's own telemetry."""
     places = [(path, layer, vars(layer)["quant"]) for path, layer in gemm_layers(model)]
     before = [(path, layer, context) for path, layer, context in places if context is not None]
@@ -245,13 +271,13 @@ def _own_telemetry(model: Module) -> Iterator[dict[str, QuantStats]]:
     for path, layer, context in before:
         states[path] = replace(context.state, _counts={})
         layer.quant = replace(context, state=states[path])
-    counts: dict[str, QuantStats] = {}
+
+    def counts() -> dict[str, QuantStats]:
+        totals = {path: sum(s.telemetry.values(), QuantStats()) for path, s in states.items()}
+        return {path: total for path, total in totals.items() if total.count}
+
     try:
         yield counts
-        for path, state in states.items():
-            total = sum(state.telemetry.values(), QuantStats())
-            if total.count:
-                counts[path] = total
     finally:
         for _, layer, context in before:
             layer.quant = context

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from extensor.errors import layout_error
 from extensor.io.safetensors_format import CheckpointError, read, write
 from extensor.quant.array import QuantArray, block_grid, packed_length
-from extensor.quant.spec import Hadamard, QuantSpec
+from extensor.quant.spec import QuantSpec
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -221,12 +221,8 @@ def _decode(arrays: dict[str, Array], strings: dict[str, str]) -> Checkpoint:
 
 def _decode_blocked(name: str, entry: dict[str, Any], arrays: dict[str, Array]) -> QuantArray:
     """Take one blocked tensor's parts out of ``arrays``, checked against its spec."""
-    fields = dict(entry["spec"])
-    if fields["transform"] is not None:
-        fields["transform"] = Hadamard(**fields["transform"])
-    if isinstance(fields["tile"], list):
-        fields["tile"] = tuple(fields["tile"])
-    spec, shape = QuantSpec(**fields), tuple(int(n) for n in entry["shape"])
+    spec = QuantSpec.from_dict(entry["spec"])
+    shape = tuple(int(n) for n in entry["shape"])
     if spec != spec.resolve(len(shape)) or min(shape) < 0:
         raise CheckpointError(f"blocked tensor {name!r}: its spec does not fit the shape {shape}")
     wanted = _part_layout(spec, shape)

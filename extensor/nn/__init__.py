@@ -40,6 +40,7 @@ from extensor.nn.recurrent import GRU, LSTM
 from extensor.nn.rms_norm import RMSNorm
 from extensor.nn.separable import SeparableConv2d, depthwise_conv2d
 from extensor.nn.sequential import Sequential
+from extensor.nn.stored import load_quantized, quantize_model, save_quantized, stored_layers
 from extensor.nn.transformer import FeedForward, TransformerBlock
 
 __all__ = [
@@ -90,4 +91,8 @@ __all__ = [
     "depthwise_conv2d",
     "gemm_layers",
     "init",
+    "load_quantized",
+    "quantize_model",
+    "save_quantized",
+    "stored_layers",
 ]

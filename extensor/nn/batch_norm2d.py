@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +13,9 @@ from extensor.nn.checks import check_size
 from extensor.nn.module import Module
 from extensor.nn.parameter import Buffer, Parameter
 from extensor.ops.arguments import tensors_only
+from extensor.ops.norm import batch_norm
 
 __all__ = ["BatchNorm2d"]
-
-_AXES = (0, 2, 3)
 
 
 class BatchNorm2d(Module):
@@ -66,25 +66,24 @@ class BatchNorm2d(Module):
                     f"BatchNorm2d: wanted two values or more per channel in training, got shape "
                     f"{x.shape}; use a larger batch, or eval()"
                 )
-            mean = x.mean(axis=_AXES, keepdims=True)
-            centred = x - mean
-            variance = centred.square().mean(axis=_AXES, keepdims=True)
-            self._move(self.running_mean, mean, 1.0)
-            self._move(self.running_var, variance, count / (count - 1))
-        else:
-            centred = x - self._across(self.running_mean)
-            variance = self._across(self.running_var)
-        scale = (variance + self.eps).rsqrt() * self._across(self.weight)
-        return centred * scale + self._across(self.bias)
+
+            def move(mean: Any, variance: Any) -> None:
+                self._move(self.running_mean, mean, 1.0)
+                self._move(self.running_var, variance, count / (count - 1))
+
+            return batch_norm(x, self.weight, self.bias, self.eps, move)
+        scale = (self.running_var + self.eps).rsqrt() * self.weight
+        shift = self.bias - self.running_mean * scale
+        return x * self._across(scale) + self._across(shift)
 
     def _across(self, tensor: ExTensor) -> ExTensor:
         return tensor.reshape((1, self.channels, 1, 1))
 
-    def _move(self, running: Buffer, batch: ExTensor, correction: float) -> None:
+    def _move(self, running: Buffer, batch: Any, correction: float) -> None:
         """Running = (1 - momentum) running + momentum correction batch."""
         with no_grad():
             moved = running.data * (1.0 - self.momentum)
-            moved += batch.data.reshape(-1).astype(moved.dtype) * (self.momentum * correction)
+            moved += batch.astype(moved.dtype) * (self.momentum * correction)
             running.assign_(moved)
 
     def extra_repr(self) -> str:

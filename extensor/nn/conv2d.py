@@ -13,6 +13,7 @@ from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import Pair, conv2d, int_pair
 from extensor.ops.quantized import quantized_conv2d
+from extensor.ops.stored import stored_conv2d
 from extensor.quant.context import LayerContext
 
 __all__ = ["Conv2d"]
@@ -35,7 +36,8 @@ class Conv2d(Module):
         rng: draws the initial weights, uniform in +-1 / sqrt(C / groups kh kw); see `init.as_rng`.
 
     Attributes:
-        weight: float32 (O, C / groups, kh, kw); bias: float32 (O,), or None.
+        weight: float32 (O, C / groups, kh, kw), or flattened (O, C / groups kh kw) and blocked
+            along the latter by `quantize_model`; bias: float32 (O,), or None.
         quant: the layer's place in a recipe; None computes in the dtype of the operands.
 
     Raises:
@@ -83,7 +85,10 @@ class Conv2d(Module):
         options = (self.stride, self.padding, self.dilation, self.groups)
         if self.quant is None:
             return conv2d(x, self.weight, self.bias, *options)
-        y = quantized_conv2d(x, self.weight, self.quant, *options)
+        if self.weight.is_blocked:
+            y = stored_conv2d(x, self.weight, self.quant, self.kernel_size, *options)
+        else:
+            y = quantized_conv2d(x, self.weight, self.quant, *options)
         return y if self.bias is None else y + self.bias.reshape((1, -1, 1, 1))
 
     def extra_repr(self) -> str:

@@ -12,6 +12,7 @@ from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
 from extensor.ops.quantized import quantized_matmul
+from extensor.ops.stored import stored_matmul
 from extensor.quant.context import LayerContext
 
 __all__ = ["Linear"]
@@ -27,7 +28,7 @@ class Linear(Module):
         rng: draws the initial weights, uniform in +-1 / sqrt(K); see `init.as_rng`.
 
     Attributes:
-        weight: float32 (N, K); bias: float32 (N,), or None.
+        weight: float32 (N, K), or blocked along K by `quantize_model`; bias: float32 (N,), or None.
         quant: the layer's place in a recipe; None computes in the dtype of the operands.
 
     Raises:
@@ -55,10 +56,12 @@ class Linear(Module):
             raise ValueError(
                 f"Linear: wanted an input of shape (..., {self.in_features}), got {x.shape}"
             )
-        if self.quant is not None:
-            y = quantized_matmul(x, self.weight, self.quant.at(call))
-        else:
+        if self.quant is None:
             y = x @ self.weight.T
+        elif self.weight.is_blocked:
+            y = stored_matmul(x, self.weight, self.quant)
+        else:
+            y = quantized_matmul(x, self.weight, self.quant.at(call))
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

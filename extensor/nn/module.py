@@ -8,6 +8,7 @@ be overlooked (a plain list of layers) is refused when it is set.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -19,11 +20,13 @@ from extensor.errors import layout_error
 from extensor.nn.parameter import Buffer, Parameter
 from extensor.quant.array import QuantArray
 
-__all__ = ["Hook", "Module"]
+__all__ = ["Hook", "Module", "PreHook", "evaluating"]
 
 Self = TypeVar("Self", bound="Module")
 Hook = Callable[["Module", Any], None]
 """Called with (module, output) after each forward."""
+PreHook = Callable[["Module", tuple[Any, ...]], None]
+"""Called with (module, positional arguments) before each forward."""
 
 
 class Module:
@@ -37,13 +40,16 @@ class Module:
     training: bool = True
     role: str | None = None
     _hooks: tuple[Hook, ...] = ()
+    _pre_hooks: tuple[PreHook, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes; every subclass that is called defines it."""
         raise TypeError(f"{type(self).__name__} defines no forward(); it cannot be called")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `forward`, then the hooks."""
+        """Run the hooks before, `forward`, and the hooks after it."""
+        for before in self._pre_hooks:
+            before(self, args)
         output = self.forward(*args, **kwargs)
         for hook in self._hooks:
             hook(self, output)
@@ -163,6 +169,17 @@ class Module:
 
         return remove
 
+    def register_forward_pre_hook(self, hook: PreHook) -> Callable[[], None]:
+        """Call ``hook(module, args)`` before each forward; returns what removes it again."""
+        self._pre_hooks = (*self._pre_hooks, hook)
+
+        def remove() -> None:
+            left = list(self._pre_hooks)
+            left.remove(hook)
+            self._pre_hooks = tuple(left)
+
+        return remove
+
     # State.
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any] | QuantArray]:
@@ -222,3 +239,15 @@ class Module:
             for name, child in self.named_children()
         ]
         return "\n".join([title, *lines, ")"]) if lines else f"{title})"
+
+
+@contextlib.contextmanager
+def evaluating(model: Module) -> Iterator[None]:
+    """Evaluation mode for a while; each module gets its own mode back."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

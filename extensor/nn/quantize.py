@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from extensor.nn.module import Module
 from extensor.quant.context import LayerContext, RecipeState
-from extensor.quant.recipe import Recipe
+from extensor.quant.recipe import LayerRecipe, Recipe
 from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.random import Stream
 
-__all__ = ["apply_recipe", "gemm_layers"]
+__all__ = ["apply_recipe", "assign_recipe", "gemm_layers"]
 
 
 def gemm_layers(model: Module) -> Iterator[tuple[str, Module]]:
@@ -48,6 +48,20 @@ def apply_recipe(model: Module, recipe: Recipe | str, seed: int = 0) -> RecipeSt
         )
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     Stream(seed)  # refuses what cannot seed the stochastic rounding
+    chosen = assign_recipe(model, recipe)
+    state = RecipeState(recipe, seed)
+    for index, (path, module) in enumerate(gemm_layers(model)):
+        state.layers[path] = LayerContext(path, index, chosen[path], state)
+        module.quant = state.layers[path]
+    return state
+
+
+def assign_recipe(model: Module, recipe: Recipe) -> Mapping[str, LayerRecipe]:
+    """The recipe of each layer of a model, by path; roles as `apply_recipe` says.
+
+    Raises:
+        ValueError: for a path rule that matches no layer.
+    """
     layers = list(gemm_layers(model))
     # What has a role of its own is neither first nor last: those are the ends of what lies between.
     plain = [path for path, module in layers if module.role is None]
@@ -57,9 +71,4 @@ def apply_recipe(model: Module, recipe: Recipe | str, seed: int = 0) -> RecipeSt
         marks |= {"@first"} if plain[:1] == [path] else set()
         marks |= {"@last"} if plain[-1:] == [path] else set()
         roles.append((path, frozenset(marks)))
-    chosen = recipe.assign(roles)
-    state = RecipeState(recipe, seed)
-    for index, (path, module) in enumerate(layers):
-        state.layers[path] = LayerContext(path, index, chosen[path], state)
-        module.quant = state.layers[path]
-    return state
+    return recipe.assign(roles)

@@ -19,12 +19,18 @@ class Sequential(Module):
 
     Raises:
         TypeError: if something is no Module.
+        ValueError: for two layers of one name.
     """
 
     def __init__(self, *layers: Module, **named: Module) -> None:
         for name, layer in [*((str(i), layer) for i, layer in enumerate(layers)), *named.items()]:
             if not isinstance(layer, Module):
                 raise TypeError(f"Sequential: {name}: wanted a Module, got {layer!r:.80}")
+            if name in vars(self):
+                raise ValueError(
+                    f"Sequential: wanted a name of its own for each layer, got two named {name!r}; "
+                    "layers without a name are numbered from 0"
+                )
             setattr(self, name, layer)
 
     def forward(self, x: Any) -> Any:

@@ -31,7 +31,7 @@ __all__ = [
 
 
 @primitive(
-    forward=lambda backend, a, b: a + b,
+    forward=lambda backend, a, b: backend.add(a, b),
     vjps=(lambda g, out, a, b: g, lambda g, out, a, b: g),
     fused_vjp=lambda backend, g, out, inputs, needs: (g, g),
     broadcasts=True,

@@ -85,10 +85,7 @@ def conv_window(
 
 
 def _forward(backend: Any, x: Any, w: Any, b: Any = None, *, window: Window, groups: int) -> Any:
-    out = backend.conv2d(x, w, window, groups)
-    if b is not None:
-        out += b[:, None, None]
-    return out
+    return backend.conv2d(x, w, window, groups, b)
 
 
 def _fused_vjp(
@@ -100,8 +97,7 @@ def _fused_vjp(
         backend.conv2d_grad_w(g, x, w.shape, window, groups) if needs[1] else None,
     ]
     if len(needs) == 3:
-        # Along the contiguous axes first: numpy sums them several times as fast.
-        parts.append(g.reshape(*g.shape[:2], -1).sum(axis=2).sum(axis=0) if needs[2] else None)
+        parts.append(backend.channel_sum(g) if needs[2] else None)
     return parts
 
 

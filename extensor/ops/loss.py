@@ -200,9 +200,15 @@ def _cross_entropy(
     count = len(flat) if kept is None else int(kept.sum())
     if reduction == "none":
         return losses.reshape(labels.shape), (p, safe, kept, count)
+    if reduction == "mean" and not count:
+        left_out = "" if kept is None or not len(flat) else f": all {len(flat)} are left out"
+        raise ValueError(
+            f"cross_entropy: no labels to average over{left_out}; leave such a batch out, or ask "
+            "for reduction='sum'"
+        )
     out = losses.sum()
     if reduction == "mean":
-        out = out / x.dtype.type(count) if count else out * xp.nan
+        out = out / x.dtype.type(count)
     return out, (p, safe, kept, count)
 
 
@@ -210,7 +216,7 @@ def _row_weights(xp: Any, g: Any, kept: Any, count: int, reduction: str) -> Any:
     """What each row's gradient is multiplied by: () or (rows, 1)."""
     weight = g.reshape(-1, 1) if reduction == "none" else g
     if reduction == "mean":
-        weight = weight * g.dtype.type(1 / count if count else np.nan)
+        weight = weight * g.dtype.type(1 / count)
     return weight if kept is None else xp.where(kept[:, None], weight, g.dtype.type(0))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import tensors_only
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = ["batch_norm", "layer_norm", "rms_norm"]
 
 _SHAPES = (((2, 5), (5,)), ((2, 3, 4), (3, 4)), ((4,), (4,)))
 
@@ -152,3 +152,110 @@ def rms_norm(x: ExTensor, weight: ExTensor, eps: float = 1e-6) -> ExTensor:
     """
     _check("rms_norm", eps, x, weight)
     return apply("rms_norm", x, weight, eps=eps)
+
+
+def _channels(x: ExTensor, value: ExTensor) -> ExTensor:
+    """A value per channel, (C,), so that it broadcasts to x."""
+    return value.reshape((1, x.shape[1], *(1,) * (x.ndim - 2)))
+
+
+def _batch_parts(x: ExTensor, eps: float) -> tuple[tuple[int, ...], ExTensor, ExTensor]:
+    """The axes, h = (x - mean) rstd and rstd."""
+    axes = (0, *range(2, x.ndim))
+    centred = x - x.mean(axis=axes, keepdims=True)
+    rstd = (centred.square().mean(axis=axes, keepdims=True) + eps).rsqrt()
+    return axes, centred * rstd, rstd
+
+
+def _batch_x_vjp(g: ExTensor, x: ExTensor, weight: ExTensor, eps: float) -> ExTensor:
+    axes, h, rstd = _batch_parts(x, eps)
+    along = h * (g * h).mean(axis=axes, keepdims=True)
+    return rstd * _channels(x, weight) * (g - g.mean(axis=axes, keepdims=True) - along)
+
+
+def _batch_weight_vjp(g: ExTensor, x: ExTensor, eps: float) -> ExTensor:
+    axes, h, _ = _batch_parts(x, eps)
+    return (g * h).sum(axis=axes)
+
+
+Moments = Callable[[Any, Any], None]
+"""Is given the mean and the variance of each channel, raw arrays (C,)."""
+
+
+def _batch_norm(
+    backend: Any, x: Any, weight: Any, bias: Any, eps: float, moments: Moments | None
+) -> Any:
+    y, mean, var = backend.batch_norm(x, weight, bias, eps)
+    if moments is not None:
+        moments(mean, var)
+    return y, (mean, var)
+
+
+def _batch_samples(rng: np.random.Generator) -> Iterator[Sample]:
+    for shape in ((3, 2), (2, 3, 4), (2, 3, 2, 2)):
+        x = rng.normal(size=shape)
+        axes, across = (0, *range(2, len(shape))), (slice(None), *(None,) * (len(shape) - 2))
+        weight, bias = rng.normal(size=shape[1]), rng.normal(size=shape[1])
+        scale = weight / np.sqrt(x.var(axis=axes) + 0.1)
+        expected = (x - x.mean(axis=axes)[across]) * scale[across] + bias[across]
+        yield Sample((x, weight, bias, 0.1), expected=expected)
+
+
+@primitive(
+    forward=_batch_norm,
+    vjps=(
+        lambda g, out, x, weight, bias, eps, moments, saved: _batch_x_vjp(g, x, weight, eps),
+        lambda g, out, x, weight, bias, eps, moments, saved: _batch_weight_vjp(g, x, eps),
+        lambda g, out, x, weight, bias, eps, moments, saved: g.sum(axis=(0, *range(2, x.ndim))),
+    ),
+    fused_vjp=lambda backend, g, out, inputs, needs, eps, moments, saved: backend.batch_norm_grad(
+        g, *inputs[:2], *saved, eps
+    ),
+    reads="inputs",
+    saves=True,
+    to_float=True,
+    samples=_batch_samples,
+    errors=(
+        BadInput((np.zeros(3), np.zeros(3), np.zeros(3)), ValueError, "wanted an input (N, C"),
+        BadInput((np.zeros((2, 3)), np.zeros(2), np.zeros(3)), ValueError, "per channel"),
+        BadInput((np.zeros((2, 3)), np.zeros(3), np.zeros(3), 0.0), ValueError, "eps above 0"),
+        BadInput((np.zeros((0, 3)), np.zeros(3), np.zeros(3)), ValueError, "to normalize"),
+    ),
+)
+def batch_norm(
+    x: ExTensor,
+    weight: ExTensor,
+    bias: ExTensor,
+    eps: float = 1e-5,
+    moments: Moments | None = None,
+) -> ExTensor:
+    """(x - mean) / sqrt(var + eps) weight + bias, mean and variance being each channel's own.
+
+    Args:
+        x: (N, C, ...); a channel's mean and variance (over count) are taken over all other axes.
+        weight: (C,).
+        bias: (C,).
+        eps: above 0.
+        moments: is called with mean and variance, raw arrays (C,): for running averages.
+
+    Returns:
+        The shape of x.
+
+    Raises:
+        TypeError, ValueError: for shapes that do not go together, or an eps not above 0.
+
+    Source: Ioffe, Szegedy, arXiv 1502.03167, algorithm 1.
+    """
+    tensors_only("batch_norm", x, weight, bias)
+    if x.ndim < 2 or x.size == 0:
+        raise ValueError(
+            f"batch_norm: wanted an input (N, C, ...) with values to normalize, got {x.shape}"
+        )
+    if weight.shape != x.shape[1:2] or bias.shape != x.shape[1:2]:
+        raise ValueError(
+            f"batch_norm: wanted one weight and bias per channel, ({x.shape[1]},), got "
+            f"{weight.shape} and {bias.shape}"
+        )
+    if not 0.0 < eps < math.inf:
+        raise ValueError(f"batch_norm: wanted eps above 0, got {eps}")
+    return apply("batch_norm", x, weight, bias, eps=eps, moments=moments)

@@ -116,7 +116,7 @@ from extensor.ops.loss import (
     nll,
     smooth_l1,
 )
-from extensor.ops.norm import layer_norm, rms_norm
+from extensor.ops.norm import batch_norm, layer_norm, rms_norm
 from extensor.ops.pool import avg_pool2d, global_avg_pool2d, max_pool2d
 from extensor.ops.reduce import (
     all,
@@ -217,7 +217,7 @@ __all__ = [
     "atan",
     "atan2",
     "atanh",
-    "avg_pool2d",
+    "avg_pool2d", "batch_norm",
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
     "bitwise_and",

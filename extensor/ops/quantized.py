@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from extensor.autograd.apply import apply
@@ -44,7 +43,6 @@ _ONCE = (
     "a quantized product is piecewise constant in its operands, so its straight-through gradient "
     "has no derivative of its own; use the fp32 recipe for second derivatives"
 )
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def layer_context(layer: LayerRecipe, seed: int = 0) -> LayerContext:
@@ -61,15 +59,15 @@ def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
     return spec.replace(axis=axis).resolve(2)
 
 
-def _dense(x: Array, dtype: str) -> Array:
-    return x if dtype == "float32" else x.astype(_BFLOAT16).astype(np.float32)
+def _dense(backend: Backend, x: Array, dtype: str) -> Array:
+    return x if dtype == "float32" else backend.bfloat16_values(x)
 
 
 def _operand(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
     """The values of matrix x that GEMM ``slot`` multiplies, contracted along ``axis``."""
     wanted = context.operand(slot)
     if isinstance(wanted, str):
-        return _dense(x, wanted)
+        return _dense(backend, x, wanted)
     spec = _placed(wanted, axis)
     stream = context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
     values, stats = backend.operand(x, spec, stream)
@@ -214,7 +212,7 @@ def _conv_forward(
 ) -> tuple[Array, list[Array]]:
     layer, xp = context.layer, backend.xp
     if layer.fprop.dense:
-        a, b = _dense(x, str(layer.fprop.a)), _dense(w, str(layer.fprop.b))
+        a, b = _dense(backend, x, str(layer.fprop.a)), _dense(backend, w, str(layer.fprop.b))
         out = backend.conv2d(a, b, window, groups)
         return _scaled(out, layer.fprop, xp), []
     patches = list(_groups(backend, x, window, groups))
@@ -254,7 +252,7 @@ def _conv_dgrad(
 ) -> Array:
     gemm, xp = context.layer.dgrad, backend.xp
     if gemm.dense:
-        a, b = _dense(g, str(gemm.a)), _dense(w, str(gemm.b))
+        a, b = _dense(backend, g, str(gemm.a)), _dense(backend, w, str(gemm.b))
         return _scaled(backend.conv2d_grad_x(a, b, shape, window, groups), gemm, xp)
     kernels = w.reshape(groups, w.shape[0] // groups, -1)
     part = (shape[0], shape[1] // groups, *shape[2:])
@@ -277,7 +275,7 @@ def _conv_wgrad(
 ) -> Array:
     gemm, xp = context.layer.wgrad, backend.xp
     if gemm.dense:
-        a, b = _dense(g, str(gemm.a)), _dense(x, str(gemm.b))
+        a, b = _dense(backend, g, str(gemm.a)), _dense(backend, x, str(gemm.b))
         return _scaled(backend.conv2d_grad_w(a, b, shape, window, groups), gemm, xp)
     patches = saved or list(_groups(backend, x, window, groups))
     parts = [

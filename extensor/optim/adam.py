@@ -30,6 +30,7 @@ class Adam(Optimizer):
     """
 
     decoupled = False
+    fused = True
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from extensor.autograd.tensor import ExTensor
-from extensor.optim.optimizer import check_range, is_finite
+from extensor.optim.optimizer import check_range
 
 __all__ = ["clip_grad_norm", "clip_grad_value"]
 
@@ -17,10 +17,10 @@ Array = Any
 
 
 def grad_arrays(params: Iterable[ExTensor]) -> list[tuple[Array, Any]]:
-    """(gradient data, array module) of each parameter that has a gradient."""
+    """(gradient data, backend) of each parameter that has a gradient."""
     if isinstance(params, ExTensor):
         params = [params]
-    return [(p.grad.data, p.backend.xp) for p in params if p.grad is not None]
+    return [(p.grad.data, p.backend) for p in params if p.grad is not None]
 
 
 def clip_grad_norm(
@@ -51,7 +51,7 @@ def clip_grad_norm(
     if nonfinite not in ("raise", "return"):
         raise ValueError(f"nonfinite: wanted 'raise' or 'return', got {nonfinite!r}")
     grads = _some(grad_arrays(params))
-    norm = math.sqrt(sum(_square_sum(g, xp) for g, xp in grads))
+    norm = math.sqrt(sum(_square_sum(g, backend.xp) for g, backend in grads))
     if not math.isfinite(norm):
         if nonfinite == "raise":
             raise FloatingPointError(
@@ -60,8 +60,8 @@ def clip_grad_norm(
             )
         return norm
     if norm > max_norm:
-        for g, xp in grads:
-            xp.multiply(g, max_norm / norm, out=g)
+        for g, backend in grads:
+            backend.xp.multiply(g, max_norm / norm, out=g)
     return norm
 
 
@@ -75,13 +75,13 @@ def clip_grad_value(params: Iterable[ExTensor], max_value: float) -> None:
     """
     check_range("max_value", max_value, math.ulp(0.0))
     grads = _some(grad_arrays(params))
-    if not all(is_finite(g, xp) for g, xp in grads):
+    if not all(backend.all_finite(g) for g, backend in grads):
         raise FloatingPointError(
             "clip_grad_value: wanted finite gradients, got NaN or infinity; lower the learning "
             "rate or the loss scale, or skip the step"
         )
-    for g, xp in grads:
-        xp.clip(g, -max_value, max_value, out=g)
+    for g, backend in grads:
+        backend.xp.clip(g, -max_value, max_value, out=g)
 
 
 def _some(grads: list[tuple[Array, Any]]) -> list[tuple[Array, Any]]:

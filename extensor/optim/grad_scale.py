@@ -18,7 +18,7 @@ from typing import Any
 from extensor.autograd.tensor import ExTensor
 from extensor.inspect.health import SlotHealth, slot_health
 from extensor.optim.clip import grad_arrays
-from extensor.optim.optimizer import Optimizer, is_finite
+from extensor.optim.optimizer import Optimizer
 from extensor.quant.array import QuantStats
 from extensor.quant.context import RecipeState
 from extensor.quant.spec import QuantSpec
@@ -146,9 +146,9 @@ class MXGradScaler:
                 "unscale_: wanted gradients, got none; call scaler.scale(loss).backward() first"
             )
         finite = True
-        for grad, xp in grads:
-            xp.multiply(grad, 1.0 / self._scale, out=grad)
-            finite = is_finite(grad, xp) and finite
+        for grad, backend in grads:
+            backend.xp.multiply(grad, 1.0 / self._scale, out=grad)
+            finite = backend.all_finite(grad) and finite
         self._finite[id(optimizer)] = finite
 
     def step(self, optimizer: Optimizer) -> bool:

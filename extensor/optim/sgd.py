@@ -29,6 +29,8 @@ class SGD(Optimizer):
         ValueError: for an option out of range, or Nesterov without momentum.
     """
 
+    fused = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -69,22 +71,6 @@ class SGD(Optimizer):
         step: int,
     ) -> None:
         """Move one stretch, in place."""
-        xp = backend.xp
-        one, two = scratch
-        lr, momentum, decay = options["lr"], options["momentum"], options["weight_decay"]
-        if decay:
-            xp.multiply(weight, decay, out=one)
-            one += grad
-            grad = one
-        if momentum:
-            buffer = state["momentum"]
-            buffer *= momentum
-            buffer += grad
-            if options["nesterov"]:
-                xp.multiply(buffer, momentum, out=two)
-                two += grad
-                grad = two
-            else:
-                grad = buffer
-        xp.multiply(grad, lr, out=two)
-        weight -= two
+        buffer = state["momentum"] if options["momentum"] else None
+        factors = (options["lr"], options["momentum"], options["weight_decay"])
+        backend.sgd(weight, grad, buffer, *factors, options["nesterov"])

@@ -8,8 +8,9 @@ an uninterrupted one.
 
 Averages of squares span twice the binades of the gradients, and divide. In 8-bit blocks their roots
 are stored, and a root above zero never becomes zero: it stays at the least code of its block (2^-17
-to 2^-18 of the block's largest), where a zero would turn the next update into one of 1 / eps. The root is right in the mean, its
-square too large by the variance: about 5% for beta2 = 0.999, so steps are 2 to 3% smaller.
+to 2^-18 of the block's largest), where a zero would turn the next update into one of 1 / eps. The
+root is right in the mean, its square too large by the variance: about 5% for beta2 = 0.999, so
+steps are 2 to 3% smaller.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from extensor.quant.array import QuantStats
+from extensor.quant.fixed import FixedScale
 from extensor.quant.recipe import SLOTS, LayerRecipe, Operand, Recipe
 from extensor.random import Stream
 
@@ -53,6 +54,7 @@ class LayerContext:
         layer: its recipe; the gradient scaler may replace it.
         state: the model's.
         call: which use of the layer in this step, for layers that are used several times.
+        fixed: the scale of the forward input, where calibration chose one beforehand.
     """
 
     path: str
@@ -60,6 +62,7 @@ class LayerContext:
     layer: LayerRecipe
     state: RecipeState
     call: int = 0
+    fixed: FixedScale | None = None
 
     def at(self, call: int) -> LayerContext:
         """The same layer in another use."""

@@ -21,7 +21,14 @@ from extensor.quant.rounding import decode, round_magnitude
 from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes, power_of_two
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["Coded", "block_statistic", "decode_blocks", "encode_blocks"]
+__all__ = [
+    "Coded",
+    "asymmetric_scale",
+    "block_statistic",
+    "decode_blocks",
+    "encode_blocks",
+    "float_scale",
+]
 
 Array = Any
 
@@ -114,7 +121,7 @@ def _mx(x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any) ->
     return Coded(codes, scales.astype(xp.uint8), saturated)
 
 
-def _float_scale(ratio: Array, spec: QuantSpec, xp: Any) -> tuple[Array, Array]:
+def float_scale(ratio: Array, spec: QuantSpec, xp: Any) -> tuple[Array, Array]:
     """The stored scale and its float32 value; a scale that rounds to zero is 1."""
     scale = xp.where(ratio == 0, xp.float32(1), ratio)
     if spec.scale_name == "float16":
@@ -130,7 +137,7 @@ def _float_scaled(x: Array, amax: Array, spec: QuantSpec, words: Array | None, x
     ratio = xp.where(finite, amax, xp.float32(0)) / xp.float32(spec.row.element.max)
     if spec.rule == "one":
         ratio = xp.ones_like(ratio)
-    stored, scale = _float_scale(ratio, spec, xp)
+    stored, scale = float_scale(ratio, spec, xp)
     safe = xp.where(finite[:, None], x, xp.float32(0))
     codes, saturated = round_values(safe / scale[:, None], spec, words, xp)
     return Coded(codes, xp.where(finite, stored, stored.dtype.type(np.nan)), saturated)
@@ -142,25 +149,39 @@ def _asymmetric(x: Array, real: Array, spec: QuantSpec, words: Array | None, xp:
     s = (max - min) / (qmax - qmin); z = rne(qmin - min / s).
     """
     element: ElementFormat = spec.row.element
-    low_code, high_code = -(1 << (element.bits - 1)), (1 << (element.bits - 1)) - 1
     finite = xp.isfinite(x).all(axis=1)
     safe = xp.where(finite[:, None], x, xp.float32(0))
     zero = xp.zeros((len(x), 1), dtype=xp.float32)
-    low = xp.concatenate([safe, zero], axis=1).min(axis=1).astype(xp.float64)
-    high = xp.concatenate([safe, zero], axis=1).max(axis=1).astype(xp.float64)
-    ratio = ((high - low) / (high_code - low_code)).astype(xp.float32)
-    if spec.rule == "one":
-        ratio = xp.ones_like(ratio)
-    stored, scale = _float_scale(ratio, spec, xp)
-    point = xp.clip(xp.rint(low_code - low / scale.astype(xp.float64)), low_code, high_code)
-    point = point.astype(xp.int64)
+    low = xp.concatenate([safe, zero], axis=1).min(axis=1)
+    high = xp.concatenate([safe, zero], axis=1).max(axis=1)
+    stored, scale, point = asymmetric_scale(low, high, spec, xp)
     scaled = safe / scale[:, None]
     if spec.element_scale != 1.0:
         scaled = scaled * xp.float32(spec.element_scale)
     magnitude = round_magnitude(scaled, element, words, spec.ties, xp)
     signed = xp.where(xp.signbit(scaled), -magnitude, magnitude) + point[:, None]
+    low_code, high_code = _codes_of(element)
     saturated = (signed < low_code) | (signed > high_code)
     codes = xp.clip(signed, low_code, high_code) & ((1 << element.bits) - 1)
     codes = xp.where(real & finite[:, None], codes, 0).astype(xp.uint8)  # zero is code z, padding 0
     scales = xp.where(finite, stored, stored.dtype.type(np.nan))
     return Coded(codes, scales, saturated & finite[:, None], zero_points=point.astype(xp.int8))
+
+
+def _codes_of(element: ElementFormat) -> tuple[int, int]:
+    """The least and the largest code of an asymmetric integer."""
+    return -(1 << (element.bits - 1)), (1 << (element.bits - 1)) - 1
+
+
+def asymmetric_scale(
+    low: Array, high: Array, spec: QuantSpec, xp: Any = np
+) -> tuple[Array, Array, Array]:
+    """Stored scales, their float32 values and int64 zero points of ranges [low, high] around 0."""
+    low_code, high_code = _codes_of(spec.row.element)
+    low, high = low.astype(xp.float64), high.astype(xp.float64)
+    ratio = ((high - low) / (high_code - low_code)).astype(xp.float32)
+    if spec.rule == "one":
+        ratio = xp.ones_like(ratio)
+    stored, scale = float_scale(ratio, spec, xp)
+    point = xp.clip(xp.rint(low_code - low / scale.astype(xp.float64)), low_code, high_code)
+    return stored, scale, point.astype(xp.int64)

@@ -21,9 +21,13 @@ from extensor.quant.hadamard import hadamard, inverse_hadamard
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
-__all__ = ["RunningAmax", "check_previous", "dequantize", "operand", "quantize"]
+__all__ = [
+    "FLOATS", "RunningAmax", "check_previous", "dequantize", "narrow", "operand", "quantize",
+]  # fmt: skip
 
 Array = Any
+
+FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and decode to
 
 
 def quantize(
@@ -92,6 +96,18 @@ def dequantize(q: QuantArray, xp: Any = np) -> Array:
     if q.spec.transform:
         values = inverse_hadamard(values, q.spec.transform, q.shape[q.spec.axis], xp)
     return xp.ascontiguousarray(xp.moveaxis(values, -1, q.spec.axis))
+
+
+def narrow(values: Array, dtype: str) -> Array:
+    """Float32 values in another of `FLOATS`, rounded once to nearest even.
+
+    Raises:
+        ValueError: for another dtype.
+    """
+    if dtype not in FLOATS:
+        raise ValueError(f"dequantize: wanted one of {', '.join(FLOATS)}, got {dtype!r}")
+    with np.errstate(over="ignore"):  # beyond float16's range there are infinities
+        return values if dtype == "float32" else values.astype(dtype)
 
 
 def operand(

@@ -7,8 +7,9 @@ that works. `resolve` fixes what depends on the array: the axis and the tile.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from extensor.errors import unknown_name
 from extensor.formats import DIALECTS, FORMATS, BlockFormat, Dialect, Tile
@@ -215,6 +216,20 @@ class QuantSpec:
     def replace(self, **changes: object) -> QuantSpec:
         """A copy with some fields changed, checked again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> QuantSpec:
+        """The inverse of `dataclasses.asdict`, also by way of JSON.
+
+        Raises:
+            TypeError, ValueError: for other fields, or values that a spec refuses.
+        """
+        values = dict(fields)
+        if values.get("transform") is not None:
+            values["transform"] = Hadamard(**values["transform"])
+        if isinstance(values.get("tile"), list):
+            values["tile"] = tuple(values["tile"])
+        return cls(**values)
 
     def resolve(self, ndim: int) -> QuantSpec:
         """The spec for an array of ``ndim`` axes: axis made non-negative, tile and rule filled in.

@@ -19,11 +19,13 @@ BEST = "checkpoint-best.safetensors"
 class SaveCheckpoint(Callback):
     """Writes both files atomically into the run's folder.
 
-    "Best" is by the task's metric, the earliest epoch of equals. It is for use, not for reporting:
-    the result is the last epoch's, which the test data had no part in choosing.
+    "Best" is by the task's metric on the validation data, the earliest epoch of equals; without
+    validation data there is no best one, since the test data may not choose.
     """
 
     def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
         trainer.save(trainer.out / LAST)
+        if not trainer.task.validates:
+            return
         if trainer.task.metric.best(trainer.history) is trainer.history[-1]:
             trainer.save(trainer.out / BEST)

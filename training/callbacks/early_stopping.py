@@ -1,4 +1,4 @@
-"""Early stopping on the test loss."""
+"""Early stopping on the validation loss."""
 
 from __future__ import annotations
 
@@ -15,19 +15,29 @@ __all__ = ["EarlyStopping"]
 
 
 class EarlyStopping(Callback):
-    """Stop once the test loss has not improved for ``patience`` epochs (1 or more)."""
+    """Stop once the validation loss has not improved for ``patience`` epochs (1 or more).
+
+    Raises:
+        ValueError: for a patience below 1; when the run starts, if nothing is held out.
+    """
 
     def __init__(self, patience: int) -> None:
         if patience < 1:
             raise ValueError(f"patience: wanted 1 or more epochs, got {patience}")
         self.patience = patience
 
+    def on_start(self, trainer: Trainer) -> None:
+        if not trainer.task.validates:
+            raise ValueError(
+                "early stopping: wanted validation data, got none; the way out: --val-share 0.1"
+            )
+
     def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
-        losses = [math.inf if e.test_loss is None else e.test_loss for e in trainer.history]
+        losses = [math.inf if e.val_loss is None else e.val_loss for e in trainer.history]
         best = min(range(len(losses)), key=losses.__getitem__)
         waited = len(losses) - 1 - best
         if waited >= self.patience:
             trainer.stop(
-                f"test loss has not improved for {waited} epochs (best: epoch "
+                f"validation loss has not improved for {waited} epochs (best: epoch "
                 f"{trainer.history[best].epoch})"
             )

@@ -32,11 +32,16 @@ def epoch_line(report: EpochReport, epochs: int, unit: str) -> str:
         if report.saturated is None
         else f"  saturated {percent(report.saturated)}  flushed {percent(report.flushed)}"
     )
+    validation = (
+        ""
+        if report.val_accuracy is None
+        else f"val loss {_loss(report.val_loss)} acc {percent(report.val_accuracy)}  "
+    )
     skipped = f"  skipped steps {report.skipped_steps}" if report.skipped_steps else ""
     return (
         f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  "
         f"train loss {_loss(report.train_loss)} acc {percent(report.train_accuracy)}  "
-        f"test loss {_loss(report.test_loss)} acc {percent(report.test_accuracy)}  "
+        f"{validation}test loss {_loss(report.test_loss)} acc {percent(report.test_accuracy)}  "
         f"{report.per_second:,.0f} {unit}/s{quantized}{skipped}"
     )
 

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+
 from training.data.dataset import Dataset, Split, pixel_statistics
 from training.data.fetch import DataError, RemoteFile, find_archive
+from training.data.prepared import prepared
 
 __all__ = ["ArchiveSource"]
 
+VERSION = 1  # of what `ArchiveSource` makes of an archive
 DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError)
 
 
@@ -42,7 +46,7 @@ class ArchiveSource:
     remedy: str
 
     def load(self, download: bool = True) -> Dataset:
-        """Find, check and unpack the archive, in memory. Images stay uint8.
+        """Find, check and unpack the archive, once; then it is cached. Images stay uint8.
 
         Args:
             download: False looks on this machine only.
@@ -50,13 +54,32 @@ class ArchiveSource:
         Raises:
             DataError: if the archive is missing or damaged.
         """
-        urls = self.urls if download else ()
+        made_of = f"{self.archive.sha256} {self.name}"
+        arrays = prepared(
+            self.name, made_of, VERSION, lambda: self._arrays(self.urls if download else ())
+        )
+        train, test = (
+            Split(arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in ("train", "test")
+        )
+        mean, std = (tuple(float(v) for v in arrays[name]) for name in ("mean", "std"))
+        return Dataset(self.name, train, test, self.classes, mean, std)
+
+    def _arrays(self, urls: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """The archive's arrays, and mean and standard deviation of the training pixels."""
         path = find_archive(self.folder, self.archive, self.system, urls, self.remedy)
         try:
             train, test = self.splits(path)
         except DAMAGED as error:
             raise DataError(f"{path}: wanted a complete {self.kind}, got: {error}") from error
-        return Dataset(self.name, train, test, self.classes, *pixel_statistics(train.images))
+        mean, std = pixel_statistics(train.images)
+        return {
+            "train.images": train.images,
+            "train.labels": train.labels,
+            "test.images": test.images,
+            "test.labels": test.labels,
+            "mean": np.array(mean),
+            "std": np.array(std),
+        }
 
     def splits(self, path: Path) -> tuple[Split, Split]:
         """Read the training and the test images out of the archive.

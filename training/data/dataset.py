@@ -1,7 +1,7 @@
 """What a data set is: two splits of labelled images, kept small, and how they become batches.
 
 Images stay in the type they come in (uint8 for the IDX sets); a batch is normalised when it is
-drawn. The order of an epoch is a pure function of (seed, epoch), so a resumed run sees the same
+drawn. Everything about an epoch is a pure function of (seed, epoch), so a resumed run sees the same
 batches without any state to restore.
 """
 
@@ -12,24 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from extensor.random import Stream, philox4x32
 from training.batch import Batch
+from training.data.draws import Draws
+from training.data.transforms import Normalize, Transform
 
-__all__ = [
-    "DATA_TENSOR",
-    "Dataset",
-    "Split",
-    "batches",
-    "epoch_order",
-    "pixel_statistics",
-    "shift_images",
-    "stream_words",
-]
-
-# Names this file's random bits apart from the layers', whose numbers count up from 0.
-DATA_TENSOR = (1 << 24) - 1
-ORDER_SLOT, SHIFT_SLOT = 0, 1
-MAX_SHIFT = 2
+__all__ = ["Dataset", "Split", "batches", "held_out", "pixel_statistics"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +37,8 @@ class Split:
                 "images: wanted (N, C, H, W) of uint8 or float32, got "
                 f"{self.images.shape} of {self.images.dtype}"
             )
+        if self.images.size == 0 < len(self.images):
+            raise ValueError(f"images: wanted pixels, got shape {self.images.shape}")
         if self.labels.shape != (len(self.images),) or self.labels.dtype != np.int64:
             raise ValueError(
                 f"labels: wanted ({len(self.images)},) of int64, got {self.labels.shape} of "
@@ -58,6 +47,10 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.images)
+
+    def where(self, chosen: np.ndarray) -> Split:
+        """The images that a mask or indices choose (copies)."""
+        return Split(self.images[chosen], self.labels[chosen])
 
     def first(self, count: int | None) -> Split:
         """The first ``count`` images (views); all of them where ``count`` is None."""
@@ -83,6 +76,22 @@ class Dataset:
     mean: float | tuple[float, ...]
     std: float | tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        for part, split in (("train", self.train), ("test", self.test)):
+            if not len(split):
+                raise ValueError(f"data set {self.name!r}: wanted {part} images, got none")
+            low, high = int(split.labels.min()), int(split.labels.max())
+            if low < 0 or high >= len(self.classes):
+                raise ValueError(
+                    f"data set {self.name!r}: wanted {part} labels in 0..{len(self.classes) - 1}, "
+                    f"one of {len(self.classes)} classes, got {low if low < 0 else high}"
+                )
+        if self.train.images.shape[1:] != self.test.images.shape[1:]:
+            raise ValueError(
+                f"data set {self.name!r}: wanted training and test images of one shape, got "
+                f"{self.train.images.shape[1:]} and {self.test.images.shape[1:]}"
+            )
+
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """(C, H, W)."""
@@ -94,43 +103,6 @@ class Dataset:
         return replace(self, train=self.train.first(train), test=self.test.first(test))
 
 
-def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of 0..count-1 that depends on nothing but the arguments.
-
-    It sorts Philox words, so it is the same on every machine and every numpy.
-    """
-    return np.argsort(_words(count, seed, epoch, ORDER_SLOT), kind="stable")
-
-
-def _words(count: int, seed: int, epoch: int, slot: int) -> np.ndarray:
-    """Random uint32 words, one for each image of the split."""
-    return stream_words(Stream(seed, epoch, DATA_TENSOR, slot), count)
-
-
-def stream_words(stream: Stream, count: int, part: int = 0) -> np.ndarray:
-    """The first ``count`` random uint32 words of a part of a stream, the same on every machine."""
-    calls = np.arange(-(-count // 4), dtype=np.uint64)
-    words = philox4x32((calls, np.uint64(part), *stream.counter_high), stream.key)
-    return np.stack(words, axis=-1).reshape(-1)[:count]
-
-
-def shift_images(images: np.ndarray, indices: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """Shift each image by up to two pixels each way, zeros coming in at the edge.
-
-    The shift depends on (seed, epoch, the image's index in the split), not on the batch.
-    """
-    words = _words(int(indices.max()) + 1, seed, epoch, SHIFT_SLOT)[indices]
-    side = 2 * MAX_SHIFT + 1
-    down, right = words % side, words // side % side
-    edge = ((0, 0), (0, 0), (MAX_SHIFT, MAX_SHIFT), (MAX_SHIFT, MAX_SHIFT))
-    padded = np.pad(images, edge)
-    height, width = images.shape[2:]
-    out = np.empty_like(images)
-    for i, (y, x) in enumerate(zip(down.tolist(), right.tolist(), strict=True)):
-        out[i] = padded[i, :, y : y + height, x : x + width]
-    return out
-
-
 def batches(
     dataset: Dataset,
     split: Split,
@@ -138,7 +110,9 @@ def batches(
     *,
     order: np.ndarray | None = None,
     start: int = 0,
-    augment: tuple[int, int] | None = None,
+    augment: Transform | None = None,
+    seed: int = 0,
+    epoch: int = 0,
 ) -> Iterator[Batch]:
     """Normalised batches; the last one may be smaller.
 
@@ -146,27 +120,42 @@ def batches(
         dataset: gives mean and std.
         split: the images.
         batch_size: images per batch.
-        order: permutation of the images; None keeps their order.
+        order: indices of the images; None takes each once, in order.
         start: the first batch to give (to resume inside an epoch).
-        augment: (seed, epoch) of random shifts; None for no augmentation.
+        augment: what is done to images first; None for nothing.
+        seed: what its random numbers are a function of, as of the next.
+        epoch: the epoch.
     """
     order = np.arange(len(split)) if order is None else order
-    mean, std = (
-        np.broadcast_to(np.asarray(v, np.float64), split.images.shape[1])
-        for v in (dataset.mean, dataset.std)
-    )
-    channels = np.arange(len(mean))[:, None, None]
-    shift, scale = (v.astype(np.float32)[:, None, None] for v in (mean, std))
-    # uint8 has 256 values: normalising them once makes every batch a table look-up
-    table = ((np.arange(256) / 255.0 - mean[:, None]) / std[:, None]).astype(np.float32)
-    for index in range(start, -(-len(split) // batch_size)):
+    normalize = Normalize(dataset.mean, dataset.std)
+    for index in range(start, -(-len(order) // batch_size)):
         chosen = order[index * batch_size : (index + 1) * batch_size]
-        images = split.images[chosen]
+        images, draws = split.images[chosen], Draws(seed, epoch, chosen)
         if augment is not None:
-            images = shift_images(images, chosen, *augment)
-        whole = images.dtype == np.uint8
-        pixels = table[channels, images] if whole else (images - shift) / scale
-        yield Batch(index, pixels, split.labels[chosen])
+            images = augment(images, draws)
+        yield Batch(index, normalize(images, draws), split.labels[chosen])
+
+
+def held_out(labels: np.ndarray, share: float) -> np.ndarray:
+    """True for a share of the items of each class, evenly spaced in order, at least one of each.
+
+    Raises:
+        ValueError: if that leaves a class nothing to train on, or the share is not in (0, 1).
+    """
+    if not 0.0 < share < 1.0:
+        raise ValueError(f"--val-share: wanted a number in (0, 1), got {share!r}")
+    out = np.zeros(len(labels), bool)
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        count = max(1, round(share * len(members)))
+        if count >= len(members):
+            raise ValueError(
+                f"--val-share: wanted at least one training image beside {count} held out, got "
+                f"{len(members)} of class {label}; the way out: a smaller share, or more images"
+            )
+        places = (np.arange(count) + 0.5) * len(members) / count
+        out[members[places.astype(int)]] = True
+    return out
 
 
 def pixel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,8 +1,7 @@
 """The offline default: scikit-learn's 1,797 real handwritten digits of 8x8 pixels.
 
-Enlarged to 28x28 so that LeNet-5 fits, by bilinear interpolation between pixel centres (output
-pixel i looks at input coordinate (i + 1/2) * 8 / 28 - 1/2, clamped at the edge). Values 0..16
-become 0..1.
+Enlarged to 28x28 so that LeNet-5 fits, by bilinear interpolation between pixel centres
+(`resize_matrix`). Values 0..16 become 0..1.
 
 The split is fixed and needs no random numbers: of each class, in file order, 36 evenly spaced
 images are test (image floor((j + 1/2) * n / 36) for j in 0..35), the rest train: 1,437 + 360. The
@@ -17,6 +16,7 @@ import numpy as np
 
 from training.data.dataset import Dataset, Split
 from training.data.fetch import DataError
+from training.data.transforms import resize_matrix
 
 __all__ = ["enlarge", "load_digits", "stratified_split"]
 
@@ -28,12 +28,7 @@ SHA256 = "8f26b2bd9d135c256808f68f14fdabddde6d9c7f869ae419704b051f0f14b3b3"
 
 def enlarge(images: np.ndarray, side: int) -> np.ndarray:
     """Bilinear resize of (N, h, h) to (N, side, side), float32."""
-    height = images.shape[1]
-    source = np.clip((np.arange(side) + 0.5) * height / side - 0.5, 0, height - 1)
-    low = np.minimum(source.astype(int), height - 2)
-    weights = np.zeros((side, height))
-    weights[np.arange(side), low] = 1 - (source - low)
-    weights[np.arange(side), low + 1] = source - low
+    weights = resize_matrix(images.shape[1], side)
     return (weights @ images.astype(np.float64) @ weights.T).astype(np.float32)
 
 

@@ -8,7 +8,7 @@ no case for either: images give one row each, texts one for each token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,11 +48,14 @@ class Metric:
     baselines: tuple[str, ...]
 
     def best(self, history: list[EpochReport]) -> EpochReport:
-        """The best epoch, the earliest of equals; one whose number is not finite is the worst."""
+        """The epoch that is best on the validation data, the earliest of equals.
+
+        One whose number is not finite is the worst.
+        """
         sign = 1.0 if self.higher_is_better else -1.0
 
         def rank(report: EpochReport) -> tuple[float, int]:
-            value = getattr(report, f"test_{self.key}")
+            value = getattr(report, f"val_{self.key}")
             return (-np.inf if value is None else sign * value, -report.epoch)
 
         return max(history, key=rank)
@@ -107,6 +110,8 @@ class Task(ABC):
         metric: what runs are compared by.
         unit: what is counted: "images" or "tokens".
         kind: the kind of data, "images" or "text".
+        augmentations: what ``--augment`` may name.
+        validates: whether training data is held out for validation.
         own: settings that only such tasks know; for others they are 0 or "".
         eval_batch: inputs per batch of an evaluation.
         batches: optimizer steps in an epoch.
@@ -115,9 +120,11 @@ class Task(ABC):
     metric: ClassVar[Metric]
     unit: ClassVar[str]
     kind: ClassVar[str]
+    augmentations: ClassVar[Collection[str]] = ("none",)
     own: ClassVar[tuple[str, ...]] = ()
     eval_batch: ClassVar[int]
     batches: int
+    validates: bool = False
 
     @classmethod
     @abstractmethod
@@ -139,6 +146,10 @@ class Task(ABC):
     @abstractmethod
     def test(self, batch_size: int) -> Iterator[Batch]:
         """The test batches, always the same."""
+
+    @abstractmethod
+    def validation(self, batch_size: int) -> Iterator[Batch]:
+        """The batches of what was held out, always the same; none where nothing was."""
 
     @abstractmethod
     def scores(self) -> Scores:

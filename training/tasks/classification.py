@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from training.batch import Batch
-from training.data import DataError, Dataset, batches, epoch_order, load_dataset
+from training.data import (
+    AUGMENTATIONS,
+    SAMPLERS,
+    DataError,
+    Dataset,
+    Split,
+    batches,
+    held_out,
+    load_dataset,
+)
 from training.metrics import ClassScores
 from training.tasks.base import Metric, Scores, Task
 
@@ -44,13 +54,21 @@ class Classification(Task):
         baselines=("fp32", "bf16"),
     )
     unit, kind = "images", "images"
+    augmentations = AUGMENTATIONS
     eval_batch = 500
 
     def __init__(self, config: RunConfig, dataset: Dataset | None = None) -> None:
         self.config = config
         dataset = load_dataset(config.dataset) if dataset is None else dataset
-        self.dataset = dataset.limited(config.train_limit or None, config.test_limit or None)
-        images = len(self.dataset.train)
+        dataset = dataset.limited(config.train_limit or None, config.test_limit or None)
+        self.held: Split | None = None
+        self.validates = config.val_share > 0
+        if self.validates:
+            held = held_out(dataset.train.labels, config.val_share)
+            self.held = dataset.train.where(held)
+            dataset = replace(dataset, train=dataset.train.where(~held))
+        self.dataset = dataset
+        images = len(dataset.train)
         if config.batch_size > images:
             raise ValueError(
                 f"--batch-size: wanted at most the {images} training images, "
@@ -69,15 +87,17 @@ class Classification(Task):
         return {"in_channels": channels, "image_size": side, "classes": classes}
 
     def training(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Every image once, in an order that the seed and the epoch decide."""
+        """The sampler's images, as the seed and the epoch decide."""
         config, dataset = self.config, self.dataset
         drawn = batches(
             dataset,
             dataset.train,
             config.batch_size,
-            order=epoch_order(len(dataset.train), config.seed, epoch),
+            order=SAMPLERS[config.sampler](dataset.train.labels, config.seed, epoch),
             start=start,
-            augment=(config.seed, epoch) if config.augment else None,
+            augment=AUGMENTATIONS[config.augment],
+            seed=config.seed,
+            epoch=epoch,
         )
         for batch in drawn:
             finite = np.isfinite(batch.inputs)
@@ -93,6 +113,12 @@ class Classification(Task):
     def test(self, batch_size: int) -> Iterator[Batch]:
         """The test images in order."""
         return batches(self.dataset, self.dataset.test, batch_size)
+
+    def validation(self, batch_size: int) -> Iterator[Batch]:
+        """The images held out, in order."""
+        if self.held is None:
+            return iter(())
+        return batches(self.dataset, self.held, batch_size)
 
     def scores(self) -> Scores:
         """Top-1, top-3 and the confusion matrix."""

@@ -14,7 +14,7 @@ import numpy as np
 from extensor.random import Stream
 from training.batch import Batch
 from training.data import load_dataset
-from training.data.dataset import DATA_TENSOR, stream_words
+from training.data.draws import DATA_TENSOR, stream_words
 from training.metrics import TokenScores
 from training.tasks.base import Metric, Scores, Task
 from training.text.augment import replace_tokens
@@ -29,7 +29,7 @@ __all__ = ["Causal"]
 
 NOISE_SLOT = 3
 NOISE = 0.02
-"""The share of input tokens that --augment replaces."""
+"""The share of input tokens that `--augment noise` replaces."""
 
 
 class Causal(Task):
@@ -55,6 +55,7 @@ class Causal(Task):
         baselines=("bf16", "fp32"),
     )
     unit, kind = "tokens", "text"
+    augmentations = ("none", "noise")
     own = ("epoch_steps", "context", "tokenizer", "vocab_size")
     eval_batch = 64
 
@@ -70,6 +71,14 @@ class Causal(Task):
             flat_tokens(self.tokenizer.encode(text), config.context)
             for text in (self.corpus.train, self.corpus.test)
         )
+        self.held_tokens: np.ndarray | None = None
+        self.validates = config.val_share > 0
+        if self.validates:
+            cut = len(self.train_tokens) - round(config.val_share * len(self.train_tokens))
+            self.train_tokens, self.held_tokens = (
+                flat_tokens(part, config.context)
+                for part in (self.train_tokens[:cut], self.train_tokens[cut:])
+            )
 
     @classmethod
     def check(cls, settings: Settings) -> None:
@@ -105,14 +114,23 @@ class Causal(Task):
         starts = random_starts(len(tokens), context, config.seed, epoch, count)
         for index in range(start, config.epoch_steps):
             inputs, labels = window(tokens, starts[index * size : (index + 1) * size], context)
-            if config.augment:
+            if config.augment == "noise":
                 words = self._words(epoch, index, inputs.shape)
                 inputs = replace_tokens(inputs, words, NOISE, self.tokenizer.size)
             yield Batch(index, inputs, labels)
 
     def test(self, batch_size: int) -> Iterator[Batch]:
         """The fixed windows in order."""
-        context, tokens = self.config.context, self.test_tokens
+        return self._fixed(self.test_tokens, batch_size)
+
+    def validation(self, batch_size: int) -> Iterator[Batch]:
+        """Fixed windows of the end of the training part, which no training window reaches into."""
+        if self.held_tokens is None:
+            return iter(())
+        return self._fixed(self.held_tokens, batch_size)
+
+    def _fixed(self, tokens: np.ndarray, batch_size: int) -> Iterator[Batch]:
+        context = self.config.context
         starts = even_starts(len(tokens), context, self.config.test_limit or None)
         for index, begin in enumerate(range(0, len(starts), batch_size)):
             inputs, labels = window(tokens, starts[begin : begin + batch_size], context)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from extensor.random import Stream
-from training.data.dataset import DATA_TENSOR, stream_words
+from training.data.draws import DATA_TENSOR, stream_words
 
 __all__ = ["even_starts", "flat_tokens", "random_starts", "window"]
 

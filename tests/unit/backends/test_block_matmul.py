@@ -280,6 +280,17 @@ def test_nan_codes(variant: str, name: str) -> None:
         assert np.flatnonzero(np.isnan(got)).tolist() == [4, 5]
 
 
+@pytest.mark.parametrize("spec", [MXFP4, QuantSpec("int4", symmetric=False)], ids=["mxfp4", "int4"])
+def test_what_an_earlier_call_left_does_not_show(variant: str, spec: QuantSpec) -> None:
+    """Memory that is used again is full of NaN; lanes beyond the end must not meet it."""
+    wide, small = quantized((8, 4096), spec, 0), quantized((8, 33), spec, 1)
+    wide.scales[:] = 255 if wide.scales.dtype == np.uint8 else np.nan
+    x = np.random.default_rng(2).standard_normal((8, 4096)).astype(np.float32)
+    for rows in (1, 2, 4, 8):
+        assert np.isnan(BACKEND.weight_matmul(x[:rows], wide)).all()
+        assert np.isfinite(BACKEND.weight_matmul(x[:rows, :33].copy(), small)).all()
+
+
 def test_zeros_give_zero(variant: str) -> None:
     a = BACKEND.quantize(np.zeros((9, 70), np.float32), MXFP4.resolve(2))[0]
     b = quantized((8, 70), MXFP4, 1)

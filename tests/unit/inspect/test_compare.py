@@ -184,3 +184,34 @@ def test_what_it_refuses():
         compare_layers(Repeat(1.0, 2), Repeat(1.0, 1), x)
     with pytest.raises(ValueError, match="inner: wanted 2 outputs as the reference has, got 1"):
         compare_layers(Repeat(1.0, 1), Repeat(1.0, 2), x)
+
+
+def test_isolated_layers_show_their_own_error():
+    class Chain(nn.Module):
+        def __init__(self, *values):
+            self.parts = nn.ModuleList([Scale(v) for v in values])
+
+        def forward(self, x):
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    x, exact, model = tensor([1.0, -2.0]), Chain(2.0, 3.0, 4.0), Chain(2.0, 3.3, 4.0)
+    rows = {r.layer: r for r in compare_layers(model, exact, x, isolated=True).rows}
+    assert list(rows) == ["parts.0", "parts.1", "parts.2", "(output)"]
+    assert rows["parts.0"].sqnr_db == rows["parts.2"].sqnr_db == math.inf
+    assert rows["parts.1"].sqnr_db == pytest.approx(20.0, abs=1e-3)
+    assert rows["(output)"].sqnr_db == pytest.approx(20.0, abs=1e-3)
+    rows = {r.layer: r for r in compare_layers(model, exact, x).rows}
+    assert rows["parts.2"].sqnr_db == pytest.approx(20.0, abs=1e-3)
+    assert not any(m._hooks or m._pre_hooks for c in (exact, model) for m in c.modules())
+
+
+def test_isolated_counts_are_one_call_s():
+    reference = net()
+    model = copy.deepcopy(reference)
+    nn.apply_recipe(model, "mxfp4_all")
+    own, whole = (compare_layers(model, reference, image(), isolated=i).rows for i in (True, False))
+    assert own[0] == whole[0]  # the first layer has no errors before it
+    assert own[1].sqnr_db > whole[1].sqnr_db and own[-1] == whole[-1]
+    assert all(0 <= row.flushed < 0.5 for row in own[:3])

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from training.data import DataError, Dataset, Split, batches, epoch_order, fetch, load_dataset
-from training.data.dataset import shift_images
 from training.data.digits import enlarge, stratified_split
+from training.data.draws import Draws
 from training.data.fetch import RemoteFile, cache_directory, find
 from training.data.idx import FASHION_MNIST, MNIST, IdxSource, parse_idx
+from training.data.transforms import RandomCrop
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
@@ -250,8 +251,8 @@ def test_batches_cover_the_split_once_and_can_start_inside() -> None:
 def test_shifts_depend_on_the_image_not_the_batch() -> None:
     data = toy()
     indices = np.arange(10)
-    whole = shift_images(data.train.images, indices, 0, 1)
-    part = shift_images(data.train.images[3:5], indices[3:5], 0, 1)
+    whole = RandomCrop(2)(data.train.images, Draws(0, 1, indices))
+    part = RandomCrop(2)(data.train.images[3:5], Draws(0, 1, indices[3:5]))
     assert np.array_equal(whole[3:5], part)
     assert not np.array_equal(whole, data.train.images)
     # whatever is left of an image is pixels of it, or zero

@@ -17,6 +17,7 @@ from rich.console import Console
 import extensor.nn
 from extensor import no_grad
 from extensor.io import load_checkpoint
+from extensor.quant import QuantArray
 from extensor.quant.recipe import Recipe, Rule
 from extensor.quant.recipes import get_recipe
 from training import loop
@@ -57,10 +58,17 @@ def weights(trainer: Trainer) -> dict[str, bytes]:
 
 def timeless(trainer: Trainer) -> list[dict[str, Any]]:
     """History without clocks and telemetry, which a checkpoint need not carry."""
-    drop = ("seconds", "per_second", "saturated", "flushed")
+    drop = ("seconds", "per_second", "waited", "saturated", "flushed")
     return [
         {k: v for k, v in report.as_dict().items() if k not in drop} for report in trainer.history
     ]
+
+
+def parts(a: Any, b: Any) -> list[tuple[Any, Any]]:
+    """Two values, or the arrays of two blocked ones, in pairs."""
+    if not isinstance(a, QuantArray):
+        return [(a, b)]
+    return [(a.parts[name], b.parts[name]) for name in a.parts]
 
 
 def fitted(config: RunConfig, out: Path, *callbacks: Callback) -> Trainer:
@@ -72,7 +80,9 @@ def fitted(config: RunConfig, out: Path, *callbacks: Callback) -> Trainer:
 
 def test_a_run_leaves_everything(small: Make, tmp_path: Path) -> None:
     out, console = tmp_path / "run", Console(file=io.StringIO(), width=100)
-    config = small(recipe="mxfp4", label_smoothing=0.1, clip_norm=1.0, augment=True, lr=0.05)
+    config = small(
+        recipe="mxfp4", label_smoothing=0.1, clip_norm=1.0, augment="shift", lr=0.05, val_share=0.2
+    )
     result = train(config, out, resume=False, console=console)
     assert {p.name for p in out.iterdir()} == {
         "config.toml",
@@ -88,11 +98,16 @@ def test_a_run_leaves_everything(small: Make, tmp_path: Path) -> None:
     assert [line["epoch"] for line in lines] == [1, 2]
     assert result["accuracy"] == lines[-1]["test_accuracy"] > 0.5
     assert result["loss"] == lines[-1]["test_loss"]
-    assert (result["steps"], result["skipped_steps"], result["diverged"]) == (12, 0, None)
+    assert (result["steps"], result["skipped_steps"], result["diverged"]) == (10, 0, None)
     assert result["parameters"] == 784 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
     assert 0 < result["flushed"] < 1
     assert 0 <= result["saturated"] < 0.1
     assert sum(map(sum, result["confusion"])) == 60
+    chosen = max(lines, key=lambda line: (line["val_accuracy"], -line["epoch"]))
+    assert result["best_epoch"] == chosen["epoch"]
+    assert result["best_accuracy"] == chosen["test_accuracy"]
+    assert result["optimizer_bytes"] == 4 * result["parameters"]
+    assert 0 <= result["waited"] < 1
     assert 0 < result["peak_rss_mb"] < 16_000  # of the whole process, other tests included
     assert any((out / "tensorboard").iterdir())
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -116,7 +131,15 @@ def test_training_learns(small: Make, tmp_path: Path) -> None:
     [
         (4, {"recipe": "mxfp4"}),
         (6, {"recipe": "mxfp4"}),
-        (9, {"recipe": "fp32", "optimizer": "adam", "augment": True}),
+        (
+            9,
+            {
+                "recipe": "fp32",
+                "optimizer": "adam",
+                "augment": "strong",
+                "optimizer_states": "mxfp8_e4m3",
+            },
+        ),
         (8, {"recipe": "mxfp4_adaptive", "optimizer": "adamw", "schedule": "constant"}),
     ],
 )
@@ -136,7 +159,7 @@ def test_a_resumed_run_is_bit_identical(
     assert timeless(resumed) == timeless(whole)
     assert resumed.scaler.state_dict() == whole.scaler.state_dict()
     ours, theirs = resumed.optimizer.state_dict(), whole.optimizer.state_dict()
-    assert all(np.array_equal(ours[name], theirs[name]) for name in ours | theirs)
+    assert all(np.array_equal(a, b) for n in ours | theirs for a, b in parts(ours[n], theirs[n]))
 
 
 def test_the_seed_decides_everything(small: Make, tmp_path: Path) -> None:
@@ -209,18 +232,43 @@ def test_stuck_at_chance_is_recorded_as_diverged(small: Make, tmp_path: Path) ->
 
 
 def test_early_stopping_stops(small: Make, tmp_path: Path) -> None:
-    trainer = Trainer(small(epochs=9, lr=1e-12), tmp_path, callbacks=[EarlyStopping(2)])
+    trainer = Trainer(
+        small(epochs=9, lr=1e-12, val_share=0.2), tmp_path, callbacks=[EarlyStopping(2)]
+    )
     trainer.fit()
-    losses = [report.test_loss for report in trainer.history]
+    losses = [report.val_loss for report in trainer.history]
     assert len(losses) - 1 - losses.index(min(losses)) == 2  # type: ignore[type-var]
     assert trainer.stop_reason is not None
     assert "has not improved for 2 epochs" in trainer.stop_reason
 
 
+def test_without_validation_nothing_is_chosen(small: Make, tmp_path: Path) -> None:
+    trainer = fitted(small(epochs=1), tmp_path, SaveCheckpoint())
+    assert not (tmp_path / "checkpoint-best.safetensors").exists()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["best_epoch"] is result["best_accuracy"] is result["val_loss"] is None
+    assert trainer.history[0].val_accuracy is None
+    with pytest.raises(ValueError, match="wanted validation data, got none"):
+        fitted(small(epochs=1), tmp_path, EarlyStopping(2))
+
+
+def test_validation_images_are_of_no_other_part(small: Make, tmp_path: Path) -> None:
+    task = Trainer(small(val_share=0.2), tmp_path).task
+    whole = load_dataset("digits").limited(96, 60).train
+    train, held = task.dataset.train, task.held
+    assert len(train) + len(held) == len(whole) == 96
+    keys = [{image.tobytes() for image in part.images} for part in (train, held, whole)]
+    assert not keys[0] & keys[1] and keys[0] | keys[1] == keys[2]
+    counts = np.bincount(held.labels, minlength=10), np.bincount(whole.labels)
+    assert (np.abs(counts[0] - 0.2 * counts[1]) <= 0.5).all()  # a share of each class
+    with pytest.raises(ValueError, match="at least one training image beside 1 held out, got 1"):
+        Trainer(small(val_share=0.5, train_limit=9, batch_size=4), tmp_path)
+
+
 def test_best_checkpoint_is_the_best_epochs(small: Make, tmp_path: Path) -> None:
-    trainer = fitted(small(epochs=4), tmp_path, SaveCheckpoint())
+    trainer = fitted(small(epochs=4, val_share=0.2), tmp_path, SaveCheckpoint())
     best = load_checkpoint(tmp_path / "checkpoint-best.safetensors")
-    accuracies = [report.test_accuracy for report in trainer.history]
+    accuracies = [report.val_accuracy for report in trainer.history]
     assert len(best.metadata["history"]) == accuracies.index(max(accuracies)) + 1
     last = load_checkpoint(tmp_path / LAST)
     assert len(last.metadata["history"]) == 4

@@ -1,0 +1,204 @@
+// Whole tiles of bfloat16 on AVX-512, 32 values to a register and without leaving 16 bits: maxima,
+// and codes of grids whose scales are powers of two.
+//
+// Dividing by 2**e takes e from the exponent field. Rounding to nearest even drops the last places
+// of what is left, and 8 bits of significand always hold the tie: integer arithmetic is exact.
+#pragma once
+
+#include "tiles_avx512.hpp"
+
+namespace EXTENSOR_ISA {
+
+// ---- maxima ----
+
+// The lane of 16 bits whose index differs in bit S.
+template <int S>
+INLINE __m512i partner16(__m512i v) {
+    if constexpr (S == 1) {
+        const __m128i swap = _mm_setr_epi8(2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+        return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(swap));
+    }
+    if constexpr (S == 2) return _mm512_shuffle_epi32(v, _MM_PERM_CDAB);
+    if constexpr (S == 4) return _mm512_shuffle_epi32(v, _MM_PERM_BADC);
+    if constexpr (S == 8) return _mm512_shuffle_i64x2(v, v, 0xB1);
+    if constexpr (S == 16) return _mm512_shuffle_i64x2(v, v, 0x4E);
+}
+
+// As fold in tiles.hpp, on lanes of 16 bits.
+template <int S>
+INLINE __m512i fold16(__m512i a, __m512i b) {
+    constexpr uint32_t upper = S == 1   ? 0xAAAAAAAAu
+                               : S == 2 ? 0xCCCCCCCCu
+                               : S == 4 ? 0xF0F0F0F0u
+                                        : 0xFF00FF00u;
+    return _mm512_max_epu16(_mm512_mask_blend_epi16(upper, a, b),
+                            partner16<S>(_mm512_mask_blend_epi16(upper, b, a)));
+}
+
+template <int S, int N>
+INLINE void fold_all(__m512i (&v)[16]) {
+    for (int i = 0; i < N / 2; ++i) v[i] = fold16<S>(v[2 * i], v[2 * i + 1]);
+}
+
+// The largest magnitudes of the first values of a run, lane by lane; returns how many these are.
+INLINE int64_t maximum_start(const bfloat16* x, int64_t count, vu& maxima) {
+    __m512i m[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
+    int64_t i = 0;
+    for (; i + 64 <= count; i += 64) {
+        prefetch_ahead(x + i, 64);
+        for (int k = 0; k < 2; ++k)
+            m[k] = _mm512_max_epu16(
+                m[k], _mm512_and_si512(_mm512_loadu_si512(x + i + 32 * k), magnitude));
+    }
+    m[0] = _mm512_max_epu16(m[0], m[1]);
+    const __m512i high = _mm512_and_si512(m[0], _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)));
+    maxima = reinterpret_cast<vu>(_mm512_max_epu32(high, _mm512_slli_epi32(m[0], 16)));
+    return i;
+}
+
+template <int Tile>
+INLINE vu tile_maxima(const bfloat16* x) {
+    constexpr int kVectors = Tile / 2;
+    __m512i v[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i)
+        v[i] = _mm512_and_si512(_mm512_loadu_si512(x + 32 * i), _mm512_set1_epi16(0x7FFF));
+    fold_all<1, kVectors>(v);
+    fold_all<2, kVectors / 2>(v);
+    fold_all<4, kVectors / 4>(v);
+    if constexpr (Tile == 32) {
+        fold_all<8, 2>(v);
+        v[0] = _mm512_max_epu16(v[0], partner16<16>(v[0]));
+    } else {
+        // Lane i holds tile 2 * (i & 7) + (i >> 4), once more in lane i ^ 8.
+        v[0] = _mm512_max_epu16(v[0], partner16<8>(v[0]));
+        alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2, 18, 3, 19,
+                                                            4, 20, 5, 21, 6, 22, 7, 23};
+        v[0] = _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), v[0]);
+    }
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(v[0]));
+    return reinterpret_cast<vu>(_mm512_slli_epi32(wide, 16));
+}
+
+// ---- codes ----
+
+// Codes of tiles of 32 whose scales are powers of two.
+template <int Index>
+struct HalfCoder {
+    static constexpr Element e = kElements[Index];
+    static constexpr bool kCovered = e.is_float && (e.bits == 8 || (e.bits == 4 && e.mantissa_bits == 1));
+    // The exponent that a scaled value's bits count from: four-bit codes come from a table of
+    // quarter binades from 1/4 on; else a code is what rounding leaves, from the binade below the
+    // smallest normal number on.
+    static constexpr int kFrom = e.bits == 4 ? -2 : e.min_exponent - 1;
+    static constexpr int kDrop = 7 - e.mantissa_bits;
+
+    // 32 codes of one tile, each in 16 bits, in order.
+    static INLINE __m512i codes(const bfloat16* x, uint32_t start, const float* apply,
+                                int64_t& saturated, int64_t& flushed) {
+        const __m512i v = _mm512_loadu_si512(x), ones = _mm512_set1_epi16(0x7FFF);
+        const __m512i d = _mm512_subs_epu16(_mm512_and_si512(v, ones),
+                                            _mm512_set1_epi32(static_cast<int>(start)));
+        // To nearest even at kDrop places; half of that, less one, and one more if odd.
+        const __mmask32 odd = _mm512_test_epi16_mask(d, _mm512_set1_epi16(1 << kDrop));
+        __m512i w = _mm512_add_epi16(d, _mm512_set1_epi16((1 << (kDrop - 1)) - 1));
+        w = _mm512_mask_add_epi16(w, odd, w, _mm512_set1_epi16(1));
+        const __m512i sign = _mm512_srli_epi16(v, 16 - e.bits);
+        __m512i n;
+        if constexpr (e.bits == 4) {
+            // By quarters of a binade: zero alone, then (0, 1/4], (1/4, 1/2), [1/2, 3/4), [3/4, 1].
+            alignas(64) static constexpr uint16_t kCodes[32] = {
+                0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7};
+            const __mmask32 over = _mm512_cmpge_epu16_mask(w, _mm512_set1_epi16(20 << 5));
+            n = _mm512_permutexvar_epi16(_mm512_srli_epi16(w, 5), _mm512_load_si512(kCodes));
+            const __mmask32 zero = _mm512_mask_testn_epi16_mask(_mm512_test_epi16_mask(v, ones), n, n);
+            saturated += __builtin_popcount(over);
+            flushed += __builtin_popcount(zero);
+        } else {
+            // Numbers below the normal ones round at another place: rare, and the float coder's.
+            const __mmask32 small = _mm512_mask_cmplt_epu16_mask(_mm512_test_epi16_mask(v, ones), d,
+                                                                 _mm512_set1_epi16(128));
+            if (__builtin_expect(small != 0, 0)) {
+                alignas(64) static constexpr uint16_t kOrder[32] = {
+                    0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27,
+                    4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31};
+                return _mm512_permutexvar_epi16(
+                    _mm512_load_si512(kOrder),
+                    RunCoder<Index, 32, false, bfloat16>::template codes<false>(x, apply, 0, saturated, flushed));
+            }
+            const __m512i top = _mm512_set1_epi16(e.max_code);
+            n = _mm512_srli_epi16(w, kDrop);
+            saturated += __builtin_popcount(_mm512_cmpgt_epu16_mask(n, top));
+            n = _mm512_min_epu16(n, top);
+        }
+        return _mm512_ternarylogic_epi32(n, sign, _mm512_set1_epi16(1 << (e.bits - 1)), 0xF8);
+    }
+
+    static void code(const bfloat16* x, const Scales& s, uint8_t* to, TileCounts& counts) {
+        alignas(64) uint32_t starts[VL];
+        alignas(64) float apply[VL];
+        EXTENSOR_ISA::store(starts, ((s.stored + static_cast<uint32_t>(kFrom)) << 7) * 0x10001u);
+        EXTENSOR_ISA::store(apply, s.apply);
+        int64_t saturated = 0, flushed = 0;
+        for (int64_t t = 0; t < VL; t += 4, x += 128, to += 16 * e.bits) {
+            prefetch_ahead(x, 128);
+            __m512i c[4];
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k)
+                c[k] = codes(x + 32 * k, starts[t + k], apply + t + k, saturated, flushed);
+            store(to, c);
+        }
+        counts.saturated += saturated;
+        counts.flushed += flushed;
+    }
+
+    static INLINE void store(uint8_t* to, const __m512i (&c)[4]) {
+        const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+        if constexpr (e.bits == 4) {
+            const __m512i weights = _mm512_set1_epi32(16 << 16 | 1);
+            __m512i p[4];
+            for (int k = 0; k < 4; ++k) p[k] = _mm512_madd_epi16(c[k], weights);
+            const __m512i bytes = _mm512_packus_epi16(_mm512_packus_epi32(p[0], p[1]),
+                                                      _mm512_packus_epi32(p[2], p[3]));
+            const __m512i lanes =
+                _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            _mm512_storeu_si512(to, _mm512_permutexvar_epi32(lanes, bytes));
+        } else {
+            for (int k = 0; k < 4; k += 2)
+                _mm512_storeu_si512(to + 32 * k,
+                                    _mm512_permutexvar_epi64(order, _mm512_packus_epi16(c[k], c[k + 1])));
+        }
+    }
+};
+
+// The coder of VL tiles of 32 for an element of the table, or null where there is none.
+struct HalfTileCoder {
+    void (*code)(const bfloat16* x, const Scales& s, uint8_t* to, TileCounts& counts) = nullptr;
+    int from = 0;
+
+    explicit HalfTileCoder(int element) {
+        constexpr auto all = std::make_index_sequence<sizeof(kElements) / sizeof(Element)>();
+        pick(element, all);
+    }
+
+    // Whether a tile's bits count from a normal bfloat16 on. All ones or zero in each lane.
+    INLINE vu covers(const Scales& s, vu amax) const {
+        return reinterpret_cast<vu>(s.stored > static_cast<uint32_t>(-from)) |
+               reinterpret_cast<vu>(amax == 0u);
+    }
+
+private:
+    template <size_t... Index>
+    void pick(int element, std::index_sequence<Index...>) {
+        ((Index == static_cast<size_t>(element) ? take<Index>() : void()), ...);
+    }
+
+    template <size_t Index>
+    void take() {
+        if constexpr (HalfCoder<Index>::kCovered)
+            code = &HalfCoder<Index>::code, from = HalfCoder<Index>::kFrom;
+    }
+};
+
+}  // namespace EXTENSOR_ISA

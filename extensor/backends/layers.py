@@ -1,0 +1,128 @@
+"""What a convolution network's training step repeats, on any array module: the definitions.
+
+`GenericBackend` forwards to these functions; each takes the array module ``xp`` last. Kernels are
+compared with them. Images are (N, C, ...).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from extensor.backends.protocol import Array
+
+__all__ = [
+    "all_finite",
+    "batch_norm",
+    "batch_norm_grad",
+    "bfloat16_values",
+    "channel_sum",
+    "relu",
+    "relu_grad",
+    "sgd",
+]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def relu(x: Array, xp: Any) -> Array:
+    """max(x, 0), NaN for NaN."""
+    return xp.maximum(x, 0)
+
+
+def relu_grad(g: Array, out: Array, xp: Any) -> Array:
+    """G where the output is positive and 0 elsewhere, even where g is infinite or NaN.
+
+    A selection on the bits: as fast as a product, without its 0 * inf = NaN.
+    """
+    words = {2: np.int16, 4: np.int32, 8: np.int64}[g.dtype.itemsize]
+    bits = (out > 0).astype(words)
+    bits *= -1
+    bits &= g.view(words)
+    return bits.view(g.dtype)
+
+
+def bfloat16_values(x: Array, xp: Any) -> Array:
+    """Float32 values rounded to the nearest bfloat16, ties to even, NaN the quiet one."""
+    with np.errstate(all="ignore"):
+        return x.astype(_BFLOAT16).astype(np.float32)
+
+
+def all_finite(x: Array, xp: Any) -> bool:
+    """Whether no value is NaN or infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        # A sum shows any NaN or infinity in one pass; only when it overflows is a look needed.
+        return bool(xp.isfinite(x.sum())) or bool(xp.isfinite(x).all())
+
+
+def channel_sum(x: Array, xp: Any) -> Array:
+    """Sums over all but the second axis, (N, C, ...) -> (C,)."""
+    # Along the contiguous axes first: numpy sums them several times as fast.
+    return x.reshape(*x.shape[:2], -1).sum(axis=2).sum(axis=0)
+
+
+def batch_norm(
+    x: Array, weight: Array, bias: Array, eps: float, xp: Any
+) -> tuple[Array, Array, Array]:
+    """(x - mean) / sqrt(var + eps) weight + bias per channel; mean and var over count, (C,) each.
+
+    Source: Ioffe, Szegedy, arXiv 1502.03167, algorithm 1.
+    """
+    axes, across = _across(x)
+    with np.errstate(all="ignore"):
+        mean = x.mean(axis=axes)
+        centred = x - mean[across]
+        var = (centred * centred).mean(axis=axes)
+        scale = weight / xp.sqrt(var + x.dtype.type(eps))
+        return centred * scale[across] + bias[across], mean, var
+
+
+def batch_norm_grad(
+    g: Array, x: Array, weight: Array, mean: Array, var: Array, eps: float, xp: Any
+) -> tuple[Array, Array, Array]:
+    """Gradients of batch_norm in x, weight and bias."""
+    axes, across = _across(x)
+    count = x.dtype.type(x.size // x.shape[1])
+    rstd = 1 / xp.sqrt(var + x.dtype.type(eps))
+    h = (x - mean[across]) * rstd[across]
+    gw, gb = (g * h).sum(axis=axes), g.sum(axis=axes)
+    gx = (g - (gb / count)[across] - h * (gw / count)[across]) * (weight * rstd)[across]
+    return gx, gw, gb
+
+
+def _across(x: Array) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """All axes but the second, and how a value per channel is indexed to broadcast to x."""
+    return (0, *range(2, x.ndim)), (slice(None), *(None,) * (x.ndim - 2))
+
+
+def sgd(
+    weight: Array,
+    grad: Array,
+    buffer: Array | None,
+    lr: float,
+    momentum: float,
+    decay: float,
+    nesterov: bool,
+    xp: Any,
+) -> None:
+    """One step of gradient descent in place, on vectors; see `extensor.optim.SGD`.
+
+    d = weight decay + grad (with decay);  buffer = buffer momentum + d (with a buffer);
+    d = buffer momentum + d under ``nesterov``, else buffer;  weight = weight - d lr.
+    """
+    d = grad
+    if decay:
+        d = weight * decay
+        d += grad
+    if buffer is not None:
+        buffer *= momentum
+        buffer += d
+        if nesterov:
+            ahead = buffer * momentum
+            ahead += d
+            d = ahead
+        else:
+            d = buffer
+    weight -= d * lr

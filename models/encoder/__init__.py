@@ -1,0 +1,1 @@
+"""Encoder: a transformer that looks both ways and fills in hidden tokens."""

@@ -1,0 +1,241 @@
+"""`python -m training ptq RUN`: a trained model under many schemes of post-training quantization.
+
+Each scheme quantizes the run's checkpoint, with calibration inputs from its training data, and is
+judged on its test data: the run's metric, the bytes of what is stored, and each layer's error on
+the inputs that the float32 model gives it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from rich.console import Console
+
+from extensor import ExTensor
+from extensor.inspect import compare_layers
+from extensor.nn import Module, quantize_model, save_quantized, stored_layers
+from extensor.quant.schemes import get_scheme
+from training.callbacks import LAST
+from training.loop import Trainer
+from training.ptq_report import LayerResult, SchemeResult, write_results
+from training.reports import finite
+from training.rundir import CONFIG, UsageError, read_config
+
+__all__ = ["PtqArgs", "ptq"]
+
+SCHEMES = (
+    "int8,int8_percentile,int8_mse,int8_weights,int4_g32,int4_g128,int4_a8,fp8_tensor,fp8_channel,"
+    "fp8_block8,fp8_block32,fp8_block128,mxfp8,mxfp6,mxint8,mxfp4,mxfp4_weights,nvfp4,nvfp4_4over6,"
+    "nvfp4_weights"
+)
+LAYER_BATCH = 200
+"""Test inputs that the layers are compared on."""
+CALIBRATION_BATCH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PtqArgs:
+    """What to quantize, and how."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of a run, such as runs/lenet-digits-fp32-s0."""
+    schemes: str = SCHEMES
+    """Schemes, separated by commas; any name listed above."""
+    calibration: int = 256
+    """Training images (or windows of text) that choose the range of static activations."""
+    keep: str = ""
+    """Layers to leave in float32, separated by commas: paths with wildcards, or roles such as
+    @first and @last. A scheme keeps a language model's head by itself."""
+    out: Path | None = None
+    """Folder for ptq.json, ptq.md and ptq.png; by default ptq in the run's folder."""
+    save: bool = False
+    """Also write every quantized model, as SCHEME.safetensors."""
+
+    def __post_init__(self) -> None:
+        if self.calibration < 1:
+            raise UsageError(f"--calibration: wanted 1 or more inputs, got {self.calibration}")
+        try:
+            for name in self.names:
+                get_scheme(name)
+        except ValueError as error:
+            raise UsageError(f"--schemes: {error}") from error
+        if not self.names or len(set(self.names)) < len(self.names):
+            raise UsageError(f"--schemes: wanted each scheme once, got {self.schemes!r}")
+
+    @property
+    def names(self) -> list[str]:
+        """The schemes' names."""
+        return [name.strip() for name in self.schemes.split(",") if name.strip()]
+
+    @property
+    def kept(self) -> list[str]:
+        """The layers to leave alone."""
+        return [name.strip() for name in self.keep.split(",") if name.strip()]
+
+    @property
+    def folder(self) -> Path:
+        """Where the results go."""
+        return self.out if self.out is not None else self.run / "ptq"
+
+
+def ptq(args: PtqArgs, console: Console) -> None:
+    """Quantize, judge, print and write.
+
+    Raises:
+        UsageError: if the folder holds no run with a checkpoint, or a scheme does not fit.
+        CheckpointError: if the checkpoint is damaged.
+        DataError: if the data set is missing or damaged.
+    """
+    trainer = restored(args.run)
+    float_model = trainer.fresh_model()
+    float_model.load_state_dict(trainer.model.state_dict())
+    metric, config = trainer.task.metric, trainer.config
+    calibration = calibration_set(trainer, args.calibration)
+    batch = next(trainer.task.test(min(LAYER_BATCH, trainer.task.eval_batch)))
+    inputs = ExTensor.from_numpy(batch.inputs).to(config.device)
+    base = _scored(trainer, float_model)
+    dense = SchemeResult(
+        "float32", "the run's weights as they are", base["value"], 0.0, base["loss"],
+        base["perplexity"], nbytes(float_model), 32.0, None, [],
+    )  # fmt: skip
+    rows: list[SchemeResult] = []
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name in args.names:
+        try:
+            made = quantize_model(float_model, name, calibration, args.kept)
+        except ValueError as error:
+            raise UsageError(f"{args.run}: {name}: {error}") from error
+        rows.append(_row(trainer, name, made, float_model, inputs, dense))
+        console.print(f"{name:<16} {metric.show((rows[-1].value or math.nan) / metric.scale)}")
+        if args.save:
+            save_quantized(args.folder / f"{name}.safetensors", made, {"run": config.as_dict()})
+    seen = f"{sum(len(x) for (x,) in calibration)} training {trainer.task.unit}"
+    settings = {"run": config.as_dict(), "calibration": args.calibration, "keep": args.kept}
+    write_results(args.folder, config.label, metric, [dense, *rows], seen, settings, console)
+
+
+def restored(folder: Path) -> Trainer:
+    """The run in a folder as its last checkpoint left it.
+
+    Raises:
+        UsageError: if there is no run, or no checkpoint yet.
+        CheckpointError: if the checkpoint is damaged.
+        DataError: if the data set is missing or damaged.
+    """
+    if not (folder / CONFIG).is_file():
+        raise UsageError(
+            f"{folder}: wanted the folder of a run, but {CONFIG} is not there; the way out: the "
+            "--out of a run of `python -m training MODEL`"
+        )
+    config = read_config(folder)
+    if not (folder / LAST).is_file():
+        raise UsageError(
+            f"{folder}: wanted a run with {LAST}, but it is not there: its first epoch is not "
+            f"done; the way out: python -m training {config.model} --out {folder} --resume"
+        )
+    try:
+        trainer = Trainer(config, folder)
+        trainer.load(folder / LAST)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"{folder}: {error}") from error
+    return trainer
+
+
+def calibration_set(trainer: Trainer, count: int) -> list[tuple[ExTensor, ...]]:
+    """The first inputs of the run's training order, as they are without augmentation.
+
+    Raises:
+        UsageError: if there are fewer.
+    """
+    config = trainer.config
+    task = type(trainer.task)(dataclasses.replace(config, augment=False))
+    parts, left = [], count
+    for batch in task.training(1, 0):
+        parts.append(batch.inputs[:left])
+        left -= len(parts[-1])
+        if left == 0:
+            break
+    if left:
+        raise UsageError(
+            f"--calibration: wanted at most the {count - left} training {task.unit} of an epoch, "
+            f"got {count}"
+        )
+    whole = np.concatenate(parts)
+    cuts = range(0, count, CALIBRATION_BATCH)
+    return [
+        (ExTensor.from_numpy(whole[i : i + CALIBRATION_BATCH]).to(config.device),) for i in cuts
+    ]
+
+
+def nbytes(model: Module) -> int:
+    """Bytes of every parameter and buffer, a shared one once."""
+    tensors = [t for _, t in model.named_parameters()] + [t for _, t in model.named_buffers()]
+    return sum(t.nbytes for t in tensors)
+
+
+def _scored(trainer: Trainer, model: Module) -> dict[str, float | None]:
+    """Loss, perplexity and the task's metric on the test data."""
+    trainer.model = model
+    scores = trainer.evaluate()
+    metric = trainer.task.metric
+    value = finite(float(getattr(scores, metric.key)))
+    return {
+        "value": None if value is None else metric.scale * value,
+        "loss": finite(scores.loss),
+        "perplexity": scores.perplexity,
+    }
+
+
+def _row(
+    trainer: Trainer,
+    name: str,
+    made: Module,
+    reference: Module,
+    inputs: ExTensor,
+    dense: SchemeResult,
+) -> SchemeResult:
+    scored = _scored(trainer, made)
+    compared = compare_layers(made, reference, inputs, isolated=True).rows
+    rows, output = {row.layer: row for row in compared}, compared[-1]
+    layers = []
+    for path, layer in stored_layers(made).items():
+        weight, row = vars(layer)["weight"], rows[path]
+        layers.append(
+            LayerResult(
+                path,
+                row.kind,
+                weight.size,
+                weight.nbytes,
+                finite(row.cosine),
+                _decibels(row.sqnr_db),
+                row.clipped,
+                row.flushed,
+            )
+        )
+    value, before = scored["value"], dense.value
+    metric = trainer.task.metric
+    gap = None if value is None or before is None else metric.difference(value, before)
+    bits = 8 * sum(r.nbytes for r in layers) / sum(r.weights for r in layers)
+    return SchemeResult(
+        name,
+        get_scheme(name).doc,
+        value,
+        gap,
+        scored["loss"],
+        scored["perplexity"],
+        nbytes(made),
+        bits,
+        _decibels(output.sqnr_db),
+        layers,
+    )
+
+
+def _decibels(value: float) -> float | None:
+    """JSON has no infinity: an exact layer counts as 200 dB; NaN is None."""
+    return finite(min(value, 200.0))

@@ -1,0 +1,47 @@
+"""Hiding tokens, for a model to fill in: BERT's masked language modelling."""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["NOT_ASKED", "hide_tokens"]
+
+NOT_ASKED = -1
+"""The label of a place whose token is not asked for."""
+SHARE = 0.15
+
+
+def hide_tokens(
+    tokens: np.ndarray, which: np.ndarray, other: np.ndarray, vocab: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ask for 15% of the tokens, at least one: 80% of those hidden, 10% replaced, 10% left.
+
+    Args:
+        tokens: (B, T), whole numbers in 0..vocab - 1.
+        which: random uint32 of the same shape: decide whether a token is asked for, and how.
+        other: random uint32 of the same shape: the tokens that replace.
+        vocab: how many tokens there are; number ``vocab`` hides one.
+
+    Returns:
+        Inputs and labels (B, T), int64; labels are `NOT_ASKED` where nothing is asked for.
+
+    Raises:
+        ValueError: for no tokens, random words of another shape, or a token that is none.
+
+    Source: Devlin et al., arXiv 1810.04805, section 3.1.
+    """
+    if not tokens.size or which.shape != tokens.shape or other.shape != tokens.shape:
+        raise ValueError(
+            f"hide_tokens: wanted tokens (B, T) and random words of their shape, got "
+            f"{tokens.shape}, {which.shape} and {other.shape}"
+        )
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        raise ValueError(
+            f"hide_tokens: wanted tokens in 0..{vocab - 1}, got {tokens.min()}..{tokens.max()}"
+        )
+    least = np.uint32(SHARE * 2.0**32)
+    asked = (which < least) | (which == which.min())
+    share = np.minimum(which, least) / float(least)  # uniform where a token is asked for
+    drawn = (other.astype(np.uint64) * np.uint64(vocab) >> np.uint64(32)).astype(np.int64)
+    filled = np.where(share < 0.8, vocab, np.where(share < 0.9, drawn, tokens))
+    return np.where(asked, filled, tokens), np.where(asked, tokens, NOT_ASKED)
