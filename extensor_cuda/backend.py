@@ -1,17 +1,20 @@
 """The CUDA backend: cupy's arrays, and kernels compiled for the GPU at hand.
 
-Each override asks ``reason`` first: None means that a fused kernel covers these arguments, anything
-else is a sentence, and the generic method runs on cupy instead. `CudaBackend.path` gives the same
-answer without running anything.
+Each override asks ``reason`` first: None means that a kernel covers these arguments, anything else
+is a sentence. A product then runs generically on cupy. Quantizing and decoding run on the CPU
+backend and come back: cupy's own kernels flush float32's subnormals to zero (they are compiled
+with ``-ftz=true``), which would change bits. `CudaBackend.path` gives the same answer.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from extensor.backends import registry
 from extensor.backends.generic import GenericBackend
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
@@ -104,7 +107,9 @@ class CudaBackend(GenericBackend):
         self.xp = _Forked()
 
     def path(self, method: str, *args: Any) -> str:
-        """Which code ``method(*args)`` takes: "fused kernel", or "generic: " and the reason.
+        """Which code ``method(*args)`` takes: "fused kernel", or "host: " and the reason.
+
+        "generic: " and the reason for a product that runs on cupy.
 
         A product's way depends on the values, so that `block_matmul` is run to tell: see
         `extensor_cuda.gemm.Product`.
@@ -125,7 +130,7 @@ class CudaBackend(GenericBackend):
                 f"path: wanted one of {', '.join(reasons)}, block_matmul, got {method!r}"
             )
         reason = reasons[method](*args)
-        return "fused kernel" if reason is None else f"generic: {reason}"
+        return "fused kernel" if reason is None else f"host: {reason}"
 
     def quantize(
         self,
@@ -136,7 +141,9 @@ class CudaBackend(GenericBackend):
     ) -> tuple[QuantArray, QuantStats]:
         """See the protocol. Waits for the GPU, whose counts it returns."""
         if self._quantize_reason(x, spec, stream, previous_amax):
-            return super().quantize(x, spec, stream, previous_amax)
+            before = None if previous_amax is None else previous_amax.get()
+            q, stats = self._host.quantize(x.get(), spec, stream, before)
+            return self._here(q), stats
         plan = kernels.plan_of(spec, tuple(x.shape))
         assert isinstance(plan, kernels.Plan)
         return kernels.quantize(self._ready(x), plan, stream, self.xp)
@@ -156,7 +163,8 @@ class CudaBackend(GenericBackend):
     ) -> tuple[Array, QuantStats]:
         """See the protocol. Waits for the GPU, whose counts it returns."""
         if self._operand_reason(x, spec, stream):
-            return super().operand(x, spec, stream)
+            values, stats = self._host.operand(x.get(), spec, stream)
+            return self.xp.asarray(values), stats
         plan = kernels.plan_of(spec, tuple(x.shape))
         assert isinstance(plan, kernels.Plan)
         return kernels.operand(self._ready(x), plan, stream, self.xp)
@@ -173,7 +181,8 @@ class CudaBackend(GenericBackend):
         """See the protocol."""
         plan = kernels.plan_of(q.spec, q.shape, decoding=True)
         if isinstance(plan, str):
-            return super().dequantize(q, dtype)
+            there = {name: part.get() for name, part in q.parts.items()}
+            return self.xp.asarray(self._host.dequantize(replace(q, **there), dtype))
         return reference.narrow(kernels.dequantize(q, plan, self.xp), dtype)
 
     def _dequantize_reason(self, q: QuantArray, dtype: str = "float32") -> str | None:
@@ -189,6 +198,14 @@ class CudaBackend(GenericBackend):
         """The product on the tensor cores, or why there is none."""
         capability = self.xp.cuda.Device().compute_capability
         return gemm.reason(a, b, capability) or gemm.matmul(a, b, self.xp)
+
+    @property
+    def _host(self) -> Any:
+        return registry.get("cpu")
+
+    def _here(self, q: QuantArray) -> QuantArray:
+        """A stored array of the CPU, on the GPU."""
+        return replace(q, **{name: self.xp.asarray(part) for name, part in q.parts.items()})
 
     def _ready(self, x: Array) -> Array:
         """C-contiguous, in a dtype that the kernels read; float64 becomes float32 as everywhere."""

@@ -230,6 +230,82 @@ def check_dequantize(backend: cpu.CpuBackend) -> None:
             assert_bytes(backend.dequantize(q, dtype), narrow(wanted, dtype), (dtype, *what))
 
 
+# --- two specs on one matrix ---------------------------------------------------------------------
+
+
+def pairs() -> Iterator[tuple[QuantSpec, QuantSpec]]:
+    """Rows, then columns: what one reading covers, and what it leaves to two."""
+    random = {"rounding": "stochastic"}
+    for name in ("mxfp4", "mxfp8_e4m3", "mxfp6_e3m2", "nvfp4", "mxint8", "fp8_e4m3", "int4"):
+        both = QuantSpec(name), QuantSpec(name, axis=0)
+        yield both
+        yield both[0].replace(**random), both[1].replace(**random)
+        yield both[0], both[1].replace(**random)
+    for name in ("mxfp4", "mxfp8_e5m2", "nvfp4"):
+        for tile in ((16, 16), (32, 32), (1, 16), (2, 32), (5, 32), (1, 24)):
+            along = QuantSpec(name, tile=tile, **random)
+            yield along, QuantSpec(name, axis=0, tile=tile, **random)
+            yield along.replace(rounding="nearest_even"), QuantSpec(name, axis=0)
+            yield QuantSpec(name), QuantSpec(name, axis=0, tile=tile)
+        for size in (16, 32, 128):
+            yield QuantSpec(name), QuantSpec(name, axis=0, transform=Hadamard(size), **random)
+            yield QuantSpec(name, transform=Hadamard(size)), QuantSpec(name, axis=0)
+    yield QuantSpec("mxfp4", scale_window=2), QuantSpec("mxfp4", axis=0, scale_window=3)
+    yield QuantSpec("mxfp4", element_scale=0.75), QuantSpec("mxfp4", axis=0, element_scale=0.75)
+    yield QuantSpec("nvfp4"), QuantSpec("mxfp8_e4m3", axis=0, rbits=8, **random)
+    yield QuantSpec("mxfp4", dialect="microxcaling"), QuantSpec("mxfp4", axis=0)
+    yield QuantSpec("mxfp4", axis=0), QuantSpec("mxfp4")  # columns first
+    yield QuantSpec("mxfp4"), QuantSpec("nvfp4")  # rows twice
+
+
+Pair = tuple[np.ndarray, tuple[QuantSpec, QuantSpec], tuple[Stream | None, Stream | None]]
+
+
+def pair_cases() -> Iterator[Pair]:
+    shapes = ((64, 128), (37, 150), (70, 25), (1, 40), (40, 1), (200, 65), (0, 5))
+    makers = (plain, special, tiny, ties)
+    for number, specs in enumerate(pairs()):
+        for shape in shapes:
+            streams = [
+                Stream(number, i, 7, column=bool(i)) if spec.rounding == "stochastic" else None
+                for i, spec in enumerate(specs)
+            ]
+            yield makers[number % 4](shape, number), specs, (streams[0], streams[1])
+    both = QuantSpec("mxfp4"), QuantSpec("mxfp4", axis=0)
+    for view in VIEWS.values():
+        yield view(special((70, 90), 3)), both, (None, None)
+    for dtype in (np.float64, np.float16, ml_dtypes.bfloat16, ">f4"):
+        yield plain((70, 130), 4).astype(dtype), both, (None, None)
+    yield plain((2, 64, 64)), both, (None, None)  # three axes
+
+
+@cache
+def pair_table() -> list[tuple[Pair, Any, Any]]:
+    """Every pair with what two calls of the generic methods make of it."""
+    return [
+        (case, GENERIC.quantize_pair(*case), GENERIC.operand_pair(*case)) for case in pair_cases()
+    ]
+
+
+def check_quantize_pair(backend: cpu.CpuBackend) -> None:
+    for case, wanted, _ in pair_table():
+        what = (case[0].shape, case[1], backend.path("quantize_pair", *case))
+        for (q, stats), (q2, stats2) in zip(backend.quantize_pair(*case), wanted, strict=True):
+            assert stats == stats2, what
+            assert (q.spec, q.shape) == (q2.spec, q2.shape), what
+            assert q.parts.keys() == q2.parts.keys(), what
+            for name, part in q.parts.items():
+                assert_bytes(part, q2.parts[name], (name, *what))
+
+
+def check_operand_pair(backend: cpu.CpuBackend) -> None:
+    for case, _, wanted in pair_table():
+        what = (case[0].shape, case[1], backend.path("operand_pair", *case))
+        for (got, stats), (values, stats2) in zip(backend.operand_pair(*case), wanted, strict=True):
+            assert stats == stats2, what
+            assert_bytes(got, values, what)
+
+
 # --- blocked products (bounds, variants and special blocks: unit/backends/test_block_matmul.py) --
 
 
@@ -689,6 +765,8 @@ CHECKS: dict[str, Callable[[cpu.CpuBackend], None]] = {
     "quantize": check_quantize,
     "dequantize": check_dequantize,
     "operand": check_operand,
+    "quantize_pair": check_quantize_pair,
+    "operand_pair": check_operand_pair,
     "block_matmul": check_product("block_matmul"),
     "weight_matmul": check_product("weight_matmul"),
     "operand_matmul": check_operand_matmul,
@@ -756,6 +834,7 @@ def test_path_names_the_reason() -> None:
         ("middle", "operand", x, QuantSpec("mxfp4", axis=1, tile=(4, 32))),
         ("only with statistic='running'", "quantize", x, QuantSpec("mxfp4"), None, x),
         ("Hadamard", "dequantize", q),
+        ("not rows", "operand_pair", x[0, 0], (QuantSpec("mxfp4"), QuantSpec("mxfp4"))),
         ("int64", "max_pool2d_grad", x, np.zeros(x.shape, np.int64), x.shape),
     ):
         path = BACKEND.path(method, *args)

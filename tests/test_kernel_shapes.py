@@ -256,6 +256,48 @@ def test_any_case(case: tuple[Any, QuantSpec, Stream | None, str]) -> None:
     assert_same(got, wanted, (level, spec, x.shape, x.strides))
 
 
+@st.composite
+def any_pair(draw: st.DrawFn) -> tuple[Any, list[QuantSpec], list[Stream | None], str]:
+    """A matrix, a spec along its rows and one down its columns, their streams, a level."""
+    shape = draw(st.tuples(st.integers(1, 150), st.integers(1, 150)))
+    specs, streams = [], []
+    for axis in (1, 0):
+        name = draw(st.sampled_from(("mxfp4", "mxfp8_e4m3", "mxfp6_e2m3", "mxint8", "nvfp4")))
+        tile = draw(st.sampled_from((None, None, (1, 16), (1, 32), (16, 16), (32, 32), (1, 10))))
+        rounding = draw(st.sampled_from(("nearest_even", "stochastic")))
+        transform = draw(st.sampled_from((None, None, Hadamard(16), Hadamard(64))))
+        spec = QuantSpec(name, axis=axis, tile=tile, rounding=rounding, transform=transform)
+        specs.append(spec)
+        seed = draw(st.integers(0, 2**64 - 1))
+        streams.append(Stream(seed, column=not axis) if rounding == "stochastic" else None)
+    return values(shape, draw(st.integers(0, 99))), specs, streams, draw(st.sampled_from(LEVELS))
+
+
+@settings(max_examples=100, deadline=None)
+@given(any_pair())
+def test_any_pair_is_two_calls(
+    case: tuple[Any, list[QuantSpec], list[Stream | None], str],
+) -> None:
+    """One reading for rows and columns gives the bytes of a generic call each."""
+    x, specs, streams, level = case
+    before = CORE.level() if CORE else None
+    if CORE:
+        CORE.set_level(level)
+    both, paired = (specs[0], specs[1]), (streams[0], streams[1])
+    try:
+        stored = BACKEND.quantize_pair(x, both, paired)
+        operands = BACKEND.operand_pair(x, both, paired)
+    finally:
+        if CORE:
+            CORE.set_level(before)
+    for (q, stats), (values, same), spec, stream in zip(
+        stored, operands, specs, streams, strict=True
+    ):
+        assert same == stats
+        got = q, stats, GENERIC.dequantize(q), values
+        assert_same(got, answer(GENERIC, x, spec, stream), (level, spec, x.shape))
+
+
 # --- threads ------------------------------------------------------------------------------------
 
 

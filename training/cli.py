@@ -31,6 +31,7 @@ from training.config import RunConfig, read_toml
 from training.data import DATASETS, DataError
 from training.generate import GenerateArgs, write
 from training.loop import Interrupted, train
+from training.page import ReportArgs, write_page
 from training.ptq import PtqArgs, ptq
 from training.rundir import CONFIG, UsageError, read_config, read_result
 from training.runs import RUNS, defaults
@@ -41,6 +42,12 @@ GENERATE_HELP = (
     "trained with. The same command gives the same text.\n\n"
     "example: python -m training generate runs/gpt/checkpoint.safetensors --prompt 'ROMEO: ' "
     "--tokens 300"
+)
+
+REPORT_HELP = (
+    "Write one page, report.html, about a run, finished or not: curves, each layer's error, its "
+    "operands on their formats' grids, telemetry, the recipe. The page loads nothing.\n\n"
+    "example: python -m training report runs/lenet-digits-mxfp4-s0"
 )
 
 __all__ = ["TrainArgs", "main", "parse_train"]
@@ -63,8 +70,16 @@ class TrainArgs(RunConfig):
     resume: bool = False
     """Go on from the folder's last checkpoint. On the CPU the result is bit for bit that of a run
     that was never interrupted. Flags may be left out, and may not differ."""
+    telemetry: int = 0
+    """Every N steps, write each layer's saturation, gradient noise and weight oscillation to
+    telemetry.jsonl and TensorBoard; 0 never. A recorded step costs about twice another."""
     config: Path | None = None
     """TOML file of settings (a run's own config.toml will do); flags override it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.telemetry < 0:
+            raise UsageError(f"--telemetry: wanted 0 or more steps, got {self.telemetry}")
 
     def run(self) -> RunConfig:
         """The run without the flags that say where it lies."""
@@ -90,8 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return generate(rest)
         if command == "ptq":
             return ptq_command(rest)
+        if command == "report":
+            return report_command(rest)
         if command not in RUNS:
-            names = [*RUNS, "compare", "generate", "ptq"]
+            names = [*RUNS, "compare", "generate", "ptq", "report"]
             raise UsageError(unknown_name("model or command", command, names))
         return train_command(command, rest)
     except (UsageError, DataError, CheckpointError) as error:
@@ -121,7 +138,7 @@ def train_command(model: str, argv: Sequence[str]) -> int:
         console.print(f"{folder} is finished: {outcome(metric, finished)}")
         return 0
     try:
-        train(config, folder, resume=args.resume, console=console)
+        train(config, folder, resume=args.resume, console=console, telemetry=args.telemetry)
     except Interrupted:
         again = f"{PROGRAM} {model} --out {shlex.quote(str(folder))} --resume"
         console.print(
@@ -174,6 +191,19 @@ def ptq_command(argv: Sequence[str]) -> int:
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     ptq(args, make_console())
+    return 0
+
+
+def report_command(argv: Sequence[str]) -> int:
+    """Write a page about a run."""
+    args = tyro.cli(
+        ReportArgs,
+        prog=f"{PROGRAM} report",
+        description=REPORT_HELP,
+        args=list(argv),
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    make_console().print(str(write_page(args)))
     return 0
 
 
@@ -267,7 +297,8 @@ def overview() -> str:
     """The help of the whole program."""
     parts = (
         f"usage: {PROGRAM} MODEL [flags] | {PROGRAM} compare MODEL [flags] | "
-        f"{PROGRAM} generate CHECKPOINT [flags] | {PROGRAM} ptq RUN [flags]",
+        f"{PROGRAM} generate CHECKPOINT [flags] | {PROGRAM} ptq RUN [flags] | "
+        f"{PROGRAM} report RUN",
         _rows("models:", {name: run.doc for name, run in RUNS.items()}),
         _rows("data sets (--dataset):", {name: row.doc for name, row in DATASETS.items()}),
         _recipe_rows(),
@@ -278,7 +309,8 @@ def overview() -> str:
         f"  {PROGRAM} compare lenet --recipes fp32,mxfp8,mxfp4,nvfp4 --seeds 3\n"
         f"  {PROGRAM} gpt --out runs/gpt\n"
         f"  {PROGRAM} generate runs/gpt/checkpoint.safetensors --prompt 'ROMEO: '\n\n"
-        f"  {PROGRAM} ptq runs/lenet-digits-fp32-s0 --schemes int8,mxfp4,nvfp4\n\n"
+        f"  {PROGRAM} ptq runs/lenet-digits-fp32-s0 --schemes int8,mxfp4,nvfp4\n"
+        f"  {PROGRAM} report runs/first\n\n"
         f"all flags: {PROGRAM} lenet --help; {PROGRAM} COMMAND --help",
     )
     return "\n\n".join(parts)

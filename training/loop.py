@@ -37,6 +37,7 @@ from training.callbacks import (
     JsonLines,
     SaveCheckpoint,
     ShowProgress,
+    Telemetry,
     TensorBoard,
 )
 from training.config import RunConfig
@@ -170,9 +171,11 @@ class Trainer:
         self.schedule.apply(self.optimizer, position.step)
         lr = float(self.optimizer.groups[0].options["lr"])
         self.optimizer.zero_grad()
-        rows, labels, loss = self._forward(batch, config.label_smoothing)
+        rows, labels, loss = self.forward(batch, config.label_smoothing)
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
+        for callback in self.callbacks:
+            callback.on_gradients(self, batch)
         if config.clip_norm:
             clip_grad_norm(self.optimizer.params, config.clip_norm, nonfinite="return")
         good = self.scaler.step(self.optimizer)
@@ -187,7 +190,7 @@ class Trainer:
         position.skipped_in_a_row = 0 if good else position.skipped_in_a_row + 1
         return value, lr, good
 
-    def _forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[ExTensor, Any, ExTensor]:
+    def forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[ExTensor, Any, ExTensor]:
         """A row of scores for each label, the labels in a row, and the mean loss of the batch."""
         scores = self.model(self._tensor(batch.inputs))
         rows, labels = scores.reshape(-1, scores.shape[-1]), batch.labels.reshape(-1)
@@ -237,7 +240,7 @@ class Trainer:
         self.model.eval()
         with no_grad():
             for batch in drawn:
-                rows, labels, loss = self._forward(batch)
+                rows, labels, loss = self.forward(batch)
                 scores.add(rows.numpy(), labels, float(loss.item()))
         self.model.train()
         return scores
@@ -341,15 +344,27 @@ class Trainer:
             raise Interrupted
 
 
-def train(config: RunConfig, out: Path, *, resume: bool, console: Console) -> dict[str, Any]:
+def train(
+    config: RunConfig, out: Path, *, resume: bool, console: Console, telemetry: int = 0
+) -> dict[str, Any]:
     """Run a configuration into a folder, and say how it went.
+
+    Args:
+        config: what to run.
+        out: its folder.
+        resume: whether to go on from its last checkpoint.
+        console: where it reports.
+        telemetry: steps between records of `Telemetry`; 0 records nothing.
 
     Raises:
         UsageError: if the folder or the configuration do not allow it.
         DataError: if the data set is missing or damaged.
         Interrupted: see `Trainer.fit`.
     """
-    callbacks: list[Callback] = [JsonLines(), TensorBoard(), ShowProgress(console)]
+    board = TensorBoard()
+    callbacks: list[Callback] = [JsonLines(), board, ShowProgress(console)]
+    if telemetry:
+        callbacks.append(Telemetry(telemetry, board))
     if config.patience:
         callbacks.append(EarlyStopping(config.patience))
     callbacks.append(SaveCheckpoint())

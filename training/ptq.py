@@ -154,7 +154,7 @@ def calibration_set(trainer: Trainer, count: int) -> list[tuple[ExTensor, ...]]:
         UsageError: if there are fewer.
     """
     config = trainer.config
-    task = type(trainer.task)(dataclasses.replace(config, augment=False))
+    task = type(trainer.task)(dataclasses.replace(config, augment="none"))
     parts, left = [], count
     for batch in task.training(1, 0):
         parts.append(batch.inputs[:left])

@@ -29,7 +29,7 @@ import ml_dtypes
 import torch
 
 from extensor.backends import registry
-from extensor.quant.spec import QuantSpec
+from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels import quantize as kernels
 
@@ -49,6 +49,18 @@ SPECS = {
     "mxfp8_e4m3 columns": QuantSpec("mxfp8_e4m3", axis=0),
     "nvfp4 columns, amax given": QuantSpec("nvfp4", axis=0),
     "mxfp4 columns": QuantSpec("mxfp4", axis=0),
+    "mxfp4 rows, Hadamard-16": QuantSpec("mxfp4", transform=Hadamard(16)),
+    "mxfp4 rows, Hadamard-16, stochastic, 8 bits": QuantSpec(
+        "mxfp4", transform=Hadamard(16), rounding="stochastic", rbits=8
+    ),
+    "mxfp4 rows, Hadamard-128": QuantSpec("mxfp4", transform=Hadamard(128)),
+    "mxfp4 columns, Hadamard-16, stochastic, 8 bits": QuantSpec(
+        "mxfp4", axis=0, transform=Hadamard(16), rounding="stochastic", rbits=8
+    ),
+    "nvfp4 rows, four-over-six, amax given": QuantSpec("nvfp4", scale_rule="four_over_six"),
+    "nvfp4_fp8exact rows, amax given": QuantSpec("nvfp4_fp8exact"),
+    "nvfp4 16x16 tiles, amax given": QuantSpec("nvfp4", tile=(16, 16)),
+    "mxfp8_e4m3 32x32 tiles": QuantSpec("mxfp8_e4m3", tile=(32, 32)),
 }
 
 Call = Callable[[int], Any]

@@ -83,6 +83,7 @@ using Layout = std::array<int64_t, 7>;
 using Shape = std::vector<py::ssize_t>;
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
 using Octets = py::array_t<int8_t, py::array::c_style>;
+using Ints = py::array_t<int32_t, py::array::c_style>;
 
 template <class T>
 T named(const std::string& name, const std::vector<std::string>& names, const char* what) {
@@ -180,38 +181,106 @@ py::tuple operand(const QuantPlan& plan, const py::array& x, const Layout& layou
     return py::make_tuple(values, job.saturated, job.flushed);
 }
 
-// An array for the scales of a plan.
-py::array new_scales(const QuantPlan& plan, const Shape& shape) {
-    if (is_byte(plan.scale)) return buffers::array<uint8_t>(shape);
-    if (plan.scale == Scale::float32) return buffers::array<float>(shape);
-    return py::array(py::dtype("float16"), shape);
+// The arrays that a job writes, checked against its layout.
+Bytes new_codes(const QuantPlan& plan, QuantJob& job, const Shape& shape) {
+    require(product(shape) == job.outer * job.rows * job.inner *
+                                  packed_bytes(plan, job.coded, job.tile_length),
+            "quantize: the layout does not fit the shape of the codes");
+    Bytes codes = buffers::array<uint8_t>(shape);
+    job.codes = codes.mutable_data();
+    return codes;
+}
+
+py::array new_scales(const QuantPlan& plan, QuantJob& job, const Layout& layout, const Shape& shape) {
+    require(product(shape) == tile_count(layout),
+            "quantize: the layout does not fit the shape of the scales");
+    py::array scales;
+    if (is_byte(plan.scale))
+        scales = buffers::array<uint8_t>(shape);
+    else if (plan.scale == Scale::float32)
+        scales = buffers::array<float>(shape);
+    else
+        scales = py::array(py::dtype("float16"), shape);
+    job.scales = scales.mutable_data();
+    return scales;
+}
+
+// Zero points, where the plan has some, of the scales' shape; else None.
+py::object new_points(const QuantPlan& plan, QuantJob& job, const Shape& shape) {
+    if (plan.symmetric) return py::none();
+    Octets points(shape);
+    job.zero_points = points.mutable_data();
+    return points;
 }
 
 py::tuple quantize(const QuantPlan& plan, const py::array& x, const Layout& layout,
                    const Shape& codes_shape, const Shape& scales_shape,
                    const std::array<uint32_t, 4>& stream, const std::optional<Floats>& previous) {
     QuantJob job = make_job(x, layout);
-    const int64_t tiles = tile_count(layout);
-    require(product(codes_shape) == job.outer * job.rows * job.inner *
-                                        packed_bytes(plan, job.coded, job.tile_length) &&
-                product(scales_shape) == tiles && (!previous || previous->size() == tiles),
-            "quantize: the layout does not fit the shapes of codes, scales and previous maxima");
+    const Bytes codes = new_codes(plan, job, codes_shape);
+    const py::array scales = new_scales(plan, job, layout, scales_shape);
+    const py::object points = new_points(plan, job, scales_shape);
+    require(!previous || previous->size() == scales.size(),
+            "quantize: wanted as many previous maxima as scales");
     if (previous) job.previous = previous->data();
-    Bytes codes = buffers::array<uint8_t>(codes_shape);
-    job.codes = codes.mutable_data();
-    py::array scales = new_scales(plan, scales_shape);
-    job.scales = scales.mutable_data();
-    py::object points = py::none();
-    if (!plan.symmetric) {
-        Octets array(scales_shape);
-        job.zero_points = array.mutable_data();
-        points = std::move(array);
-    }
     {
         py::gil_scoped_release release;
         current.quant->quantize(plan, {stream[0], stream[1], stream[2], stream[3]}, job);
     }
     return py::make_tuple(codes, scales, points, job.tensor_scale, job.saturated, job.flushed);
+}
+
+template <class T>
+using Both = std::array<T, 2>;
+using Words = std::array<uint32_t, 4>;
+
+// Two jobs on one matrix: along its rows, and down its columns.
+void run_pair(const Both<QuantPlan>& plans, const Both<Words>& words, QuantJob (&jobs)[2]) {
+    require(jobs[0].inner == 1 && jobs[0].outer == 1 && jobs[1].outer * jobs[1].rows == 1 &&
+                jobs[0].rows == jobs[1].length && jobs[0].length == jobs[1].inner,
+            "pair: wanted the rows of a matrix, then its columns");
+    const QuantPlan two[2] = {plans[0], plans[1]};
+    QuantStream streams[2];
+    for (int i = 0; i < 2; ++i) streams[i] = {words[i][0], words[i][1], words[i][2], words[i][3]};
+    py::gil_scoped_release release;
+    current.quant->quantize_pair(two, streams, jobs);
+}
+
+py::tuple operand_pair(const Both<QuantPlan>& plans, const py::array& x, const Both<Layout>& layouts,
+                       const Both<Shape>& shapes, const Both<Words>& words) {
+    QuantJob jobs[2];
+    std::vector<Floats> values;
+    for (int i = 0; i < 2; ++i) {
+        QuantJob& job = jobs[i] = make_job(x, layouts[i]);
+        require(product(shapes[i]) == job.outer * job.rows * job.coded * job.inner,
+                "operand_pair: a layout does not fit its result's shape");
+        values.push_back(buffers::array<float>(shapes[i]));
+        job.values = values[i].mutable_data();
+    }
+    run_pair(plans, words, jobs);
+    py::list results;
+    for (int i = 0; i < 2; ++i)
+        results.append(py::make_tuple(values[i], jobs[i].saturated, jobs[i].flushed));
+    return results;
+}
+
+py::tuple quantize_pair(const Both<QuantPlan>& plans, const py::array& x,
+                        const Both<Layout>& layouts, const Both<Shape>& codes_shapes,
+                        const Both<Shape>& scales_shapes, const Both<Words>& words) {
+    QuantJob jobs[2];
+    py::list codes, scales, points;
+    for (int i = 0; i < 2; ++i) {
+        QuantJob& job = jobs[i] = make_job(x, layouts[i]);
+        codes.append(new_codes(plans[i], job, codes_shapes[i]));
+        scales.append(new_scales(plans[i], job, layouts[i], scales_shapes[i]));
+        points.append(new_points(plans[i], job, scales_shapes[i]));
+    }
+    run_pair(plans, words, jobs);
+    py::list results;
+    for (int i = 0; i < 2; ++i)
+        results.append(py::make_tuple(codes[i], scales[i], points[i], jobs[i].tensor_scale,
+                                      jobs[i].saturated, jobs[i].flushed));
+    return results;
 }
 
 py::array dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& scales,
@@ -300,6 +369,8 @@ PYBIND11_MODULE(_kernels, m) {
              py::arg("decay"), py::arg("window"), py::arg("element_scale"), py::arg("signs"));
     m.def("operand", operand);
     m.def("quantize", quantize);
+    m.def("operand_pair", operand_pair);
+    m.def("quantize_pair", quantize_pair);
     m.def("dequantize", dequantize);
     m.def("split_outliers", split_outliers);
     m.def("join_outliers", join_outliers);

@@ -136,7 +136,7 @@ void code_piece(const Call& call, const ColumnPiece& p, const vu (&amax)[4], con
         store_column_scales(call, p, s);
         const int64_t tile_bytes = ceil_div(job.tile_length * grid.bits, 8);
         const int64_t row = p.image * call.packed + p.tile * tile_bytes + p.offset * grid.bits / 8;
-        out = {job.codes + row * job.inner + p.j, job.inner, p.lanes};
+        out = {job.codes + row * job.inner + p.j, job.inner, p.lanes, goes_past(job)};
     }
     if constexpr (Codes && !Divide) {
         const PanelCoder coder = panel_coder<Words>(call.plan.element);

@@ -49,7 +49,7 @@ struct ValueRange {
 
 // Longest run of exact integer sums: 255 * 255 * 256 is still a float32.
 constexpr int64_t kMaxStep = 256;
-constexpr int64_t kMaxRows = 8;
+constexpr int64_t kMaxRows = 32;
 
 // On tiles of bfloat16, where there are any.
 struct TileKernels {

@@ -36,6 +36,7 @@ using Bytes = py::array_t<uint8_t, py::array::c_style>;
 struct Variant {
     const char *name, *base;
     const GemmKernels* kernels;
+    const char* instructions;  // of the kernels
     const TileKernels* tiles = nullptr;
 };
 
@@ -57,22 +58,24 @@ bool has_amx_bf16() {
 #endif
 
 std::vector<Variant> supported() {
-    std::vector<Variant> found = {{"scalar", "scalar", &scalar::gemm_kernels}};
+    std::vector<Variant> found = {{"scalar", "scalar", &scalar::gemm_kernels, "scalar"}};
 #if defined(EXTENSOR_X86)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (avx2) found.push_back({"avx2", "avx2", &avx2::gemm_kernels});
+    if (avx2) found.push_back({"avx2", "avx2", &avx2::gemm_kernels, "avx2"});
 #if defined(EXTENSOR_AVX_VNNI)
-    if (avx2 && has_avx_vnni()) found.push_back({"avx_vnni", "avx2", &avx_vnni::gemm_kernels});
+    if (avx2 && has_avx_vnni()) 
+        found.push_back({"avx_vnni", "avx2", &avx_vnni::gemm_kernels, "avx_vnni"});
 #endif
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-        found.push_back({"avx512", "avx512", &avx512::gemm_kernels});
+        found.push_back({"avx512", "avx512", &avx512::gemm_kernels, "avx512"});
         if (__builtin_cpu_supports("avx512vnni")) {
-            found.push_back({"avx512_vnni", "avx512", &avx512_vnni::gemm_kernels});
+            const GemmKernels* vnni = &avx512_vnni::gemm_kernels;
+            found.push_back({"avx512_vnni", "avx512", vnni, "avx512_vnni"});
 #if defined(EXTENSOR_AMX)
             if (has_amx_bf16())
-                found.push_back({"amx", "avx512", &avx512_vnni::gemm_kernels, &amx::tile_kernels});
+                found.push_back({"amx", "avx512", vnni, "avx512_vnni", &amx::tile_kernels});
 #endif
         }
     }
@@ -219,7 +222,7 @@ py::tuple bf16_range(const py::array_t<float>& x) {
 
 Floats weight_matmul(const Floats& x, const Matrix& w) {
     require(x.ndim() == 2 && x.shape(1) == w.k && x.shape(0) > 0 && x.shape(0) <= kMaxRows,
-            "weight_matmul: wanted x of (1 to 8, k)");
+            "weight_matmul: wanted x of (1 to 32, k)");
     const int bits = kElements[w.m.element].bits;
     const int64_t tile = w.m.tile_length;
     require(bits == 8 || (bits == 4 && (tile == 16 || tile == 32 || tile == 64 || tile % 128 == 0 ||
@@ -246,6 +249,8 @@ void bind(py::module_& m) {
         return names;
     }, "Variants of the blocked products, best last.");
     m.def("gemm_level", [] { return current.name; }, "The variant in use.");
+    m.def("gemm_instructions", [] { return current.instructions; },
+          "What the kernels of the variant in use are compiled for; its tiles come on top.");
     m.def("set_gemm_level", set_level, "Use another of `gemm_levels`.");
     py::class_<Matrix>(m, "Matrix", "A blocked matrix as the products take it.")
         .def(py::init([](const std::string& element, const std::string& scale, const Bytes& codes,

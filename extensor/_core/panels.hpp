@@ -60,15 +60,9 @@ inline void fill_panel(Source x, int64_t stride, int64_t rows, int64_t deep, int
 
 // Down the columns, over `rows` rows: whole transforms.
 inline void transform_columns(const QuantPlan& plan, int64_t rows, float* panel) {
-    const vf scale = splat(static_cast<float>(1.0 / __builtin_sqrt(plan.hadamard)));
-    const int size = plan.hadamard;
-    for (int64_t i = 0; i < rows; i += size, panel += size * kWide) {
-        for (int64_t k = 0; k < size; ++k)
-            for (int64_t v = k * kWide; v < (k + 1) * kWide; v += VL)
-                store(panel + v, load(panel + v) * plan.signs[k]);
-        for (int64_t v = 0; v < kWide; v += VL) butterfly_rows(panel + v, size, kWide);
-        for (int64_t v = 0; v < size * kWide; v += VL) store(panel + v, load(panel + v) * scale);
-    }
+    for (int64_t i = 0; i < rows; i += plan.hadamard, panel += plan.hadamard * kWide)
+        for (int64_t k = 0; k < kWide; k += VL)
+            transform_rows(panel + k, plan.hadamard, kWide, plan.signs);
 }
 
 // ---- maxima down the columns ----
@@ -125,10 +119,34 @@ inline void spread_over_groups(vu (&m)[4], int64_t columns) {
 constexpr int group_rows(int bits) { return bits == 4 ? 8 : 4; }
 constexpr int group_bytes(int bits) { return group_rows(bits) * bits / 8; }
 
+// Codes of large arrays go past the caches where they come in whole lines: no line is read first.
+constexpr int64_t kPastCaches = int64_t{1} << 24;  // values
+
+INLINE bool goes_past(const QuantJob& job) {
+    return job.outer * job.rows * job.length * job.inner >= kPastCaches;
+}
+
+#if EXTENSOR_LANES == 16
+INLINE void store_line(uint8_t* to, __m512i bytes, bool past) {
+    if (past && reinterpret_cast<uintptr_t>(to) % 64 == 0)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bytes);
+    else
+        _mm512_storeu_si512(to, bytes);
+}
+#endif
+
+// Before a task ends: others may read what it wrote.
+INLINE void finish_lines() {
+#if EXTENSOR_LANES == 16
+    _mm_sfence();
+#endif
+}
+
 // Byte b of every lane of four vectors, side by side, to row b of the codes.
 struct ByteRows {
     uint8_t* to;
     int64_t stride, lanes;
+    bool past;
 
     INLINE void row(const uint8_t* bytes) {
         std::memcpy(to, bytes, static_cast<size_t>(lanes));
@@ -151,7 +169,7 @@ struct ByteRows {
         const __mmask64 mask = lanes >= 64 ? ~__mmask64{0} : (__mmask64{1} << lanes) - 1;
         for (int r = 0; r < count; ++r, to += stride) {
             const __m512i bytes = _mm512_permutexvar_epi32(order, rows[r]);
-            lanes >= 64 ? _mm512_storeu_si512(to, bytes) : _mm512_mask_storeu_epi8(to, mask, bytes);
+            lanes >= 64 ? store_line(to, bytes, past) : _mm512_mask_storeu_epi8(to, mask, bytes);
         }
 #elif EXTENSOR_LANES == 8
         const __m256i turn = _mm256_broadcastsi128_si256(

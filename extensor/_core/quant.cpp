@@ -38,7 +38,7 @@ void quantize(const QuantPlan& plan, const QuantStream& stream, QuantJob& job) {
 
 void quantize_pair(const QuantPlan (&plans)[2], const QuantStream (&streams)[2], QuantJob (&jobs)[2]) {
     Call along(plans[0], streams[0], jobs[0]), down(plans[1], streams[1], jobs[1]);
-    if (quantize_panels(&along, &down)) return;
+    if (jobs[1].inner > 1 && quantize_panels(&along, &down)) return;
     for (int i = 0; i < 2; ++i) quantize(plans[i], streams[i], jobs[i]);
 }
 

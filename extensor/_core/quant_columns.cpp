@@ -67,6 +67,7 @@ void for_pieces(const Call& call, const Cut& cut, int64_t rows, Counts* counts, 
                 }
             }
         }
+        finish_lines();
         counts[task] = count(tally);
     });
 }

@@ -8,19 +8,69 @@ namespace EXTENSOR_ISA {
 namespace {
 
 // Rows [top, top + rows) of a panel from column j on, zeros below them down to `deep`; `tiles` tiles
-// of each row are the array's.
+// of each row are the array's. `more`: the panel to its right comes next.
 struct RowPiece {
     const float* panel;
     int64_t image, top, rows, deep, j, tiles;
+    bool more;
 };
 
 INLINE int64_t tiles_across(const QuantJob& job) { return kWide / job.tile_length; }
 
-INLINE int64_t first_block(const Call& call, const RowPiece& p, int64_t row) {
+// The index of the first block of the piece's first row; a panel begins with whole tiles.
+INLINE int64_t first_block(const Call& call, const RowPiece& p) {
     const QuantJob& job = call.job;
-    const int64_t band = (p.top + row) / job.tile_rows;
-    return (p.image * ceil_div(job.rows, job.tile_rows) + band) * call.tiles + p.j / job.tile_length;
+    const int64_t band = p.image * ceil_div(job.rows, job.tile_rows) + p.top / job.tile_rows;
+    return band * call.tiles + p.j / job.tile_length;
 }
+
+// Where the codes of a panel's rows go: 64 bytes at a time, so that whole lines can go past the
+// caches. The half lines of four-bit codes wait for the next panel's.
+class RowStore {
+public:
+    RowStore(const Call& call, const RowPiece& p, const uint8_t* packed)
+        : from_(packed), pitch_(kWide * call.scaler.grid.bits / 8),
+          bytes_(p.tiles * call.job.tile_length * call.scaler.grid.bits / 8),
+          past_(goes_past(call.job)), halves_(past_ && kWide == 64 && pitch_ == 32),
+          second_(halves_ && p.j / kWide % 2), held_(nullptr) {
+        if (!halves_) return;
+        held_ = scratch_of<uint8_t>(Slot::packed_a, kDeep * pitch_);
+        waits_ = !second_ && p.more;
+        if (waits_) std::memcpy(held_, packed, static_cast<size_t>(p.deep * pitch_));
+    }
+
+    INLINE void row(int64_t r, [[maybe_unused]] uint8_t* to) const {
+        const uint8_t* from = from_ + r * pitch_;
+        if (waits_) return;
+        if (second_) {
+            const uint8_t* before = held_ + r * pitch_;
+#if EXTENSOR_LANES == 16
+            if (bytes_ == 32) {
+                const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(before));
+                const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+                store_line(to - 32, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), true);
+                return;
+            }
+#endif
+            std::memcpy(to - pitch_, before, 32);
+        }
+        if (bytes_ == 32) {
+            std::memcpy(to, from, 32);
+#if EXTENSOR_LANES == 16
+        } else if (bytes_ == 64) {
+            store_line(to, _mm512_loadu_si512(from), past_);
+#endif
+        } else {
+            std::memcpy(to, from, static_cast<size_t>(bytes_));
+        }
+    }
+
+private:
+    const uint8_t* from_;
+    int64_t pitch_, bytes_;
+    bool past_, halves_, second_, waits_ = false;
+    uint8_t* held_;
+};
 
 // Maxima of all tiles of a panel, one per row of the panel and tile.
 void panel_row_maxima(const QuantJob& job, const float* panel, int64_t deep, uint32_t* maxima) {
@@ -36,11 +86,12 @@ const uint32_t* panel_row_words(const Call& call, const RowPiece& p) {
     const QuantJob& job = call.job;
     const Philox philox(call.stream);
     uint32_t* words = scratch_of<uint32_t>(Slot::weights, p.deep * kWide + 2 * VL);
-    for (int64_t r = 0; r < p.deep; ++r)
-        philox_run(philox, words + r * kWide,
-                   static_cast<uint32_t>((p.top + r) % job.tile_rows * call.calls),
-                   static_cast<uint32_t>(call.calls), static_cast<uint32_t>(first_block(call, p, r)),
-                   tiles_across(job));
+    const auto calls = static_cast<uint32_t>(call.calls);
+    auto block = static_cast<uint32_t>(first_block(call, p));
+    uint32_t* to = words;
+    for (int64_t band = 0; band < p.deep; band += job.tile_rows, block += static_cast<uint32_t>(call.tiles))
+        for (uint32_t r = 0; r < job.tile_rows; ++r, to += kWide)
+            philox_run(philox, to, r * calls, calls, block, tiles_across(job));
     return words;
 }
 
@@ -68,22 +119,22 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
     }
     const uint32_t* words = Words ? panel_row_words(call, p) : nullptr;
     uint8_t* packed = Codes ? scratch_of<uint8_t>(Slot::offsets, p.deep * kWide) : nullptr;
-    const int64_t pitch = kWide * grid.bits / 8;
     const TileCoder<Words, float> coder(call.plan.element, tile);
     TileCounts counts;
     bool done = false;
     if constexpr (Codes) {
         // The panel's rows follow one another: one run of whole tiles.
         if (coder.code && all_lanes(plain) && p.deep * kWide % coder.batch == 0) {
-            coder.code(p.panel, apply, words, p.deep * across, packed, counts);
+            coder.code(p.panel, apply, words, false, p.deep * across, packed, counts);
             done = true;
         }
     }
-    for (int64_t r = 0; r < p.rows; ++r) {
-        ahead.row(r);
-        const int64_t row = p.image * job.rows + p.top + r;
+    for (int64_t r = 0; r < p.rows; ++r) ahead.row(r);
+    const int64_t first = p.image * job.rows + p.top;
+    for (int64_t r = 0; !done && r < p.rows; ++r) {
+        float* out = Codes ? nullptr : job.values + (first + r) * job.coded + p.j;
         uint8_t codes[kWide];
-        for (int64_t i = 0; !done && i < kWide; i += VL) {
+        for (int64_t i = 0; i < kWide; i += VL) {
             const int64_t t = r * across + i / tile;
             const Scales s = {splat(apply[t]), splat(decode[t]), splat(live[t]), vu{}};
             vu code;
@@ -93,16 +144,17 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
             if constexpr (Codes)
                 store_codes(codes + i, code);
             else if (p.j + i < job.coded)
-                store_upto(job.values + row * job.coded + p.j + i, value, job.coded - p.j - i);
+                store_upto(out + i, value, job.coded - p.j - i);
         }
-        if constexpr (Codes) {
-            if (!done) pack_row(codes, kWide, grid.bits, packed + r * pitch);
-            std::memcpy(job.codes + row * call.packed + p.j * grid.bits / 8, packed + r * pitch,
-                        static_cast<size_t>(p.tiles * tile * grid.bits / 8));
-            if ((p.top + r) % job.tile_rows == 0)
-                store_scales(job.scales, first_block(call, p, r), stored + r * across, p.tiles,
-                             call.plan.scale);
-        }
+        if constexpr (Codes) pack_row(codes, kWide, grid.bits, packed + r * kWide * grid.bits / 8);
+    }
+    if constexpr (Codes) {
+        const RowStore rows(call, p, packed);
+        uint8_t* to = job.codes + first * call.packed + p.j * grid.bits / 8;
+        for (int64_t r = 0; r < p.rows; ++r, to += call.packed) rows.row(r, to);
+        int64_t block = first_block(call, p);
+        for (int64_t r = 0; r < p.rows; r += job.tile_rows, block += call.tiles)
+            store_scales(job.scales, block, stored + r * across, p.tiles, call.plan.scale);
     }
     tally.saturated[0] += static_cast<int32_t>(counts.saturated);
     tally.flushed[0] += static_cast<int32_t>(counts.flushed);
@@ -136,7 +188,7 @@ struct Cut {
             deep = multiple;
         }
         units = ceil_div(rows, deep);
-        chunk = round_up(most(kTask / deep, 1), kWide);
+        chunk = round_up(most(kTask / deep, 1), 2 * kWide);
         chunks = ceil_div(columns, chunk);
         count = images * units * chunks;
     }
@@ -166,10 +218,11 @@ bool fits_down(const Call& call, const Cut& cut) {
 struct Panel {
     const float *along, *down;  // the panel, transformed for each
     int64_t image, top, deep, real, j, lanes;
+    bool more;
     Ahead ahead;
 
     RowPiece rows(const QuantJob& job) const {
-        return {along, image, top, real, deep, j, ceil_div(lanes, job.tile_length)};
+        return {along, image, top, real, deep, j, ceil_div(lanes, job.tile_length), more};
     }
 
     // Calls body(piece, maxima of its columns) for every tile down the columns.
@@ -201,7 +254,8 @@ void for_panels(const Call* along, const Call* down, const Cut& cut, Body body) 
         const bool transforms = down && down->plan.hadamard;
         float* panel = scratch_of<float>(Slot::padded, cut.deep * kWide * (transforms ? 2 : 1));
         for (int64_t j = left; j < right; j += kWide) {
-            Panel p = {panel, panel, image, top, cut.deep, real, j, least(kWide, right - j), {}};
+            Panel p = {panel, panel, image, top, cut.deep, real, j, least(kWide, right - j),
+                       j + kWide < right, {}};
             fill_panel(x.from(j), cut.columns, real, cut.deep, p.lanes, panel);
             if (transforms) {
                 float* turned = panel + cut.deep * kWide;
@@ -209,11 +263,12 @@ void for_panels(const Call* along, const Call* down, const Cut& cut, Body body) 
                 transform_columns(down->plan, least(cut.deep, down->job.coded - top), turned);
                 p.down = turned;
             }
-            if (j + kWide < right)
+            if (p.more)
                 p.ahead = {static_cast<const char*>(x.from(j + kWide).at), cut.columns * each,
                            kWide * each};
             body(task, p);
         }
+        finish_lines();
     });
 }
 

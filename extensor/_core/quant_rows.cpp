@@ -38,14 +38,12 @@ void prepare(const Call& call, int64_t row, int64_t start, int64_t count, float*
         if (i < count) store_part(out + i, source.load_upto(i, count - i), static_cast<int>(count - i));
         return;
     }
-    const vf scale = splat(static_cast<float>(1.0 / __builtin_sqrt(size)));
     for (int64_t at = 0; at < count; at += size) {
-        float* to = out + at;
-        const int64_t real = most(0, least(size, job.length - start - at));
-        for (int i = 0; i < size; i += VL)
-            store(to + i, source.load_upto(at + i, most(0, real - i)) * load(call.plan.signs + i));
-        butterfly_run(to, size);
-        for (int i = 0; i < size; i += VL) store(to + i, load(to + i) * scale);
+        const int64_t real = job.length - start - at;
+        const auto inside = [&](int i) { return source.load_upto(at + i, VL); };
+        const auto ragged = [&](int i) { return source.load_upto(at + i, most(0, real - i)); };
+        real >= size ? transform_run(size, inside, call.plan.signs, out + at)
+                     : transform_run(size, ragged, call.plan.signs, out + at);
     }
 }
 

@@ -76,6 +76,32 @@ INLINE void store_part(float* p, vf v, int n) {
 #endif
 }
 
+// a * b + c, rounded once where there is an instruction for it.
+INLINE vf multiply_add(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// VL bytes as words.
+INLINE vu widen(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<vu>(
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+    return reinterpret_cast<vu>(
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+    vu v;
+    for (int i = 0; i < VL; ++i) v[i] = p[i];
+    return v;
+#endif
+}
+
 // Lanes 0, 2, 4, ... and 1, 3, 5, ... of 2 * VL consecutive floats.
 INLINE void split_pairs(const float* p, vf& even, vf& odd) {
     const vf a = load(p), b = load(p + VL);

@@ -75,6 +75,8 @@ class CpuBackend(CpuQuantize, CpuTraining, CpuWindows, CpuLayers):
             "quantize": self._quantize_reason,
             "dequantize": self._dequantize_reason,
             "operand": self._operand_reason,
+            "quantize_pair": self._quantize_pair_reason,
+            "operand_pair": self._operand_pair_reason,
             "block_matmul": self._block_matmul_reason,
             "weight_matmul": self._weight_matmul_reason,
             "operand_matmul": self._operand_matmul_reason,
@@ -87,12 +89,13 @@ class CpuBackend(CpuQuantize, CpuTraining, CpuWindows, CpuLayers):
         reason = reasons[method](*args)
         if reason is not None:
             return f"generic: {reason}"
-        if method == "block_matmul":
-            return f"core ({self.core.gemm_level()}, {self._product_kind(*args)})"
-        if method == "operand_matmul":
-            return f"core ({self.core.gemm_level()}, bf16)"
-        level = self.core.gemm_level() if method == "weight_matmul" else self.core.level()
-        return f"core ({level})"
+        if method == "weight_matmul":
+            return f"core ({self.core.gemm_instructions()})"
+        if method in ("block_matmul", "operand_matmul"):
+            kind = self._product_kind(*args) if method == "block_matmul" else "bf16"
+            level = self.core.gemm_level() if kind == "bf16" else self.core.gemm_instructions()
+            return f"core ({level}, {kind})"
+        return f"core ({self.core.level()})"
 
     # --- blocked products ---
 

@@ -71,14 +71,7 @@ class CpuQuantize(GenericBackend):
             _stream_words(stream),
             None if previous_amax is None else ready(previous_amax),
         )
-        q = QuantArray(
-            codes=codes,
-            scales=scales,
-            spec=placed.spec,
-            shape=tuple(x.shape),
-            tensor_scale=np.asarray(tensor_scale, _FLOAT32) if spec.row.tensor_scale else None,
-            zero_points=zero_points,
-        )
+        q = placed.quantized(x.shape, codes, scales, zero_points, tensor_scale)
         return q, QuantStats(placed.count, saturated, flushed)
 
     def _quantize_reason(
@@ -156,6 +149,85 @@ class CpuQuantize(GenericBackend):
         placed = _place(self.core, spec, x.shape)
         return placed if isinstance(placed, str) else None
 
+    def quantize_pair(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+        """See the protocol."""
+        if self._quantize_pair_reason(x, specs, streams):
+            return super().quantize_pair(x, specs, streams)
+        placed = _place_pair(self.core, specs, x.shape)
+        results = self.core.quantize_pair(
+            tuple(p.plan for p in placed),
+            _as_input(x),
+            tuple(p.layout for p in placed),
+            tuple(p.codes_shape for p in placed),
+            tuple(p.scales_shape for p in placed),
+            tuple(_stream_words(stream) for stream in streams),
+        )
+        first, second = (
+            (
+                p.quantized(x.shape, codes, scales, zero_points, tensor_scale),
+                QuantStats(p.count, saturated, flushed),
+            )
+            for p, (codes, scales, zero_points, tensor_scale, saturated, flushed) in zip(
+                placed, results, strict=True
+            )
+        )
+        return first, second
+
+    def _quantize_pair_reason(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> str | None:
+        if reason := self._operand_pair_reason(x, specs, streams):
+            return reason
+        return next(
+            (p.no_codes for p in _place_pair(self.core, specs, x.shape) if p.no_codes), None
+        )
+
+    def operand_pair(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
+        """See the protocol."""
+        if self._operand_pair_reason(x, specs, streams):
+            return super().operand_pair(x, specs, streams)
+        placed = _place_pair(self.core, specs, x.shape)
+        results = self.core.operand_pair(
+            tuple(p.plan for p in placed),
+            _as_input(x),
+            tuple(p.layout for p in placed),
+            tuple(p.coded for p in placed),
+            tuple(_stream_words(stream) for stream in streams),
+        )
+        first, second = (
+            (values, QuantStats(p.count, saturated, flushed))
+            for p, (values, saturated, flushed) in zip(placed, results, strict=True)
+        )
+        return first, second
+
+    def _operand_pair_reason(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> str | None:
+        for spec, stream in zip(specs, streams, strict=True):
+            if reason := self._operand_reason(x, spec, stream):
+                return reason
+            if spec.row.outliers:
+                return "the outlier codec, one by one"
+        if x.ndim != 2 or [spec.axis % 2 for spec in specs] != [1, 0]:
+            return "not rows, then columns of a matrix"
+        return None
+
 
 def ready(x: Array) -> Array:
     """C-contiguous and aligned, copied only where it is not."""
@@ -194,6 +266,35 @@ class _Placed:
         self.no_codes = None
         if columns and tiles > 1 and tile_length * spec.row.element.bits % 8:
             self.no_codes = f"blocks of {tile_length} down columns do not fill whole bytes"
+
+    def quantized(
+        self,
+        shape: tuple[int, ...],
+        codes: Array,
+        scales: Array,
+        zero_points: Array | None,
+        tensor_scale: float,
+    ) -> QuantArray:
+        """What the core gave, with what it stands for."""
+        return QuantArray(
+            codes=codes,
+            scales=scales,
+            spec=self.spec,
+            shape=tuple(shape),
+            tensor_scale=(
+                np.asarray(tensor_scale, _FLOAT32) if self.spec.row.tensor_scale else None
+            ),
+            zero_points=zero_points,
+        )
+
+
+def _place_pair(
+    core: Any, specs: tuple[QuantSpec, QuantSpec], shape: tuple[int, ...]
+) -> tuple[_Placed, _Placed]:
+    first, second = (_place(core, spec, shape) for spec in specs)
+    assert isinstance(first, _Placed)
+    assert isinstance(second, _Placed)
+    return first, second
 
 
 @lru_cache(maxsize=4096)

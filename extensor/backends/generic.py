@@ -55,6 +55,24 @@ class GenericBackend:
         """See the protocol."""
         return reference.operand(x, spec, stream, self.xp)
 
+    def quantize_pair(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+        """See the protocol."""
+        return self.quantize(x, specs[0], streams[0]), self.quantize(x, specs[1], streams[1])
+
+    def operand_pair(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
+        """See the protocol."""
+        return self.operand(x, specs[0], streams[0]), self.operand(x, specs[1], streams[1])
+
     def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
         """See the protocol."""
         return self.xp.matmul(self.dequantize(a), self.dequantize(b).T)

@@ -18,8 +18,10 @@ With a (M, K), b (N, K), u = 2**-24, gamma_n = n u / (1 - n u), no overflow, and
     weights   |error| <= gamma_(K + 4) S
 
 against the product of the exact values (codes times scales, unrounded), up to what underflows:
-less than 2**-126 a term, nothing for bf16 (before a tensor scale). A term of a bf16 product passes
-at most 16 multiply-adds, one addition of even to odd, ceil(K / 32) to the result and the tensor
+less than 2**-126 a term, nothing for bf16 (before a tensor scale); for weights also 2**-149 of the
+term's block scale, since a block's sum of x times codes is scaled as a whole. A term of a bf16
+product passes at most 16 multiply-adds, one addition of even to odd, ceil(K / 32) to the result and
+the tensor
 scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and Stability of Numerical Algorithms, 3.1).
 """
 
@@ -43,9 +45,9 @@ __all__ = [
     "weight_reason",
 ]
 
-MAX_ROWS = 8  # of x in a weight-only product; beyond, decoding once and BLAS is faster
+MAX_ROWS = 32  # of x in a weight-only product; beyond, decoding once and BLAS is faster
 _MAX_STEP = 256  # 255 * 255 * 256 is still a float32
-_LARGEST = 2.0**60  # of activations and scales in a weight-only product
+_LARGEST = 2.0**60  # of activations in a weight-only product: no unscaled sum overflows
 _LARGEST_PRODUCT = 2.0**100  # of two scales
 _BF16_DIGITS = 8  # of a bfloat16, and so of an element and its scale together
 _LEAST_SIDE, _LEAST_WORK = 32, 1 << 19  # of operand products: below, BLAS is faster (measured)
@@ -204,8 +206,6 @@ def weight_reason(x: Any, w: QuantArray) -> str | None:
         return f"4-bit blocks of {length}; the core takes 16, 32, 64 and multiples of 128"
     if not float(np.abs(x).max()) <= _LARGEST:
         return f"activations that are not finite, or beyond {_LARGEST:.3g}"
-    if _largest_scale(w) > _LARGEST:
-        return f"scales beyond {_LARGEST:.3g}"
     return None
 
 

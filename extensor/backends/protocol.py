@@ -74,6 +74,27 @@ class Backend(Protocol):
         """
         ...
 
+    def quantize_pair(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+        """One array under two specs, as for two GEMMs: bit for bit two calls of ``quantize``.
+
+        A backend may read a matrix once for a spec along its rows and one down its columns.
+        """
+        ...
+
+    def operand_pair(
+        self,
+        x: Array,
+        specs: tuple[QuantSpec, QuantSpec],
+        streams: tuple[Stream | None, Stream | None] = (None, None),
+    ) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
+        """The same for ``operand``."""
+        ...
+
     def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
         """Float32 a b^T of (M, K) and (N, K), both blocked along the last axis: (M, N)."""
         ...

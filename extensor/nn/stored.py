@@ -96,7 +96,10 @@ def quantize_model(
             scales = {path: choose(row, scheme) for path, row in seen.items()}
     state = RecipeState(recipe)
     for path, layer in layers.items():
-        _store(layer, LayerContext(path, len(state.layers), chosen[path], state, scales.get(path)))
+        _store(
+            layer,
+            LayerContext(path, len(state.layers), chosen[path], state, fixed=scales.get(path)),
+        )
     return made
 
 
@@ -231,7 +234,7 @@ def load_quantized(path: str | os.PathLike[str], model: Module) -> Module:
             layer = LayerRecipe(Gemm(operand, packed.spec), dense, dense)
             state = state or RecipeState(Recipe(content["scheme"], content["doc"], layer))
             _check_fit(name, known.get(name), packed, list(known))
-            context = LayerContext(name, len(state.layers), layer, state, fixed)
+            context = LayerContext(name, len(state.layers), layer, state, fixed=fixed)
             _put(known[name], packed, context, _weight(known[name]).device)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{os.fspath(path)}: a damaged description: {error!r}") from None

@@ -36,6 +36,7 @@ from extensor.quant.context import LayerContext, RecipeState
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
 
 __all__ = ["layer_context", "quantized_conv2d", "quantized_matmul"]
 
@@ -63,16 +64,46 @@ def _dense(backend: Backend, x: Array, dtype: str) -> Array:
     return x if dtype == "float32" else backend.bfloat16_values(x)
 
 
+def _stream(context: LayerContext, slot: str, spec: QuantSpec, axis: int) -> Stream | None:
+    return context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
+
+
 def _operand(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
     """The values of matrix x that GEMM ``slot`` multiplies, contracted along ``axis``."""
     wanted = context.operand(slot)
     if isinstance(wanted, str):
         return _dense(backend, x, wanted)
     spec = _placed(wanted, axis)
-    stream = context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
-    values, stats = backend.operand(x, spec, stream)
+    values, stats = backend.operand(x, spec, _stream(context, slot, spec, axis))
     context.record(slot, stats)
     return values
+
+
+def _gradient_operands(
+    backend: Backend, g: Array, context: LayerContext, needs: tuple[bool, bool]
+) -> tuple[Array | None, Array | None]:
+    """What dgrad and wgrad make of a gradient (M, N): its rows and its columns, read once."""
+    slots = (("dgrad.g", 1), ("wgrad.g", 0))
+    wanted = [context.operand(slot) for slot, _ in slots]
+    if not all(needs) or any(isinstance(operand, str) for operand in wanted):
+        values = (
+            _operand(backend, g, context, slot, axis) if need else None
+            for (slot, axis), need in zip(slots, needs, strict=True)
+        )
+        return next(values), next(values)
+    first, second = (
+        _placed(spec, axis)
+        for spec, (_, axis) in zip(wanted, slots, strict=True)
+        if isinstance(spec, QuantSpec)
+    )
+    streams = (
+        _stream(context, "dgrad.g", first, 1),
+        _stream(context, "wgrad.g", second, 0),
+    )
+    along, down = backend.operand_pair(g, (first, second), streams)
+    context.record("dgrad.g", along[1])
+    context.record("wgrad.g", down[1])
+    return along[0], down[0]
 
 
 def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
@@ -90,14 +121,12 @@ def _fprop(backend: Backend, x: Array, w: Array, context: LayerContext) -> Array
     return _product(backend, a, b.T, context.layer.fprop)
 
 
-def _dgrad(backend: Backend, g: Array, w: Array, context: LayerContext) -> Array:
-    a = _operand(backend, g, context, "dgrad.g", 1)
+def _dgrad(backend: Backend, a: Array, w: Array, context: LayerContext) -> Array:
     b = _operand(backend, w, context, "dgrad.w", 0)
     return _product(backend, a, b, context.layer.dgrad)
 
 
-def _wgrad(backend: Backend, g: Array, x: Array, context: LayerContext) -> Array:
-    a = _operand(backend, g, context, "wgrad.g", 0)
+def _wgrad(backend: Backend, a: Array, x: Array, context: LayerContext) -> Array:
     b = _operand(backend, x, context, "wgrad.x", 0)
     return _product(backend, a.T, b, context.layer.wgrad)
 
@@ -134,8 +163,9 @@ def _matmul_vjp(
 ) -> tuple[Array | None, Array | None]:
     x, w = inputs
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
-    dx = _dgrad(backend, rows, w, context).reshape(x.shape) if needs[0] else None
-    dw = _wgrad(backend, rows, x.reshape(-1, x.shape[-1]), context) if needs[1] else None
+    along, down = _gradient_operands(backend, rows, context, needs)
+    dx = None if along is None else _dgrad(backend, along, w, context).reshape(x.shape)
+    dw = None if down is None else _wgrad(backend, down, x.reshape(-1, x.shape[-1]), context)
     return dx, dw
 
 
@@ -236,8 +266,16 @@ def _conv_vjp(
     saved: list[Array],
 ) -> tuple[Array | None, Array | None]:
     x, w = inputs
-    dx = _conv_dgrad(backend, g, w, x.shape, context, window, groups) if needs[0] else None
-    dw = _conv_wgrad(backend, g, x, w.shape, context, window, groups, saved) if needs[1] else None
+    layer = context.layer
+    blocked = needs[0] and not layer.dgrad.dense, needs[1] and not layer.wgrad.dense
+    rows = _group_rows(g, groups, backend.xp) if any(blocked) else ()
+    pairs = [_gradient_operands(backend, part, context, blocked) for part in rows]
+    dx = _conv_dgrad(backend, g, w, x.shape, context, window, pairs) if needs[0] else None
+    dw = (
+        _conv_wgrad(backend, g, x, w.shape, context, window, groups, pairs, saved)
+        if needs[1]
+        else None
+    )
     return dx, dw
 
 
@@ -248,19 +286,19 @@ def _conv_dgrad(
     shape: tuple[int, ...],
     context: LayerContext,
     window: Window,
-    groups: int,
+    pairs: list[tuple[Array | None, Array | None]],
 ) -> Array:
-    gemm, xp = context.layer.dgrad, backend.xp
+    gemm, groups = context.layer.dgrad, shape[1] // w.shape[1]
     if gemm.dense:
         a, b = _dense(backend, g, str(gemm.a)), _dense(backend, w, str(gemm.b))
-        return _scaled(backend.conv2d_grad_x(a, b, shape, window, groups), gemm, xp)
+        return _scaled(backend.conv2d_grad_x(a, b, shape, window, groups), gemm, backend.xp)
     kernels = w.reshape(groups, w.shape[0] // groups, -1)
     part = (shape[0], shape[1] // groups, *shape[2:])
     parts = [
-        backend.col2im(_dgrad(backend, rows, kernel, context), part, window)
-        for rows, kernel in zip(_group_rows(g, groups, xp), kernels, strict=True)
+        backend.col2im(_dgrad(backend, along, kernel, context), part, window)
+        for (along, _), kernel in zip(pairs, kernels, strict=True)
     ]
-    return parts[0] if groups == 1 else xp.concatenate(parts, axis=1)
+    return parts[0] if groups == 1 else backend.xp.concatenate(parts, axis=1)
 
 
 def _conv_wgrad(
@@ -271,6 +309,7 @@ def _conv_wgrad(
     context: LayerContext,
     window: Window,
     groups: int,
+    pairs: list[tuple[Array | None, Array | None]],
     saved: list[Array],
 ) -> Array:
     gemm, xp = context.layer.wgrad, backend.xp
@@ -279,8 +318,8 @@ def _conv_wgrad(
         return _scaled(backend.conv2d_grad_w(a, b, shape, window, groups), gemm, xp)
     patches = saved or list(_groups(backend, x, window, groups))
     parts = [
-        _wgrad(backend, rows, p, context)
-        for rows, p in zip(_group_rows(g, groups, xp), patches, strict=True)
+        _wgrad(backend, down, patch, context)
+        for (_, down), patch in zip(pairs, patches, strict=True)
     ]
     return xp.concatenate(parts, axis=0).reshape(shape)
 

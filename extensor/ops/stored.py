@@ -60,7 +60,7 @@ def _matmul_forward(backend: Backend, x: Array, w: QuantArray, context: LayerCon
     rows = x.reshape(-1, x.shape[-1])
     operand = context.operand("fprop.x")
     if isinstance(operand, str):
-        out = backend.weight_matmul(_dense(rows, operand), w)
+        out = backend.weight_matmul(_dense(backend, rows, operand), w)
     else:
         out = backend.block_matmul(_quantized(backend, rows, context, 1), w)
     return out.reshape(*x.shape[:-1], w.shape[0])
@@ -195,7 +195,7 @@ def _conv_forward(
     operand = context.operand("fprop.x")
     if isinstance(operand, str):
         kernel = backend.dequantize(w).reshape(outputs, x.shape[1] // groups, *window.kernel)
-        return backend.conv2d(_dense(x, operand), kernel, window, groups)
+        return backend.conv2d(_dense(backend, x, operand), kernel, window, groups)
     size = outputs // groups
     rows = [
         backend.block_matmul(

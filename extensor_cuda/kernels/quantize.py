@@ -102,8 +102,8 @@ class Plan:
 
     @property
     def count(self) -> int:
-        """Values that go in."""
-        return math.prod(self.shape)
+        """Values that are coded."""
+        return math.prod(self.coded_shape)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The protocol: four moments, each a method that does nothing unless overridden.
+"""The protocol: five moments, each a method that does nothing unless overridden.
 
 Callbacks hold no state that a resumed run would miss: what they need of the past they read from
 `trainer.history`, which the checkpoint carries.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from training.batch import Batch
     from training.loop import Trainer
     from training.reports import EpochReport, StepReport
 
@@ -20,6 +21,9 @@ class Callback:
 
     def on_start(self, trainer: Trainer) -> None:
         """Before the first step; `trainer.history` is not empty if the run is resumed."""
+
+    def on_gradients(self, trainer: Trainer, batch: Batch) -> None:
+        """In every step, when its gradients are there, before clipping and the update."""
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """After every step."""

@@ -41,18 +41,19 @@ class TensorBoard(Callback):
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         if report.step % EVERY_STEPS == 0:
-            self._add("step", report.step, {"loss": report.loss, "lr": report.lr})
+            self.add("step", report.step, {"loss": report.loss, "lr": report.lr})
 
     def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
         values = report.as_dict()
         del values["epoch"], values["step"]
-        self._add("epoch", report.step, values)
+        self.add("epoch", report.step, values)
 
     def on_end(self, trainer: Trainer, result: dict[str, Any] | None) -> None:
         if self._writer is not None:
             self._writer.close()
 
-    def _add(self, group: str, step: int, values: dict[str, float | None]) -> None:
+    def add(self, group: str, step: int, values: dict[str, float | None]) -> None:
+        """Scalars ``group/name`` of a step; None is left out."""
         for name, value in values.items():
             if value is not None:
                 self._writer.add_scalar(f"{group}/{name}", value, step)

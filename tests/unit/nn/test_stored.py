@@ -303,3 +303,12 @@ def test_the_table_of_schemes() -> None:
     for name, scheme in SCHEMES.items():
         assert scheme.name == name and scheme.doc
         assert scheme.recipe().layers.dgrad == FLOAT32.dgrad
+
+
+def test_recurrent_layers() -> None:
+    model = nn.LSTM(8, 32, rng=0)
+    x = et.from_numpy(np.random.default_rng(0).standard_normal((5, 3, 8)).astype(np.float32))
+    made = et.quantize_model(model, "int8", [x])
+    assert list(nn.stored_layers(made)) == ["cells.0.input", "cells.0.hidden"]
+    rows = {row.layer: row for row in et.compare_layers(made, model, x, isolated=True).rows}
+    assert rows["cells.0.hidden"].sqnr_db > 30 and rows["(output)"].sqnr_db > 25

@@ -1,0 +1,102 @@
+"""Run the CUDA kernels under NVIDIA's compute-sanitizer.
+
+    python ci/cuda_sanitize.py                     memcheck, racecheck, initcheck, synccheck
+    python ci/cuda_sanitize.py --tool racecheck
+
+Every kernel in its whole and its ragged form, on arrays that fill their allocations exactly, so
+that an access beyond the end is one beyond the allocation. Needs a GPU and the CUDA toolkit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from extensor.quant.spec import Hadamard, QuantSpec
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SHAPES = ((256, 64), (70, 19))
+FOUND = 9  # exit code of a run with findings
+
+
+def specs() -> Iterator[QuantSpec]:
+    """What takes each kernel's different paths."""
+    for rounding in ("nearest_even", "stochastic"):
+        for axis in (-1, 0):
+            common: dict[str, Any] = {"axis": axis, "rounding": rounding, "rbits": 8}
+            for name in ("mxfp4", "mxfp6_e2m3", "mxfp8_e4m3", "nvfp4"):
+                yield QuantSpec(name, **common)
+                yield QuantSpec(name, transform=Hadamard(64), **common)
+            yield QuantSpec("mxfp4", tile=(32, 32), **common)
+            yield QuantSpec("nvfp4", tile=(16, 16), scale_rule="four_over_six", **common)
+            yield QuantSpec("nvfp4_fp8exact", **common)
+
+
+def inner() -> None:
+    """The run that the sanitizer watches."""
+    import numpy as np
+
+    from extensor.backends.registry import get
+    from extensor.random import Stream
+
+    backend = get("cuda")
+    backend.xp.cuda.set_allocator(None)  # every array an allocation of its own
+    rng = np.random.default_rng(0)
+    count = 0
+    for spec in specs():
+        stream = Stream(1, 2, 3, 4) if spec.rounding == "stochastic" else None
+        for shape in SHAPES:
+            for dtype in ("float32", "float16"):
+                x = backend.xp.asarray(rng.standard_normal(shape).astype(dtype))
+                q, _ = backend.quantize(x, spec, stream)
+                backend.operand(x, spec, stream)
+                backend.dequantize(q)
+                count += 1
+    for rows, columns, depth in ((128, 256, 512), (192, 200, 288)):
+        a, b = (
+            backend.xp.asarray(rng.standard_normal((n, depth)).astype("float32"))
+            for n in (rows, columns)
+        )
+        qa, _ = backend.quantize(a, QuantSpec("mxfp4"), None)
+        qb, _ = backend.quantize(b, QuantSpec("mxfp4"), None)
+        backend.block_matmul(qa, qb)
+        count += 1
+    backend.xp.cuda.runtime.deviceSynchronize()
+    print(f"{count} cases run")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tools asked for; 0 if none found anything."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="may be repeated")
+    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args(argv)
+    if chosen.inner:
+        inner()
+        return 0
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+    failed = []
+    for tool in chosen.tool or TOOLS:
+        command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND)]
+        # Libraries ask the driver for functions that it may not have; that is no error.
+        command += ["--report-api-errors", "no"] if tool == "memcheck" else []
+        command.append(sys.executable)
+        done = subprocess.run([*command, str(Path(__file__)), "--inner"], cwd=ROOT, check=False)
+        print(
+            f"{tool}: {'clean' if done.returncode == 0 else f'exit {done.returncode}'}", flush=True
+        )
+        if done.returncode:
+            failed.append(tool)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

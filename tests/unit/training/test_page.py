@@ -1,0 +1,201 @@
+"""The page about a run: whole, escaped, and there for runs that are not finished."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from extensor.formats import FORMATS
+from extensor.quant.recipes import RECIPES
+from extensor.quant.reference import dequantize, quantize
+from extensor.quant.spec import QuantSpec
+from training import page
+from training.callbacks import LAST, METRICS, TELEMETRY
+from training.cli import main
+from training.config import RunConfig
+from training.data import DataError
+from training.loop import train
+from training.snapshot import on_grid
+from training.svg import Line, bars, lines, ticks
+
+Make = Callable[..., RunConfig]
+QUIET = Console(file=io.StringIO(), width=100)
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Checked(HTMLParser):
+    """Tags that close in order, nothing loaded from elsewhere; keeps the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img", "iframe"), tag
+        for name, value in attrs:
+            assert name not in ("src", "href") and not name.startswith("on"), name
+            assert "nan" not in (value or "").split(",") and "inf" not in (value or "").split(",")
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def read(path: Path) -> tuple[Checked, str]:
+    text = path.read_text(encoding="utf-8")
+    assert "url(" not in text and "http" not in text and "@import" not in text
+    made = Checked(text)
+    return made, " ".join(made.text)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4_all", "nvfp4_nvidia", "mxfp4_tseng", "fp32", "int8"])
+def test_a_finished_run(
+    recipe: str, small: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    train(small(recipe=recipe), out, resume=False, console=QUIET, telemetry=3)
+    before = {p: p.read_bytes() for p in out.iterdir() if p.is_file()}
+    assert main(["report", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out / "report.html")
+    made, text = read(out / "report.html")
+    assert {p: p.read_bytes() for p in before} == before
+    assert "finished" in text and "2 epochs" not in text
+    for word in (
+        "layers.0",
+        "weights",
+        "activations",
+        "gradients",
+        "learning rate",
+        "seed",
+        "numpy",
+    ):
+        assert word in text, word
+    assert RECIPES[recipe].doc in text
+    assert made.tags.count("svg") >= 4 + 9 + 2
+    assert ("no quantization error" in text) == (recipe == "fp32")
+    assert ("below, training gains little" in text) == (recipe != "fp32")
+
+
+def test_a_run_under_way(small: Make, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(small(recipe="mxfp4_all"), out, resume=False, console=QUIET)
+    (out / "result.json").unlink()
+    lines_ = (out / METRICS).read_text().splitlines()
+    (out / METRICS).write_text(lines_[0] + "\n" + lines_[1][:20])  # caught while writing
+    path = page.write_page(page.ReportArgs(run=out, out=tmp_path / "page.html"))
+    _, text = read(path)
+    assert "unfinished, 1 of 2 epochs" in text and "train with --telemetry" in text
+    for name in (LAST, METRICS):
+        (out / name).unlink()
+    _, text = read(page.write_page(page.ReportArgs(run=out)))
+    assert "unfinished, 0 of 2 epochs" in text and "no checkpoint yet" in text
+    assert "nothing is recorded yet" in text
+
+
+def test_figures_that_are_not_finite(small: Make, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(small(recipe="mxfp4_all"), out, resume=False, console=QUIET, telemetry=6)
+    epochs = [json.loads(line) for line in (out / METRICS).read_text().splitlines()]
+    epochs[1] |= {"train_loss": None, "test_loss": None}
+    (out / METRICS).write_text("".join(json.dumps(e) + "\n" for e in epochs))
+    result = json.loads((out / "result.json").read_text())
+    result["diverged"] = "the test loss is not finite <b>"
+    (out / "result.json").write_text(json.dumps(result))
+    record = json.loads((out / TELEMETRY).read_text().splitlines()[0])
+    record["layers"]["<i>x</i>"] = {"gradient_norm": None, "gradient_over_noise": 2.0, "slots": {}}
+    record["loss"] = None
+    (out / TELEMETRY).write_text(json.dumps(record) + "\n")
+    made, text = read(page.write_page(page.ReportArgs(run=out)))
+    assert "diverged" in text and "not finite <b>" in text and "<i>x</i>" in text
+    assert "i" in made.tags and made.text.count("<i>x</i>") == 1  # in a legend, as text
+
+
+def test_without_its_data(small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run"
+    train(small(recipe="mxfp4_all"), out, resume=False, console=QUIET)
+
+    def gone(folder: Path) -> None:
+        raise DataError("the data set is not there <any more>")
+
+    monkeypatch.setattr(page, "restored", gone)
+    _, text = read(page.write_page(page.ReportArgs(run=out)))
+    assert text.count("the data set is not there <any more>") == 2 and "finished" in text
+
+
+def test_what_it_refuses(small: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "wanted the folder of a run" in capsys.readouterr().err
+    train(small(), tmp_path / "run", resume=False, console=QUIET)
+    (tmp_path / "run" / METRICS).write_text("{]\n")
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert "metrics.jsonl:1: not a record" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if not FORMATS[n].outliers])
+def test_values_on_their_grid(name: str) -> None:
+    x = np.random.default_rng(0).standard_normal((6, 70)).astype(np.float32)
+    x[0, :10] = 0.0
+    seen = on_grid(x, QuantSpec(name))
+    assert seen.zeros == pytest.approx(10 / 420) and seen.format == name
+    assert sum(seen.counts) == 410
+    if seen.grid:
+        assert sum(share for _, share in seen.grid) == pytest.approx(1.0)
+        # Mean of the squares over the grid, by blocks of one scale: tensor tile makes one block.
+        spec = QuantSpec(name, tile="tensor")
+        one = on_grid(x, spec)
+        q, _ = quantize(x, spec.resolve(2))
+        values = dequantize(q)
+        scale = float(values.max()) / max(v for v, share in one.grid if share)
+        wanted = float(((values / scale) ** 2).sum() / 410)
+        assert sum(share * v * v for v, share in one.grid) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_dense_operands() -> None:
+    x = np.concatenate([np.zeros(50), np.arange(1.0, 101.0)]).astype(np.float32)[None]
+    seen = on_grid(x, "bfloat16")
+    assert seen.format == "bfloat16" and seen.zeros == pytest.approx(1 / 3)
+    assert seen.edges[0] == 0.0 and 99 <= seen.edges[-1] <= 100 and not seen.grid
+    assert on_grid(np.zeros((2, 2), np.float32), "float32").zeros == 1.0
+
+
+def test_charts() -> None:
+    assert lines("x", [Line("a", [1, 2], [None, math.nan])], "step") == ""
+    assert lines("x", [Line("a", [1, 2], [0.0, -1.0])], "step", log=True) == ""
+    drawn = lines("a <b>", [Line("l&m", [0, 1, 2, 3], [1.0, None, 2.0, 3.0])], "step")
+    Checked(drawn)
+    assert drawn.count("<polyline") == 2 and drawn.count("<circle") == 3
+    assert "a &lt;b&gt;" in drawn and "<b>" not in drawn
+    Checked(bars("t", "n", [0.0, 1.0, 2.0], [0, 0], "x", stems=[(1.0, 0.5)], marks=[(1.0, "<")]))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [
+        (0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        (0.3, 9.7, [2.5, 5.0, 7.5]),
+        (-6.6, 6.6, [-5.0, 0.0, 5.0]),
+        (100.0, 100.0, [100.0]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, wanted: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(wanted)

@@ -1,0 +1,226 @@
+"""telemetry.jsonl: what low precision does to each layer while it trains, every N steps.
+
+- Saturated and flushed shares of each operand, since the last record.
+- The gradient beside its quantization noise. Each recorded step is run once more in float32, on the
+  same batch, weights and dropout masks; the noise is the difference of the two gradients. Training
+  gains little once the norm of the gradient is below about sqrt(3) times that of the noise
+  (arXiv 2505.19115, section 5: sigma sqrt(d) there is the norm of the noise here).
+- Weight oscillation: the share of weights whose code changed since the last record, and of those
+  that changed back the way they had come (arXiv 2203.08954, section 2.2; for FP4, 2502.20853).
+
+The run is not changed by being watched: the second pass leaves gradients, buffers and random bits
+as they were. Without the callback nothing of this costs anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from extensor.nn import gemm_layers
+from extensor.quant.array import QuantStats, coded_length
+from extensor.quant.recipe import SLOTS
+from extensor.quant.rounding import decode, unpack
+from extensor.quant.spec import QuantSpec
+from training.callbacks.base import Callback
+from training.callbacks.tensorboard import TensorBoard
+from training.reports import finite, share
+
+if TYPE_CHECKING:
+    from training.batch import Batch
+    from training.loop import Trainer
+    from training.reports import StepReport
+
+__all__ = ["NOISE_RATIO", "TELEMETRY", "Telemetry"]
+
+TELEMETRY = "telemetry.jsonl"
+NOISE_RATIO = math.sqrt(3.0)
+"""Below this, the gradient's norm over its noise's, quantized training gains little."""
+
+
+class Telemetry(Callback):
+    """Appends a line every ``every`` steps; a resumed run first drops lines it will write again.
+
+    After a resume the first record has no oscillation: the codes before it are not kept.
+
+    Args:
+        every: steps between records, 1 or more.
+        board: also gets the figures, if given.
+    """
+
+    def __init__(self, every: int, board: TensorBoard | None = None) -> None:
+        if every < 1:
+            raise ValueError(f"telemetry: wanted 1 or more steps between records, got {every}")
+        self.every, self.board = every, board
+        self._counts: tuple[int, dict[tuple[str, str], QuantStats]] = (0, {})
+        self._buffers: list[tuple[Any, Any]] = []
+        self._gradients: dict[str, dict[str, float | None]] = {}
+        self._codes: dict[str, Any] = {}
+        self._turns: dict[str, Any] = {}
+
+    def on_start(self, trainer: Trainer) -> None:
+        path, done = trainer.out / TELEMETRY, trainer.position.step
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() and done else []
+        kept = [line + "\n" for line in lines if json.loads(line)["step"] <= done]
+        path.write_text("".join(kept), encoding="utf-8")
+        self._remember_buffers(trainer, done + 1)
+
+    def on_gradients(self, trainer: Trainer, batch: Batch) -> None:
+        if self._due(trainer.position.step + 1):
+            self._gradients = self._compare_gradients(trainer, batch)
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        self._remember_buffers(trainer, report.step + 1)
+        if not self._due(report.step):
+            return
+        slots = self._slots(trainer, report.epoch)
+        total = self._gradients.pop("", {})
+        layers: dict[str, dict[str, Any]] = {}
+        for path, _ in gemm_layers(trainer.model):
+            layers[path] = {
+                **self._gradients.get(path, {}),
+                **self._oscillation(trainer, path),
+                "slots": slots.get(path, {}),
+            }
+        record = {
+            "step": report.step,
+            "epoch": report.epoch,
+            "loss": report.loss,
+            "lr": report.lr,
+            "per_second": report.per_second,
+            **total,
+            "layers": layers,
+        }
+        with (trainer.out / TELEMETRY).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+        if self.board is not None:
+            self.board.add("telemetry", report.step, total)
+            for path, values in layers.items():
+                self.board.add(f"telemetry/{path}", report.step, _flat(values))
+
+    def _due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    # --- operands -------------------------------------------------------------------------------
+
+    def _slots(self, trainer: Trainer, epoch: int) -> dict[str, dict[str, dict[str, Any]]]:
+        """Shares by layer and slot since the last record; counts begin anew with an epoch."""
+        now = dict(trainer.quant.telemetry)
+        before = self._counts[1] if self._counts[0] == epoch else {}
+        self._counts = (epoch, now)
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for (path, slot), stats in sorted(now.items(), key=lambda row: SLOTS.index(row[0][1])):
+            old = before.get((path, slot), QuantStats())
+            count = stats.count - old.count
+            found.setdefault(path, {})[slot] = {
+                "saturated": share(stats.saturated - old.saturated, count),
+                "flushed": share(stats.flushed - old.flushed, count),
+            }
+        return found
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def _remember_buffers(self, trainer: Trainer, step: int) -> None:
+        """Keep what the forward pass of a step to be recorded will change."""
+        self._buffers = _buffers(trainer) if self._due(step) else []
+
+    def _compare_gradients(
+        self, trainer: Trainer, batch: Batch
+    ) -> dict[str, dict[str, float | None]]:
+        """Norms of gradient and noise by layer, and of everything under the empty path."""
+        grads = {path: p.grad for path, p in trainer.model.named_parameters()}
+        exact = self._float_gradients(trainer, batch) if _rounds(trainer) else grads
+        sums: dict[str, list[float]] = {"": [0.0, 0.0]}
+        for path, grad in grads.items():
+            other = exact[path]
+            if grad is None or other is None:
+                continue
+            mine, theirs = (g.to("cpu").numpy().astype(np.float64) for g in (grad, other))
+            with np.errstate(invalid="ignore", over="ignore"):
+                squares = float((theirs**2).sum()), float(((mine - theirs) ** 2).sum())
+            for name in ("", path.rpartition(".")[0]):
+                row = sums.setdefault(name, [0.0, 0.0])
+                row[0], row[1] = row[0] + squares[0], row[1] + squares[1]
+        return {path: _norms(*row) for path, row in sums.items()}
+
+    def _float_gradients(self, trainer: Trainer, batch: Batch) -> dict[str, Any]:
+        """The step's gradients without rounding; leaves everything as it was."""
+        model = trainer.model
+        grads = [(p, p.grad) for p in model.parameters()]
+        contexts = [(layer, vars(layer)["quant"]) for _, layer in gemm_layers(model)]
+        after = _buffers(trainer)
+        try:
+            _restore(self._buffers)
+            for layer, _ in contexts:
+                layer.quant = None
+            for parameter, _ in grads:
+                parameter.grad = None
+            trainer.forward(batch, trainer.config.label_smoothing)[2].backward()
+            return {path: p.grad for path, p in model.named_parameters()}
+        finally:
+            _restore(after)
+            for layer, context in contexts:
+                layer.quant = context
+            for parameter, grad in grads:
+                parameter.grad = grad
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def _oscillation(self, trainer: Trainer, path: str) -> dict[str, float]:
+        """Shares of codes that changed since the last record, and that turned round."""
+        layer = trainer.quant.layers[path]
+        spec = layer.operand("fprop.w")
+        if not isinstance(spec, QuantSpec) or spec.row.outliers:
+            return {}
+        weight = dict(gemm_layers(trainer.model))[path].weight  # type: ignore[attr-defined]
+        xp = weight.backend.xp
+        spec = spec.replace(axis=1, rounding="nearest_even").resolve(2)
+        q, _ = weight.backend.quantize(weight.data.reshape(weight.shape[0], -1), spec)
+        length = coded_length(spec, q.shape)
+        codes = decode(unpack(q.codes, spec.row.element.bits, length, xp), spec.row.element, xp)
+        before, self._codes[path] = self._codes.get(path), codes
+        if before is None:
+            return {}
+        turn = xp.sign(codes - before).astype(xp.int8)
+        last = self._turns.get(path, xp.zeros_like(turn))
+        self._turns[path] = xp.where(turn != 0, turn, last)
+        return {
+            "changed": float((turn != 0).mean()),
+            "turned": float(((turn != 0) & (turn == -last)).mean()),
+        }
+
+
+def _rounds(trainer: Trainer) -> bool:
+    """Whether any operand of the recipe is not float32."""
+    layers = trainer.quant.layers.values()
+    return any(layer.operand(slot) != "float32" for layer in layers for slot in SLOTS)
+
+
+def _buffers(trainer: Trainer) -> list[tuple[Any, Any]]:
+    return [(buffer, buffer.data.copy()) for buffer in trainer.model.buffers()]
+
+
+def _restore(buffers: list[tuple[Any, Any]]) -> None:
+    for buffer, data in buffers:
+        buffer.data = data.copy()
+
+
+def _norms(square: float, noise: float) -> dict[str, float | None]:
+    gradient, noise = math.sqrt(square), math.sqrt(noise)
+    ratio = gradient / noise if noise else math.inf
+    return {
+        "gradient_norm": finite(gradient),
+        "noise_norm": finite(noise),
+        "gradient_over_noise": finite(ratio),
+    }
+
+
+def _flat(values: dict[str, Any]) -> dict[str, float | None]:
+    """One layer's figures by name, those of its slots too."""
+    flat = {name: value for name, value in values.items() if name != "slots"}
+    for slot, shares in values["slots"].items():
+        flat |= {f"{slot}/{name}": value for name, value in shares.items()}
+    return flat

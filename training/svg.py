@@ -1,0 +1,230 @@
+"""Small charts as inline SVG: nothing to load, sharp at every size, colours from the page's CSS.
+
+Text is escaped; numbers that are not finite leave a gap in a line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+__all__ = ["COLORS", "Line", "bars", "lines"]
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
+"""Okabe and Ito's palette: distinct for colour-blind readers too."""
+
+WIDTH, HEIGHT = 440, 230
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
+DOTS = 40
+"""Lines of up to so many points show each of them."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: its name, and y over x (None: a gap)."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers in [low, high], about so many."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(count - 1, 1)
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * m for m in (1, 2, 2.5, 5, 10) if unit * m >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [step * i for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """A number for an axis: few digits, no more than it needs."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e5 or abs(value) < 1e-3:
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+class _Axes:
+    """From data to pixels, with the frame's ticks."""
+
+    def __init__(
+        self, x: tuple[float, float], y: tuple[float, float], log: bool, height: int = HEIGHT
+    ) -> None:
+        self.x, self.log, self.height = _wide(x), log, height
+        self.y = _wide((math.log10(y[0]), math.log10(y[1])) if log else y)
+
+    def across(self, value: float) -> float:
+        low, high = self.x
+        return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+
+    def up(self, value: float) -> float:
+        low, high = self.y
+        share = ((math.log10(value) if self.log else value) - low) / (high - low)
+        return self.height - BOTTOM - share * (self.height - TOP - BOTTOM)
+
+    def frame(self, x_label: str, x_ticks: Sequence[float] | None = None, y: bool = True) -> str:
+        parts = []
+        marks = self._y_ticks() if y else []
+        for value in marks:
+            at = self.up(value)
+            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" '
+                         f'y2="{at:.1f}"/><text class="tick" x="{LEFT - 6}" y="{at + 3.5:.1f}" '
+                         f'text-anchor="end">{number(value)}</text>')  # fmt: skip
+        base = self.height - BOTTOM
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" '
+                     f'y2="{base}"/>')  # fmt: skip
+        for value in ticks(*self.x, 6) if x_ticks is None else x_ticks:
+            parts.append(f'<text class="tick" x="{self.across(value):.1f}" y="{base + 14}" '
+                         f'text-anchor="middle">{number(value)}</text>')  # fmt: skip
+        parts.append(f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{self.height - 4}" '
+                     f'text-anchor="middle">{escape(x_label)}</text>')  # fmt: skip
+        return "".join(parts)
+
+    def _y_ticks(self) -> list[float]:
+        if not self.log:
+            return ticks(*self.y)
+        whole = range(math.ceil(self.y[0] - 1e-9), math.floor(self.y[1] + 1e-9) + 1)
+        if len(whole) >= 2:
+            return [10.0**e for e in whole[:: max(1, len(whole) // 6)]]
+        return [t for t in ticks(10 ** self.y[0], 10 ** self.y[1]) if t > 0]
+
+
+def _wide(ends: tuple[float, float]) -> tuple[float, float]:
+    low, high = ends
+    if high > low:
+        return low, high
+    return (0.0, 1.0) if low == 0.0 else (low - abs(low) / 2, low + abs(low) / 2)
+
+
+def _figure(inner: str, title: str, height: int = HEIGHT) -> str:
+    return (f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+            f"{inner}</svg>")  # fmt: skip
+
+
+def lines(
+    title: str,
+    series: Sequence[Line],
+    x_label: str,
+    *,
+    log: bool = False,
+    threshold: tuple[float, str] | None = None,
+) -> str:
+    """A chart of lines with its legend; the empty text where there is nothing to draw.
+
+    Args:
+        title: what the chart shows.
+        series: drawn in the order of `COLORS`.
+        x_label: under the axis.
+        log: whether y is logarithmic; what is not above 0 is a gap then.
+        threshold: a level to draw across, with its name.
+    """
+    good = [
+        (line, [(x, y) for x, y in zip(line.x, line.y, strict=True) if _drawn(y, log)])
+        for line in series
+    ]
+    values = [y for _, points in good for _, y in points if y is not None]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    if threshold is not None:
+        low, high = min(low, threshold[0]), max(high, threshold[0])
+    room = 0.06 * (high - low)
+    limits = (low / 1.15, high * 1.15) if log else (low - room, high + room)
+    xs = [x for _, points in good for x, _ in points]
+    axes = _Axes((min(xs), max(xs)), limits, log)
+    parts = [axes.frame(x_label)]
+    for place, (line, _) in enumerate(good):
+        color = COLORS[place % len(COLORS)]
+        for piece in _pieces(line, log):
+            path = " ".join(f"{axes.across(x):.1f},{axes.up(y):.1f}" for x, y in piece)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
+        dots = [p for piece in _pieces(line, log) for p in piece]
+        for x, y in dots if len(dots) <= DOTS else []:
+            parts.append(f'<circle cx="{axes.across(x):.1f}" cy="{axes.up(y):.1f}" r="2.6" '
+                         f'fill="{color}"><title>{escape(line.name)}, {escape(x_label)} '
+                         f"{number(x)}: {y:.5g}</title></circle>")  # fmt: skip
+    if threshold is not None:  # last, so that its name can be read
+        at = axes.up(threshold[0])
+        parts.append(f'<line class="mark" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" '
+                     f'y2="{at:.1f}"/><text class="tick" x="{WIDTH - RIGHT}" y="{at + 14:.1f}" '
+                     f'text-anchor="end">{escape(threshold[1])}</text>')  # fmt: skip
+    keys = "".join(
+        f'<span><i style="background:{COLORS[place % len(COLORS)]}"></i>{escape(line.name)}</span>'
+        for place, line in enumerate(series)
+    )
+    legend = f'<div class="legend">{keys}</div>' if len(series) > 1 else ""
+    drawn = _figure("".join(parts), title)
+    return f"<figure><figcaption>{escape(title)}</figcaption>{drawn}{legend}</figure>"
+
+
+def _drawn(y: float | None, log: bool) -> bool:
+    return y is not None and math.isfinite(y) and (y > 0 or not log)
+
+
+def _pieces(line: Line, log: bool) -> list[list[tuple[float, float]]]:
+    """Runs of points without a gap."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(line.x, line.y, strict=True):
+        if y is not None and _drawn(y, log):
+            runs[-1].append((x, y))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def bars(
+    title: str,
+    note: str,
+    edges: Sequence[float],
+    density: Sequence[float],
+    x_label: str,
+    *,
+    stems: Sequence[tuple[float, float]] = (),
+    marks: Sequence[tuple[float, str]] = (),
+    x_ticks: Sequence[float] | None = None,
+) -> str:
+    """A histogram, filled, with stems (value, share) over it and named marks on the axis.
+
+    Heights are shares of the highest bar and of the highest stem: shapes are compared, not areas.
+
+    Args:
+        title: what it shows.
+        note: smaller, beside the title.
+        edges: of the bins, one more than ``density`` has.
+        density: counts.
+        x_label: under the axis.
+        stems: where and how high.
+        marks: where and what.
+        x_ticks: numbers on the axis; None, round ones.
+    """
+    height = 150
+    axes = _Axes((edges[0], edges[-1]), (0.0, 1.05), False, height)
+    top, peak = max(density) or 1, max((share for _, share in stems), default=0.0) or 1
+    base = height - BOTTOM
+    points = [f"{axes.across(edges[0]):.1f},{base}"]
+    for left, right, count in zip(edges[:-1], edges[1:], density, strict=True):
+        at = axes.up(count / top)
+        points += [f"{axes.across(left):.1f},{at:.1f}", f"{axes.across(right):.1f},{at:.1f}"]
+    points.append(f"{axes.across(edges[-1]):.1f},{base}")
+    parts = [f'<polygon class="fill" points="{" ".join(points)}"/>']
+    for value, name in marks:
+        at = axes.across(value)
+        parts.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP + 8}" y2="{base}"/>'
+                     f'<text class="tick" x="{at:.1f}" y="{TOP + 4}" text-anchor="middle">'
+                     f"{escape(name)}</text>")  # fmt: skip
+    for value, share in stems:
+        at, up = axes.across(value), axes.up(share / peak)
+        parts.append(f'<line class="stem" x1="{at:.1f}" x2="{at:.1f}" y1="{up:.1f}" y2="{base}"/>'
+                     f'<circle class="head" cx="{at:.1f}" cy="{up:.1f}" r="2.4"><title>'
+                     f"{value:g}: {share:.2%}</title></circle>")  # fmt: skip
+    parts.append(axes.frame(x_label, x_ticks, y=False))
+    caption = f"{escape(title)} <small>{escape(note)}</small>"
+    drawn = _figure("".join(parts), title, height)
+    return f"<figure><figcaption>{caption}</figcaption>{drawn}</figure>"
