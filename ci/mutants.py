@@ -77,8 +77,9 @@ CORE_TESTS = {
         "tests/test_every_kernel.py",
         "tests/test_exhaustive.py",
         "tests/test_kernel_shapes.py",
+        "tests/test_every_spec.py",
         "-k",
-        "quantize or operand or samples or shapes",
+        "quantize or operand or samples or shapes or spec",
     ),
     "products": ("tests/unit/backends/test_block_matmul.py",),
     "training": (

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = (
     "tests/test_every_kernel.py",
     "tests/test_kernel_shapes.py",
+    "tests/test_every_spec.py",
     "tests/test_exhaustive.py",
     "tests/unit/backends/test_block_matmul.py",
     "tests/unit/quant/test_worked_vectors.py",

@@ -29,6 +29,21 @@ Array = Any
 _WAY_OUT = "it takes an NVIDIA GPU with its driver, and pip install 'extensor[cuda13]'"
 
 
+def _dialect_gap(spec: QuantSpec) -> str | None:
+    """What of the dialect the kernels leave to cupy, as a phrase; None if nothing."""
+    dialect = spec.dialect_row
+    gaps = {
+        f"zeros' signs of dialect {dialect.name}": spec.row.element.is_float
+        and spec.zero_sign != "kept",
+        f"special blocks of dialect {dialect.name}": spec.is_mx
+        and (dialect.mx_inf_byte is None or dialect.mx_least_divisor != -127),
+        f"the order of operations of dialect {dialect.name}": spec.rule == "amax"
+        and spec.row.tensor_scale
+        and dialect.nvfp4_order != "transformer_engine",
+    }
+    return next((phrase for phrase, open_ in gaps.items() if open_), None)
+
+
 def make_backend() -> CudaBackend:
     """The CUDA backend on cupy's current device.
 
@@ -157,7 +172,7 @@ class CudaBackend(GenericBackend):
     def _operand_reason(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> str | None:
-        if reason := self._input_reason(x, spec, stream):
+        if reason := self._input_reason(x, spec, stream) or _dialect_gap(spec):
             return reason
         plan = kernels.plan_of(spec, tuple(x.shape))
         return plan if isinstance(plan, str) else None

@@ -7,23 +7,27 @@ Medians over interpreters, in turns; written to ci/bench/results/.
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-ROUNDS = 15
 CODE = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
+    parser = argparse.ArgumentParser(description="import extensor beside import numpy")
+    parser.add_argument("--rounds", type=int, default=15, help="fresh interpreters for each")
+    chosen = parser.parse_args(argv)
     times: dict[str, list[float]] = {"numpy": [], "extensor": []}
-    for _ in range(ROUNDS):
+    for _ in range(chosen.rounds):
         for name, values in times.items():
             command = [sys.executable, "-c", CODE.format(name)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -31,7 +35,7 @@ def main() -> None:
     seconds = {name: round(statistics.median(values), 4) for name, values in times.items()}
     print(f"import numpy {seconds['numpy']:.3f} s, import extensor {seconds['extensor']:.3f} s")
     about = {
-        "command": "python ci/bench/import_time.py",
+        "command": f"python ci/bench/import_time.py --rounds {chosen.rounds}",
         "date": str(date.today()),
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
     }

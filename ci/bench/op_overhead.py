@@ -8,7 +8,8 @@ torch eager each in a process of its own (see contest.py). Needs torch (extra ``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,18 +57,27 @@ def work(library: str, name: str) -> Callable[[], None]:
     return calls
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
+    parser = argparse.ArgumentParser(description="one small operation, forward and backward")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each library")
+    chosen = parser.parse_args(argv)
     rows = []
     for name in OPERATIONS:
         seconds = measure(
-            {library: (work, (library, name)) for library in ("torch", "extensor")}, 5, 5
+            {library: (work, (library, name)) for library in ("torch", "extensor")},
+            chosen.rounds,
+            5,
         )
         micro = {library: round(s / CALLS * 1e6, 2) for library, s in seconds.items()}
         ratio = round(seconds["extensor"] / seconds["torch"], 3)
         rows.append({"operation": name, "microseconds": micro, "time_against_torch": ratio})
         print(f"{name:<10} {micro['extensor']:7.2f} us  {ratio:5.2f}x torch's time")
-    write("op-overhead", "OMP_NUM_THREADS=1 python ci/bench/op_overhead.py", rows)
+    write(
+        "op-overhead",
+        f"OMP_NUM_THREADS=1 python ci/bench/op_overhead.py --rounds {chosen.rounds}",
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -83,6 +84,8 @@ void require(bool holds, const char* what) {
 using Layout = std::array<int64_t, 7>;
 using Shape = std::vector<py::ssize_t>;
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
+using Octets = py::array_t<int8_t, py::array::c_style>;
+using Ints = py::array_t<int32_t, py::array::c_style>;
 
 template <class T>
 T named(const std::string& name, const std::vector<std::string>& names, const char* what) {
@@ -92,17 +95,29 @@ T named(const std::string& name, const std::vector<std::string>& names, const ch
 }
 
 QuantPlan make_plan(const std::string& element, const std::string& scale, const std::string& rule,
-                    const std::string& ties, bool stochastic, int rbits, uint32_t mx_inf_byte,
-                    uint32_t nv_zero_byte, bool nv_tiny_saturates, int window, float element_scale,
-                    const std::vector<float>& signs) {
+                    const std::string& ties, const std::string& zeros, const std::string& order,
+                    const std::string& statistic, bool stochastic, bool symmetric, int rbits,
+                    uint32_t mx_inf_byte, int mx_least_divisor, uint32_t nv_zero_byte,
+                    uint32_t nv_least_byte, bool nv_tiny_saturates, double percentile, float decay,
+                    int window, float element_scale, const std::vector<float>& signs) {
     QuantPlan p{};
     p.element = named<int>(element, {std::begin(kElementNames), std::end(kElementNames)}, "element");
-    p.scale = named<Scale>(scale, {"e8m0", "ue4m3", "float32"}, "scale");
-    p.rule = named<Rule>(rule, {"floor", "rceil", "ceil", "even", "one", "amax"}, "rule");
+    p.scale = named<Scale>(scale, {"e8m0", "ue4m3", "float32", "float16"}, "scale");
+    p.rule = named<Rule>(
+        rule,
+        {"floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error"}, "rule");
     p.ties = named<Ties>(ties, {"even", "away", "zero"}, "ties");
-    p.stochastic = stochastic, p.rbits = rbits;
-    p.mx_inf_byte = mx_inf_byte, p.nv_zero_byte = nv_zero_byte;
-    p.nv_tiny_saturates = nv_tiny_saturates, p.window = window, p.element_scale = element_scale;
+    p.zeros = named<Zeros>(
+        zeros, {"kept", "zeros_positive", "zeros_negative", "codes_positive"}, "zeros");
+    p.order = named<Order>(order, {"transformer_engine", "torchao", "model_optimizer"}, "order");
+    p.statistic = named<Statistic>(statistic, {"amax", "percentile", "running"}, "statistic");
+    p.stochastic = stochastic, p.symmetric = symmetric, p.rbits = rbits;
+    p.mx_inf_byte = mx_inf_byte;
+    p.mx_least_byte = static_cast<uint32_t>(mx_least_divisor + 127);
+    p.nv_zero_byte = nv_zero_byte, p.nv_least_byte = nv_least_byte;
+    p.nv_tiny_saturates = nv_tiny_saturates, p.percentile = percentile, p.decay = decay;
+    p.window = window, p.element_scale = element_scale;
+    require(symmetric || !is_byte(p.scale), "Plan: a zero point needs a float scale");
     require(signs.size() <= 128, "signs: wanted at most 128");
     p.hadamard = static_cast<int>(signs.size());
     std::copy(signs.begin(), signs.end(), p.signs);
@@ -182,25 +197,39 @@ py::array new_scales(const QuantPlan& plan, QuantJob& job, const Layout& layout,
     require(product(shape) == tile_count(layout),
             "quantize: the layout does not fit the shape of the scales");
     py::array scales;
-    if (plan.scale == Scale::float32)
+    if (is_byte(plan.scale))
+        scales = buffers::array<uint8_t>(shape);
+    else if (plan.scale == Scale::float32)
         scales = buffers::array<float>(shape);
     else
-        scales = buffers::array<uint8_t>(shape);
+        scales = py::array(py::dtype("float16"), shape);
     job.scales = scales.mutable_data();
     return scales;
 }
 
+// Zero points, where the plan has some, of the scales' shape; else None.
+py::object new_points(const QuantPlan& plan, QuantJob& job, const Shape& shape) {
+    if (plan.symmetric) return py::none();
+    Octets points(shape);
+    job.zero_points = points.mutable_data();
+    return points;
+}
+
 py::tuple quantize(const QuantPlan& plan, const py::array& x, const Layout& layout,
                    const Shape& codes_shape, const Shape& scales_shape,
-                   const std::array<uint32_t, 4>& stream) {
+                   const std::array<uint32_t, 4>& stream, const std::optional<Floats>& previous) {
     QuantJob job = make_job(x, layout);
     const Bytes codes = new_codes(plan, job, codes_shape);
     const py::array scales = new_scales(plan, job, layout, scales_shape);
+    const py::object points = new_points(plan, job, scales_shape);
+    require(!previous || previous->size() == scales.size(),
+            "quantize: wanted as many previous maxima as scales");
+    if (previous) job.previous = previous->data();
     {
         py::gil_scoped_release release;
         current.quant->quantize(plan, {stream[0], stream[1], stream[2], stream[3]}, job);
     }
-    return py::make_tuple(codes, scales, job.tensor_scale, job.saturated, job.flushed);
+    return py::make_tuple(codes, scales, points, job.tensor_scale, job.saturated, job.flushed);
 }
 
 template <class T>
@@ -241,44 +270,87 @@ py::tuple quantize_pair(const Both<QuantPlan>& plans, const py::array& x,
                         const Both<Layout>& layouts, const Both<Shape>& codes_shapes,
                         const Both<Shape>& scales_shapes, const Both<Words>& words) {
     QuantJob jobs[2];
-    py::list codes, scales;
+    py::list codes, scales, points;
     for (int i = 0; i < 2; ++i) {
         QuantJob& job = jobs[i] = make_job(x, layouts[i]);
         codes.append(new_codes(plans[i], job, codes_shapes[i]));
         scales.append(new_scales(plans[i], job, layouts[i], scales_shapes[i]));
+        points.append(new_points(plans[i], job, scales_shapes[i]));
     }
     run_pair(plans, words, jobs);
     py::list results;
     for (int i = 0; i < 2; ++i)
-        results.append(py::make_tuple(codes[i], scales[i], jobs[i].tensor_scale, jobs[i].saturated,
-                                      jobs[i].flushed));
+        results.append(py::make_tuple(codes[i], scales[i], points[i], jobs[i].tensor_scale,
+                                      jobs[i].saturated, jobs[i].flushed));
     return results;
 }
 
 py::array dequantize(const QuantPlan& plan, const Bytes& codes, const py::array& scales,
-                     float tensor_scale, const Layout& layout, const Shape& shape,
-                     const py::dtype& dtype) {
+                     const std::optional<Octets>& points, float tensor_scale,
+                     const Layout& layout, const Shape& shape, const py::dtype& dtype) {
     DequantJob job{};
     job.outer = layout[0], job.rows = layout[1], job.length = layout[2], job.inner = layout[3];
     job.tile_rows = layout[5], job.tile_length = layout[6], job.tensor_scale = tensor_scale;
+    const int64_t tiles = tile_count(layout);
     require(codes.size() == job.outer * job.rows * job.inner *
                                 packed_bytes(plan, job.length, job.tile_length) &&
-                scales.size() == tile_count(layout) &&
+                scales.size() == tiles && (!points || points->size() == tiles) &&
                 product(shape) == job.outer * job.rows * job.length * job.inner,
-            "dequantize: the layout does not fit codes, scales and shape");
-    const bool floats = plan.scale == Scale::float32;
-    require((scales.flags() & py::array::c_style) != 0 &&
-                (floats ? py::isinstance<py::array_t<float>>(scales)
-                        : py::isinstance<py::array_t<uint8_t>>(scales)),
-            "dequantize: wanted scales as contiguous bytes, or float32 for a float scale");
+            "dequantize: the layout does not fit codes, scales, zero points and shape");
+    const char kind = is_byte(plan.scale) ? 'u' : 'f';
+    const int bytes = is_byte(plan.scale) ? 1 : plan.scale == Scale::float16 ? 2 : 4;
+    require((scales.flags() & py::array::c_style) != 0 && scales.dtype().kind() == kind &&
+                scales.itemsize() == bytes && scales.dtype().byteorder() != '>',
+            "dequantize: wanted scales as contiguous bytes, float16 or float32, as the plan says");
     job.type = float_type(dtype);
     py::array values = buffers::array(dtype, shape);
     job.codes = codes.data();
     job.scales = scales.data();
+    if (points) job.zero_points = points->data();
     job.values = values.mutable_data();
     py::gil_scoped_release release;
     current.quant->dequantize(plan, job);
     return values;
+}
+
+// ---- the outlier codec ----
+
+py::tuple split_outliers(const Floats& x, int64_t kept) {
+    require(x.ndim() == 2 && x.size() > 0 && x.shape(1) <= INT32_MAX && kept >= 0 &&
+                kept <= x.shape(1),
+            "split_outliers: wanted a matrix, and 0..columns values to keep of each row");
+    OutlierJob job{};
+    job.x = x.data(), job.rows = x.shape(0), job.length = x.shape(1), job.kept = kept;
+    Floats rest = buffers::array<float>({job.rows, job.length});
+    Floats means({job.rows, int64_t{1}}), values({job.rows, kept});
+    Ints index({job.rows, kept});
+    job.rest = rest.mutable_data(), job.means = means.mutable_data();
+    job.values = values.mutable_data(), job.index = index.mutable_data();
+    {
+        py::gil_scoped_release release;
+        current.quant->split_outliers(job);
+    }
+    return py::make_tuple(rest, means, index, values);
+}
+
+int64_t join_outliers(Floats& rest, const Floats& scales, const Floats& means, const Ints& index,
+                      const Floats& values, const std::optional<Floats>& x) {
+    require(rest.ndim() == 2 && index.ndim() == 2, "join_outliers: wanted matrices");
+    OutlierJob job{};
+    job.rows = rest.shape(0), job.length = rest.shape(1), job.kept = index.shape(1);
+    require(scales.size() == job.rows && means.size() == job.rows && index.shape(0) == job.rows &&
+                values.size() == index.size() && (!x || x->size() == rest.size()),
+            "join_outliers: the parts do not fit the rows");
+    const int32_t* at = index.data();
+    for (int64_t i = 0; i < index.size(); ++i)
+        require(at[i] >= 0 && at[i] < job.length, "join_outliers: an index lies outside its row");
+    // The kernel reads these and writes `rest` alone.
+    job.x = x ? x->data() : nullptr, job.rest = rest.mutable_data();
+    job.means = const_cast<float*>(means.data()), job.values = const_cast<float*>(values.data());
+    job.index = const_cast<int32_t*>(at);
+    const float* scale = scales.data();
+    py::gil_scoped_release release;
+    return current.quant->join_outliers(job, scale);
 }
 
 }  // namespace
@@ -292,14 +364,18 @@ PYBIND11_MODULE(_kernels, m) {
     m.def("set_threads", threads::set, "Use that many threads.");
     py::class_<QuantPlan>(m, "Plan", "A resolved QuantSpec as the kernels take it.")
         .def(py::init(&make_plan), py::kw_only(), py::arg("element"), py::arg("scale"),
-             py::arg("rule"), py::arg("ties"), py::arg("stochastic"), py::arg("rbits"),
-             py::arg("mx_inf_byte"), py::arg("nv_zero_byte"), py::arg("nv_tiny_saturates"),
-             py::arg("window"), py::arg("element_scale"), py::arg("signs"));
+             py::arg("rule"), py::arg("ties"), py::arg("zeros"), py::arg("order"),
+             py::arg("statistic"), py::arg("stochastic"), py::arg("symmetric"), py::arg("rbits"),
+             py::arg("mx_inf_byte"), py::arg("mx_least_divisor"), py::arg("nv_zero_byte"),
+             py::arg("nv_least_byte"), py::arg("nv_tiny_saturates"), py::arg("percentile"),
+             py::arg("decay"), py::arg("window"), py::arg("element_scale"), py::arg("signs"));
     m.def("operand", operand);
     m.def("quantize", quantize);
     m.def("operand_pair", operand_pair);
     m.def("quantize_pair", quantize_pair);
     m.def("dequantize", dequantize);
+    m.def("split_outliers", split_outliers);
+    m.def("join_outliers", join_outliers);
     gemm::bind(m);
     train::use(current.name);
     train::bind(m);

@@ -27,11 +27,11 @@ inline void store_column_scales(const Call& call, const ColumnPiece& p, const Sc
     uint32_t stored[kWide];
     for (int k = 0; k < 4; ++k) store(stored + k * VL, s[k].stored);
     if (across == 1) {
-        store_scales(call.job.scales, block_of(call, p, p.j), stored, p.lanes, call.bytes());
+        store_scales(call.job.scales, block_of(call, p, p.j), stored, p.lanes, call.plan.scale);
         return;
     }
     for (int64_t i = (across - p.j % across) % across; i < p.lanes; i += across)
-        store_scales(call.job.scales, block_of(call, p, p.j + i), stored + i, 1, call.bytes());
+        store_scales(call.job.scales, block_of(call, p, p.j + i), stored + i, 1, call.plan.scale);
 }
 
 // Octet `place` of each word, as the word with that many random bits.
@@ -96,7 +96,8 @@ void code_any(const Call& call, const ColumnPiece& p, const Scales (&s)[4], Pane
                 for (int r = 0; r < rows; ++r) {
                     vu code;
                     at(i + r, k, code);
-                    joined[k] |= code << static_cast<uint32_t>(grid.bits * r);
+                    if (i + r < p.real)  // zeros of the array may have codes, padding has none
+                        joined[k] |= code << static_cast<uint32_t>(grid.bits * r);
                 }
             }
             out.store(joined, static_cast<int>(ceil_div(rows * grid.bits, 8)));
@@ -124,6 +125,9 @@ void code_piece(const Call& call, const ColumnPiece& p, const vu (&amax)[4], con
     vu plain = splat(~0u), bounded = plain;
     for (int64_t k = 0; k < p.vectors(); ++k) {
         s[k] = call.scaler.of(amax[k]);
+        if (Divide && call.points)
+            s[k].point = load_upto(call.points + (p.image * call.tiles + p.tile) * job.inner + p.j +
+                                       k * VL, p.lanes - k * VL);
         plain &= is_plain(s[k], amax[k], call.scaler.tensor_scale, grid);
         bounded &= reinterpret_cast<vu>(float_of(amax[k]) * s[k].apply < grid.limit);
     }
@@ -137,7 +141,7 @@ void code_piece(const Call& call, const ColumnPiece& p, const vu (&amax)[4], con
     }
     if constexpr (Codes && !Divide) {
         const PanelCoder coder = panel_coder<Words>(call.plan.element);
-        if (coder && p.rows % group_rows(grid.bits) == 0 && all_lanes(plain)) {
+        if (coder && call.scaler.bounded() && p.rows % group_rows(grid.bits) == 0 && all_lanes(plain)) {
             const vf apply[4] = {s[0].apply, s[1].apply, s[2].apply, s[3].apply};
             TileCounts counts;
             coder(p.panel, p.rows, p.vectors(), apply, call.plan.element_scale, all_lanes(bounded),

@@ -150,19 +150,22 @@ struct Reader {
     }
 
     float scale(int64_t at) const { return scale_value(plan.scale, job.scales, at, ue4m3); }
+    float point(int64_t at) const { return job.zero_points ? job.zero_points[at] : 0.0f; }
 };
 
 // Whole tiles of Tile values, a multiple of two vectors or one: codes from the `at`-th on.
 template <int Bits, class T>
 INLINE void decode_run(const Reader& r, const uint8_t* codes, int64_t at, int64_t count, float scale,
-                       T* out) {
+                       float point, T* out) {
     const float tensor_scale = r.job.tensor_scale;
     int64_t i = 0;
     for (; i + 2 * VL <= count; i += 2 * VL)
-        store_pair(out + i, r.decoder.template run<Bits>(codes, at + i) * scale * tensor_scale,
-                   r.decoder.template run<Bits>(codes, at + i + VL) * scale * tensor_scale, r.past);
+        store_pair(out + i, (r.decoder.template run<Bits>(codes, at + i) - point) * scale * tensor_scale,
+                   (r.decoder.template run<Bits>(codes, at + i + VL) - point) * scale * tensor_scale,
+                   r.past);
     for (; i < count; i += VL)
-        store_past(out + i, r.decoder.template run<Bits>(codes, at + i) * scale * tensor_scale, r.past);
+        store_past(out + i, (r.decoder.template run<Bits>(codes, at + i) - point) * scale * tensor_scale,
+                   r.past);
 }
 
 // Tiles first .. last of a row, of which `length` values exist.
@@ -178,25 +181,25 @@ void decode_row(const Reader& r, int64_t row, int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
         int64_t i = t * tile;
         // Two tiles of one vector each, so that they fill a line together.
-        if (tile == VL && bits == 4 && t + 2 <= last && i + 2 * VL <= job.length) {
+        if (tile == VL && bits == 4 && !job.zero_points && t + 2 <= last && i + 2 * VL <= job.length) {
             store_pair(out + i, r.decoder.template run<4>(codes, i) * r.scale(scales + t) * tensor_scale,
                        r.decoder.template run<4>(codes, i + VL) * r.scale(scales + t + 1) * tensor_scale,
                        r.past);
             ++t;
             continue;
         }
-        const float scale = r.scale(scales + t);
+        const float scale = r.scale(scales + t), point = r.point(scales + t);
         const int64_t end = least(i + tile, job.length), whole = (end - i) / VL * VL;
         if (bits != 6 && tile % VL == 0) {
-            bits == 4 ? decode_run<4>(r, codes, i, whole, scale, out + i)
-                      : decode_run<8>(r, codes, i, whole, scale, out + i);
+            bits == 4 ? decode_run<4>(r, codes, i, whole, scale, point, out + i)
+                      : decode_run<8>(r, codes, i, whole, scale, point, out + i);
             i += whole;
         }
         for (; i < end; i += VL) {
             vu c = {};
             for (int64_t k = 0; k < least(VL, end - i); ++k)
                 c[k] = codes_at(codes, 1, i + k, r.decoder.bits, 1)[0];
-            store_upto(out + i, r.decoder.lookup(c) * scale * tensor_scale, end - i);
+            store_upto(out + i, (r.decoder.lookup(c) - point) * scale * tensor_scale, end - i);
         }
     }
 }
@@ -208,16 +211,19 @@ void decode_columns(const Reader& r, int64_t image, int64_t first, int64_t last)
     const int64_t inner = job.inner, groups = ceil_div(inner, job.tile_rows);
     const uint8_t* codes = job.codes + image * r.packed * inner;
     T* out = static_cast<T*>(job.values) + image * job.length * inner;
-    float* scales = scratch_of<float>(Slot::planes, inner + VL);
+    float* scales = scratch_of<float>(Slot::planes, 2 * (inner + VL));
+    float* points = scales + inner + VL;
     for (int64_t t = first; t < last; ++t) {
-        for (int64_t j = 0; j < inner; ++j)
-            scales[j] = r.scale((image * r.tiles + t) * groups + j / job.tile_rows);
+        for (int64_t j = 0; j < inner; ++j) {
+            const int64_t at = (image * r.tiles + t) * groups + j / job.tile_rows;
+            scales[j] = r.scale(at), points[j] = r.point(at);
+        }
         const int64_t end = least((t + 1) * job.tile_length, job.length);
         for (int64_t i = t * job.tile_length; i < end; ++i) {
             for (int64_t j = 0; j < inner; j += VL) {
                 const vu c = codes_at(codes + j, inner, i, r.decoder.bits, inner - j);
-                store_upto(out + i * inner + j, r.decoder.lookup(c) * load(scales + j) * job.tensor_scale,
-                           inner - j);
+                const vf value = (r.decoder.lookup(c) - load(points + j)) * load(scales + j);
+                store_upto(out + i * inner + j, value * job.tensor_scale, inner - j);
             }
         }
     }

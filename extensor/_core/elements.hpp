@@ -44,9 +44,19 @@ inline void decode_table(const Element& e, float* table) {
     }
 }
 
+// The value of a float16.
+INLINE float half_value(uint32_t bits) {
+    const uint32_t field = bits >> 10 & 31u, mantissa = bits & 1023u;
+    if (field == 31) return as_float((bits & 0x8000u) << 16 | kExponentMask | mantissa << 13);
+    const float magnitude = field ? as_float((field + 112) << 23 | mantissa << 13)
+                                  : static_cast<float>(mantissa) * power_of_two(-24);
+    return bits & 0x8000u ? -magnitude : magnitude;
+}
+
 // The `at`-th of the stored scales; `ue4m3` is the decode_table of kScaleElement.
 INLINE float scale_value(Scale kind, const void* scales, int64_t at, const float* ue4m3) {
     if (kind == Scale::float32) return static_cast<const float*>(scales)[at];
+    if (kind == Scale::float16) return half_value(static_cast<const uint16_t*>(scales)[at]);
     const uint32_t byte = static_cast<const uint8_t*>(scales)[at];
     if (kind == Scale::ue4m3) return ue4m3[byte];
     return as_float(byte == 255 ? kNaN : byte == 0 ? 0x400000u : byte << 23);

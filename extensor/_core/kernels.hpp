@@ -22,9 +22,14 @@ struct PoolKernels {
 };
 
 enum class FloatType : int { float32, bfloat16, float16 };
-enum class Scale : int { e8m0, ue4m3, float32 };
-enum class Rule : int { floor, rceil, ceil, even, one, amax };
+enum class Scale : int { e8m0, ue4m3, float32, float16 };
+enum class Rule : int { floor, rceil, ceil, even, one, amax, four_over_six, least_error };
 enum class Ties : int { even, away, zero };
+enum class Zeros : int { kept, zeros_positive, zeros_negative, codes_positive };
+enum class Order : int { transformer_engine, torchao, model_optimizer };  // of NVFP4's operations
+enum class Statistic : int { amax, percentile, running };
+
+constexpr bool is_byte(Scale scale) { return scale == Scale::e8m0 || scale == Scale::ue4m3; }
 
 // What a resolved QuantSpec says, as numbers.
 struct QuantPlan {
@@ -32,9 +37,14 @@ struct QuantPlan {
     Scale scale;
     Rule rule;
     Ties ties;
-    bool stochastic, nv_tiny_saturates;
+    Zeros zeros;
+    Order order;
+    Statistic statistic;
+    bool stochastic, symmetric, nv_tiny_saturates;
     int rbits;
-    uint32_t mx_inf_byte, nv_zero_byte;
+    uint32_t mx_inf_byte, mx_least_byte, nv_zero_byte, nv_least_byte;
+    double percentile;
+    float decay;
     int window;  // -1: none
     float element_scale;
     int hadamard;  // size, or 0
@@ -57,7 +67,9 @@ struct QuantJob {
     int64_t outer, rows, length, inner, coded, tile_rows, tile_length;
     float* values;  // float32 of the coded shape, or null
     uint8_t* codes;  // packed along `length` in whole blocks, or null
-    void* scales;    // uint8 or float32, one per tile, or null
+    void* scales;    // uint8, float16 or float32, one per tile, or null
+    int8_t* zero_points;    // one per tile where not symmetric, or null
+    const float* previous;  // maxima of the tiles before, for a running statistic, or null
     float tensor_scale;               // out
     int64_t saturated, flushed;       // out
 };
@@ -66,6 +78,7 @@ struct QuantJob {
 struct DequantJob {
     const uint8_t* codes;
     const void* scales;
+    const int8_t* zero_points;  // or null
     float tensor_scale;
     int64_t outer, rows, length, inner, tile_rows, tile_length;
     void* values;
@@ -81,12 +94,23 @@ struct QuantConvKernels {
                    const float* x, float* gw, int64_t* counts);
 };
 
+// Rows of `length` values and what the outlier codec takes out of them: `kept` values each.
+struct OutlierJob {
+    const float* x;
+    int64_t rows, length, kept;
+    float *rest, *means, *values;
+    int32_t* index;
+};
+
 struct QuantKernels {
     void (*quantize)(const QuantPlan&, const QuantStream&, QuantJob&);
     // One array along its rows (the first of each pair) and down its columns, in one reading where
     // that is covered.
     void (*quantize_pair)(const QuantPlan (&)[2], const QuantStream (&)[2], QuantJob (&)[2]);
     void (*dequantize)(const QuantPlan&, const DequantJob&);
+    void (*split_outliers)(const OutlierJob&);
+    // Adds what was taken out to `rest`. With x, how many of its values that are not zero became zero.
+    int64_t (*join_outliers)(const OutlierJob&, const float* scales);
 };
 
 // What a transformer's float32 training step repeats; see train.cpp. Arrays are contiguous.

@@ -3,11 +3,11 @@
 // Blocks run along rows (quant_rows.cpp) or down columns (quant_columns.cpp). Work goes through a
 // cache-sized piece at a time: Hadamard transform, block maxima, scales, then codes or values. Only
 // tiles of several rows, and scales that depend on the whole array, need the maxima of the whole
-// array first. Decoding is in dequant.cpp.
+// array first; those that look at more than the maxima are in inside.cpp. Decoding: dequant.cpp.
 //
 // Compiled without contraction: every float operation here decides bits.
 
-#include "quant.hpp"
+#include "inside.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
@@ -22,6 +22,14 @@ void flatten(const QuantPlan& plan, QuantJob& job) {
 }
 
 void quantize(const QuantPlan& plan, const QuantStream& stream, QuantJob& job) {
+    if (looks_inside(plan, job) && (plan.hadamard || job.type != FloatType::float32)) {
+        QuantPlan plain = plan;
+        plain.hadamard = 0;
+        job.x = plain_values(plan, job);
+        job.type = FloatType::float32;
+        job.length = job.coded;
+        return quantize(plain, stream, job);
+    }
     flatten(plan, job);
     Call call(plan, stream, job);
     if (job.inner > 1) return quantize_columns(call);
@@ -37,6 +45,7 @@ void quantize_pair(const QuantPlan (&plans)[2], const QuantStream (&streams)[2],
 }  // namespace
 
 extern const QuantKernels quant_kernels;
-const QuantKernels quant_kernels = {quantize, quantize_pair, dequantize};
+const QuantKernels quant_kernels = {quantize, quantize_pair, dequantize, split_outliers,
+                                    join_outliers};
 
 }  // namespace EXTENSOR_ISA

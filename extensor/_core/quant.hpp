@@ -2,7 +2,7 @@
 #pragma once
 
 #include "floats.hpp"
-#include "rounding.hpp"
+#include "scales.hpp"
 #include "threads.hpp"
 
 namespace EXTENSOR_ISA {
@@ -15,10 +15,13 @@ constexpr int64_t kPiece = 8192;  // floats of one piece: it and its random word
 INLINE int64_t round_up(int64_t n, int64_t to) { return ceil_div(n, to) * to; }
 
 // Writes n stored scales (bytes, or floats as bits).
-INLINE void store_scales(void* scales, int64_t at, const uint32_t* stored, int64_t n, bool bytes) {
-    if (bytes)
+INLINE void store_scales(void* scales, int64_t at, const uint32_t* stored, int64_t n, Scale kind) {
+    if (is_byte(kind))
         for (int64_t i = 0; i < n; ++i)
             static_cast<uint8_t*>(scales)[at + i] = static_cast<uint8_t>(stored[i]);
+    else if (kind == Scale::float16)
+        for (int64_t i = 0; i < n; ++i)
+            static_cast<uint16_t*>(scales)[at + i] = static_cast<uint16_t>(stored[i]);
     else
         std::memcpy(static_cast<uint32_t*>(scales) + at, stored, static_cast<size_t>(n) * 4);
 }
@@ -66,6 +69,7 @@ struct Call {
     int64_t packed;      // bytes along `length`
     int64_t calls;       // Philox calls of one row of a tile
     uint32_t constant;   // the word that rounds ties away or towards zero
+    float* points = nullptr;  // of every tile as its maximum is, where the grid is offset
 
     Call(const QuantPlan& plan, const QuantStream& stream, QuantJob& job)
         : plan(plan), stream(stream), job(job), scaler(plan),
@@ -84,8 +88,6 @@ struct Call {
             ++n;
         return n;
     }
-
-    bool bytes() const { return plan.scale != Scale::float32; }
 };
 
 struct Counts {
@@ -137,7 +139,7 @@ struct Totals {
 
 // Whether the maxima of the whole array come first.
 INLINE bool needs_whole(const Call& call) {
-    return call.job.tile_rows > 1 || call.scaler.needs_global();
+    return call.job.tile_rows > 1 || call.scaler.needs_global() || looks_inside(call.plan, call.job);
 }
 
 // Maxima of whole tiles from those of their rows: `count` groups of `rows` runs of `width`.
@@ -167,11 +169,14 @@ void specialize(const Call& call, Body body) {
                        : body.template operator()<Words, Divide, false>();
     };
     const auto choose = [&]<bool Words>() {
-        call.plan.scale == Scale::float32 ? pick.template operator()<Words, true>()
-                                          : pick.template operator()<Words, false>();
+        divides(call.plan) ? pick.template operator()<Words, true>()
+                           : pick.template operator()<Words, false>();
     };
     call.words() ? choose.template operator()<true>() : choose.template operator()<false>();
 }
+
+// From the maxima of `whole` tiles to what scales.hpp makes scales of; see inside.cpp.
+void settle(Call& call, const Totals& totals, int64_t whole);
 
 void quantize_rows(Call& call);
 void quantize_columns(Call& call);
@@ -181,5 +186,7 @@ void quantize_columns(Call& call);
 bool quantize_panels(Call* along, Call* down);
 
 void dequantize(const QuantPlan& plan, const DequantJob& job);
+void split_outliers(const OutlierJob& job);
+int64_t join_outliers(const OutlierJob& job, const float* scales);
 
 }  // namespace EXTENSOR_ISA

@@ -76,7 +76,8 @@ template <bool Words, bool Divide, bool Codes>
 void run(Call& call) {
     const QuantJob& job = call.job;
     const Cut cut(call);
-    const bool stored = !cut.holds_tiles(job), values = call.plan.scale == Scale::ue4m3;
+    const bool inside = looks_inside(call.plan, job), stored = inside || !cut.holds_tiles(job);
+    const bool values = call.plan.scale == Scale::ue4m3;
     const int64_t width = job.inner, runs = job.outer * call.tiles;
     const Totals totals(cut.count, stored ? runs * width : 0);
     const auto known = [&](const ColumnPiece& p, int64_t k) {
@@ -112,7 +113,7 @@ void run(Call& call) {
         });
         if (stored && job.tile_rows > 1)
             combine(totals.maxima, call.tiles, job.inner, job.tile_rows, 1, 1, 0);
-        totals.set_global(call.scaler, stored ? runs * width : 0);
+        settle(call, totals, stored ? runs * width : 0);
     }
     const int64_t rows = Codes ? call.tiles * job.tile_length : job.coded;
     for_pieces(call, cut, rows, totals.counts,

@@ -155,7 +155,7 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
         for (int64_t r = 0; r < p.rows; ++r, to += call.packed) rows.row(r, to);
         int64_t block = first_block(call, p);
         for (int64_t r = 0; r < p.rows; r += job.tile_rows, block += call.tiles)
-            store_scales(job.scales, block, stored + r * across, p.tiles, call.bytes());
+            store_scales(job.scales, block, stored + r * across, p.tiles, call.plan.scale);
     }
     tally.saturated[0] += static_cast<int32_t>(counts.saturated);
     tally.flushed[0] += static_cast<int32_t>(counts.flushed);
@@ -196,7 +196,10 @@ struct Cut {
 };
 
 bool fits(const Call& call) {
-    return call.plan.element_scale == 1 && call.plan.scale != Scale::float32 && (call.plan.stochastic ? call.plan.rbits == 32 : !call.words());
+    const bool common = is_byte(call.plan.scale) && !divides(call.plan) &&
+                        !looks_inside(call.plan, call.job) && call.scaler.bounded() &&
+                        call.plan.element_scale == 1;
+    return common && (call.plan.stochastic ? call.plan.rbits == 32 : !call.words());
 }
 
 bool fits_along(const Call& call, const Cut& cut) {

@@ -174,7 +174,7 @@ void code_piece(const Call& call, Values v, const Piece& p, const uint32_t* maxi
     const TileCoder<Words, float> coder(call.plan.element, tile);
     if constexpr (Codes && !Divide)
         if (coder.code && all_lanes(plain) && (!Words || word_stride == tile) &&
-            call.plan.element_scale == 1)
+            call.plan.element_scale == 1 && call.scaler.bounded())
             together = v.coded / coder.batch * coder.batch / tile;
     const int64_t done = together * tile;
     TileCounts counts;
@@ -192,7 +192,9 @@ void code_piece(const Call& call, Values v, const Piece& p, const uint32_t* maxi
         }
         for (int64_t left = v.coded - done; left > 0; left -= tile, ++at) {
             const int64_t n = least(tile, left), whole = n / VL * VL;
-            const Scales s = {splat(apply[at]), splat(decode[at]), splat(live[at]), vu{}};
+            Scales s = {splat(apply[at]), splat(decode[at]), splat(live[at]), vu{}};
+            if (Divide && call.points)
+                s.point = splat(call.points[p.first * call.tiles + p.start + at]);
             const uint32_t* w = words + at * word_stride;
             vu code;
             for (int64_t i = 0; i < whole; i += VL) {
@@ -226,7 +228,7 @@ void code_piece(const Call& call, Values v, const Piece& p, const uint32_t* maxi
             const int64_t band = in_image / job.tile_rows, bands = ceil_div(job.rows, job.tile_rows);
             if (in_image % job.tile_rows == 0)
                 store_scales(job.scales, (image * bands + band) * call.tiles + p.start,
-                             stored + r * p.tiles, p.tiles, call.bytes());
+                             stored + r * p.tiles, p.tiles, call.plan.scale);
         }
     }
     tally_out.saturated += tally.saturated;
@@ -343,6 +345,7 @@ int64_t stream(const Call& call, const Piece& p, Tally& tally) {
     const int64_t tile = job.tile_length;
     if (job.tile_rows > 1 || (tile != 16 && tile != 32)) return 0;
     if (!kElements[call.plan.element].is_float || call.plan.element_scale != 1) return 0;
+    if (!call.scaler.bounded()) return 0;
     if (Words && !call.plan.stochastic) return 0;
     if (VL * tile % most(1, call.plan.hadamard) || p.start * tile % most(1, call.plan.hadamard)) return 0;
 #if EXTENSOR_LANES == 16
@@ -381,13 +384,18 @@ struct RowTasks {
     }
 };
 
-// The statistic of the whole array, and the maxima of tiles of several rows.
+// Whether the maxima of all tiles are kept, one for each row of a tile.
+bool keeps_maxima(const Call& call) {
+    return call.job.tile_rows > 1 || looks_inside(call.plan, call.job);
+}
+
+// The statistic of the whole array, and of all tiles where they are kept.
 void survey(Call& call, const RowTasks& tasks, const Totals& totals) {
     const QuantJob& job = call.job;
-    const bool values = call.plan.scale == Scale::ue4m3, banded = job.tile_rows > 1;
+    const bool values = call.plan.scale == Scale::ue4m3, kept = keeps_maxima(call);
     tasks.run(call, [&](int64_t task, const Piece& p) {
         uint32_t& finite = totals.finite[task];
-        if (values && !banded && !call.plan.hadamard) {
+        if (values && !kept && !call.plan.hadamard) {
             const int64_t count = least(p.tiles * job.tile_length, job.length - p.start * job.tile_length);
             const Source x = call.source().from(p.first * job.length + p.start * job.tile_length);
             finite = x.visit([&](const auto* at) {
@@ -396,29 +404,29 @@ void survey(Call& call, const RowTasks& tasks, const Totals& totals) {
             return;
         }
         const Values v = prepared(call, p);
-        uint32_t* maxima = banded ? totals.maxima + p.first * call.tiles + p.start
-                                  : scratch_of<uint32_t>(Slot::maxima, p.rows * p.tiles + VL);
+        uint32_t* maxima = kept ? totals.maxima + p.first * call.tiles + p.start
+                                : scratch_of<uint32_t>(Slot::maxima, p.rows * p.tiles + VL);
         piece_maxima(job, v, p, maxima);
         for (int64_t r = 0; values && r < p.rows; ++r) {
             const uint32_t top = finite_run_maximum(v.x + r * v.stride, v.coded);
             if (top > finite) finite = top;
         }
-        if (!values && !banded)
+        if (!values && !kept)
             finite = finite_maximum(reinterpret_cast<float*>(maxima), p.rows * p.tiles, 1);
     });
-    if (banded)
+    if (job.tile_rows > 1)
         combine(totals.maxima, job.outer, job.rows, job.tile_rows, call.tiles, call.tiles, 1);
-    totals.set_global(call.scaler, banded ? job.outer * job.rows * call.tiles : 0);
+    settle(call, totals, kept ? job.outer * job.rows * call.tiles : 0);
 }
 
 template <bool Words, bool Divide, bool Codes>
 void run(Call& call, const RowTasks& tasks, const Totals& totals) {
-    const bool banded = call.job.tile_rows > 1;
+    const bool kept = keeps_maxima(call);
     tasks.run(call, [&](int64_t task, const Piece& p) {
         Tally tally;
-        if (banded || p.tiles < VL) {
+        if (kept || p.tiles < VL) {
             const uint32_t* known = totals.maxima + p.first * call.tiles + p.start;
-            code_any<Words, Divide, Codes>(call, p, banded ? known : nullptr, tally);
+            code_any<Words, Divide, Codes>(call, p, kept ? known : nullptr, tally);
         } else {
             for (int64_t r = 0; r < p.rows; ++r) {
                 Piece row = {p.first + r, 1, p.start, p.tiles};
@@ -437,8 +445,8 @@ void run(Call& call, const RowTasks& tasks, const Totals& totals) {
 
 void quantize_rows(Call& call) {
     const RowTasks tasks(call);
-    const int64_t banded = call.job.tile_rows > 1 ? call.job.outer * call.job.rows * call.tiles : 0;
-    const Totals totals(tasks.count, banded);
+    const int64_t kept = keeps_maxima(call) ? call.job.outer * call.job.rows * call.tiles : 0;
+    const Totals totals(tasks.count, kept);
     if (needs_whole(call)) survey(call, tasks, totals);
     specialize(call, [&]<bool Words, bool Divide, bool Codes>() {
         run<Words, Divide, Codes>(call, tasks, totals);

@@ -9,12 +9,12 @@ from typing import Any
 import ml_dtypes  # noqa: F401  # registers bfloat16 with numpy
 import numpy as np
 
+from extensor.backends import cpu_outliers
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
-from extensor.quant.reference import FLOATS
-from extensor.quant.scale_rules import E8M0_NAN
+from extensor.quant.reference import FLOATS, check_previous, narrow
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -48,17 +48,30 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._quantize_reason(x, spec, stream, previous_amax):
             return super().quantize(x, spec, stream, previous_amax)
+        if spec.row.outliers:
+            return cpu_outliers.quantize(self, x, spec.resolve(x.ndim), stream)
+        return self.store(x, spec, stream, previous_amax)
+
+    def store(
+        self,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None = None,
+        previous_amax: Array | None = None,
+    ) -> tuple[QuantArray, QuantStats]:
+        """Blocks of an array that the core covers, coded."""
         placed = place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
-        codes, scales, tensor_scale, saturated, flushed = self.core.quantize(
+        codes, scales, zero_points, tensor_scale, saturated, flushed = self.core.quantize(
             placed.plan,
             _as_input(x),
             placed.layout,
             placed.codes_shape,
             placed.scales_shape,
             _stream_words(stream),
+            None if previous_amax is None else ready(previous_amax),
         )
-        q = placed.quantized(x.shape, codes, scales, tensor_scale)
+        q = placed.quantized(x.shape, codes, scales, zero_points, tensor_scale)
         return q, QuantStats(placed.count, saturated, flushed)
 
     def _quantize_reason(
@@ -71,7 +84,10 @@ class CpuQuantize(GenericBackend):
         if reason := self._operand_reason(x, spec, stream):
             return reason
         if previous_amax is not None:
-            return "a running maximum"
+            try:
+                check_previous(previous_amax, spec.resolve(x.ndim), tuple(x.shape), np)
+            except ValueError as error:
+                return str(error)  # the generic method raises it
         placed = place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         return placed.no_codes
@@ -80,13 +96,18 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._dequantize_reason(q, dtype):
             return super().dequantize(q, dtype)
+        if q.spec.row.outliers:
+            return narrow(cpu_outliers.dequantize(self, q), dtype)
+        return self.decode(q, dtype)
+
+    def decode(self, q: QuantArray, dtype: str = "float32") -> Array:
+        """Blocks of an array that the core covers, decoded."""
         placed = place(self.core, q.spec, q.shape)
         assert isinstance(placed, _Placed)
         tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
-        codes, scales = ready(q.codes), ready(q.scales)
-        return self.core.dequantize(
-            placed.plan, codes, scales, tensor_scale, placed.layout, q.shape, np.dtype(dtype)
-        )
+        points = None if q.zero_points is None else ready(q.zero_points)
+        parts = ready(q.codes), ready(q.scales), points, tensor_scale
+        return self.core.dequantize(placed.plan, *parts, placed.layout, q.shape, np.dtype(dtype))
 
     def _dequantize_reason(self, q: QuantArray, dtype: str = "float32") -> str | None:
         if self.core is None:
@@ -106,6 +127,9 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._operand_reason(x, spec, stream):
             return super().operand(x, spec, stream)
+        if spec.row.outliers:
+            q, stats = cpu_outliers.quantize(self, x, spec.resolve(x.ndim), stream)
+            return cpu_outliers.dequantize(self, q), stats
         placed = place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         values, saturated, flushed = self.core.operand(
@@ -145,10 +169,10 @@ class CpuQuantize(GenericBackend):
         )
         first, second = (
             (
-                p.quantized(x.shape, codes, scales, tensor_scale),
+                p.quantized(x.shape, codes, scales, zero_points, tensor_scale),
                 QuantStats(p.count, saturated, flushed),
             )
-            for p, (codes, scales, tensor_scale, saturated, flushed) in zip(
+            for p, (codes, scales, zero_points, tensor_scale, saturated, flushed) in zip(
                 placed, results, strict=True
             )
         )
@@ -198,6 +222,8 @@ class CpuQuantize(GenericBackend):
         for spec, stream in zip(specs, streams, strict=True):
             if reason := self._operand_reason(x, spec, stream):
                 return reason
+            if spec.row.outliers:
+                return "the outlier codec, one by one"
         if x.ndim != 2 or [spec.axis % 2 for spec in specs] != [1, 0]:
             return "not rows, then columns of a matrix"
         return None
@@ -242,7 +268,12 @@ class _Placed:
             self.no_codes = f"blocks of {tile_length} down columns do not fill whole bytes"
 
     def quantized(
-        self, shape: tuple[int, ...], codes: Array, scales: Array, tensor_scale: float
+        self,
+        shape: tuple[int, ...],
+        codes: Array,
+        scales: Array,
+        zero_points: Array | None,
+        tensor_scale: float,
     ) -> QuantArray:
         """What the core gave, with what it stands for."""
         return QuantArray(
@@ -253,6 +284,7 @@ class _Placed:
             tensor_scale=(
                 np.asarray(tensor_scale, _FLOAT32) if self.spec.row.tensor_scale else None
             ),
+            zero_points=zero_points,
         )
 
 
@@ -272,16 +304,8 @@ def place(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> _Placed | str:
         spec = spec.resolve(len(shape))
     except ValueError as error:
         return str(error)  # the generic method raises it
-    if spec.row.outliers:
-        return "the outlier codec"
-    if not spec.symmetric:
-        return "a zero point"
-    if spec.statistic != "amax":
-        return f"the {spec.statistic} statistic"
-    if spec.scale_name == "float16":
-        return "float16 scales"
-    if spec.rule not in ("floor", "rceil", "ceil", "even", "one", "amax"):
-        return f"the {spec.rule} scale rule"
+    if spec.row.outliers and shape[spec.axis] >= 1 << 31:
+        return "rows of 2**31 values or more"
     layout = _layout(spec, shape)
     if isinstance(layout, str):
         return layout
@@ -330,12 +354,19 @@ def _plan(core: Any, spec: QuantSpec) -> Any:
         scale=spec.scale_name,
         rule=spec.rule,
         ties=spec.ties,
+        zeros=spec.zero_sign,
+        order=dialect.nvfp4_order,
+        statistic=spec.statistic,
         stochastic=spec.rounding == "stochastic",
+        symmetric=spec.symmetric,
         rbits=spec.rbits,
-        # None only where `kernel_gap` leaves encoding to numpy; decoding does not read it.
-        mx_inf_byte=E8M0_NAN if dialect.mx_inf_byte is None else dialect.mx_inf_byte,
+        mx_inf_byte=dialect.inf_byte_in(spec.row.element),
+        mx_least_divisor=dialect.mx_least_divisor,
         nv_zero_byte=dialect.nvfp4_zero_scale,
+        nv_least_byte=dialect.nvfp4_least_scale,
         nv_tiny_saturates=dialect.nvfp4_tiny_saturates,
+        percentile=spec.percentile,
+        decay=spec.decay,
         window=-1 if spec.scale_window is None else spec.scale_window,
         element_scale=spec.element_scale,
         signs=hadamard_signs(spec.transform).tolist() if spec.transform else [],

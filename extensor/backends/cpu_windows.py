@@ -207,7 +207,5 @@ def _patch_reason(
         return "scales that depend on the whole matrix"
     if isinstance(spec.tile, tuple) and spec.tile[0] > 1:
         return f"tiles of {spec.tile[0]} rows"
-    if spec.kernel_gap:
-        return spec.kernel_gap
     found = place(core, spec, _patch_shape(x, shape, window))
     return found if isinstance(found, str) else None

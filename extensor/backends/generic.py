@@ -47,7 +47,7 @@ class GenericBackend:
             return f"{x.dtype} array"
         if (stream is None) == (spec.rounding == "stochastic"):
             return "the stream does not go with the rounding"
-        return spec.kernel_gap
+        return None
 
     def operand(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None

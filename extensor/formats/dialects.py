@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
+from extensor.formats.element import ElementFormat
+
 __all__ = ["DIALECTS", "Dialect"]
 
 Ties = Literal["even", "away", "zero"]
@@ -40,7 +42,7 @@ class Dialect:
         zero_sign_of: formats whose zeros differ from that.
         mx_inf_byte: the E8M0 byte of a block that holds an infinity and no NaN. 0xFF makes the
             whole block NaN; any other keeps it, and the infinity saturates; None is the byte that
-            the scale rule gives for 2**128.
+            the floor rule gives for 2**128 (`inf_byte_in`).
         mx_least_divisor: the smallest exponent that values are divided by, -127 in the published
             rules, whatever smaller scale is stored.
         nvfp4_order: the order of NVFP4's operations; see `extensor.quant.nvfp4`.
@@ -67,6 +69,12 @@ class Dialect:
     def ties_in(self, format_name: str) -> Ties:
         """What rounding to nearest does halfway between two codes of that format."""
         return dict(self.ties_of).get(format_name, self.ties)
+
+    def inf_byte_in(self, element: ElementFormat) -> int:
+        """The E8M0 byte of a block of that grid that holds an infinity and no NaN."""
+        if self.mx_inf_byte is None:
+            return 128 - element.emax + 127
+        return self.mx_inf_byte
 
     def zero_sign_in(self, format_name: str) -> ZeroSign:
         """The sign of that format's zeros."""

@@ -6,6 +6,7 @@ already do has the standard's name here as well (``concat`` is `concatenate`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -155,33 +156,41 @@ def nextafter(x1: Operand, x2: Operand, /) -> ExTensor:
     return apply("nextafter", *_floats("nextafter", *pair("nextafter", x1, x2)))
 
 
-def _along(name: str, x: ExTensor, axis: int | None) -> int:
+def _running(
+    name: str,
+    function: Callable[[ExTensor, int], ExTensor],
+    first: int,
+    x: ExTensor,
+    axis: int | None,
+    dtype: DTypeLike | None,
+    include_initial: bool,
+) -> ExTensor:
+    """``function`` along the axis in the dtype asked for; after ``first``, if so wished."""
     tensors_only(name, x)
-    if axis is None:
-        if x.ndim != 1:
-            raise ValueError(f"{name}: wanted an axis for a tensor of {x.ndim} axes, got None")
-        return 0
-    return axis_index(name, axis, x.ndim)
-
-
-def _with_initial(x: ExTensor, total: ExTensor, at: int, first: int) -> ExTensor:
+    if axis is None and x.ndim != 1:
+        raise ValueError(f"{name}: wanted an axis for a tensor of {x.ndim} axes, got None")
+    at = axis_index(name, 0 if axis is None else axis, x.ndim)
+    total = function(x if dtype is None else x.astype(dtype), at)
+    total = total if dtype is None else total.astype(dtype)
+    if not include_initial:
+        return total
     shape = (*x.shape[:at], 1, *x.shape[at + 1 :])
     return concatenate([ExTensor.full(shape, first, total.dtype, device=x.device), total], at)
 
 
-_RUNNING = (
-    BadInput((np.zeros((2, 3)),), ValueError, "wanted an axis"),
-    BadInput((np.zeros((2, 3)),), ValueError, "wanted -2..1", {"axis": 2}),
-)
-
-
-@composite(
-    samples=lambda rng: [
+_RUNNING: dict[str, Any] = {
+    "samples": lambda rng: [
         Sample((rng.normal(size=(4,)),)),
         Sample((rng.normal(size=(3, 4)),), {"axis": 0, "include_initial": True}),
     ],
-    errors=_RUNNING,
-)
+    "errors": (
+        BadInput((np.zeros((2, 3)),), ValueError, "wanted an axis"),
+        BadInput((np.zeros((2, 3)),), ValueError, "wanted -2..1", {"axis": 2}),
+    ),
+}
+
+
+@composite(**_RUNNING)
 def cumulative_sum(
     x: ExTensor,
     /,
@@ -195,10 +204,7 @@ def cumulative_sum(
     Raises:
         ValueError: for no axis where there are several, or one out of range.
     """
-    at = _along("cumulative_sum", x, axis)
-    total = cumsum(x if dtype is None else x.astype(dtype), at)
-    total = total if dtype is None else total.astype(dtype)
-    return _with_initial(x, total, at, 0) if include_initial else total
+    return _running("cumulative_sum", cumsum, 0, x, axis, dtype, include_initial)
 
 
 def _cumprod_vjp(g: ExTensor, out: ExTensor, x: ExTensor, axis: int) -> ExTensor:
@@ -229,13 +235,7 @@ def _cumprod(x: ExTensor, axis: int) -> ExTensor:
     return apply("cumprod", x, axis=axis_index("cumprod", axis, x.ndim))
 
 
-@composite(
-    samples=lambda rng: [
-        Sample((rng.normal(size=(4,)),)),
-        Sample((rng.normal(size=(3, 4)),), {"axis": 0, "include_initial": True}),
-    ],
-    errors=_RUNNING,
-)
+@composite(**_RUNNING)
 def cumulative_prod(
     x: ExTensor,
     /,
@@ -249,10 +249,7 @@ def cumulative_prod(
     Raises:
         ValueError: for no axis where there are several, or one out of range.
     """
-    at = _along("cumulative_prod", x, axis)
-    total = _cumprod(x if dtype is None else x.astype(dtype), at)
-    total = total if dtype is None else total.astype(dtype)
-    return _with_initial(x, total, at, 1) if include_initial else total
+    return _running("cumulative_prod", _cumprod, 1, x, axis, dtype, include_initial)
 
 
 @composite(

@@ -18,7 +18,7 @@ from extensor.formats import ElementFormat
 from extensor.quant.coded import SCALE_GRID, Coded, round_values
 from extensor.quant.nvfp4 import encode_nvfp4
 from extensor.quant.rounding import decode, round_magnitude
-from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes, infinity_byte, power_of_two
+from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes, power_of_two
 from extensor.quant.spec import QuantSpec
 
 __all__ = [
@@ -109,9 +109,7 @@ def _mx(x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any) ->
     dialect = spec.dialect_row
     infinite = xp.isinf(x).any(axis=1) & ~xp.isnan(x).any(axis=1)
     finite = xp.isfinite(x).all(axis=1)
-    inf_byte = dialect.mx_inf_byte
-    if inf_byte is None:
-        inf_byte = infinity_byte(spec.row.element, spec.rule)
+    inf_byte = dialect.inf_byte_in(spec.row.element)
     keep = finite | (infinite & (inf_byte != E8M0_NAN))
     safe = xp.where(finite, amax, xp.float32(0))
     scales = e8m0_bytes(safe, spec.row.element, spec.rule, spec.scale_window, xp)

@@ -21,7 +21,9 @@ from extensor.quant.hadamard import hadamard, inverse_hadamard
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
-__all__ = ["FLOATS", "RunningAmax", "dequantize", "narrow", "operand", "quantize"]
+__all__ = [
+    "FLOATS", "RunningAmax", "check_previous", "dequantize", "narrow", "operand", "quantize",
+]  # fmt: skip
 
 Array = Any
 
@@ -61,7 +63,7 @@ def quantize(
         wanted = "needs a stream (a seed)" if stream is None else "takes no stream"
         raise ValueError(f"rounding={spec.rounding!r} {wanted}")
     if previous_amax is not None:
-        _check_previous(previous_amax, spec, tuple(x.shape), xp)
+        check_previous(previous_amax, spec, tuple(x.shape), xp)
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
         x = xp.asarray(x, dtype=xp.float32)
     if spec.row.outliers:
@@ -69,7 +71,8 @@ def quantize(
     return quantize_blocks(x, spec, stream, previous_amax, xp)
 
 
-def _check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...], xp: Any) -> None:
+def check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...], xp: Any) -> None:
+    """Raise ValueError unless the maxima fit a resolved spec on arrays of ``shape``."""
     if spec.statistic != "running":
         raise ValueError(f"previous_amax: only with statistic='running', not {spec.statistic!r}")
     grid = block_grid(spec, shape)

@@ -14,7 +14,7 @@ import numpy as np
 
 from extensor.formats import ElementFormat
 
-__all__ = ["E8M0_NAN", "E8M0_RULES", "e8m0_bytes", "infinity_byte", "power_of_two"]
+__all__ = ["E8M0_NAN", "E8M0_RULES", "e8m0_bytes", "power_of_two"]
 
 Array = Any
 E8M0_NAN = 0xFF
@@ -76,16 +76,6 @@ def e8m0_bytes(
     if rule != "one":
         stored = xp.where(zero, 0, stored)
     return stored.astype(xp.uint8)
-
-
-def infinity_byte(element: ElementFormat, rule: str) -> int:
-    """The scale byte of a block whose largest magnitude counts as 2**128.
-
-    Only ``"floor"`` and ``"one"`` are defined there; the rules that look at a mantissa are not.
-    """
-    if rule not in ("floor", "one"):
-        raise ValueError(f"an infinite block under the rule {rule!r}: wanted 'floor' or 'one'")
-    return 127 if rule == "one" else 128 - element.emax + 127
 
 
 def power_of_two(exponent: Array, xp: Any = np) -> Array:

@@ -198,20 +198,6 @@ class QuantSpec:
         return self.dialect_row.zero_sign_in(self.format)
 
     @property
-    def kernel_gap(self) -> str | None:
-        """What of the dialect compiled kernels leave to numpy, as a phrase; None if nothing."""
-        dialect = self.dialect_row
-        gaps = {
-            f"zeros' signs of dialect {dialect.name}": self.zero_sign != "kept",
-            f"special blocks of dialect {dialect.name}": self.is_mx
-            and (dialect.mx_inf_byte is None or dialect.mx_least_divisor != -127),
-            f"the order of operations of dialect {dialect.name}": self.rule == "amax"
-            and self.row.tensor_scale
-            and dialect.nvfp4_order != "transformer_engine",
-        }
-        return next((phrase for phrase, open_ in gaps.items() if open_), None)
-
-    @property
     def is_mx(self) -> bool:
         """True if blocks carry an E8M0 scale."""
         return self.row.scale.name == "e8m0"

@@ -24,7 +24,6 @@ from extensor.quant.array import (
     packed_length,
 )
 from extensor.quant.hadamard import hadamard_signs
-from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.jit import Source, launch
@@ -235,8 +234,7 @@ def quantize_source(plan: Plan, dtype: str, out: str, whole: bool, stats: bool) 
             (_FOUR_OVER_SIX_TOP if spec.rule == "four_over_six" else _SCALE.max) * element.max
         ),
         "SCALE_TOP": _float(_SCALE.max),
-        # None only where `kernel_gap` leaves encoding to the generic path.
-        "INF_BYTE": f"{E8M0_NAN if dialect.mx_inf_byte is None else dialect.mx_inf_byte}u",
+        "INF_BYTE": f"{dialect.inf_byte_in(element)}u",
         "ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
         "TINY_SATURATES": int(dialect.nvfp4_tiny_saturates),
         "PAIRS": int(_in_pairs(plan, dtype, out, words)),

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from training.data.dataset import Dataset, Split, pixel_statistics
-from training.data.fetch import DataError, RemoteFile, find_archive
-from training.data.prepared import prepared
+from training.data.archive import ArchiveSource
+from training.data.dataset import Split
+from training.data.fetch import DataError, RemoteFile
 
 __all__ = ["CIFAR10", "CifarSource", "parse_records"]
 
@@ -22,77 +22,34 @@ SHAPE = (3, 32, 32)
 RECORD = 1 + 3 * 32 * 32
 
 
-@dataclass(frozen=True)
-class CifarSource:
-    """A data set of CIFAR-10's records in one archive.
+@dataclass(frozen=True, kw_only=True)
+class CifarSource(ArchiveSource):
+    """A data set of CIFAR-10's records in one archive, 184 MB in all.
 
     Attributes:
-        name: the data set's name.
-        archive: the ``.tar.gz``.
-        folder: the folder in it.
+        inside: the folder in the archive.
         records: in each file.
-        classes: names of the labels.
-        system: folders that hold the archive besides the cache.
-        urls: addresses of folders that hold it.
-        remedy: what to do where no download is possible.
     """
 
-    name: str
-    archive: RemoteFile
-    folder: str
+    kind = ".tar.gz"
+    inside: str
     records: int
-    classes: tuple[str, ...]
-    system: tuple[Path, ...]
-    urls: tuple[str, ...]
-    remedy: str
 
-    def load(self, download: bool = True) -> Dataset:
-        """Find, check and unpack the archive, once; later it comes from the cache.
-
-        Images stay uint8: 184 MB in all.
-
-        Args:
-            download: False looks on this machine only.
-
-        Raises:
-            DataError: if the archive is missing or damaged.
-        """
-        arrays = prepared(
-            self.name, self.archive.sha256, 1, lambda: self._parsed(self.urls if download else ())
-        )
-        train, test = (
-            Split(arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in ("train", "test")
-        )
-        mean, std = (tuple(float(v) for v in arrays[name]) for name in ("mean", "std"))
-        return Dataset(self.name, train, test, self.classes, mean, std)
-
-    def _parsed(self, urls: tuple[str, ...]) -> dict[str, np.ndarray]:
-        """The arrays of the archive, and mean and standard deviation of the training pixels."""
-        path = find_archive(self.name, self.archive, self.system, urls, self.remedy)
+    def splits(self, path: Path) -> tuple[Split, Split]:
+        """See the base class."""
         names = [f"data_batch_{n}.bin" for n in range(1, 6)]
-        try:
-            with tarfile.open(path) as archive:
-                train = [self._file(archive, path, name) for name in names]
-                test = self._file(archive, path, "test_batch.bin")
-        except (tarfile.TarError, EOFError, OSError) as error:
-            raise DataError(f"{path}: wanted a complete .tar.gz, got: {error}") from error
-        images = np.concatenate([x for x, _ in train])
-        mean, std = pixel_statistics(images)
-        return {
-            "train.images": images,
-            "train.labels": np.concatenate([y for _, y in train]),
-            "test.images": test[0],
-            "test.labels": test[1],
-            "mean": np.array(mean),
-            "std": np.array(std),
-        }
+        with tarfile.open(path) as archive:
+            parts = [self._file(archive, path, name) for name in names]
+            test = self._file(archive, path, "test_batch.bin")
+        images, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return Split(images, labels), Split(*test)
 
     def _file(
         self, archive: tarfile.TarFile, path: Path, name: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        label = f"{self.folder}/{name} in {path}"
+        label = f"{self.inside}/{name} in {path}"
         try:
-            member = archive.extractfile(f"{self.folder}/{name}")
+            member = archive.extractfile(f"{self.inside}/{name}")
         except KeyError:
             member = None
         if member is None:
@@ -140,7 +97,8 @@ CIFAR10 = CifarSource(
         170_052_171,
         packed=False,
     ),
-    folder="cifar-10-batches-bin",
+    folder="cifar10",
+    inside="cifar-10-batches-bin",
     records=10_000,
     classes=(
         "airplane",

@@ -14,77 +14,36 @@ from pathlib import Path
 
 import numpy as np
 
-from training.data.dataset import Dataset, Split, pixel_statistics
-from training.data.fetch import DataError, RemoteFile, find_archive
+from training.data.archive import ArchiveSource
+from training.data.dataset import Split
+from training.data.fetch import DataError, RemoteFile
 from training.data.idx import parse_idx
-from training.data.prepared import prepared
 
 __all__ = ["EMNIST", "EmnistSource"]
 
 
-@dataclass(frozen=True)
-class EmnistSource:
-    """One of EMNIST's divisions.
+@dataclass(frozen=True, kw_only=True)
+class EmnistSource(ArchiveSource):
+    """One of EMNIST's divisions, which share a zip.
 
     Attributes:
-        name: the data set's name.
         what: what it shows, for the command line.
         division: its name in the archive's file names.
         train, test: numbers of images.
-        classes: names of the labels.
         first: the label of the first class in the files.
-        archive: the zip, shared by all divisions.
-        system: folders that hold it besides the cache.
-        urls: addresses of folders that hold it.
-        remedy: what to do where no download is possible.
     """
 
-    name: str
+    kind = "zip file"
     what: str
     division: str
     train: int
     test: int
-    classes: tuple[str, ...]
     first: int
-    archive: RemoteFile
-    system: tuple[Path, ...]
-    urls: tuple[str, ...]
-    remedy: str
 
-    def load(self, download: bool = True) -> Dataset:
-        """Find and check the archive, unpack the division's four files, once; then it is cached.
-
-        Args:
-            download: False looks on this machine only.
-
-        Raises:
-            DataError: if the archive is missing or damaged.
-        """
-        arrays = prepared(
-            self.name,
-            f"{self.archive.sha256} {self.division}",
-            1,
-            lambda: self._parsed(self.urls if download else ()),
-        )
-        train, test = (
-            Split(arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in ("train", "test")
-        )
-        mean, std = (tuple(float(v) for v in arrays[name]) for name in ("mean", "std"))
-        return Dataset(self.name, train, test, self.classes, mean, std)
-
-    def _parsed(self, urls: tuple[str, ...]) -> dict[str, np.ndarray]:
-        """The division's arrays, and mean and standard deviation of the training pixels."""
-        path = find_archive("emnist", self.archive, self.system, urls, self.remedy)
-        arrays = {}
-        try:
-            with zipfile.ZipFile(path) as archive:
-                for part in ("train", "test"):
-                    split = self._split(archive, path, part)
-                    arrays[f"{part}.images"], arrays[f"{part}.labels"] = split.images, split.labels
-        except zipfile.BadZipFile as error:
-            raise DataError(f"{path}: wanted a complete zip file, got: {error}") from error
-        mean, std = pixel_statistics(arrays["train.images"])
-        return {**arrays, "mean": np.array(mean), "std": np.array(std)}
+    def splits(self, path: Path) -> tuple[Split, Split]:
+        """See the base class."""
+        with zipfile.ZipFile(path) as archive:
+            return self._split(archive, path, "train"), self._split(archive, path, "test")
 
     def _split(self, archive: zipfile.ZipFile, path: Path, part: str) -> Split:
         count = self.train if part == "train" else self.test
@@ -136,6 +95,7 @@ def _division(
         classes=tuple(classes),
         first=first,
         archive=ARCHIVE,
+        folder="emnist",
         system=(Path("/usr/share/datasets/emnist"),),
         urls=(URL,),
         remedy=f"on a machine with a network, curl -LO {URL}/{ARCHIVE.name}",

@@ -14,6 +14,7 @@ import safetensors.numpy
 
 from extensor import cli, config
 from extensor.backends import registry
+from extensor.cli.files import _bars
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS
 from extensor.io import load_checkpoint
 from extensor.quant import QuantArray
@@ -186,8 +187,8 @@ def test_inspect_counts_scales(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 def test_histogram_bars() -> None:
-    assert cli._bars(np.array([8, 0, 4, 1])) == "█·▅▂"
-    assert len(cli._bars(np.arange(100))) <= 32
+    assert _bars(np.array([8, 0, 4, 1])) == "█·▅▂"
+    assert len(_bars(np.arange(100))) <= 32
 
 
 # ---- doctor

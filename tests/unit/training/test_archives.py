@@ -55,7 +55,7 @@ def tar_of(files: dict[str, bytes]) -> bytes:
 def cifar_files() -> tuple[dict[str, bytes], list[np.ndarray]]:
     names = [f"data_batch_{n}.bin" for n in range(1, 6)] + ["test_batch.bin"]
     tables = [RNG.integers(0, 10, (4, RECORD)).astype(np.uint8) for _ in names]
-    folder = CIFAR10.folder
+    folder = CIFAR10.inside
     return {f"{folder}/{n}": t.tobytes() for n, t in zip(names, tables, strict=True)}, tables
 
 
@@ -84,7 +84,7 @@ def test_cifar10_loads_from_its_archive(cache: Path) -> None:
 )
 def test_cifar10_refuses_files_that_are_not_its_own(cache: Path, damage: Any, message: str) -> None:
     files, _ = cifar_files()
-    damage(files, f"{CIFAR10.folder}/data_batch_3.bin")
+    damage(files, f"{CIFAR10.inside}/data_batch_3.bin")
     with pytest.raises(DataError, match=message):
         keep(cache, CIFAR10, "cifar10", tar_of(files), records=4).load()
 

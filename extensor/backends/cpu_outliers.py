@@ -1,0 +1,67 @@
+"""The outlier codec on the C++ core: what `extensor.quant.outlier` does, in the core's three steps.
+
+Rows lie along the last axis there; another axis is moved, which copies. A row is one block and its
+scale's place in C order does not change, so the random bits are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from extensor.backends.protocol import Array
+from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.outlier import kept
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+
+__all__ = ["dequantize", "quantize"]
+
+
+def _rows(x: Array, axis: int) -> Array:
+    """``axis`` last and the others joined: a C-contiguous matrix."""
+    moved = np.moveaxis(x, axis, -1)
+    rows = math.prod(moved.shape[:-1])
+    return np.array(moved.reshape(rows, moved.shape[-1]), order="C", copy=None)
+
+
+def _back(rows: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """The inverse for an array of ``shape``, whose extent along ``axis`` is that of the rows."""
+    others = (n for a, n in enumerate(shape) if a != axis)
+    whole = rows.reshape(*others, rows.shape[-1])
+    return np.ascontiguousarray(np.moveaxis(whole, -1, axis))
+
+
+def quantize(
+    backend: Any, x: Array, spec: QuantSpec, stream: Stream | None
+) -> tuple[QuantArray, QuantStats]:
+    """Quantize a float array under a resolved outlier spec that the core covers."""
+    axis, shape = spec.axis, tuple(x.shape)
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf
+        rows = _rows(x.astype(np.float32, copy=False), axis)
+    rest, means, index, values = backend.core.split_outliers(rows, kept(spec, shape[axis]))
+    q, stats = backend.store(rest, spec.replace(axis=1), stream)
+    decoded = backend.decode(q)
+    flushed = backend.core.join_outliers(decoded, q.scales, means, index, values, rows)
+    parts = {"codes": q.codes, "scales": q.scales, "row_means": means}
+    parts |= {"outlier_index": index, "outlier_value": values}
+    stored = {name: _back(part, shape, axis) for name, part in parts.items()}
+    stored_array = QuantArray(spec=spec, shape=shape, **stored)
+    return stored_array, dataclasses.replace(stats, flushed=flushed)
+
+
+def dequantize(backend: Any, q: QuantArray) -> Array:
+    """Stored array -> float32 of ``q.shape``."""
+    assert q.row_means is not None and q.outlier_index is not None and q.outlier_value is not None
+    axis = q.spec.axis
+    codes, scales, means, index, values = (
+        _rows(part, axis)
+        for part in (q.codes, q.scales, q.row_means, q.outlier_index, q.outlier_value)
+    )
+    shape = (len(means), q.shape[axis])
+    rest = backend.decode(QuantArray(codes, scales, q.spec.replace(axis=1), shape))
+    backend.core.join_outliers(rest, scales, means, index, values, None)
+    return _back(rest, q.shape, axis)

@@ -1,0 +1,47 @@
+"""The command line: ``extensor doctor | formats | quantize | inspect``.
+
+Commands print tables made from the same rows and counters that the library uses;
+nothing is computed here that the library does not know. What is wrong with a file
+is one line on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+
+from extensor.cli.files import inspect, quantize, read_tensors
+from extensor.cli.health import doctor
+from extensor.cli.sheet import CommandError, Sheet
+from extensor.cli.tables import (
+    dialect_sheet,
+    element_sheet,
+    format_sheet,
+    formats,
+    layout_sheet,
+)
+
+__all__ = [
+    "Sheet", "dialect_sheet", "doctor", "element_sheet", "format_sheet", "formats", "inspect",
+    "layout_sheet", "main", "quantize", "read_tensors",
+]  # fmt: skip
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "doctor": doctor,
+    "formats": formats,
+    "quantize": quantize,
+    "inspect": inspect,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 on success, 2 for a wrong argument or a file that cannot be used."""
+    try:
+        tyro.extras.subcommand_cli_from_dict(COMMANDS, args=argv, prog="extensor")
+    except CommandError as error:
+        print(f"extensor: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,39 @@
+"""Tables before they have a look, and how the command line draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+__all__ = ["CommandError", "Sheet", "show"]
+
+
+class CommandError(Exception):
+    """What a user can put right: one line, exit code 2."""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table before it has a look: the command line and the docs draw the same one."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def show(sheets: Iterable[Sheet]) -> None:
+    """Print sheets as rich tables; wide enough to read where the output is not a terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, 160))
+    for sheet in sheets:
+        table = Table(title=escape(sheet.title), title_justify="left")
+        for column in sheet.columns:
+            table.add_column(escape(column), overflow="fold")
+        for row in sheet.rows:
+            table.add_row(*(escape(cell) for cell in row))
+        console.print(table)
