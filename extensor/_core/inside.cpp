@@ -345,7 +345,6 @@ void settle(Call& call, const Totals& totals, int64_t whole) {
 
 const float* plain_values(const QuantPlan& plan, const QuantJob& job) {
     const int size = plan.hadamard ? plan.hadamard : 1;
-    const vf scale = splat(static_cast<float>(1.0 / __builtin_sqrt(size)));
     const int64_t rows = job.outer * job.rows, steps = job.coded / size, count = rows * job.coded * job.inner;
     const Source x = {job.x, job.type};
     float* out = scratch_of<float>(Slot::copied, count + VL);
@@ -363,22 +362,19 @@ const float* plain_values(const QuantPlan& plan, const QuantJob& job) {
         const Source from = x.from((row * job.length + start) * job.inner);
         float* to = out + (row * job.coded + start) * job.inner;
         if (job.inner == 1) {
-            for (int i = 0; i < size; i += VL)
-                store(to + i, from.load_upto(i, most(0, real - i)) * load(plan.signs + i));
-            butterfly_run(to, size);
-            for (int i = 0; i < size; i += VL) store(to + i, load(to + i) * scale);
-            return;
+            const auto values = [&](int64_t i) { return from.load_upto(i, most(0, real - i)); };
+            return transform_run(size, values, plan.signs, to);
         }
         float* panel = scratch_of<float>(Slot::padded, size * VL);
         for (int64_t j = 0; j < job.inner; j += VL) {
             const int64_t lanes = least(VL, job.inner - j);
             for (int64_t k = 0; k < size; ++k) {
                 const vf v = k < real ? from.load_upto(k * job.inner + j, lanes) : vf{};
-                store(panel + k * VL, v * plan.signs[k]);
+                store(panel + k * VL, v);
             }
-            butterfly_rows(panel, size, VL);
+            transform_rows(panel, size, VL, plan.signs);
             for (int64_t k = 0; k < size; ++k)
-                store_upto(to + k * job.inner + j, load(panel + k * VL) * scale, lanes);
+                store_upto(to + k * job.inner + j, load(panel + k * VL), lanes);
         }
     });
     return out;
