@@ -126,7 +126,7 @@ RUNS: dict[str, Run] = {
             task="classification",
             dataset="cifar10",
             settings={"variant": variant, **PHOTOS, "lr": lr},
-            datasets=dict.fromkeys(GREY, {**SMALL, "lr": lr / 5}),
+            datasets={name: {**SMALL, "lr": lr / 5} for name in GREY},
         )
         for model, variant, lr, doc in (
             ("alexnet", "alexnet", 0.01, "AlexNet for 32x32: five convolutions, three linear"),
