@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable
 from datetime import date
 from importlib.metadata import version
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from extensor.config import num_threads
 
@@ -67,15 +66,40 @@ def measure(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def write(name: str, command: str, rows: list[dict[str, Any]]) -> None:
-    """Rows with machine and versions to ``results/DATE-NAME.json``."""
-    about = {
+def write(
+    name: str,
+    command: str,
+    rows: list[dict[str, Any]],
+    level: str = "",
+    load: float | None = None,
+    merge: str = "",
+) -> None:
+    """Rows with machine and versions to ``results/DATE-NAME.json``.
+
+    Args:
+        name: the file's name after the date.
+        command: what was run.
+        rows: one dict each.
+        level: the core's instruction set.
+        load: the load average before the run.
+        merge: a key of every row; rows of the day's earlier runs are kept where this run has none
+            of the same value.
+    """
+    about: dict[str, Any] = {
         "command": command,
         "date": str(date.today()),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {num_threads()} threads",
-        "versions": {"numpy": np.__version__, "torch": version("torch")},
+        "machine": ", ".join(
+            [platform.machine(), f"{os.cpu_count()} CPUs", f"{num_threads()} threads"]
+            + [level] * bool(level)
+        ),
+        "versions": {n: version(n) for n in ("numpy", "torch") if find_spec(n)},
     }
+    if load is not None:
+        about["load_average_before"] = round(load, 2)
     path = RESULTS / f"{date.today()}-{name}.json"
     path.parent.mkdir(exist_ok=True)
+    if merge and path.exists():
+        kept = {row[merge]: row for row in json.loads(path.read_text())["rows"]}
+        rows = list((kept | {row[merge]: row for row in rows}).values())
     path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     print(f"written to {path}")

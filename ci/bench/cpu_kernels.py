@@ -1,12 +1,10 @@
-"""The C++ core's kernels: convolution and pooling against torch, quantizers against memory.
+"""The C++ core's convolutions and poolings against torch's (quantizers: cpu_quantize.py).
 
     python ci/bench/cpu_kernels.py
 
-LeNet's convolutions and poolings at two batch sizes, beside torch's on the same threads, in turns.
-Then, for each format, rounding and direction of blocks: values quantized per second, beside the
-rate of a plain copy of the same float32 matrix (one read, one write), measured in the same run:
-the ceiling for anything that reads float32 and writes float32. Lower quartiles of single calls,
-the contestants taking turns in bursts; written with machine and versions to ci/bench/results/.
+LeNet's convolutions and poolings at two batch sizes, beside torch's on the same threads, in turns:
+lower quartiles of single calls, the contestants taking turns in bursts; written with machine and
+versions to ci/bench/results/.
 
 On a busy machine nothing is written: threads that wait for a descheduled partner (torch's most of
 all) then take many times their own time, and the ratios mean nothing. Needs torch (extra
@@ -16,45 +14,26 @@ all) then take many times their own time, and the ratios mean nothing. Needs tor
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import date
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ci.bench.contest import write
 from extensor.backends.cpu import make_backend
 from extensor.backends.protocol import Window
 from extensor.config import num_threads
-from extensor.quant.spec import Hadamard, QuantSpec
-from extensor.random import Stream
 
-RESULTS = Path(__file__).parent / "results"
 LAYERS = {
     "conv1": ((1, 28, 28), 6, Window((5, 5), padding=(2, 2))),
     "conv2": ((6, 14, 14), 16, Window((5, 5))),
 }
 POOL = Window((2, 2), stride=(2, 2))
 BURST = 10
-# Operands of LeNet's low-precision GEMMs at batch 64, and one that no cache holds.
-MATRICES = ((6400, 150), (50176, 25), (6400, 16), (64, 400), (16384, 4096))
-FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("mxfp4", {"scale_rule": "rceil"}),
-    ("mxfp8_e4m3", {"scale_rule": "rceil"}),
-    ("mxfp6_e2m3", {}),
-    ("mxint8", {}),
-    ("nvfp4", {}),
-    ("nvfp4", {"tile": (16, 16)}),
-    ("fp8_e4m3", {"tile": (1, 128)}),
-    ("mxfp4", {"transform": Hadamard(16)}),
-)
 
 
 def quartiles(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -147,44 +126,6 @@ def window_rows(backend: Any, batch: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def quantizer_rows(backend: Any, shape: tuple[int, int], rounds: int) -> list[dict[str, Any]]:
-    """Quantizers on one matrix beside a copy of it."""
-    x = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    copied = np.empty_like(x)
-    rows = []
-    for name, options in FORMATS:
-        for axis in (1, 0):
-            for rounding in ("nearest_even", "stochastic"):
-                spec = QuantSpec(name, axis=axis, rounding=rounding, **options).resolve(2)
-                stream = Stream(1, column=axis == 0) if rounding == "stochastic" else None
-                calls: dict[str, Callable[[], Any]] = {
-                    "operand": partial(backend.operand, x, spec, stream),
-                    "quantize": partial(backend.quantize, x, spec, stream),
-                    "copy": partial(np.copyto, copied, x),
-                }
-                seconds = quartiles(calls, rounds)
-                rows.append(
-                    {
-                        "shape": list(shape),
-                        "format": name,
-                        "options": {key: str(value) for key, value in options.items()},
-                        "blocks": "rows" if axis else "columns",
-                        "rounding": rounding,
-                        "path": backend.path("operand", x, spec, stream),
-                        "operand_M_per_s": round(x.size / seconds["operand"] / 1e6),
-                        "quantize_M_per_s": round(x.size / seconds["quantize"] / 1e6),
-                        "copy_M_per_s": round(x.size / seconds["copy"] / 1e6),
-                        "operand_of_copy": round(seconds["copy"] / seconds["operand"], 3),
-                    }
-                )
-                print(
-                    "{shape!s:>14} {format:<11}{blocks:<8}{rounding:<13}"
-                    "operand {operand_M_per_s:>6} M/s  quantize {quantize_M_per_s:>6} M/s  "
-                    "copy {copy_M_per_s:>6} M/s  {options}".format(**rows[-1])
-                )
-    return rows
-
-
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -199,29 +140,15 @@ def main() -> None:
         raise SystemExit(f"cpu_kernels: wanted the C++ core, but {backend.core_missing}")
     load = os.getloadavg()[0]
     torch.set_num_threads(num_threads())
-    windows, quantizers = [], []
+    windows = []
     for batch in (int(n) for n in args.batches.split(",")):
         windows += window_rows(backend, batch, args.rounds)
-    for shape in MATRICES:
-        quantizers += quantizer_rows(backend, shape, max(1, args.rounds // 5))
-    about = {
-        "command": "python ci/bench/cpu_kernels.py",
-        "date": str(date.today()),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {num_threads()} threads, "
-        f"{backend.core.level()}",
-        "load_average_before": round(load, 2),
-        "versions": {"numpy": np.__version__, "torch": torch.__version__},
-    }
     if load > args.max_load:
         print(
             f"not written: the load average was {load:.2f} before the run; run on an idle machine"
         )
         return
-    path = RESULTS / f"{date.today()}-cpu-kernels.json"
-    path.parent.mkdir(exist_ok=True)
-    result = {"about": about, "windows": windows, "quantizers": quantizers}
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {path}")
+    write("cpu-kernels", "python ci/bench/cpu_kernels.py", windows, backend.core.level(), load)
 
 
 if __name__ == "__main__":

@@ -133,9 +133,15 @@ class CpuBackend(CpuQuantize, CpuTraining, CpuWindows, CpuLayers):
 
     def operand_matmul(self, a: Array, b: Array) -> Array:
         """See the protocol; bounds in `extensor.backends.products`."""
-        if self._operand_matmul_reason(a, b):
+        factors = self._operand_factors(a, b)
+        if isinstance(factors, str):
             return super().operand_matmul(a, b)
-        return self.core.bf16_value_matmul(a, b)
+        return self.core.bf16_value_matmul(a, b, *factors)
 
     def _operand_matmul_reason(self, a: Array, b: Array) -> str | None:
-        return self.core_missing if self.core is None else products.operand_reason(self.core, a, b)
+        factors = self._operand_factors(a, b)
+        return factors if isinstance(factors, str) else None
+
+    def _operand_factors(self, a: Array, b: Array) -> tuple[float, float] | str:
+        core = self.core
+        return self.core_missing if core is None else products.operand_factors(core, a, b)

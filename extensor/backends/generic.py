@@ -85,13 +85,45 @@ class GenericBackend:
         """See the protocol."""
         return self.xp.matmul(a, b)
 
-    def im2col(self, x: Array, window: Window) -> Array:
+    def operand_conv2d(
+        self,
+        x: Array,
+        w: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+        bias: Array | None = None,
+    ) -> tuple[Array, QuantStats]:
         """See the protocol."""
-        return windows.im2col(x, window, self.xp)
+        xp, groups = self.xp, x.shape[1] // shape[1]
+        patches = windows.patch_matrix(x, window, groups, xp)
+        if groups == 1:
+            patches = patches[0]
+        values, stats = self.operand(patches, spec, stream)
+        ho, wo = window.output_size(x.shape[2:])
+        out = xp.matmul(w, values).reshape(shape[0], x.shape[0], ho, wo)
+        out = xp.ascontiguousarray(xp.swapaxes(out, 0, 1))
+        if bias is not None:
+            out += bias[:, None, None]
+        return out, stats
 
-    def col2im(self, columns: Array, shape: tuple[int, ...], window: Window) -> Array:
+    def operand_conv2d_grad_w(
+        self,
+        g: Array,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+    ) -> tuple[Array, QuantStats]:
         """See the protocol."""
-        return windows.col2im(columns, shape, window, self.xp)
+        xp, groups = self.xp, x.shape[1] // shape[1]
+        patches = windows.patch_matrix(x, window, groups, xp)
+        if groups == 1:
+            patches = patches[0]
+        values, stats = self.operand(patches, spec, stream)
+        return xp.matmul(g, xp.swapaxes(values, -1, -2)).reshape(shape), stats
 
     def conv2d(
         self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
