@@ -1,6 +1,7 @@
 """The one check command: lint, types, imports, docs, tests of several kinds, then what passed.
 
-    python ci/check.py                      everything
+    python ci/check.py                      everything but what builds the core anew
+    python ci/check.py --only sanitize --only mutants      that: sanitizers, planted mistakes
     python ci/check.py --only lint --only types
     python ci/check.py --only tests -- tests/unit -k matmul
 
@@ -31,6 +32,9 @@ NUMBER_TESTS = ("tests/test_every_format.py", "tests/unit/quant", "tests/unit/nn
 
 SITE = ("--keep-going", "-b", "html", "docs", "docs/_build")
 """The documentation site: its gallery is run, its reference written; a warning fails it."""
+
+ON_REQUEST = ("sanitize", "mutants")
+"""Groups that run only where `--only` names them: minutes of compiling."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Test workers share the CPUs; a BLAS pool in each would fight over them."""
@@ -152,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=groups, help="may be repeated")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     chosen = parser.parse_args(argv)
-    wanted = chosen.only or groups
+    wanted = chosen.only or [group for group in groups if group not in ON_REQUEST]
     console = Console()
     outcomes = [run(step, console) for step in steps(chosen.pytest) if step.group in wanted]
     report(outcomes, console)

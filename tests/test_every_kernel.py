@@ -731,6 +731,15 @@ def elementwise(name: str, count: int) -> Callable[[cpu.CpuBackend], None]:
     return check
 
 
+def test_bfloat16_around_every_tie(backend: cpu.CpuBackend) -> None:
+    """Both sides of the tie above every bfloat16, infinities and NaN among them."""
+    upper = np.arange(1 << 16, dtype=np.uint32)[:, None] << np.uint32(16)
+    x = (upper | np.array([0, 0x7FFF, 0x8000, 0x8001], np.uint32)).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        wanted = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert_bytes(backend.bfloat16_values(x), wanted, "bfloat16")
+
+
 def check_all_finite(backend: cpu.CpuBackend) -> None:
     for n in (1, 15, 16, 33, 70_000):
         x = np.full(n, np.finfo(np.float32).max)
