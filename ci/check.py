@@ -1,4 +1,4 @@
-"""The one check command: lint, types, imports, docs, tests, then a table of what passed.
+"""The one check command: lint, types, imports, docs, tests of several kinds, then what passed.
 
     python ci/check.py                      everything
     python ci/check.py --only lint --only types
@@ -90,6 +90,12 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
     listed.append(Step("docs", "docs", (*python, "sphinx", "-q", "-W", *SITE)))
     if not pytest_arguments:
         listed.append(pytest_step("pytest, numpy path", NUMBER_TESTS, {"EXTENSOR_CORE": "0"}))
+        # Both build the core anew; where there is no C++ compiler they fail and say so.
+        listed.append(
+            Step("sanitizers", "sanitize", (sys.executable, "ci/sanitize.py"), ONE_THREAD)
+        )
+        sample = (sys.executable, "ci/mutants.py", "--sample", "4")
+        listed.append(Step("mutants, a sample", "mutants", sample, ONE_THREAD))
     listed.append(pytest_step("pytest", pytest_arguments, {"EXTENSOR_REQUIRE_CORE": "1"}))
     return listed
 
@@ -142,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="extensor's checks: lint, types, imports, docs, tests"
     )
-    groups = ["lint", "types", "imports", "docs", "tests"]
+    groups = ["lint", "types", "imports", "docs", "sanitize", "mutants", "tests"]
     parser.add_argument("--only", action="append", choices=groups, help="may be repeated")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     chosen = parser.parse_args(argv)

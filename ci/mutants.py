@@ -1,7 +1,8 @@
-"""Planted mistakes in the quantizers, each of which the tests must catch.
+"""Planted mistakes in quantizers, products and training kernels, which the tests must catch.
 
     python ci/mutants.py                        all of them
     python ci/mutants.py --only tie --jobs 2    those with "tie" in their name
+    python ci/mutants.py --sample 6             six that take little building, others every day
     python ci/mutants.py --list
 
 Every mutant is a row of ci/mutants.toml: one replacement of text in a scratch copy of the
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -48,10 +50,13 @@ class Mutant:
     old: str
     new: str
     vector: bool = False  # shows only above the scalar level: build them all
+    tests: str = "quantizers"  # which of `CORE_TESTS` judge it
 
     @property
     def language(self) -> str:
-        return "numpy" if self.file.endswith(".py") else "C++"
+        """The numpy path, or the core: what of Python decides about the core counts as C++."""
+        python = self.file.endswith(".py") and self.tests == "quantizers"
+        return "numpy" if python else "C++"
 
 
 def read_mutants() -> tuple[Mutant, ...]:
@@ -67,13 +72,21 @@ NUMPY_TESTS = (
     "tests/test_every_format.py",
     "--ignore=tests/unit/quant/test_properties.py",
 )
-CORE_TESTS = (
-    "tests/test_every_kernel.py",
-    "tests/test_exhaustive.py",
-    "tests/test_kernel_shapes.py",
-    "-k",
-    "quantize or operand or samples or shapes",
-)
+CORE_TESTS = {
+    "quantizers": (
+        "tests/test_every_kernel.py",
+        "tests/test_exhaustive.py",
+        "tests/test_kernel_shapes.py",
+        "-k",
+        "quantize or operand or samples or shapes",
+    ),
+    "products": ("tests/unit/backends/test_block_matmul.py",),
+    "training": (
+        "tests/test_every_kernel.py",
+        "-k",
+        "gelu or softmax or norm or adam or training or relu or bfloat16 or sgd or channel",
+    ),
+}
 QUICK = ("-x", "-q", "--no-header", "-p", "no:randomly")
 
 
@@ -101,7 +114,7 @@ def judge(mutant: Mutant, folder: Path) -> Outcome:
         command += ["--define", "OPTIMIZE=-O1"]
         command += ["--define", f"VECTOR_LEVELS={'ON' if mutant.vector else 'OFF'}"]
     command += ["--replace", f"extensor/{mutant.file}", mutant.old, mutant.new, "--", *QUICK]
-    command += NUMPY_TESTS if mutant.language == "numpy" else CORE_TESTS
+    command += NUMPY_TESTS if mutant.language == "numpy" else CORE_TESTS[mutant.tests]
     one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
@@ -164,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--folder", type=Path, help="for the copies; kept, so that builds are reused"
     )
     parser.add_argument("--out", type=Path, help="result file, else by date in ci/bench/results")
+    parser.add_argument("--sample", type=int, help="this many, other ones every day")
     parser.add_argument("--list", action="store_true", help="only list them")
     chosen = parser.parse_args(argv)
     console = Console()
@@ -175,6 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     if not mutants:
         parser.error(f"--only: no mutant has {' or '.join(chosen.only)} in its name")
+    if chosen.sample:
+        light = [mutant for mutant in mutants if not mutant.vector]
+        mutants = random.Random(date.today().toordinal()).sample(light, chosen.sample)
     if chosen.list:
         for mutant in mutants:
             console.print(f"{mutant.language:5} {mutant.file}: {mutant.name}", highlight=False)
@@ -189,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in ("caught", "survived", "broken")
     }
     console.print(f"{len(outcomes)} mutants: {counts}, {seconds:.0f} s")
-    if chosen.out or not chosen.only:
+    if chosen.out or not (chosen.only or chosen.sample):
         path = chosen.out or RESULTS / f"{date.today()}-mutants.json"
         result = {
             "command": " ".join(

@@ -11,6 +11,8 @@ exit code 1. Needs g++ or clang with libasan, cmake, ninja and pybind11.
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,9 +25,12 @@ TESTS = (
     "tests/test_every_kernel.py",
     "tests/test_kernel_shapes.py",
     "tests/test_exhaustive.py",
+    "tests/unit/backends/test_block_matmul.py",
     "tests/unit/quant/test_worked_vectors.py",
     "tests/unit/ops/test_quantized.py",
     "-q",
+    "-n",
+    str(min(len(os.sched_getaffinity(0)), 4)),
 )
 # CPython keeps what it allocates to the end, and a big array may be asked for and refused.
 ADDRESS = "detect_leaks=0:allocator_may_return_null=1:halt_on_error=1:exitcode=99"
@@ -34,10 +39,12 @@ UNDEFINED = "print_stacktrace=1:halt_on_error=1"
 
 def library(compiler: str, name: str) -> str:
     """The full path of a library as the compiler would link it."""
+    if not shutil.which(compiler):
+        raise SystemExit(f"not run: wanted a C++ compiler, found no {compiler}; see --compiler")
     command = [compiler, f"-print-file-name={name}"]
     path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(path).is_absolute():
-        raise SystemExit(f"{compiler} has no {name}; install its sanitizer libraries")
+        raise SystemExit(f"not run: {compiler} has no {name}; install its sanitizer libraries")
     return str(Path(path).resolve())
 
 

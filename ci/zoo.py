@@ -13,6 +13,9 @@ failed. A table on the screen, JSON in ci/bench/results/.
 The images: CIFAR-10 where it lies on this machine, else Fashion-MNIST, else scikit-learn's digits
 (--images names one); grey 28x28 images are framed by zeros to 32x32 and repeated in three channels.
 Nothing is downloaded.
+
+The JSON is written after every row. With --resume, rows that are in it already, from the same
+images, seed and steps, are kept instead of run again.
 """
 
 from __future__ import annotations
@@ -167,6 +170,16 @@ def table_of(rows: Sequence[dict[str, Any]], names: Sequence[str], recipes: Sequ
     return table
 
 
+def kept_rows(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier run with the same images, seed and steps that did not fail."""
+    if not path.exists():
+        return []
+    before = json.loads(path.read_text())
+    if any(before["about"].get(name) != about[name] for name in ("images", "seed", "steps")):
+        return []
+    return [row for row in before["rows"] if "error" not in row]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train all of them, show the table, write the JSON; 0 if every goal was met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -178,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{date.today()}-zoo.json")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "RECIPE"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     assert set(PREFERRED) <= set(DATASETS)
@@ -189,25 +203,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(soft_wrap=True)
     names, recipes = args.models.split(","), args.recipes.split(",")
     pairs = [(name, recipe) for recipe in recipes for name in names]
-    rows = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(lambda pair: run_one(pair[0], pair[1], args), pairs):
-            rows.append(row)
-            outcome = row.get("error") or f"{row['accuracy']:.1%} after {row['steps']} steps"
-            console.print(f"{row['model']} {row['recipe']}: {outcome}", highlight=False)
-    console.print(table_of(rows, names, recipes))
     about = {
         "command": f"python ci/zoo.py --models {args.models} --recipes {args.recipes}",
         "date": str(date.today()),
         "images": f"first {COUNT} training images of {args.images}, as (3, {SIDE}, {SIDE})",
         "seed": args.seed,
+        "steps": args.steps,
         "goals": GOALS,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {args.jobs} processes of "
         f"{args.threads} threads, {'C++ core' if use_core() else 'numpy'}",
         "versions": {name: version(name) for name in ("numpy", "ml_dtypes")},
     }
+    rows = kept_rows(args.out, about) if args.resume else []
+    done = {(row["model"], row["recipe"]) for row in rows}
+    todo = [pair for pair in pairs if pair not in done]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for row in pool.map(lambda pair: run_one(pair[0], pair[1], args), todo):
+            rows.append(row)
+            outcome = row.get("error") or f"{row['accuracy']:.1%} after {row['steps']} steps"
+            console.print(f"{row['model']} {row['recipe']}: {outcome}", highlight=False)
+            args.out.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    rows = [row for row in rows if (row["model"], row["recipe"]) in pairs]
+    console.print(table_of(rows, names, recipes))
     console.print(f"written to {args.out}")
     return 0 if all(map(passed, rows)) else 1
 

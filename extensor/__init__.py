@@ -96,7 +96,7 @@ from extensor.ops.arithmetic import (
     subtract,
     where,
 )
-from extensor.ops.attention import scaled_dot_product_attention
+from extensor.ops.attention import packed_attention, scaled_dot_product_attention
 from extensor.ops.conv import conv2d
 from extensor.ops.creation import (
     arange,
@@ -148,7 +148,7 @@ from extensor.ops.elementwise import (
     trunc,
 )
 from extensor.ops.indexing import gather, scatter_add, take
-from extensor.ops.linalg import dot, inner, matmul, outer, tensordot
+from extensor.ops.linalg import dot, inner, linear, matmul, outer, tensordot
 from extensor.ops.loss import (
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
@@ -387,6 +387,7 @@ __all__ = [
     "leaky_relu",
     "less",
     "less_equal",
+    "linear",
     "linspace",
     "load_quantized",
     "log",
@@ -427,6 +428,7 @@ __all__ = [
     "ones_like",
     "optim",
     "outer",
+    "packed_attention",
     "pad",
     "percentile",
     "permute",

@@ -283,13 +283,13 @@ def _product_path_sheet(backend: CpuBackend) -> Sheet:
 def _window_path_sheet(backend: CpuBackend) -> Sheet:
     """Which code convolutions and pooling take on float32 images, 3x3 kernel, padding 1."""
     x, w = np.ones((2, 4, 8, 8), np.float32), np.ones((4, 4, 3, 3), np.float32)
-    rows = []
+    rows, spec = [], QuantSpec(next(iter(FORMATS))).resolve(2)
     for stride in (1, 2):
         window = Window((3, 3), (stride, stride), (1, 1))
         g, index = backend.max_pool2d(x, window)
         calls: tuple[tuple[Any, ...], ...] = (
-            ("im2col", x, window),
-            ("col2im", backend.im2col(x, window), x.shape, window),
+            ("operand_conv2d", x, w, spec, None, w.shape, window),
+            ("operand_conv2d_grad_w", g.reshape(4, -1), x, spec, None, w.shape, window),
             ("conv2d", x, w, window, 1),
             ("conv2d_grad_x", g, w, x.shape, window, 1),
             ("conv2d_grad_w", g, x, w.shape, window, 1),

@@ -6,6 +6,7 @@ right is the business of the tests beside each part.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import operator
 import zlib
@@ -16,8 +17,11 @@ import numpy as np
 import pytest
 
 import extensor as et
+import models
 from extensor import nn, optim
 from extensor.autograd.primitive import OPS
+from extensor.cli import main as cli
+from training.cli import main as train
 
 # --- operations: reached as et.NAME, and run on the first sample of their declaration ------------
 
@@ -346,6 +350,54 @@ def test_compare_layers() -> None:
         nn.Sequential(nn.Linear(32, 4, rng=0)),
         nn.Sequential(nn.Linear(32, 4, rng=0)),
     )
-    nn.apply_recipe(model, "mxfp4_all" if "mxfp4_all" in et.RECIPES else "mxfp4")
+    nn.apply_recipe(model, "mxfp4_all")
     report = et.compare_layers(model, reference, et.randn(8, 32, seed=0))
     assert "0" in str(report)
+
+
+# --- data, training and models -------------------------------------------------------------------
+
+DATA = {
+    "training.data.DATASETS": """digits mnist fashion_mnist emnist cifar10 shakespeare
+        python_source""",
+    "training.data.SAMPLERS": "sequential random weighted",
+    "training.data.transforms": """Normalize Resize CenterCrop RandomCrop RandomFlip RandomRotate
+        RandomErase Compose""",
+    "training.text.augment": "replace_tokens",
+    "training.data": "batches prefetch load_dataset",
+    "training.data.prepared": "prepared",
+    "training.callbacks": "EarlyStopping SaveCheckpoint ShowProgress JsonLines TensorBoard",
+    "training.metrics": "top_k_hits confusion_matrix perplexity ClassScores TokenScores",
+    "training.runs.RUNS": "lenet mlp alexnet vgg resnet mobilenet googlenet gpt encoder",
+    "extensor.quant.recipes.ALIASES": "mxfp8 nvfp4",
+}
+
+
+@pytest.mark.parametrize("place", DATA)
+def test_data_and_training(place: str) -> None:
+    try:
+        found: Any = importlib.import_module(place)
+    except ModuleNotFoundError:
+        module, _, table = place.rpartition(".")
+        found = getattr(importlib.import_module(module), table)
+    for name in DATA[place].split():
+        assert name in found if hasattr(found, "keys") else callable(getattr(found, name))
+
+
+def test_every_model_builds_and_every_run_is_one() -> None:
+    assert set(DATA["training.runs.RUNS"].split()) == set(models.names())
+    for name in ("lenet", "mlp", "gpt", "encoder"):  # the large ones: tests/unit/models
+        assert list(models.build(name, models.config(name), np.random.default_rng(0)).parameters())
+
+
+@pytest.mark.parametrize("command", ["doctor", "formats", "quantize", "inspect"])
+def test_command_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli([command, "--help"])
+    assert ended.value.code == 0 and command in capsys.readouterr().out
+
+
+def test_training_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train([]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in (*models.names(), "compare", "generate", "mxfp4"))

@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNNABLE = (
     "README.md",
     "docs/guide.md",
+    "docs/how-to/look-at-a-run.md",
+    "docs/how-to/quantize-a-model.md",
     "docs/index.md",
     "docs/recipes.md",
     "docs/tutorial-gpt.md",

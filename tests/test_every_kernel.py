@@ -22,8 +22,10 @@ from extensor.backends import cpu
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Window
 from extensor.formats import DIALECTS, FORMATS
+from extensor.quant.array import QuantStats
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
+from tests import dense_cases
 
 BACKEND = cpu.make_backend()
 CORE = BACKEND.core
@@ -417,17 +419,53 @@ def check_convolution(name: str) -> Callable[[cpu.CpuBackend], None]:
     return check
 
 
-def check_im2col(backend: cpu.CpuBackend) -> None:
-    for number, (_, _, _, window) in enumerate(WINDOWS):
-        x = window_arrays(number)[0]
-        assert_bytes(backend.im2col(x, window), GENERIC.im2col(x, window), window)
+def patch_specs() -> Iterator[QuantSpec]:
+    """What is rounded on the way, and what goes by way of the matrix of patches."""
+    for name in ("mxfp4", "mxfp8_e4m3", "mxint8", "int8", "nvfp4"):
+        yield QuantSpec(name)
+    yield QuantSpec("mxfp4", scale_rule="floor", tile=(1, 16))
+    yield QuantSpec("mxfp4", tile="channel")
 
 
-def check_col2im(backend: cpu.CpuBackend) -> None:
-    for number, (shape, _, _, window) in enumerate(WINDOWS):
-        columns = plain(GENERIC.im2col(window_arrays(number)[0], window).shape, number)
-        wanted = GENERIC.col2im(columns, shape, window)
-        assert_bytes(backend.col2im(columns, shape, window), wanted, window)
+@cache
+def operand_convolutions(name: str) -> list[tuple[Case, np.ndarray, QuantStats, np.ndarray]]:
+    """Arguments, the generic method's sums and counts, and the bound on another order's sums."""
+    made = []
+    for number, (_, _, groups, window) in enumerate(WINDOWS):
+        x, w, g = (a[:7] for a in window_arrays(number))  # the generic quantizer is slow
+        w = window_arrays(number)[1]
+        stack = (-1,) if groups == 1 else (groups, w.shape[0] // groups)
+        for spec in patch_specs() if x.size else ():
+            axis = -2 if name == "operand_conv2d" else -1
+            spec = spec.replace(axis=axis + len(stack) + 1).resolve(len(stack) + 1)
+            case: Case
+            if name == "operand_conv2d":
+                left, terms = w.reshape(*stack, w[0].size), w[0].size + 1
+                bias = (plain((len(w),), number),) if number % 2 else ()
+                case = (x, left, spec, None, w.shape, window, *bias)
+            else:
+                terms = g[:, 0].size
+                left = np.ascontiguousarray(g.swapaxes(0, 1)).reshape(*stack, terms)
+                case = (left, x, spec, None, w.shape, window)
+            wanted, counted = getattr(GENERIC, name)(*case)
+            sizes = [np.abs(a) if isinstance(a, np.ndarray) else a for a in case]
+            total, _ = getattr(GENERIC, name)(*sizes)
+            made.append((case, wanted, counted, 2 * (terms + 4) * UNIT * total + 1e-30))
+    return made
+
+
+def check_operand_convolution(name: str) -> Callable[[cpu.CpuBackend], None]:
+    def check(backend: cpu.CpuBackend) -> None:
+        for case, wanted, counted, bound in operand_convolutions(name):
+            got, stats = getattr(backend, name)(*case)
+            what = (case[2], case[4:6], backend.path(name, *case))
+            assert stats == counted, what
+            assert got.shape == wanted.shape, what
+            assert (np.abs(got - wanted) <= bound).all(), what
+            if CORE and case[2].row.name == "mxfp4" and case[2].tile == (1, 32):
+                assert what[-1].startswith("core ("), what
+
+    return check
 
 
 POOLS = (
@@ -595,9 +633,27 @@ def check_bounded(name: str, cases: Callable[[], Bounded]) -> Callable[[cpu.CpuB
                 for one, two in zip(
                     seen if isinstance(seen, tuple) else (seen,), results, strict=True
                 ):
-                    assert_bytes(one, two, what)
+                    # attention's output has its heads side by side in memory
+                    assert_bytes(np.ascontiguousarray(one), np.ascontiguousarray(two), what)
 
     return check
+
+
+def check_attention_grad(backend: cpu.CpuBackend) -> None:
+    for case, exact, bounds in dense_cases.attention_grad_cases():
+        into = tuple(np.full(a.shape, np.nan, np.float32) for a in case[1:4])
+        path = backend.path("attention_grad", *case, into)
+        assert CORE is None or path.startswith("core ("), path
+        backend.attention_grad(*case, into)
+        for got, wanted, bound in zip(into, exact, bounds, strict=True):
+            assert (np.abs(got - wanted) <= bound).all(), (case[1].shape, path)
+        for view in (VIEWS["strided"], VIEWS["misaligned"], VIEWS["transposed"]):
+            other = tuple(np.empty((*a.shape[:-1], a.shape[-1] + 3), np.float32) for a in into)
+            parts = tuple(a[..., : b.shape[-1]] for a, b in zip(other, into, strict=True))
+            seen = [view(a) if isinstance(a, np.ndarray) else a for a in case]
+            backend.attention_grad(*seen, parts)
+            for one, two in zip(parts, into, strict=True):
+                assert_bytes(one.copy(), two, (case[1].shape, path))
 
 
 FACTORS = {
@@ -770,13 +826,16 @@ CHECKS: dict[str, Callable[[cpu.CpuBackend], None]] = {
     "block_matmul": check_product("block_matmul"),
     "weight_matmul": check_product("weight_matmul"),
     "operand_matmul": check_operand_matmul,
-    "im2col": check_im2col,
-    "col2im": check_col2im,
+    "operand_conv2d": check_operand_convolution("operand_conv2d"),
+    "operand_conv2d_grad_w": check_operand_convolution("operand_conv2d_grad_w"),
     "conv2d": check_convolution("conv2d"),
     "conv2d_grad_x": check_convolution("conv2d_grad_x"),
     "conv2d_grad_w": check_convolution("conv2d_grad_w"),
     "max_pool2d": check_max_pool2d,
     "max_pool2d_grad": check_max_pool2d_grad,
+    "matmul": check_bounded("matmul", dense_cases.matmul_cases),
+    "attention": check_bounded("attention", dense_cases.attention_cases),
+    "attention_grad": check_attention_grad,
     "gelu": check_bounded("gelu", gelu_cases),
     "gelu_grad": check_bounded("gelu_grad", gelu_grad_cases),
     "softmax": check_bounded("softmax", softmax_cases),
@@ -813,7 +872,9 @@ def test_kernel_equals_generic(backend: cpu.CpuBackend, name: str) -> None:
 def test_most_cases_take_the_core() -> None:
     """A comparison of the generic method with itself would prove nothing."""
     if CORE is None:
-        assert BACKEND.path("im2col", plain((1, 1, 3, 3)), Window((2, 2))).startswith("generic: ")
+        assert BACKEND.path("max_pool2d", plain((1, 1, 3, 3)), Window((2, 2))).startswith(
+            "generic: "
+        )
         return
     paths = [BACKEND.path("operand", *case) for case, *_ in quant_table()]
     taken = sum(path.startswith("core (") for path in paths)
@@ -829,7 +890,7 @@ def test_path_names_the_reason() -> None:
     window = Window((3, 3))
     q, _ = GENERIC.quantize(x, QuantSpec("mxfp4", transform=Hadamard(16)))
     for reason, method, *args in (
-        ("float64", "im2col", x.astype(np.float64), window),
+        ("float64", "max_pool2d", x.astype(np.float64), window),
         ("empty", "conv2d", x[:0], w, window, 1),
         ("outlier", "quantize", x, QuantSpec("outlier")),
         ("zero point", "operand", x, QuantSpec("int8", symmetric=False)),
@@ -844,8 +905,9 @@ def test_path_names_the_reason() -> None:
         path = BACKEND.path(method, *args)
         assert path.startswith("generic: "), (reason, path)
         assert (reason if CORE else BACKEND.core_missing or reason) in path
+    assert "BLAS" in BACKEND.path("matmul", plain((2, 60)), plain((60, 60))) or CORE is None
     with pytest.raises(ValueError, match="wanted one of quantize"):
-        BACKEND.path("matmul", x, x)
+        BACKEND.path("nonsense", x, x)
 
 
 @pytest.mark.parametrize("name", ["conv2d", "conv2d_grad_x", "conv2d_grad_w"])
@@ -899,7 +961,7 @@ def test_bad_arguments_are_errors(backend: cpu.CpuBackend) -> None:
 def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXTENSOR_CORE", "0")
     off = cpu.make_backend()
-    assert off.path("im2col", plain((1, 1, 3, 3)), Window((2, 2))) == "generic: EXTENSOR_CORE=0"
+    assert off.path("max_pool2d", plain((1, 1, 3, 3)), Window((2, 2))) == "generic: EXTENSOR_CORE=0"
 
     def missing(name: str) -> None:
         raise ImportError(f"no {name}")

@@ -235,13 +235,12 @@ def _curves(facts: Facts) -> str:
         values = [e.get(key) for e in facts.epochs]
         return Line(name, at, [None if v is None else factor * v for v in values])
 
+    held = ["val"] if facts.config.val_share else []
+    names = {"train": "training", "test": "test", "val": "validation"}
+    shown = ("train", "test", *held)
     parts = [
-        lines("loss", [curve("training", "train_loss"), curve("test", "test_loss")], "epoch"),
-        lines(
-            "accuracy, %",
-            [curve("training", "train_accuracy", 100), curve("test", "test_accuracy", 100)],
-            "epoch",
-        ),
+        lines("loss", [curve(names[key], f"{key}_loss") for key in shown], "epoch"),
+        lines("accuracy, %", [curve(names[key], f"{key}_accuracy", 100) for key in shown], "epoch"),
         _rates(facts, curve("learning rate", "lr")),
         lines("seconds an epoch", [curve("training alone", "seconds")], "epoch"),
     ]

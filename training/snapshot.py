@@ -126,7 +126,8 @@ def _rows(layer: Module, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if not isinstance(layer, Conv2d):
         return x.reshape(-1, x.shape[-1])
     window = Window(layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    rows: np.ndarray[Any, Any] = windows.im2col(x[:, : x.shape[1] // layer.groups], window, np)
+    patches = windows.patch_matrix(x[:, : x.shape[1] // layer.groups], window, 1, np)
+    rows: np.ndarray[Any, Any] = patches[0].T
     return rows
 
 

@@ -2,9 +2,10 @@
 
     python ci/bench/cpu_gemm.py
 
-Square products of two blocked matrices, then one to eight float32 rows times blocked weights.
+Square products of two blocked matrices, then one to sixteen float32 rows times blocked weights.
 Numpy multiplies the dequantized matrices (OpenBLAS, the same number of threads). All contestants
-take turns, and every ratio is of medians within the run; written with machine and versions to
+take turns: a pause, a call that wakes the other core, timed calls. Every ratio is of medians within
+the run; written with machine and versions to
 ci/bench/results/. On a busy machine nothing is written: the ratios would mean nothing.
 """
 
@@ -31,7 +32,8 @@ from extensor.quant.spec import QuantSpec
 RESULTS = Path(__file__).parent / "results"
 SQUARE, WEIGHTS = 2048, 8192
 PRODUCTS = ("mxfp4", "nvfp4", "mxfp8_e4m3", "mxfp6_e2m3", "mxint8", "int8", "int4")
-ROWS = (1, 8)
+ROWS = (1, 4, 16)
+BURST = 3  # timed calls in a turn
 PAUSE = 0.2  # seconds between contestants: OpenBLAS's idle workers spin on a core for a while
 WEIGHT_FORMATS = ("mxfp4", "nvfp4", "int4", "mxfp8_e4m3", "int8")
 
@@ -42,9 +44,10 @@ def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float
     for number in range(rounds + 1):
         for name, call in calls.items():
             time.sleep(PAUSE)
-            start = time.perf_counter()
             call()
-            if number:  # the first round warms caches and memory
+            for _ in range(BURST if number else 0):  # the first round warms caches and memory
+                start = time.perf_counter()
+                call()
                 times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -95,7 +98,7 @@ def weight_rows(backend: CpuBackend, rounds: int) -> list[dict[str, Any]]:
         calls: dict[str, Callable[[], Any]] = {"numpy float32": partial(np.matmul, x, w.T)}
         calls |= {name: partial(backend.weight_matmul, x, q) for name, q in packed.items()}
         paths = {name: backend.path("weight_matmul", x, q) for name, q in packed.items()}
-        rows += table(calls, paths, (m, WEIGHTS, WEIGHTS), 3 * rounds)
+        rows += table(calls, paths, (m, WEIGHTS, WEIGHTS), rounds)
     return rows
 
 

@@ -18,6 +18,7 @@
 #include "kernels.hpp"
 #include "layer_bind.hpp"
 #include "rows.hpp"
+#include "sgemm_bind.hpp"
 #include "threads.hpp"
 #include "train_bind.hpp"
 #include "window_bind.hpp"
@@ -61,6 +62,7 @@ void set_level(const std::string& name) {
             current = level;
             gemm::use_best(level.name);
             train::use(level.name);
+            sgemm::use(level.name);
             windows::use(level.name);
             layers::use(level.name);
             return;
@@ -301,6 +303,8 @@ PYBIND11_MODULE(_kernels, m) {
     gemm::bind(m);
     train::use(current.name);
     train::bind(m);
+    sgemm::use(current.name);
+    sgemm::bind(m);
     windows::use(current.name);
     windows::bind(m);
     layers::use(current.name);

@@ -32,18 +32,22 @@ struct WeightGemm {
     float* out;
 };
 
-// out (m, n) = a b^T of float32 values that are bfloat16. `by_rows`: stored as (rows, k), else (k, rows).
+// out (m, n) = a b^T of float32 values that are bfloat16 times a factor (see ValueRange). `by_rows`:
+// stored as (rows, k), else (k, rows).
 struct ValueGemm {
     const float *a, *b;
+    float a_factor, b_factor;
     bool a_by_rows, b_by_rows;
     int64_t m, n, k;
     float* out;
 };
 
-// Whether all values are bfloat16, and the least and largest exponent of those not zero (the least:
-// of infinities and NaN too; the largest: of finite ones). -127: subnormal.
+// Values as bfloat16 times one factor: 1 where they are bfloat16; else the largest magnitude over one
+// of a few numbers where every value is then within a relative 2^-21 of a bfloat16 times it; else 0. The
+// least and largest exponent of the bfloat16 not zero (the least: of infinities and NaN too; the
+// largest: of finite ones). -127: subnormal.
 struct ValueRange {
-    bool exact;
+    float factor;
     int low, high;
 };
 

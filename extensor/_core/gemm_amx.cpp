@@ -135,14 +135,25 @@ private:
     }
 };
 
-// Float32 values that are bfloat16: the upper halves. `by_rows`: k is contiguous, else the rows are.
+// The bits of the bfloat16 nearest to each of v / factor, times 2^16.
+INLINE __m512i nearest_bf16(__m512i v, __m512 inverse) {
+    const __m512i y = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(v), inverse));
+    const __m512i even = _mm512_and_si512(_mm512_srli_epi32(y, 16), _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(y, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF)));
+    return _mm512_andnot_si512(_mm512_set1_epi32(0xFFFF), sum);
+}
+
+// Float32 values that are bfloat16 times a factor: the upper halves. `by_rows`: k is contiguous, else
+// the rows are.
 struct Values {
     const float* x;
     int64_t rows, k;
-    bool pairs;
+    bool pairs, plain;
+    __m512 inverse;
 
-    Values(const float* x, int64_t rows, int64_t k, bool by_rows)
-        : x(x), rows(rows), k(k), pairs(!by_rows) {}
+    Values(const float* x, int64_t rows, int64_t k, bool by_rows, float factor)
+        : x(x), rows(rows), k(k), pairs(!by_rows), plain(factor == 1),
+          inverse(_mm512_set1_ps(1 / factor)) {}
 
     void tile(int64_t row, int64_t start, uint16_t* to) const {
         for (int64_t line = 0; line < 16; ++line, to += kTile) {
@@ -165,8 +176,9 @@ struct Values {
     }
 
 private:
-    static __m512i bits(const float* p, int64_t count) {
-        return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), p);
+    __m512i bits(const float* p, int64_t count) const {
+        const __m512i v = _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), p);
+        return plain ? v : nearest_bf16(v, inverse);
     }
 };
 
@@ -246,39 +258,91 @@ void bf16(const BlockGemm& g) { multiply(g, Codes(g.a, g.k), Codes(g.b, g.k)); }
 void bf16_values(const ValueGemm& v) {
     BlockGemm g{};
     g.a.rows = v.m, g.b.rows = v.n, g.k = v.k, g.out = v.out;
-    g.a.tensor_scale = g.b.tensor_scale = 1;
-    multiply(g, Values(v.a, v.m, v.k, v.a_by_rows), Values(v.b, v.n, v.k, v.b_by_rows));
+    g.a.tensor_scale = v.a_factor, g.b.tensor_scale = v.b_factor;
+    multiply(g, Values(v.a, v.m, v.k, v.a_by_rows, v.a_factor),
+             Values(v.b, v.n, v.k, v.b_by_rows, v.b_factor));
 }
 
-ValueRange bf16_range(const float* x, int64_t count) {
+// What the largest magnitude of a tensor with one float32 scale is a multiple of, but for powers of
+// two: 448 * 6 and 256 * 6 in NVFP4; 448, 57344 and 7 in FP8 and INT4; 127 in INT8; 1, 1.25 or 1.5
+// times 1 or 1.5 in NVFP4 that FP8 holds.
+constexpr float kTops[] = {1.3125f, 1.5f, 1.75f, 1.984375f, 1.125f, 1.875f, 1.25f, 1};
+
+// Exponents of values, least and largest, and the largest magnitude: all as bits.
+struct Extent {
+    __m512i low = _mm512_set1_epi32(0x7F800000), high = {}, top = {};
+
+    INLINE void add(__m512i v) {
+        const __m512i mask = _mm512_set1_epi32(0x7F800000), rest = _mm512_set1_epi32(0x7FFFFFFF);
+        const __m512i exponent = _mm512_and_si512(v, mask);
+        low = _mm512_mask_min_epu32(low, _mm512_test_epi32_mask(v, rest), low, exponent);
+        high = _mm512_mask_max_epu32(high, _mm512_cmpneq_epi32_mask(exponent, mask), high, exponent);
+        top = _mm512_max_epu32(top, _mm512_and_si512(v, rest));
+    }
+};
+
+struct Found {
+    uint32_t wrong, low, high, top;
+};
+
+// x in pieces, each vector through `as_bf16(bits, lanes that are wrong)`; stops early in a piece that
+// holds a wrong one where there is no use in going on.
+template <class AsBf16>
+Found search(const float* x, int64_t count, bool stop, AsBf16 as_bf16) {
     constexpr int64_t kPiece = 1 << 16;
     const int64_t pieces = ceil_div(count, kPiece);
-    uint32_t* found = scratch_of<uint32_t>(Slot::maxima, 3 * pieces);
+    Found* found = scratch_of<Found>(Slot::maxima, pieces);
     threads::run(pieces, count, [&](int64_t piece) {
-        const __m512i mask = _mm512_set1_epi32(0x7F800000);
-        __m512i any = {}, low = mask, high = {};
+        Extent extent;
+        __m512i wrong = {};
         const int64_t end = least(count, (piece + 1) * kPiece);
         for (int64_t i = piece * kPiece; i < end; i += VL) {
             const auto lanes = static_cast<__mmask16>((1u << least(VL, end - i)) - 1);
-            const __m512i v = _mm512_maskz_loadu_epi32(lanes, x + i);
-            const __m512i exponent = _mm512_and_si512(v, mask);
-            any = _mm512_or_si512(any, v);
-            low = _mm512_mask_min_epu32(
-                low, _mm512_test_epi32_mask(v, _mm512_set1_epi32(0x7FFFFFFF)), low, exponent);
-            high = _mm512_mask_max_epu32(high, _mm512_cmpneq_epi32_mask(exponent, mask), high,
-                                         exponent);
+            extent.add(as_bf16(_mm512_maskz_loadu_epi32(lanes, x + i), wrong));
+            if (stop && _mm512_test_epi32_mask(wrong, wrong)) break;
         }
-        found[3 * piece] = static_cast<uint32_t>(_mm512_reduce_or_epi32(any));
-        found[3 * piece + 1] = _mm512_reduce_min_epu32(low);
-        found[3 * piece + 2] = _mm512_reduce_max_epu32(high);
+        found[piece] = {static_cast<uint32_t>(_mm512_reduce_or_epi32(wrong)),
+                        _mm512_reduce_min_epu32(extent.low), _mm512_reduce_max_epu32(extent.high),
+                        _mm512_reduce_max_epu32(extent.top)};
     });
-    uint32_t any = 0, low = 0x7F800000, high = 0;
+    Found all = {0, 0x7F800000, 0, 0};
     for (int64_t i = 0; i < pieces; ++i) {
-        any |= found[3 * i];
-        low = found[3 * i + 1] < low ? found[3 * i + 1] : low;
-        high = found[3 * i + 2] > high ? found[3 * i + 2] : high;
+        all.wrong |= found[i].wrong;
+        all.low = found[i].low < all.low ? found[i].low : all.low;
+        all.high = found[i].high > all.high ? found[i].high : all.high;
+        all.top = found[i].top > all.top ? found[i].top : all.top;
     }
-    return {(any & 0xFFFF) == 0, static_cast<int>(low >> 23) - 127, static_cast<int>(high >> 23) - 127};
+    return all;
+}
+
+ValueRange bf16_range(const float* x, int64_t count) {
+    const auto result = [](float factor, const Found& f) {
+        return ValueRange{factor, static_cast<int>(f.low >> 23) - 127,
+                          static_cast<int>(f.high >> 23) - 127};
+    };
+    const Found plain = search(x, count, false, [](__m512i v, __m512i& wrong) {
+        wrong = _mm512_or_si512(wrong, _mm512_and_si512(v, _mm512_set1_epi32(0xFFFF)));
+        return v;
+    });
+    if (!plain.wrong) return result(1, plain);
+    // A factor and its inverse that are normal, and bits that multiply without losing any.
+    if (plain.top < 0x20000000u || plain.top > 0x5F000000u) return result(0, plain);
+    for (const float unit : kTops) {
+        const float factor = as_float(plain.top) / unit;
+        const __m512 scale = _mm512_set1_ps(factor), inverse = _mm512_set1_ps(1 / factor);
+        const Found scaled = search(x, count, true, [&](__m512i v, __m512i& wrong) {
+            const __m512i nearest = nearest_bf16(v, inverse);
+            const __m512 value = _mm512_castsi512_ps(v);
+            const __m512 error = _mm512_abs_ps(
+                _mm512_sub_ps(_mm512_mul_ps(_mm512_castsi512_ps(nearest), scale), value));
+            const __m512 bound = _mm512_mul_ps(_mm512_abs_ps(value), _mm512_set1_ps(0x1p-21f));
+            const __mmask16 bad = _mm512_cmp_ps_mask(error, bound, _CMP_NLE_UQ);
+            wrong = _mm512_or_si512(wrong, _mm512_maskz_set1_epi32(bad, 1));
+            return nearest;
+        });
+        if (!scaled.wrong) return result(factor, scaled);
+    }
+    return result(0, plain);
 }
 
 }  // namespace

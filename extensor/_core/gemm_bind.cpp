@@ -191,8 +191,10 @@ Floats bf16_matmul(const Matrix& a, const Matrix& b) {
     return out;
 }
 
-// a (m, k) times b (k, n) of bfloat16 values, each C-contiguous or the transpose of such an array.
-Floats bf16_value_matmul(const py::array_t<float>& a, const py::array_t<float>& b) {
+// a (m, k) times b (k, n) of bfloat16 values times a factor each, as `bf16_range` found them; each
+// C-contiguous or the transpose of such an array.
+Floats bf16_value_matmul(const py::array_t<float>& a, const py::array_t<float>& b, float a_factor,
+                         float b_factor) {
     require(current.tiles != nullptr, "bf16_value_matmul: this level has no tiles of bfloat16");
     require(a.ndim() == 2 && b.ndim() == 2 && a.shape(1) == b.shape(0) && a.size() && b.size(),
             "bf16_value_matmul: wanted (m, k) and (k, n)");
@@ -200,7 +202,7 @@ Floats bf16_value_matmul(const py::array_t<float>& a, const py::array_t<float>& 
         require((x->flags() & (py::array::c_style | py::array::f_style)) != 0,
                 "bf16_value_matmul: wanted contiguous arrays");
     Floats out({a.shape(0), b.shape(1)});
-    const ValueGemm g{a.data(), b.data(), (a.flags() & py::array::c_style) != 0,
+    const ValueGemm g{a.data(), b.data(), a_factor, b_factor, (a.flags() & py::array::c_style) != 0,
                       (b.flags() & py::array::f_style) != 0, a.shape(0), b.shape(1), a.shape(1),
                       out.mutable_data()};
     py::gil_scoped_release release;
@@ -217,7 +219,7 @@ py::tuple bf16_range(const py::array_t<float>& x) {
         py::gil_scoped_release release;
         found = current.tiles->range(x.data(), x.size());
     }
-    return py::make_tuple(found.exact, found.low, found.high);
+    return py::make_tuple(found.factor, found.low, found.high);
 }
 
 Floats weight_matmul(const Floats& x, const Matrix& w) {
@@ -267,7 +269,7 @@ void bind(py::module_& m) {
     m.def("block_matmul", block_matmul);
     m.def("bf16_matmul", bf16_matmul);
     m.def("bf16_value_matmul", bf16_value_matmul, py::arg("a").noconvert(),
-          py::arg("b").noconvert());
+          py::arg("b").noconvert(), py::arg("a_factor"), py::arg("b_factor"));
     m.def("bf16_range", bf16_range, py::arg("x").noconvert());
     m.def("gemm_has_bf16", [] { return current.tiles != nullptr; },
           "Whether the variant in use has `bf16_matmul`.");

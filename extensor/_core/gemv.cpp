@@ -14,6 +14,7 @@ namespace {
 using threads::scratch_of;
 using threads::Slot;
 
+constexpr int R = 4;             // rows of weights at a time
 constexpr int64_t kTaskRows = 64;
 constexpr int64_t kSlice = 8192;  // floats of x that stay in L1
 constexpr int64_t kPiece = 256;   // eight-bit codes expanded at a time
@@ -21,9 +22,14 @@ constexpr int64_t kLine = 64;     // bytes of a cache line
 
 using PartFunction = void (*)(const Weights&, const Spread&, const Part&);  // R rows by M of x
 
+// Codes of a part's r-th row; beyond the last row the last, whose results go nowhere.
+INLINE const uint8_t* codes_of(const BlockedMatrix& w, int64_t row) {
+    return w.codes + least(row, w.rows - 1) * w.row_bytes;
+}
+
 // ---- four bits ----
 
-template <int M, int R, bool Zero>
+template <int M, bool Zero>
 void nibble_rows(const Weights& s, const Spread& spread, const Part& p) {
     const Table16 table(s.table);
     const int64_t row_bytes = s.g.w.row_bytes, k = p.end - p.start;
@@ -32,7 +38,7 @@ void nibble_rows(const Weights& s, const Spread& spread, const Part& p) {
     const uint8_t* codes[R];
     vf total[R][M];
     for (int r = 0; r < R; ++r) {
-        codes[r] = s.g.w.codes + (p.row + r) * row_bytes + p.start / 2;
+        codes[r] = codes_of(s.g.w, p.row + r) + p.start / 2;
         if (chunks > whole) {
             const int64_t left = k - whole * kChunk;
             std::memcpy(tail[r], codes[r] + whole * 4 * VL, static_cast<size_t>((left + 1) / 2));
@@ -82,11 +88,10 @@ void nibble_rows(const Weights& s, const Spread& spread, const Part& p) {
 
 // ---- eight bits ----
 
-template <int M, int R, bool Zero, Octet Kind>
+template <int M, bool Zero, Octet Kind>
 void octet_rows(const Weights& s, const Spread&, const Part& p) {
     constexpr bool kWide = Kind != Octet::integer;
     const int64_t tile = s.g.w.tile_length, row_bytes = s.g.w.row_bytes;
-    const uint8_t* codes = s.g.w.codes + p.row * row_bytes;
     // The end of a row, zero-padded, and wherever a vector may reach beyond it.
     alignas(64) uint8_t last[R][kPiece + VL];
     alignas(64) Wide wide[R][kWide ? kPiece + VL : 1];
@@ -99,7 +104,7 @@ void octet_rows(const Weights& s, const Spread&, const Part& p) {
     for (int64_t start = p.start; start < p.end; start += kPiece) {
         const int64_t count = least(kPiece, p.end - start);
         for (int r = 0; r < R; ++r) {
-            from[r] = codes + r * row_bytes + start;
+            from[r] = codes_of(s.g.w, p.row + r) + start;
             if (count < kPiece || (!kWide && tile % VL)) {
                 std::memset(last[r], 0, sizeof last[r]);
                 std::memcpy(last[r], from[r], static_cast<size_t>(count));
@@ -154,13 +159,13 @@ void octet_rows(const Weights& s, const Spread&, const Part& p) {
 
 // ---- all ----
 
-template <int M, int R>
+template <int M>
 PartFunction pick(const Element& e, bool zero) {
-    if (e.bits == 4) return zero ? nibble_rows<M, R, true> : nibble_rows<M, R, false>;
+    if (e.bits == 4) return zero ? nibble_rows<M, true> : nibble_rows<M, false>;
     if (!e.is_float)
-        return zero ? octet_rows<M, R, true, Octet::integer> : octet_rows<M, R, false, Octet::integer>;
-    return e.mantissa_bits == 3 ? octet_rows<M, R, false, Octet::e4m3>
-                                : octet_rows<M, R, false, Octet::e5m2>;
+        return zero ? octet_rows<M, true, Octet::integer> : octet_rows<M, false, Octet::integer>;
+    return e.mantissa_bits == 3 ? octet_rows<M, false, Octet::e4m3>
+                                : octet_rows<M, false, Octet::e5m2>;
 }
 
 // Four-bit codes: lane l of chunk c holds elements 8 l .. 8 l + 7 of it.
@@ -193,19 +198,17 @@ void deal_rows(Weights& s, int64_t rows) {
     s.x = x, s.sums = sums;
 }
 
-// M rows of x at a time, R rows of weights; slices of x with as many rows of weights as make the
-// change of slices cheap.
-template <int M, int R>
+// M rows of x at a time; slices of x with as many rows of weights as make the change of slices cheap.
+template <int M>
 void run(Weights& s) {
     constexpr int64_t slice = kSlice / M;
-    constexpr int64_t most_rows = 4 * M;
+    constexpr int64_t most_rows = R * M;
     const WeightGemm& g = s.g;
     const int64_t n = g.w.rows, m = ceil_div(g.m, M) * M, tile = g.w.tile_length;
     deal_rows(s, m);
     const bool zero = g.w.zero_points;
     const Spread spread(tile);
-    const PartFunction several = pick<M, R>(kElements[g.w.element], zero);
-    const PartFunction one = pick<M, 1>(kElements[g.w.element], zero);
+    const PartFunction multiply = pick<M>(kElements[g.w.element], zero);
     const int64_t room = ceil_div(least(slice, g.k), tile) + 1 + VL;
     threads::run(ceil_div(n, kTaskRows), n * g.k, [&](int64_t task) {
         float* total = scratch_of<float>(Slot::partial, most_rows * (m * VL + 2 * room));
@@ -214,7 +217,7 @@ void run(Weights& s) {
         const int64_t end = least(n, (task + 1) * kTaskRows);
         for (int64_t row = task * kTaskRows; row < end; row += most_rows) {
             const int64_t rows = least(most_rows, end - row);
-            std::memset(total, 0, static_cast<size_t>(rows * m * VL) * 4);
+            std::memset(total, 0, static_cast<size_t>(most_rows * m * VL) * 4);
             for (int64_t start = 0; start < g.k; start += slice) {
                 Part p{row, 0, start, least(start + slice, g.k), start / tile, room, scale, zeros,
                        nullptr, m};
@@ -224,11 +227,10 @@ void run(Weights& s) {
                     if (zero) s.decode_zeros(row + r, p.tile, tiles, zeros + r * room);
                 }
                 for (p.first = 0; p.first < g.m; p.first += M) {
-                    for (int64_t r = 0; r < rows;) {
+                    for (int64_t r = 0; r < rows; r += R) {
                         p.row = row + r, p.scale = scale + r * room, p.zero = zeros + r * room;
                         p.total = reinterpret_cast<vf*>(total) + r * m + p.first;
-                        (r + R <= rows ? several : one)(s, spread, p);
-                        r += r + R <= rows ? R : 1;
+                        multiply(s, spread, p);
                     }
                 }
             }
@@ -243,9 +245,7 @@ void run(Weights& s) {
 
 void weight_product(const WeightGemm& g) {
     Weights s(g);
-    if (g.m == 1) return run<1, 4>(s);
-    if (g.m == 2) return run<2, 4>(s);
-    run<4, 4>(s);
+    g.m > 2 ? run<4>(s) : run<1>(s);
 }
 
 }  // namespace EXTENSOR_ISA

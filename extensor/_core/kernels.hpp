@@ -21,11 +21,6 @@ struct PoolKernels {
     bool (*max_pool_grad)(const Conv&, const float* g, const int32_t* index, float* gx);
 };
 
-struct ColumnKernels {
-    void (*im2col)(const Conv&, const float* x, float* columns);
-    void (*col2im)(const Conv&, const float* columns, float* x);
-};
-
 enum class FloatType : int { float32, bfloat16, float16 };
 enum class Scale : int { e8m0, ue4m3, float32 };
 enum class Rule : int { floor, rceil, ceil, even, one, amax };
@@ -77,6 +72,15 @@ struct DequantJob {
     FloatType type;  // of the values
 };
 
+// Convolutions of patches that are rounded to nearest, block by block, on the way; see
+// conv_quantized.cpp. `counts` gets the saturated and the flushed values.
+struct QuantConvKernels {
+    void (*conv)(const Conv&, const QuantPlan&, int64_t tile_length, const float* x, const float* w,
+                 const float* bias, float* y, int64_t* counts);
+    void (*grad_w)(const Conv&, const QuantPlan&, int64_t tile_length, const float* g,
+                   const float* x, float* gw, int64_t* counts);
+};
+
 struct QuantKernels {
     void (*quantize)(const QuantPlan&, const QuantStream&, QuantJob&);
     // One array along its rows (the first of each pair) and down its columns, in one reading where
@@ -126,14 +130,14 @@ struct LayerKernels {
 constexpr int64_t kNormParts = 16;  // stretches of rows whose sums are added in their order
 constexpr int kAdamFactors = 7;     // see train.cpp
 
-#define EXTENSOR_DECLARE_LEVEL(level)          \
-    namespace level {                          \
-    extern const ConvKernels conv_kernels;     \
-    extern const PoolKernels pool_kernels;     \
-    extern const ColumnKernels column_kernels; \
-    extern const QuantKernels quant_kernels;   \
-    extern const TrainKernels train_kernels;   \
-    extern const LayerKernels layer_kernels;   \
+#define EXTENSOR_DECLARE_LEVEL(level)                 \
+    namespace level {                                 \
+    extern const ConvKernels conv_kernels;            \
+    extern const PoolKernels pool_kernels;            \
+    extern const QuantKernels quant_kernels;          \
+    extern const QuantConvKernels quant_conv_kernels; \
+    extern const TrainKernels train_kernels;          \
+    extern const LayerKernels layer_kernels;          \
     }
 
 EXTENSOR_DECLARE_LEVEL(scalar)

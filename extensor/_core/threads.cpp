@@ -16,7 +16,7 @@ namespace threads {
 namespace {
 
 constexpr int64_t kSmall = 1 << 16;  // below this much work, waking a thread costs more
-constexpr int kSpins = 4000;         // a worker polls this often before it goes to sleep
+constexpr int kSpins = 40000;        // a worker polls this often before it goes to sleep
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -143,8 +143,14 @@ void set(int count) { wanted.store(count < 1 ? 1 : count); }
 int get() { return wanted.load(); }
 
 void run_raw(int64_t tasks, int64_t work, Body body, void* context) {
-    if (tasks > 1 && work > kSmall && wanted.load() > 1 && gate.try_lock()) {
+    thread_local bool inside = false;  // a task of this thread's own job: the gate is held already
+    if (tasks > 1 && work > kSmall && wanted.load() > 1 && !inside && gate.try_lock()) {
         std::lock_guard lock(gate, std::adopt_lock);
+        struct Inside {
+            bool& flag;
+            explicit Inside(bool& flag) : flag(flag) { flag = true; }
+            ~Inside() { flag = false; }
+        } now(inside);
         if (built != wanted.load()) {
 #if defined(__unix__) || defined(__APPLE__)
             static const int registered = pthread_atfork(nullptr, nullptr, after_fork);

@@ -23,7 +23,12 @@ void run(int64_t tasks, int64_t work, F&& body) {
 
 // 64-byte aligned memory of the calling thread, at least `bytes` long; each slot keeps its largest
 // block for the next call. Contents are left over from earlier use.
-enum class Slot { padded, planes, weights, offsets, partial, maxima, packed_a, packed_b, count };
+enum class Slot {
+    padded, planes, weights, offsets, partial, maxima, packed_a, packed_b,
+    // of kernels that call the quantizer, which uses the ones above
+    tile_padded, tile_planes, tile_weights, tile_offsets, tile_patches, tile_values, tile_counts,
+    count
+};
 void* scratch(Slot slot, int64_t bytes);
 
 template <class T>

@@ -6,48 +6,11 @@
 
 #include "kernels.hpp"
 #include "stretches.hpp"
+#include "vector_math.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
 
-INLINE vf madd(vf a, vf b, vf c) {
-#if defined(__AVX512F__)
-    return _mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__)
-    return _mm256_fmadd_ps(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
-INLINE vf as_float(vu bits) { return reinterpret_cast<vf>(bits); }
-INLINE vu as_bits(vf x) { return reinterpret_cast<vu>(x); }
-INLINE vf magnitude(vf x) { return as_float(as_bits(x) & splat(uint32_t{0x7fffffff})); }
-INLINE vf larger(vf a, vf b) { return b > a ? b : a; }
-
-// e^x for x <= 0, relative error below 4 * 2^-24 (absolute: half the least subnormal); NaN for NaN.
-// x = n ln 2 + r, and e^r is its Taylor polynomial: r^8 / 8! < 2^-27 where |r| <= ln 2 / 2.
-INLINE vf exp_negative(vf x) {
-    x = x < splat(-105.0f) ? splat(-105.0f) : x;  // e^-105 is zero
-    const vf magic = splat(12582912.0f);          // 1.5 * 2^23: the sum's low bits are the integer
-    const vf shifted = madd(x, splat(1.44269504f), magic);
-    const vf n = shifted - magic;
-    // ln 2 in two parts; the first has 10 bits, so its products are exact.
-    const vf r = madd(n, splat(2.12194440e-4f), madd(n, splat(-0.693359375f), x));
-    vf p = splat(1.0f / 5040);
-    p = madd(p, r, splat(1.0f / 720));
-    p = madd(p, r, splat(1.0f / 120));
-    p = madd(p, r, splat(1.0f / 24));
-    p = madd(p, r, splat(1.0f / 6));
-    p = madd(p, r, splat(0.5f));
-    p = madd(p, r, splat(1.0f));
-    p = madd(p, r, splat(1.0f));
-    // 2^n in two factors, since 2^-151 is no float32. A NaN's n is anything, and NaN stays NaN.
-    const vu whole = as_bits(shifted) - splat(uint32_t{0x4b400000});
-    const vu half = reinterpret_cast<vu>(reinterpret_cast<vi>(whole) >> 1);
-    const vu bias = splat(uint32_t{127});
-    return p * as_float((half + bias) << 23) * as_float((whole - half + bias) << 23);
-}
 
 // Phi(-|x|) = e^(-x^2 / 2) t h(t), t = 1 / (1 + 0.3 |x|), where h is the Chebyshev interpolant of
 // degree 9 of erfcx(|x| / sqrt 2) / (2 t) on 0 <= |x| <= 14.5, in powers of t - 0.6: relative error

@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "buffers.hpp"
 #include "kernels.hpp"
 
 namespace py = pybind11;
@@ -29,7 +30,7 @@ bool same_shape(const Floats& a, const Floats& b) {
 }
 
 Floats like(const Floats& x) {
-    return Floats(std::vector<py::ssize_t>(x.shape(), x.shape() + x.ndim()));
+    return buffers::array<float>({x.shape(), x.shape() + x.ndim()});
 }
 
 // Rows of length n, which the last axes must come to.

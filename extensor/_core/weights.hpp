@@ -40,7 +40,7 @@ struct Weights {
             for (; t + VL <= count; t += VL) {
                 const vu byte = widen(from + t);
                 vu bits = byte == 0u ? splat(0x400000u) : byte << 23;
-                bits = byte == 255u ? splat(0x7FC00000u) : bits;
+                bits = byte == 255u ? splat(kNaN) : bits;
                 store(to + t, reinterpret_cast<vf>(bits) * unit);
             }
         }

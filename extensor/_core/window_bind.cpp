@@ -23,10 +23,10 @@ using Pair = std::array<int64_t, 2>;
 struct Kernels {
     const ConvKernels* conv;
     const PoolKernels* pool;
-    const ColumnKernels* columns;
+    const QuantConvKernels* quantized;
 };
 
-Kernels kernels = {&scalar::conv_kernels, &scalar::pool_kernels, &scalar::column_kernels};
+Kernels kernels = {&scalar::conv_kernels, &scalar::pool_kernels, &scalar::quant_conv_kernels};
 
 void require(bool holds, const char* what) {
     if (!holds) throw py::value_error(what);
@@ -155,39 +155,55 @@ Floats max_pool2d_grad(const Floats& g, const Ints& index, const std::array<int6
     return gx;
 }
 
-Floats im2col(const Floats& x, const Pair& kernel, const Pair& stride, const Pair& padding,
-              const Pair& dilation) {
-    const Conv s = of_input(x, geometry(kernel, stride, padding, dilation));
-    Floats columns = buffers::array<float>({s.n * s.ho * s.wo, s.c * s.kh * s.kw});
-    const float* in = x.data();
-    float* out = columns.mutable_data();
-    py::gil_scoped_release release;
-    kernels.columns->im2col(s, in, out);
-    return columns;
+// Where the quantizer's blocks of `tile_length` run down (forward) or along the matrix of patches.
+py::tuple operand_conv2d(const QuantPlan& plan, int64_t tile_length, const Floats& x,
+                         const Floats& w, const std::array<int64_t, 4>& shape, const Pair& stride,
+                         const Pair& padding, const Pair& dilation, int64_t groups,
+                         const std::optional<Floats>& bias) {
+    Conv s = of_input(x, geometry({shape[2], shape[3]}, stride, padding, dilation));
+    set_weights(s, shape[0], shape[1], shape[2], shape[3], groups);
+    require(w.size() == s.o * shape[1] * s.kh * s.kw && tile_length > 0 && !plan.stochastic &&
+                !plan.hadamard && (!bias || bias->size() == s.o),
+            "operand_conv2d: wanted weights, blocks and bias that go together");
+    Floats y = buffers::array<float>({s.n, s.o, s.ho, s.wo});
+    const float *in = x.data(), *weights = w.data(), *starts = bias ? bias->data() : nullptr;
+    float* out = y.mutable_data();
+    int64_t counts[2];
+    {
+        py::gil_scoped_release release;
+        kernels.quantized->conv(s, plan, tile_length, in, weights, starts, out, counts);
+    }
+    return py::make_tuple(y, counts[0], counts[1]);
 }
 
-Floats col2im(const Floats& columns, const std::array<int64_t, 4>& shape, const Pair& kernel,
-              const Pair& stride, const Pair& padding, const Pair& dilation) {
-    const Conv s = of_shape(shape, geometry(kernel, stride, padding, dilation));
-    require(columns.ndim() == 2 && columns.shape(0) == s.n * s.ho * s.wo &&
-                columns.shape(1) == s.c * s.kh * s.kw,
-            "col2im: wanted columns of (N * Ho * Wo, C * kh * kw)");
-    Floats x = buffers::array<float>({s.n, s.c, s.h, s.w});
-    const float* in = columns.data();
-    float* out = x.mutable_data();
-    py::gil_scoped_release release;
-    kernels.columns->col2im(s, in, out);
-    return x;
+py::tuple operand_conv2d_grad_w(const QuantPlan& plan, int64_t tile_length, const Floats& g,
+                                const Floats& x, const std::array<int64_t, 4>& shape,
+                                const Pair& stride, const Pair& padding, const Pair& dilation,
+                                int64_t groups) {
+    Conv s = of_input(x, geometry({shape[2], shape[3]}, stride, padding, dilation));
+    set_weights(s, shape[0], shape[1], shape[2], shape[3], groups);
+    require(g.size() == s.o * s.n * s.ho * s.wo && tile_length > 0 && !plan.stochastic &&
+                !plan.hadamard,
+            "operand_conv2d_grad_w: wanted a gradient and blocks that go together");
+    Floats gw = buffers::array<float>({shape[0], shape[1], shape[2], shape[3]});
+    const float *grad = g.data(), *in = x.data();
+    float* out = gw.mutable_data();
+    int64_t counts[2];
+    {
+        py::gil_scoped_release release;
+        kernels.quantized->grad_w(s, plan, tile_length, grad, in, out, counts);
+    }
+    return py::make_tuple(gw, counts[0], counts[1]);
 }
 
 }  // namespace
 
 void use(const std::string& level) {
-    kernels = {&scalar::conv_kernels, &scalar::pool_kernels, &scalar::column_kernels};
+    kernels = {&scalar::conv_kernels, &scalar::pool_kernels, &scalar::quant_conv_kernels};
 #if defined(EXTENSOR_X86)
-    if (level == "avx2") kernels = {&avx2::conv_kernels, &avx2::pool_kernels, &avx2::column_kernels};
+    if (level == "avx2") kernels = {&avx2::conv_kernels, &avx2::pool_kernels, &avx2::quant_conv_kernels};
     if (level == "avx512")
-        kernels = {&avx512::conv_kernels, &avx512::pool_kernels, &avx512::column_kernels};
+        kernels = {&avx512::conv_kernels, &avx512::pool_kernels, &avx512::quant_conv_kernels};
 #endif
 }
 
@@ -197,8 +213,8 @@ void bind(py::module_& m) {
     m.def("conv2d_grad_w", conv2d_grad_w);
     m.def("max_pool2d", max_pool2d);
     m.def("max_pool2d_grad", max_pool2d_grad);
-    m.def("im2col", im2col);
-    m.def("col2im", col2im);
+    m.def("operand_conv2d", operand_conv2d);
+    m.def("operand_conv2d_grad_w", operand_conv2d_grad_w);
 }
 
 }  // namespace windows

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends import products
+from extensor.backends.cpu_dense import CpuDense
 from extensor.backends.cpu_layers import CpuLayers
 from extensor.backends.cpu_quantize import CpuQuantize, ready
 from extensor.backends.cpu_training import CpuTraining
@@ -50,7 +51,7 @@ def make_backend() -> CpuBackend:
     return CpuBackend(*load_core())
 
 
-class CpuBackend(CpuQuantize, CpuTraining, CpuWindows, CpuLayers):
+class CpuBackend(CpuQuantize, CpuDense, CpuTraining, CpuWindows, CpuLayers):
     """numpy, with the hot methods in C++.
 
     Attributes:
@@ -80,6 +81,7 @@ class CpuBackend(CpuQuantize, CpuTraining, CpuWindows, CpuLayers):
             "block_matmul": self._block_matmul_reason,
             "weight_matmul": self._weight_matmul_reason,
             "operand_matmul": self._operand_matmul_reason,
+            **self._dense_reasons(),
             **self._window_reasons(),
             **self._training_reasons(),
             **self._layer_reasons(),
@@ -133,9 +135,15 @@ class CpuBackend(CpuQuantize, CpuTraining, CpuWindows, CpuLayers):
 
     def operand_matmul(self, a: Array, b: Array) -> Array:
         """See the protocol; bounds in `extensor.backends.products`."""
-        if self._operand_matmul_reason(a, b):
+        factors = self._operand_factors(a, b)
+        if isinstance(factors, str):
             return super().operand_matmul(a, b)
-        return self.core.bf16_value_matmul(a, b)
+        return self.core.bf16_value_matmul(a, b, *factors)
 
     def _operand_matmul_reason(self, a: Array, b: Array) -> str | None:
-        return self.core_missing if self.core is None else products.operand_reason(self.core, a, b)
+        factors = self._operand_factors(a, b)
+        return factors if isinstance(factors, str) else None
+
+    def _operand_factors(self, a: Array, b: Array) -> tuple[float, float] | str:
+        core = self.core
+        return self.core_missing if core is None else products.operand_factors(core, a, b)

@@ -18,7 +18,7 @@ from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
-__all__ = ["CpuQuantize", "ready"]
+__all__ = ["CpuQuantize", "place", "ready"]
 
 _NO_STREAM = (0, 0, 0, 0)
 _FLOAT32 = np.dtype(np.float32)
@@ -48,7 +48,7 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._quantize_reason(x, spec, stream, previous_amax):
             return super().quantize(x, spec, stream, previous_amax)
-        placed = _place(self.core, spec, x.shape)
+        placed = place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         codes, scales, tensor_scale, saturated, flushed = self.core.quantize(
             placed.plan,
@@ -72,7 +72,7 @@ class CpuQuantize(GenericBackend):
             return reason
         if previous_amax is not None:
             return "a running maximum"
-        placed = _place(self.core, spec, x.shape)
+        placed = place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         return placed.no_codes
 
@@ -80,7 +80,7 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._dequantize_reason(q, dtype):
             return super().dequantize(q, dtype)
-        placed = _place(self.core, q.spec, q.shape)
+        placed = place(self.core, q.spec, q.shape)
         assert isinstance(placed, _Placed)
         tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
         codes, scales = ready(q.codes), ready(q.scales)
@@ -97,7 +97,7 @@ class CpuQuantize(GenericBackend):
             return "a Hadamard transform to undo"
         if math.prod(q.shape) == 0:
             return "empty array"
-        placed = _place(self.core, q.spec, q.shape)
+        placed = place(self.core, q.spec, q.shape)
         return placed if isinstance(placed, str) else None
 
     def operand(
@@ -106,7 +106,7 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._operand_reason(x, spec, stream):
             return super().operand(x, spec, stream)
-        placed = _place(self.core, spec, x.shape)
+        placed = place(self.core, spec, x.shape)
         assert isinstance(placed, _Placed)
         values, saturated, flushed = self.core.operand(
             placed.plan, _as_input(x), placed.layout, placed.coded, _stream_words(stream)
@@ -122,9 +122,8 @@ class CpuQuantize(GenericBackend):
             return "empty array or scalar"
         if reason := self._input_reason(x, spec, stream):
             return reason
-        placed = _place(self.core, spec, x.shape)
+        placed = place(self.core, spec, x.shape)
         return placed if isinstance(placed, str) else None
-
 
     def quantize_pair(
         self,
@@ -163,7 +162,9 @@ class CpuQuantize(GenericBackend):
     ) -> str | None:
         if reason := self._operand_pair_reason(x, specs, streams):
             return reason
-        return next((p.no_codes for p in _place_pair(self.core, specs, x.shape) if p.no_codes), None)
+        return next(
+            (p.no_codes for p in _place_pair(self.core, specs, x.shape) if p.no_codes), None
+        )
 
     def operand_pair(
         self,
@@ -258,14 +259,14 @@ class _Placed:
 def _place_pair(
     core: Any, specs: tuple[QuantSpec, QuantSpec], shape: tuple[int, ...]
 ) -> tuple[_Placed, _Placed]:
-    first, second = (_place(core, spec, shape) for spec in specs)
+    first, second = (place(core, spec, shape) for spec in specs)
     assert isinstance(first, _Placed)
     assert isinstance(second, _Placed)
     return first, second
 
 
 @lru_cache(maxsize=4096)
-def _place(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> _Placed | str:
+def place(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> _Placed | str:
     """The spec on arrays of ``shape``, or why the core does not cover it."""
     try:
         spec = spec.resolve(len(shape))

@@ -1,17 +1,24 @@
-"""The CPU backend's windows: convolution, pooling, im2col and col2im in float32."""
+"""The CPU backend's windows: convolution and pooling in float32, patches quantized or not."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from extensor.backends import windows
 from extensor.backends.cpu_core import CoreBackend
-from extensor.backends.cpu_quantize import ready
+from extensor.backends.cpu_quantize import place, ready
 from extensor.backends.protocol import Array, Window
+from extensor.quant.array import QuantStats
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
 
 __all__ = ["CpuWindows"]
+
+_LONGEST_BLOCK = 512  # along the pixels: a piece of the patches holds whole blocks
 
 
 class CpuWindows(CoreBackend):
@@ -19,8 +26,8 @@ class CpuWindows(CoreBackend):
 
     def _window_reasons(self) -> dict[str, Callable[..., str | None]]:
         return {
-            "im2col": self._im2col_reason,
-            "col2im": self._col2im_reason,
+            "operand_conv2d": self._operand_conv2d_reason,
+            "operand_conv2d_grad_w": self._operand_conv2d_grad_w_reason,
             "conv2d": self._conv2d_reason,
             "conv2d_grad_x": self._conv2d_grad_x_reason,
             "conv2d_grad_w": self._conv2d_grad_w_reason,
@@ -28,23 +35,81 @@ class CpuWindows(CoreBackend):
             "max_pool2d_grad": self._max_pool2d_grad_reason,
         }
 
-    def im2col(self, x: Array, window: Window) -> Array:
+    def operand_conv2d(
+        self,
+        x: Array,
+        w: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+        bias: Array | None = None,
+    ) -> tuple[Array, QuantStats]:
         """See the protocol."""
-        if self._im2col_reason(x, window):
-            return super().im2col(x, window)
-        return self.core.im2col(ready(x), window.kernel, *_placement(window))
+        if self._operand_conv2d_reason(x, w, spec, stream, shape, window, bias):
+            return super().operand_conv2d(x, w, spec, stream, shape, window, bias)
+        plan, length, count = self._patch_plan(x, spec, shape, window)
+        where = (shape, *_placement(window), x.shape[1] // shape[1])
+        start = None if bias is None else ready(bias)
+        y, *lost = self.core.operand_conv2d(plan, length, ready(x), ready(w), *where, start)
+        return y, QuantStats(count, *lost)
 
-    def _im2col_reason(self, x: Array, window: Window) -> str | None:
-        return self._arrays_reason(x)
+    def _operand_conv2d_reason(
+        self,
+        x: Array,
+        w: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+        bias: Array | None = None,
+    ) -> str | None:
+        arrays = (x, w) if bias is None else (x, w, bias)
+        return self._arrays_reason(*arrays) or _patch_reason(self.core, x, spec, shape, window)
 
-    def col2im(self, columns: Array, shape: tuple[int, ...], window: Window) -> Array:
+    def operand_conv2d_grad_w(
+        self,
+        g: Array,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+    ) -> tuple[Array, QuantStats]:
         """See the protocol."""
-        if self._col2im_reason(columns, shape, window):
-            return super().col2im(columns, shape, window)
-        return self.core.col2im(ready(columns), shape, window.kernel, *_placement(window))
+        if self._operand_conv2d_grad_w_reason(g, x, spec, stream, shape, window):
+            return super().operand_conv2d_grad_w(g, x, spec, stream, shape, window)
+        plan, length, count = self._patch_plan(x, spec, shape, window)
+        where = (shape, *_placement(window), x.shape[1] // shape[1])
+        gw, *lost = self.core.operand_conv2d_grad_w(plan, length, ready(g), ready(x), *where)
+        return gw, QuantStats(count, *lost)
 
-    def _col2im_reason(self, columns: Array, shape: tuple[int, ...], window: Window) -> str | None:
-        return self._arrays_reason(columns)
+    def _operand_conv2d_grad_w_reason(
+        self,
+        g: Array,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+    ) -> str | None:
+        if reason := self._arrays_reason(g, x):
+            return reason
+        if reason := _patch_reason(self.core, x, spec, shape, window):
+            return reason
+        tile = spec.tile
+        if not isinstance(tile, tuple) or tile[1] > _LONGEST_BLOCK:
+            return f"blocks of {tile} along the pixels"
+        return None
+
+    def _patch_plan(
+        self, x: Array, spec: QuantSpec, shape: tuple[int, ...], window: Window
+    ) -> tuple[Any, int, int]:
+        """The core's plan, the length of a block, and how many values there are."""
+        matrix = _patch_shape(x, shape, window)
+        found = place(self.core, spec, matrix)
+        assert not isinstance(found, str)
+        return found.plan, found.layout[6], math.prod(matrix)
 
     def conv2d(
         self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
@@ -120,3 +185,29 @@ def _conv_reason(x: tuple[int, ...], w: tuple[int, ...], groups: int) -> str | N
     if groups < 1 or x[1] % groups or w[0] % groups:
         return "channels that the groups do not divide"
     return None
+
+
+def _patch_shape(x: Array, shape: tuple[int, ...], window: Window) -> tuple[int, ...]:
+    """The shape of x's patches; see `Backend.operand_conv2d`."""
+    ho, wo = window.output_size(x.shape[2:])
+    matrix = (math.prod(shape[1:]), x.shape[0] * ho * wo)
+    groups = x.shape[1] // shape[1]
+    return matrix if groups == 1 else (groups, *matrix)
+
+
+def _patch_reason(
+    core: Any, x: Array, spec: QuantSpec, shape: tuple[int, ...], window: Window
+) -> str | None:
+    """Why the core does not quantize patches by this spec on the way; None if it does."""
+    if spec.rounding == "stochastic":
+        return "stochastic rounding, whose bits depend on the place in the matrix"
+    if spec.transform:
+        return "a Hadamard transform"
+    if spec.row.tensor_scale or spec.scale_window is not None or spec.tile == "tensor":
+        return "scales that depend on the whole matrix"
+    if isinstance(spec.tile, tuple) and spec.tile[0] > 1:
+        return f"tiles of {spec.tile[0]} rows"
+    if spec.kernel_gap:
+        return spec.kernel_gap
+    found = place(core, spec, _patch_shape(x, shape, window))
+    return found if isinstance(found, str) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from extensor.backends import layers, training, windows
+from extensor.backends import dense, layers, training, windows
 from extensor.backends.protocol import Array, Window
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
@@ -83,15 +83,47 @@ class GenericBackend:
 
     def operand_matmul(self, a: Array, b: Array) -> Array:
         """See the protocol."""
-        return self.xp.matmul(a, b)
+        return self.matmul(a, b)
 
-    def im2col(self, x: Array, window: Window) -> Array:
+    def operand_conv2d(
+        self,
+        x: Array,
+        w: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+        bias: Array | None = None,
+    ) -> tuple[Array, QuantStats]:
         """See the protocol."""
-        return windows.im2col(x, window, self.xp)
+        xp, groups = self.xp, x.shape[1] // shape[1]
+        patches = windows.patch_matrix(x, window, groups, xp)
+        if groups == 1:
+            patches = patches[0]
+        values, stats = self.operand(patches, spec, stream)
+        ho, wo = window.output_size(x.shape[2:])
+        out = xp.matmul(w, values).reshape(shape[0], x.shape[0], ho, wo)
+        out = xp.ascontiguousarray(xp.swapaxes(out, 0, 1))
+        if bias is not None:
+            out += bias[:, None, None]
+        return out, stats
 
-    def col2im(self, columns: Array, shape: tuple[int, ...], window: Window) -> Array:
+    def operand_conv2d_grad_w(
+        self,
+        g: Array,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+    ) -> tuple[Array, QuantStats]:
         """See the protocol."""
-        return windows.col2im(columns, shape, window, self.xp)
+        xp, groups = self.xp, x.shape[1] // shape[1]
+        patches = windows.patch_matrix(x, window, groups, xp)
+        if groups == 1:
+            patches = patches[0]
+        values, stats = self.operand(patches, spec, stream)
+        return xp.matmul(g, xp.swapaxes(values, -1, -2)).reshape(shape), stats
 
     def conv2d(
         self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
@@ -118,6 +150,31 @@ class GenericBackend:
     def max_pool2d_grad(self, g: Array, index: Array, shape: tuple[int, ...]) -> Array:
         """See the protocol."""
         return windows.max_pool2d_grad(g, index, shape, self.xp)
+
+    def matmul(self, a: Array, b: Array, bias: Array | None = None) -> Array:
+        """See the protocol."""
+        return dense.matmul(a, b, bias, self.xp)
+
+    def attention(
+        self, q: Array, k: Array, v: Array, causal: bool, scale: float
+    ) -> tuple[Array, Array]:
+        """See the protocol."""
+        return dense.attention(q, k, v, causal, scale, self.xp)
+
+    def attention_grad(
+        self,
+        g: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        stats: Array,
+        causal: bool,
+        scale: float,
+        into: tuple[Array, Array, Array],
+    ) -> None:
+        """See the protocol."""
+        dense.attention_grad(g, q, k, v, out, stats, causal, scale, into, self.xp)
 
     def gelu(self, x: Array) -> tuple[Array, Array]:
         """See the protocol."""

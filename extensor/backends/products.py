@@ -8,12 +8,13 @@ elements that share both scales, each times its two scales, added in float32 in 
 Otherwise it is *float*: values as `dequantize` gives them, multiplied and added in float32.
 
 Products of operands (float32 arrays of decoded values, inside quantized ops) are bf16 too where
-they fit, and BLAS's otherwise.
+they fit (`operand_factors`), and BLAS's otherwise.
 
 With a (M, K), b (N, K), u = 2**-24, gamma_n = n u / (1 - n u), no overflow, and S = sum |a| |b|:
 
     bf16      |error| <= gamma_(ceil(K / 32) + 18) S
     integer   |error| <= gamma_(ceil(K / step) + 4) S
+    operands  |error| <= gamma_(ceil(K / 32) + 18) S, with factors gamma_(ceil(K / 32) + 36) S
     float     |error| <= gamma_(K + 4) S
     weights   |error| <= gamma_(K + 4) S
 
@@ -21,8 +22,8 @@ against the product of the exact values (codes times scales, unrounded), up to w
 less than 2**-126 a term, nothing for bf16 (before a tensor scale); for weights also 2**-149 of the
 term's block scale, since a block's sum of x times codes is scaled as a whole. A term of a bf16
 product passes at most 16 multiply-adds, one addition of even to odd, ceil(K / 32) to the result and
-the tensor
-scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and Stability of Numerical Algorithms, 3.1).
+the tensor scale: 18 + ceil(K / 32) roundings (Higham, Accuracy and Stability of Numerical
+Algorithms, 3.1). Factors of operands are known to a relative 2**-21, 8 u, each.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = [
     "block_step",
     "matrix",
     "matrix_reason",
-    "operand_reason",
+    "operand_factors",
     "weight_reason",
 ]
 
@@ -119,11 +120,12 @@ def bf16_reason(a: QuantArray, b: QuantArray) -> str | None:
     return _flush_reason(_range(a), _range(b), a.shape[1])
 
 
-def operand_reason(core: Any, a: Any, b: Any) -> str | None:
-    """Why tiles of bfloat16 do not take a b of float32 arrays; None if they do.
+def operand_factors(core: Any, a: Any, b: Any) -> tuple[float, float] | str:
+    """For tiles: numbers that a and b are bfloat16 times of; or why tiles do not take a b.
 
-    Whether the values are bfloat16 is looked at, not assumed: e8m0-scaled operands are, also under
-    a Hadamard transform, and rounded ones; those with a float32 scale are not, nor is NVFP4's.
+    Looked at, not assumed: e8m0-scaled operands are bfloat16, also under a Hadamard transform, and
+    rounded ones; NVFP4's and those with one float32 scale are within a relative 2**-21 of bfloat16
+    times a factor, which comes of their largest value; those with many float32 scales are not.
     """
     if not core.gemm_has_bf16():
         return f"no tiles of bfloat16 at {core.gemm_level()}; BLAS"
@@ -136,13 +138,14 @@ def operand_reason(core: Any, a: Any, b: Any) -> str | None:
     shape = (*a.shape, b.shape[1])
     if min(shape) < _LEAST_SIDE or math.prod(shape) < _LEAST_WORK:
         return f"a product of {' x '.join(map(str, shape))} is small; BLAS is faster"
-    ranges = []
+    factors, ranges = [], []
     for x in (a, b):
-        exact, low, high = core.bf16_range(x)
-        if not exact:
+        factor, low, high = core.bf16_range(x)
+        if not factor:
             return "values that bfloat16 does not hold"
+        factors.append(factor)
         ranges.append((low - _BF16_DIGITS + 1, high + 1))
-    return _flush_reason(ranges[0], ranges[1], a.shape[1])
+    return _flush_reason(ranges[0], ranges[1], a.shape[1]) or (factors[0], factors[1])
 
 
 def _flush_reason(a: tuple[int, int], b: tuple[int, int], k: int) -> str | None:

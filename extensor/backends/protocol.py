@@ -107,12 +107,38 @@ class Backend(Protocol):
         """Float32 a b of (M, K) and (K, N), as `operand` gives them: (M, N), summed in float32."""
         ...
 
-    def im2col(self, x: Array, window: Window) -> Array:
-        """(N, C, H, W) -> (N * Ho * Wo, C * kh * kw), zero-padded, one row per output pixel."""
+    def operand_conv2d(
+        self,
+        x: Array,
+        w: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+        bias: Array | None = None,
+    ) -> tuple[Array, QuantStats]:
+        """The convolution of x's patches, quantized by ``spec``, with the values w, plus a bias.
+
+        The patches are a matrix (C / groups * kh * kw, N * Ho * Wo), or one of each group,
+        (groups, ...); w is (O, K) or (groups, O / groups, K), as `operand` gives it, K being the
+        patches' length after it. ``shape`` is that of the weights. Gives (N, O, Ho, Wo).
+        """
         ...
 
-    def col2im(self, columns: Array, shape: tuple[int, ...], window: Window) -> Array:
-        """The transpose of im2col: (N * Ho * Wo, C * kh * kw) summed back to (N, C, H, W)."""
+    def operand_conv2d_grad_w(
+        self,
+        g: Array,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+    ) -> tuple[Array, QuantStats]:
+        """The gradient in the weights, of ``shape``, from quantized patches, and what it counted.
+
+        Patches as for `operand_conv2d`; g is (O, M) or (groups, O / groups, M), as `operand` gives
+        it, M being N * Ho * Wo after it.
+        """
         ...
 
     def conv2d(
@@ -143,6 +169,38 @@ class Backend(Protocol):
 
     def max_pool2d_grad(self, g: Array, index: Array, shape: tuple[int, ...]) -> Array:
         """Scatter-add of g (N, C, Ho, Wo) to the positions in ``index``, giving ``shape``."""
+        ...
+
+    def matmul(self, a: Array, b: Array, bias: Array | None = None) -> Array:
+        """A b of (..., M, K) and (..., K, N), leading axes broadcasting, plus a bias (N,)."""
+        ...
+
+    def attention(
+        self, q: Array, k: Array, v: Array, causal: bool, scale: float
+    ) -> tuple[Array, Array]:
+        """softmax(scale q k^T) v, (B, H, T, dv), and what the gradient needs of it, (B, H, T, 2).
+
+        q is (B, H, T, d), k (B, Hkv, S, d) and v (B, Hkv, S, dv); nothing is empty, H is a
+        multiple of Hkv. If ``causal`` query t sees the keys up to t + S - T, and S >= T.
+        """
+        ...
+
+    def attention_grad(
+        self,
+        g: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        stats: Array,
+        causal: bool,
+        scale: float,
+        into: tuple[Array, Array, Array],
+    ) -> None:
+        """Gradients of attention, whose results are ``out`` and ``stats``, in q, k and v.
+
+        They are written to ``into``, arrays of the inputs' shapes that may be strided.
+        """
         ...
 
     def gelu(self, x: Array) -> tuple[Array, Array]:

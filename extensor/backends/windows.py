@@ -1,4 +1,4 @@
-"""Sliding windows on any array module: im2col, convolution, max pooling.
+"""Sliding windows on any array module: patches, convolution, max pooling.
 
 `GenericBackend` forwards to these functions. Each takes the array module ``xp``
 last, works for any stride, padding, dilation and number of groups, and is as fast as
@@ -16,32 +16,23 @@ from extensor.backends.protocol import Array, Window
 
 __all__ = [
     "check_max_windows",
-    "col2im",
     "conv2d",
     "conv2d_grad_w",
     "conv2d_grad_x",
-    "im2col",
     "max_pool2d",
     "max_pool2d_grad",
+    "patch_matrix",
 ]
 
 
-def im2col(x: Array, window: Window, xp: Any) -> Array:
-    """(N, C, H, W) -> (N * Ho * Wo, C * kh * kw), zero-padded, one row per output pixel."""
+def patch_matrix(x: Array, window: Window, groups: int, xp: Any) -> Array:
+    """(N, C, H, W), zero-padded -> (groups, C / groups * kh * kw, N * Ho * Wo).
+
+    A column is a patch; its values come in the order (C / groups, kh, kw).
+    """
     patches = _patches(x, window, xp)
     n, c, kh, kw, ho, wo = patches.shape
-    return patches.transpose(0, 4, 5, 1, 2, 3).reshape(n * ho * wo, c * kh * kw)
-
-
-def col2im(columns: Array, shape: tuple[int, ...], window: Window, xp: Any) -> Array:
-    """The transpose of im2col: (N * Ho * Wo, C * kh * kw) summed back to (N, C, H, W).
-
-    Every output adds its contributions in row-major window order.
-    """
-    n, c, h, w = shape
-    ho, wo = _output_size(window, (h, w))
-    patches = columns.reshape(n, ho, wo, c, *window.kernel).transpose(0, 3, 4, 5, 1, 2)
-    return _fold(patches, shape, window, xp)
+    return patches.transpose(1, 2, 3, 0, 4, 5).reshape(groups, c // groups * kh * kw, n * ho * wo)
 
 
 def conv2d(x: Array, w: Array, window: Window, groups: int, bias: Array | None, xp: Any) -> Array:

@@ -12,7 +12,7 @@ from extensor.nn.checks import check_size
 from extensor.nn.linear import Linear
 from extensor.nn.module import Module
 from extensor.ops.arguments import tensors_only
-from extensor.ops.attention import scaled_dot_product_attention
+from extensor.ops.attention import packed_attention, scaled_dot_product_attention
 from extensor.ops.shape import concatenate
 
 __all__ = ["MultiheadAttention", "rotate"]
@@ -112,13 +112,16 @@ class MultiheadAttention(Module):
                 f"MultiheadAttention: wanted an input of shape (..., T, {self.width}), got "
                 f"{x.shape}"
             )
+        projected = self.qkv(x)
+        if self.rotary is None:
+            return self.out(
+                packed_attention(projected, self.heads, self.kv_heads, causal=self.causal)
+            )
         every = self.heads + 2 * self.kv_heads
-        split = self.qkv(x).reshape((*x.shape[:-1], every, self.head_size)).swapaxes(-2, -3)
-        q = split[..., : self.heads, :, :]
-        k = split[..., self.heads : self.heads + self.kv_heads, :, :]
+        split = projected.reshape((*x.shape[:-1], every, self.head_size)).swapaxes(-2, -3)
+        q = rotate(split[..., : self.heads, :, :], self.rotary)
+        k = rotate(split[..., self.heads : self.heads + self.kv_heads, :, :], self.rotary)
         v = split[..., self.heads + self.kv_heads :, :, :]
-        if self.rotary is not None:
-            q, k = rotate(q, self.rotary), rotate(k, self.rotary)
         mixed = scaled_dot_product_attention(q, k, v, causal=self.causal)
         return self.out(mixed.swapaxes(-2, -3).reshape(x.shape))
 

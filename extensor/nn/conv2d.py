@@ -87,9 +87,8 @@ class Conv2d(Module):
             return conv2d(x, self.weight, self.bias, *options)
         if self.weight.is_blocked:
             y = stored_conv2d(x, self.weight, self.quant, self.kernel_size, *options)
-        else:
-            y = quantized_conv2d(x, self.weight, self.quant, *options)
-        return y if self.bias is None else y + self.bias.reshape((1, -1, 1, 1))
+            return y if self.bias is None else y + self.bias.reshape((1, -1, 1, 1))
+        return quantized_conv2d(x, self.weight, self.quant, *options, self.bias)
 
     def extra_repr(self) -> str:
         """Its sizes, and the options that are not the defaults."""

@@ -11,6 +11,7 @@ from extensor.nn.checks import check_size
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
+from extensor.ops.linalg import linear
 from extensor.ops.quantized import quantized_matmul
 from extensor.ops.stored import stored_matmul
 from extensor.quant.context import LayerContext
@@ -57,8 +58,8 @@ class Linear(Module):
                 f"Linear: wanted an input of shape (..., {self.in_features}), got {x.shape}"
             )
         if self.quant is None:
-            y = x @ self.weight.T
-        elif self.weight.is_blocked:
+            return linear(x, self.weight, self.bias)
+        if self.weight.is_blocked:
             y = stored_matmul(x, self.weight, self.quant)
         else:
             y = quantized_matmul(x, self.weight, self.quant.at(call))

@@ -8,15 +8,63 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import wrap
-from extensor.autograd.primitive import BadInput, Sample, composite
+from extensor.autograd.apply import apply, wrap
+from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.activation import softmax
 from extensor.ops.arguments import tensors_only
 from extensor.ops.arithmetic import where
 from extensor.ops.linalg import matmul
+from extensor.ops.shape import concatenate
 
-__all__ = ["scaled_dot_product_attention"]
+__all__ = ["packed_attention", "scaled_dot_product_attention"]
+
+
+def _four(*arrays: Any) -> list[Any]:
+    """Arrays (..., H, T, d) with one leading axis."""
+    return [a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:]) for a in arrays]
+
+
+def _forward(backend: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
+    out, stats = backend.attention(*_four(q, k, v), causal, scale)
+    return out.reshape(*q.shape[:-1], v.shape[-1]), stats
+
+
+def _fused_vjp(
+    backend: Any, g: Any, out: Any, inputs: Any, needs: Any, causal: bool, scale: float, saved: Any
+) -> Any:
+    into = [backend.xp.empty(a.shape, a.dtype) for a in inputs]
+    q, k, v = _four(*inputs)
+    g, out = _four(g, out)
+    backend.attention_grad(g, q, k, v, out, saved, causal, scale, tuple(_four(*into)))
+    return into
+
+
+def _gradients(
+    g: ExTensor, q: ExTensor, k: ExTensor, v: ExTensor, causal: bool, scale: float
+) -> tuple[ExTensor, ExTensor, ExTensor]:
+    """The gradients written in operations, as in `extensor.backends.dense.attention_grad`."""
+    *lead, heads, queries, _ = q.shape
+    groups, keys = k.shape[-3:-1]
+    shape = (*lead, groups, heads // groups, queries)
+    gg, qq = (a.reshape((*shape, a.shape[-1])) for a in (g, q))
+    kk, vv = k.expand_dims(-3), v.expand_dims(-3)
+    scores = matmul(qq, kk.swapaxes(-1, -2)) * scale
+    if causal and queries > 1:
+        seen = q.backend.xp.tri(queries, keys, keys - queries, dtype=bool)
+        scores = where(wrap(seen, q.backend), scores, -math.inf)
+    p, d = softmax(scores), matmul(gg, vv.swapaxes(-1, -2))
+    ds = scale * p * (d - (p * d).sum(axis=-1, keepdims=True))
+    return (
+        matmul(ds, kk).reshape(q.shape),
+        matmul(ds.swapaxes(-1, -2), qq).sum(axis=-3),
+        matmul(p.swapaxes(-1, -2), gg).sum(axis=-3),
+    )
+
+
+def _vjp(index: int, g: ExTensor, out: ExTensor, *inputs: ExTensor, **params: Any) -> ExTensor:
+    q, k, v = inputs
+    return _gradients(g, q, k, v, params["causal"], params["scale"])[index]
 
 
 def _reference(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
@@ -49,7 +97,11 @@ def _samples(rng: np.random.Generator) -> Iterator[Sample]:
 _Q = np.zeros((2, 4, 3, 8))
 
 
-@composite(
+@primitive(
+    forward=_forward,
+    vjp_at=_vjp,
+    fused_vjp=_fused_vjp,
+    saves=True,
     samples=_samples,
     errors=(
         BadInput((np.zeros((3, 8)), np.zeros((3, 8)), np.zeros((3, 8))), ValueError, "three axes"),
@@ -90,20 +142,8 @@ def scaled_dot_product_attention(
     Source: Vaswani et al., arXiv 1706.03762, section 3.2.1.
     """
     _check(q, k, v, causal, scale)
-    heads, groups = q.shape[-3], k.shape[-3]
-    queries, keys, width = q.shape[-2], k.shape[-2], q.shape[-1]
-    lead = q.shape[:-3]
-    if heads != groups:  # an axis for the heads that share a key head
-        q = q.reshape((*lead, groups, heads // groups, queries, width))
-        k, v = k.expand_dims(-3), v.expand_dims(-3)
-    # On the queries, which are smaller than the scores.
-    scores = matmul(q * (1.0 / math.sqrt(width) if scale is None else scale), k.swapaxes(-1, -2))
-    if causal and queries > 1:
-        xp = q.backend.xp
-        seen = xp.tri(queries, keys, keys - queries, dtype=bool)
-        scores = where(wrap(seen, q.backend), scores, -math.inf)
-    out = matmul(softmax(scores), v)
-    return out.reshape((*lead, heads, queries, v.shape[-1])) if heads != groups else out
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    return apply("scaled_dot_product_attention", q, k, v, causal=causal, scale=scale)
 
 
 def _check(q: ExTensor, k: ExTensor, v: ExTensor, causal: bool, scale: float | None) -> None:
@@ -126,3 +166,130 @@ def _check(q: ExTensor, k: ExTensor, v: ExTensor, causal: bool, scale: float | N
         raise ValueError(f"{name}: causal: wanted at least as many keys as queries, {shapes}")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"{name}: scale: wanted a finite number, got {scale!r}")
+
+
+def _parts(x: Any, heads: int, groups: int) -> Any:
+    """Queries, keys and values (..., heads, T, d) of (..., T, every d), all views of it."""
+    every = heads + 2 * groups
+    split = x.reshape((*x.shape[:-1], every, x.shape[-1] // every)).swapaxes(-2, -3)
+    ends = (heads, heads + groups, every)
+    return [split[..., a:b, :, :] for a, b in zip((0, *ends), ends, strict=False)]
+
+
+def _side_by_side(x: Any, heads: int) -> Any:
+    """(..., heads, T, d) -> (..., T, heads d)."""
+    return x.swapaxes(-2, -3).reshape((*x.shape[:-3], x.shape[-2], heads * x.shape[-1]))
+
+
+def _packed_forward(
+    backend: Any, x: Any, heads: int, groups: int, causal: bool, scale: float
+) -> Any:
+    rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    out, stats = backend.attention(*_parts(rows, heads, groups), causal, scale)
+    return _side_by_side(out, heads).reshape(*x.shape[:-1], -1), stats
+
+
+def _packed_fused(
+    backend: Any,
+    g: Any,
+    out: Any,
+    inputs: Any,
+    needs: Any,
+    heads: int,
+    groups: int,
+    causal: bool,
+    scale: float,
+    saved: Any,
+) -> Any:
+    x = inputs[0]
+    lead = math.prod(x.shape[:-2])
+    gx = backend.xp.empty((lead, *x.shape[-2:]), x.dtype)
+    q, k, v = _parts(x.reshape(gx.shape), heads, groups)
+    grad, result = (_parts(a.reshape(lead, *a.shape[-2:]), heads, 0)[0] for a in (g, out))
+    into = tuple(_parts(gx, heads, groups))
+    backend.attention_grad(grad, q, k, v, result, saved, causal, scale, into)
+    return [gx.reshape(x.shape)]
+
+
+def _packed_vjp(
+    g: ExTensor,
+    out: ExTensor,
+    x: ExTensor,
+    heads: int,
+    groups: int,
+    causal: bool,
+    scale: float,
+    saved: Any,
+) -> ExTensor:
+    grad = _parts(g, heads, 0)[0]
+    q, k, v = _parts(x, heads, groups)
+    grads = _gradients(grad, q, k, v, causal, scale)
+    return _side_by_side(concatenate(list(grads), axis=-3), heads + 2 * groups)
+
+
+def _packed_samples(rng: np.random.Generator) -> Iterator[Sample]:
+    for shape, heads, groups, causal in (((2, 3, 12), 2, 1, True), ((4, 6), 1, 1, False)):
+        x = rng.normal(size=shape)
+        q, k, v = _parts(x, heads, groups)
+        expected = _side_by_side(_reference(q, k, v, causal, q.shape[-1] ** -0.5), heads)
+        yield Sample((x, heads, groups), {"causal": causal}, expected=expected)
+
+
+@primitive(
+    forward=_packed_forward,
+    vjps=(_packed_vjp,),
+    fused_vjp=_packed_fused,
+    saves=True,
+    samples=_packed_samples,
+    errors=(
+        BadInput((np.zeros((3, 8)), 2), ValueError, "a multiple of 6"),
+        BadInput((np.zeros(12), 2), ValueError, "two axes"),
+        BadInput((np.zeros((0, 12)), 2), ValueError, "one token"),
+        BadInput((np.zeros((3, 12)), 3, 2), ValueError, "a multiple of the key heads"),
+        BadInput((np.zeros((3, 12)), 0), ValueError, "1 head or more"),
+        BadInput((np.zeros((3, 12)), 2), ValueError, "finite", {"scale": math.nan}),
+    ),
+)
+def packed_attention(
+    x: ExTensor,
+    heads: int,
+    kv_heads: int | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> ExTensor:
+    """Self-attention of queries, keys and values that lie side by side, as one product gives them.
+
+    The same as `scaled_dot_product_attention` of its parts, without copies of them.
+
+    Args:
+        x: (..., T, (heads + 2 kv_heads) d): each token's queries, keys, values, by heads.
+        heads: query heads.
+        kv_heads: key and value heads, a divisor of ``heads``; None, as many.
+        causal: see `scaled_dot_product_attention`.
+        scale: likewise.
+
+    Returns:
+        (..., T, heads d), the heads side by side.
+
+    Raises:
+        TypeError, ValueError: for sizes that do not go together, no tokens, or a scale that is not
+            finite.
+    """
+    name = "packed_attention"
+    tensors_only(name, x)
+    groups = heads if kv_heads is None else kv_heads
+    if min(heads, groups) < 1 or heads % groups:
+        raise ValueError(
+            f"{name}: wanted 1 head or more, and a multiple of the key heads, got {heads} and "
+            f"{groups}"
+        )
+    if x.ndim < 2 or not x.shape[-2]:
+        raise ValueError(f"{name}: wanted two axes or more and one token, got shape {x.shape}")
+    every = heads + 2 * groups
+    if not x.shape[-1] or x.shape[-1] % every:
+        raise ValueError(f"{name}: wanted (..., T, a multiple of {every}), got shape {x.shape}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"{name}: scale: wanted a finite number, got {scale!r}")
+    scale = math.sqrt(every / x.shape[-1]) if scale is None else float(scale)
+    return apply(name, x, heads=heads, groups=groups, causal=causal, scale=scale)

@@ -217,6 +217,12 @@ def _matmul(a: ExTensor, b: ExTensor) -> ExTensor:
     return apply("matmul", dequantize(a), dequantize(b))
 
 
+@blocked_rule("linear")
+def _linear(x: ExTensor, weight: ExTensor, *bias: ExTensor) -> ExTensor:
+    y = apply("matmul", x, weight.swapaxes(0, 1))
+    return y + bias[0] if bias else y
+
+
 def _product(backend: Backend, a: Any, b: QuantArray) -> Array:
     return backend.block_matmul(a, b) if isinstance(a, QuantArray) else backend.weight_matmul(a, b)
 

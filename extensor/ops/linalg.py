@@ -12,13 +12,11 @@ from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import axis_index, pair, tensors_only
 from extensor.ops.einsum import einsum
 
-__all__ = ["dot", "einsum", "inner", "matmul", "outer", "tensordot"]
+__all__ = ["dot", "einsum", "inner", "linear", "matmul", "outer", "tensordot"]
 
 
 def _matmul(backend: Any, a: Any, b: Any) -> Any:
-    if b.ndim == 2 and a.ndim > 2:  # one product instead of one per leading index
-        return (a.reshape(-1, a.shape[-1]) @ b).reshape(*a.shape[:-1], b.shape[-1])
-    return a @ b
+    return backend.matmul(a, b)
 
 
 def _left_vjp(g: ExTensor, out: None, a: ExTensor, b: ExTensor) -> ExTensor:
@@ -33,12 +31,12 @@ def _right_vjp(g: ExTensor, out: None, a: ExTensor, b: ExTensor) -> ExTensor:
 
 def _fused_vjp(backend: Any, g: Any, out: None, inputs: Any, needs: Any) -> Any:
     a, b = inputs
-    left = _matmul(backend, g, b.swapaxes(-1, -2)) if needs[0] else None
+    left = backend.matmul(g, b.swapaxes(-1, -2)) if needs[0] else None
     if not needs[1]:
         return left, None
     if b.ndim == 2 and a.ndim > 2:
         a, g = a.reshape(-1, a.shape[-1]), g.reshape(-1, g.shape[-1])
-    return left, a.swapaxes(-1, -2) @ g
+    return left, backend.matmul(a.swapaxes(-1, -2), g)
 
 
 def _matmul_samples(rng: np.random.Generator) -> list[Sample]:
@@ -90,6 +88,76 @@ def matmul(a: ExTensor, b: ExTensor) -> ExTensor:
     rows = shape[-2:-1] if len(ka) > 1 else ()
     columns = shape[-1:] if len(kb) > 1 else ()
     return product.reshape((*shape[:-2], *rows, *columns))
+
+
+def _linear(backend: Any, x: Any, weight: Any, bias: Any = None) -> Any:
+    rows = backend.matmul(_as_rows(x), weight.T, bias)
+    return rows.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _as_rows(x: Any) -> Any:
+    return x.reshape(x.size // x.shape[-1], x.shape[-1])
+
+
+def _linear_fused(backend: Any, g: Any, out: None, inputs: Any, needs: Any) -> Any:
+    x, weight = inputs[:2]
+    rows = _as_rows(g)
+    grads = [None, None, None]
+    if needs[0]:
+        grads[0] = backend.matmul(rows, weight).reshape(x.shape)
+    if needs[1]:
+        grads[1] = backend.matmul(rows.T, _as_rows(x))
+    if len(needs) > 2 and needs[2]:
+        grads[2] = rows.sum(axis=0)
+    return grads[: len(needs)]
+
+
+def _linear_samples(rng: np.random.Generator) -> list[Sample]:
+    weight, bias = rng.normal(size=(3, 4)), rng.normal(size=3)
+    inputs = [rng.normal(size=(*lead, 4)) for lead in ((), (2,), (2, 5))]
+    made = [Sample((x, weight, bias), expected=x @ weight.T + bias) for x in inputs]
+    return [*made, Sample((inputs[1], weight), expected=inputs[1] @ weight.T)]
+
+
+@primitive(
+    forward=_linear,
+    vjps=(
+        lambda g, out, x, weight, bias=None: apply("matmul", _rows(g), weight).reshape(x.shape),
+        lambda g, out, x, weight, bias=None: apply("matmul", _rows(g).swapaxes(0, 1), _rows(x)),
+        lambda g, out, x, weight, bias: _rows(g).sum(axis=0),
+    ),
+    fused_vjp=_linear_fused,
+    reads="inputs",
+    samples=_linear_samples,
+    errors=(
+        BadInput((np.zeros((2, 3)), np.zeros((3, 2))), ValueError, "inputs of 2"),
+        BadInput((np.zeros((2, 3)), np.zeros(3)), ValueError, "weights (N, K)"),
+        BadInput((np.zeros((2, 0)), np.zeros((2, 0))), ValueError, "weights (N, K)"),
+        BadInput((np.zeros((2, 3)), np.zeros((4, 3)), np.zeros(3)), ValueError, "bias of shape"),
+    ),
+)
+def linear(x: ExTensor, weight: ExTensor, bias: ExTensor | None = None) -> ExTensor:
+    """X weight^T + bias: (..., K), (N, K) and (N,) or None -> (..., N).
+
+    Blocked operands must be blocked along K, their last axis.
+
+    Raises:
+        TypeError, ValueError: for shapes that do not go together, or a K or N of 0.
+    """
+    given = () if bias is None else (bias,)
+    tensors_only("linear", x, weight, *given)
+    shape = weight.shape
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"linear: wanted weights (N, K), each 1 or more, got shape {shape}")
+    if not x.shape or x.shape[-1] != shape[1]:
+        raise ValueError(f"linear: wanted inputs of {shape[1]} in the last axis, got {x.shape}")
+    if given and given[0].shape != shape[:1]:
+        raise ValueError(f"linear: wanted a bias of shape {shape[:1]}, got {given[0].shape}")
+    return apply("linear", x, weight, *given)
+
+
+def _rows(x: ExTensor) -> ExTensor:
+    return x.reshape((x.size // x.shape[-1], x.shape[-1]))
 
 
 @composite(

@@ -31,6 +31,7 @@ from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.protocol import Array, Backend, Window
+from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import conv_window
 from extensor.quant.context import LayerContext, RecipeState
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
@@ -112,7 +113,9 @@ def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
 
 
 def _product(backend: Backend, a: Array, b: Array, gemm: Gemm) -> Array:
-    return _scaled(backend.operand_matmul(a, b), gemm, backend.xp)
+    # Rounded operands may fit bfloat16 tiles, which is looked for; float32 ones do not.
+    multiply = backend.matmul if "float32" in (gemm.a, gemm.b) else backend.operand_matmul
+    return _scaled(multiply(a, b), gemm, backend.xp)
 
 
 def _fprop(backend: Backend, x: Array, w: Array, context: LayerContext) -> Array:
@@ -225,54 +228,81 @@ def quantized_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTenso
 # --- convolution --------------------------------------------------------------------------------
 
 
-def _groups(backend: Backend, x: Array, window: Window, groups: int) -> Iterator[Array]:
-    """Each group's patches (N * Ho * Wo, C / groups * kh * kw)."""
-    step = x.shape[1] // groups
-    for i in range(groups):
-        yield backend.im2col(x[:, i * step : (i + 1) * step], window)
+# Matrices of one group, or a stack of each group's: (K, M) of patches, (O, K) of weights and (O, M)
+# of g, with M = N * Ho * Wo.
 
 
-def _to_rows(g: Array, xp: Any) -> Array:
-    """(N, O, Ho, Wo) -> (N * Ho * Wo, O)."""
-    return xp.ascontiguousarray(xp.transpose(g, (0, 2, 3, 1))).reshape(-1, g.shape[1])
+def _stacked(x: Array, groups: int) -> Array:
+    """(O, ...) as (O, rest), or (groups, O / groups, rest)."""
+    shape = (x.shape[0], -1) if groups == 1 else (groups, x.shape[0] // groups, -1)
+    return x.reshape(shape)
+
+
+@lru_cache(maxsize=1024)
+def _along(spec: QuantSpec, axis: int, ndim: int) -> QuantSpec:
+    """The spec along one axis, counted from the last, of ``ndim``."""
+    return spec.replace(axis=axis + ndim).resolve(ndim)
+
+
+def _slot(
+    context: LayerContext, slot: str, spec: QuantSpec, axis: int, ndim: int
+) -> tuple[QuantSpec, Stream | None]:
+    """The slot's spec along ``axis`` (-1: rows, -2: columns); its stream if it is stochastic."""
+    placed = _along(spec, axis, ndim)
+    stream = context.stream(slot, axis == -2) if placed.rounding == "stochastic" else None
+    return placed, stream
+
+
+def _values(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
+    """The values of a matrix, or of each group's, that GEMM ``slot`` contracts along ``axis``."""
+    wanted = context.operand(slot)
+    if isinstance(wanted, str):
+        return _dense(backend, x, wanted)
+    values, stats = backend.operand(x, *_slot(context, slot, wanted, axis, x.ndim))
+    context.record(slot, stats)
+    return values
 
 
 def _conv_forward(
-    backend: Backend, x: Array, w: Array, context: LayerContext, window: Window, groups: int
-) -> tuple[Array, list[Array]]:
-    layer, xp = context.layer, backend.xp
-    if layer.fprop.dense:
-        a, b = _dense(backend, x, str(layer.fprop.a)), _dense(backend, w, str(layer.fprop.b))
-        out = backend.conv2d(a, b, window, groups)
-        return _scaled(out, layer.fprop, xp), []
-    patches = list(_groups(backend, x, window, groups))
-    kernels = w.reshape(groups, w.shape[0] // groups, -1)
-    rows = [_fprop(backend, p, k, context) for p, k in zip(patches, kernels, strict=True)]
-    joined = rows[0] if groups == 1 else xp.concatenate(rows, axis=1)
-    ho, wo = window.output_size(x.shape[2:])
-    out = joined.reshape(x.shape[0], ho, wo, w.shape[0])
-    return xp.ascontiguousarray(xp.transpose(out, (0, 3, 1, 2))), patches
+    backend: Backend,
+    x: Array,
+    w: Array,
+    *bias: Array,
+    context: LayerContext,
+    window: Window,
+    groups: int,
+) -> Array:
+    gemm, start = context.layer.fprop, bias[0] if bias else None
+    early = start if gemm.output_scale == 1.0 else None  # added where the sums begin
+    kernels = _values(backend, _stacked(w, groups), context, "fprop.w", -1)
+    wanted = context.operand("fprop.x")
+    if isinstance(wanted, str):
+        a = _dense(backend, x, wanted)
+        out = backend.conv2d(a, kernels.reshape(w.shape), window, groups, early)
+    else:
+        spec, stream = _slot(context, "fprop.x", wanted, -2, 2 if groups == 1 else 3)
+        out, stats = backend.operand_conv2d(x, kernels, spec, stream, w.shape, window, early)
+        context.record("fprop.x", stats)
+    out = _scaled(out, gemm, backend.xp)
+    if start is not None and early is None:
+        out = out + start[:, None, None]
+    return out
 
 
 def _conv_vjp(
     backend: Backend,
     g: Array,
     out: Array,
-    inputs: tuple[Array, Array],
-    needs: tuple[bool, bool],
+    inputs: tuple[Array, ...],
+    needs: tuple[bool, ...],
     context: LayerContext,
     window: Window,
     groups: int,
-    saved: list[Array],
-) -> tuple[Array | None, Array | None]:
-    x, w = inputs
-    layer = context.layer
-    blocked = needs[0] and not layer.dgrad.dense, needs[1] and not layer.wgrad.dense
-    rows = _group_rows(g, groups, backend.xp) if any(blocked) else ()
-    pairs = [_gradient_operands(backend, part, context, blocked) for part in rows]
-    dx = _conv_dgrad(backend, g, w, x.shape, context, window, pairs) if needs[0] else None
-    dw = _conv_wgrad(backend, g, x, w.shape, context, window, groups, pairs, saved) if needs[1] else None
-    return dx, dw
+) -> list[Array | None]:
+    x, w = inputs[:2]
+    dx = _conv_dgrad(backend, g, w, x.shape, context, window, groups) if needs[0] else None
+    dw = _conv_wgrad(backend, g, x, w.shape, context, window, groups) if needs[1] else None
+    return [dx, dw, *(backend.channel_sum(g) if need else None for need in needs[2:])]
 
 
 def _conv_dgrad(
@@ -282,19 +312,20 @@ def _conv_dgrad(
     shape: tuple[int, ...],
     context: LayerContext,
     window: Window,
-    pairs: list[tuple[Array | None, Array | None]],
+    groups: int,
 ) -> Array:
-    gemm, groups = context.layer.dgrad, shape[1] // w.shape[1]
-    if gemm.dense:
-        a, b = _dense(backend, g, str(gemm.a)), _dense(backend, w, str(gemm.b))
-        return _scaled(backend.conv2d_grad_x(a, b, shape, window, groups), gemm, backend.xp)
-    kernels = w.reshape(groups, w.shape[0] // groups, -1)
-    part = (shape[0], shape[1] // groups, *shape[2:])
-    parts = [
-        backend.col2im(_dgrad(backend, along, kernel, context), part, window)
-        for (along, _), kernel in zip(pairs, kernels, strict=True)
-    ]
-    return parts[0] if groups == 1 else backend.xp.concatenate(parts, axis=1)
+    gemm, (n, _, ho, wo) = context.layer.dgrad, g.shape
+    kernels = _values(backend, _stacked(w, groups), context, "dgrad.w", -2)
+    rows = kernels.shape[-2] * groups  # a transform may have padded the output channels
+    wanted = context.operand("dgrad.g")
+    if isinstance(wanted, str):
+        values = _dense(backend, g, wanted)
+    else:
+        matrix = _values(backend, _pixels_last(g, groups, backend.xp), context, "dgrad.g", -2)
+        values = backend.xp.swapaxes(matrix.reshape(rows, n, ho, wo), 0, 1)
+    kernels = kernels.reshape(rows, *w.shape[1:])
+    out = backend.conv2d_grad_x(values, kernels, shape, window, groups)
+    return _scaled(out, gemm, backend.xp)
 
 
 def _conv_wgrad(
@@ -305,25 +336,30 @@ def _conv_wgrad(
     context: LayerContext,
     window: Window,
     groups: int,
-    pairs: list[tuple[Array | None, Array | None]],
-    saved: list[Array],
 ) -> Array:
-    gemm, xp = context.layer.wgrad, backend.xp
-    if gemm.dense:
-        a, b = _dense(backend, g, str(gemm.a)), _dense(backend, x, str(gemm.b))
-        return _scaled(backend.conv2d_grad_w(a, b, shape, window, groups), gemm, xp)
-    patches = saved or list(_groups(backend, x, window, groups))
-    parts = [
-        _wgrad(backend, down, patch, context)
-        for (_, down), patch in zip(pairs, patches, strict=True)
-    ]
-    return xp.concatenate(parts, axis=0).reshape(shape)
+    gemm, (n, _, ho, wo), xp = context.layer.wgrad, g.shape, backend.xp
+    wanted_g, wanted_x = context.operand("wgrad.g"), context.operand("wgrad.x")
+    if isinstance(wanted_g, str):
+        values = _dense(backend, g, wanted_g)
+        matrix = None if isinstance(wanted_x, str) else _pixels_last(values, groups, xp)
+    else:
+        matrix = _values(backend, _pixels_last(g, groups, xp), context, "wgrad.g", -1)
+        values = g
+    if isinstance(wanted_x, str):
+        a = _dense(backend, x, wanted_x)
+        if matrix is not None:
+            values = xp.swapaxes(matrix.reshape(shape[0], n, ho, wo), 0, 1)
+        return _scaled(backend.conv2d_grad_w(values, a, shape, window, groups), gemm, xp)
+    spec, stream = _slot(context, "wgrad.x", wanted_x, -1, 2 if groups == 1 else 3)
+    assert matrix is not None
+    out, stats = backend.operand_conv2d_grad_w(matrix, x, spec, stream, shape, window)
+    context.record("wgrad.x", stats)
+    return _scaled(out, gemm, xp)
 
 
-def _group_rows(g: Array, groups: int, xp: Any) -> Iterator[Array]:
-    step = g.shape[1] // groups
-    for i in range(groups):
-        yield _to_rows(g[:, i * step : (i + 1) * step], xp)
+def _pixels_last(g: Array, groups: int, xp: Any) -> Array:
+    """(N, O, Ho, Wo) -> (O, N * Ho * Wo), or that of each group."""
+    return _stacked(xp.ascontiguousarray(xp.swapaxes(g, 0, 1)), groups)
 
 
 def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
@@ -338,7 +374,6 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
     fused_vjp=_conv_vjp,
     once=_ONCE,
     reads="inputs",
-    saves=True,
     check="forward",
     samples=_conv_samples,
     errors=(
@@ -351,6 +386,16 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
             ValueError,
             "channels",
         ),
+        BadInput(
+            (
+                np.ones((2, 3, 8, 8), np.float32),
+                np.ones((4, 3, 3, 3), np.float32),
+                layer_context(get_recipe("mxfp4").layers),
+            ),
+            ValueError,
+            "bias: wanted shape",
+            {"bias": np.ones(3, np.float32)},
+        ),
     ),
 )
 def quantized_conv2d(
@@ -361,6 +406,7 @@ def quantized_conv2d(
     padding: int | tuple[int, int] = 0,
     dilation: int | tuple[int, int] = 1,
     groups: int = 1,
+    bias: ExTensor | None = None,
 ) -> ExTensor:
     """2-D convolution (cross-correlation) with operands quantized by a layer's recipe.
 
@@ -372,6 +418,7 @@ def quantized_conv2d(
         padding: zeros around x, likewise.
         dilation: spacing of the kernel's elements, likewise.
         groups: channel groups convolved separately.
+        bias: added per output channel, (O,), likewise.
 
     Returns:
         (N, O, Ho, Wo), summed in float32.
@@ -382,4 +429,9 @@ def quantized_conv2d(
     """
     _check("quantized_conv2d", x, w, context)
     window = conv_window("quantized_conv2d", x, w, stride, padding, dilation, groups)
-    return apply("quantized_conv2d", x, w, context=context, window=window, groups=groups)
+    if bias is None:
+        return apply("quantized_conv2d", x, w, context=context, window=window, groups=groups)
+    tensors_only("quantized_conv2d", bias)
+    if bias.shape != w.shape[:1]:
+        raise ValueError(f"quantized_conv2d: bias: wanted shape {w.shape[:1]}, got {bias.shape}")
+    return apply("quantized_conv2d", x, w, bias, context=context, window=window, groups=groups)

@@ -161,6 +161,11 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
 # --- convolution --------------------------------------------------------------------------------
 
 
+def _rows(x: Array, window: Window, xp: Any) -> Array:
+    """The patches of x as rows, (N * Ho * Wo, C * kh * kw)."""
+    return xp.ascontiguousarray(windows.patch_matrix(x, window, 1, xp)[0].T)
+
+
 def _patches(
     backend: Backend, x: Array, context: LayerContext, window: Window, groups: int
 ) -> Iterator[QuantArray]:
@@ -168,7 +173,7 @@ def _patches(
     step = x.shape[1] // groups
     if context.fixed is None:
         for i in range(groups):
-            part = backend.im2col(x[:, i * step : (i + 1) * step], window)
+            part = _rows(x[:, i * step : (i + 1) * step], window, backend.xp)
             yield _quantized(backend, part, context, 1)
         return
     q = _quantized(backend, x, context, 1)
@@ -178,8 +183,8 @@ def _patches(
     if q.zero_points is not None:
         one["zero_points"] = q.zero_points.reshape(1, 1)
     for i in range(groups):
-        codes = q.codes[:, i * step : (i + 1) * step] ^ zero  # im2col pads with 0
-        rows = windows.im2col(codes, window, backend.xp) ^ zero
+        codes = q.codes[:, i * step : (i + 1) * step] ^ zero  # padding is 0
+        rows = _rows(codes, window, backend.xp) ^ zero
         yield QuantArray(codes=rows, spec=spec, shape=tuple(rows.shape), **one)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from extensor.dtypes import bfloat16
+from extensor.formats import FORMATS
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream, random_words
@@ -102,7 +103,12 @@ class Blocks(StateKind):
     """MXFP8 E4M3 along the flat parameter, 32 values to a scale that saturates none."""
 
     doc = "MXFP8 E4M3 in blocks of 32, rounded stochastically, 33/32 bytes a value"
-    spec = QuantSpec("mxfp8_e4m3", scale_rule="rceil", rounding="stochastic").resolve(1)
+    row = next(
+        row
+        for row in FORMATS.values()
+        if row.scale.name == "e8m0" and (row.element.bits, row.element.mantissa_bits) == (8, 3)
+    )
+    spec = QuantSpec(row.name, scale_rule="rceil", rounding="stochastic").resolve(1)
 
     def pack(self, backend: Any, values: Array, stream: Stream, square: bool) -> Stored:
         """Float -> codes and scales; of a square, the root's, never zero for what is above."""
@@ -121,6 +127,6 @@ class Blocks(StateKind):
 
 
 STATES: Mapping[str, StateKind] = MappingProxyType(
-    {"float32": Whole(), "bfloat16": Half(), "mxfp8_e4m3": Blocks()}
+    {"float32": Whole(), bfloat16.name: Half(), Blocks.row.name: Blocks()}
 )
 """By the name that an optimizer's ``states`` takes: a dtype's."""

@@ -67,7 +67,7 @@ FLOAT = [
 TILES = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8", "nvfp4")
 WEIGHTS = [
     MXFP4,
-    *(QuantSpec("mxfp4", tile=(1, n)) for n in (16, 64, 128, 256)),
+    *(QuantSpec("mxfp4", tile=(1, n)) for n in (16, 64, 128, 256, 384)),
     QuantSpec("mxfp4", tile=(16, 32)),
     NVFP4,
     QuantSpec("int4"),
@@ -436,6 +436,31 @@ def operand(shape: tuple[int, int], spec: QuantSpec | None, seed: int) -> np.nda
     return x if spec is None else BACKEND.operand(x, spec.resolve(2))[0]
 
 
+SCALED = [
+    NVFP4,
+    QuantSpec("nvfp4", transform=Hadamard(16)),
+    QuantSpec("nvfp4", scale_rule="four_over_six"),
+    QuantSpec("nvfp4", dialect="torchao"),
+    QuantSpec("nvfp4_fp8exact"),
+    *(QuantSpec(name, tile="tensor") for name in ("fp8_e4m3", "fp8_e5m2", "int8", "int4")),
+]
+"""With one float32 scale a tensor: values are bfloat16 times a factor, as far as rounding lets."""
+
+
+@pytest.mark.parametrize("spec", SCALED, ids=short)
+def test_products_of_scaled_operands(spec: QuantSpec) -> None:
+    for m, n, k in ((64, 96, 128), (33, 150, 160), (257, 35, 1056)):
+        a, b = operand((m, k), spec, 1), operand((n, k), spec, 2) * np.float32(2.0**40)
+        a[3], b[:, 7], b[0, 0] = 0.0, -0.0, 0.0
+        for left, right, spoken in ((a, b, 32), (operand((m, k), MXFP4, 3), b, 23)):
+            terms = k
+            if "amx" in VARIANTS:
+                assert BACKEND.path("operand_matmul", left, right.T) == "core (amx, bf16)"
+                terms = math.ceil(k / 32) + spoken
+            got = BACKEND.operand_matmul(left, right.T)
+            check(got, left.astype(np.float64), right.astype(np.float64), terms, (spec, m))
+
+
 @pytest.mark.parametrize("down_a", [False, True])
 @pytest.mark.parametrize("down_b", [False, True])
 def test_products_of_operands(down_a: bool, down_b: bool) -> None:
@@ -460,13 +485,19 @@ def test_operands_that_stay_with_blas() -> None:
     good = operand((64, 128), MXFP4, 0)
     tiny, huge, broken = good * np.float32(2.0**-110), good * np.float32(2.0**120), good.copy()
     broken[3, 5] = np.nan
+    subnormal = good.copy()
+    subnormal[0, 0] = 2.0**-130
+    nearly = operand((64, 128), NVFP4, 1)
+    nearly[63, 127] = 1 + 2.0**-19
     for reason, a, b in (
         ("does not hold", operand((64, 128), None, 1), good.T),
-        ("does not hold", good, operand((64, 128), NVFP4, 1).T),
+        ("does not hold", good, operand((64, 128), QuantSpec("int8"), 1).T),
+        ("does not hold", good, nearly.T),
         ("small", good[:8], good.T),
         ("small", good[:, :32], good.T[:32]),
         ("not contiguous", good[:, ::2], good.T[::2]),
         ("down to", tiny, tiny.T),
+        ("down to", subnormal, good.T),
         ("up to", huge, huge.T),
         ("not (M, K)", good, good),
         ("float64", good.astype(np.float64), good.T),
@@ -525,16 +556,23 @@ def test_weights_ignore_what_is_left_in_memory(variant: str) -> None:
 
 def test_weights_at_the_ends_of_the_scales(variant: str) -> None:
     """A block's largest and smallest scales, subnormal ones too, are those of the format."""
+    k = 32 * 19  # some scales in vectors, some alone
     for name in ("mxfp4", "mxint8", "mxfp8_e4m3", "mxfp8_e5m2"):
-        w = quantized((6, 96), QuantSpec(name), 0)
+        w = quantized((6, k), QuantSpec(name), 0)
         for low, high, x in ((0, 5, 2.0**58), (230, 240, 2.0**-60)):
             w.scales[:] = np.random.default_rng(1).integers(low, high, w.scales.shape)
-            a = np.full((2, 96), x, np.float32)
-            check(BACKEND.weight_matmul(a, w), a.astype(np.float64), exact(w), 96, (name, low))
-    w = quantized((6, 96), NVFP4, 0)
-    w.scales[:] = np.arange(36).reshape(6, 6)  # subnormal ones first
-    a = np.ones((3, 96), np.float32)
-    check(BACKEND.weight_matmul(a, w), a.astype(np.float64), exact(w), 96, "ue4m3")
+            a = np.full((2, k), x, np.float32)
+            check(BACKEND.weight_matmul(a, w), a.astype(np.float64), exact(w), k, (name, low))
+    w = quantized((6, k), NVFP4, 0)
+    a = np.ones((3, k), np.float32)
+    w.scales[:] = np.arange(w.scales.size).reshape(w.scales.shape) % 0x7F
+    check(BACKEND.weight_matmul(a, w), a.astype(np.float64), exact(w), k, "ue4m3")
+    for spec, nan in ((NVFP4, 0x7F), (MXFP4, 255)):
+        w = quantized((6, k), spec, 0)
+        w.codes[:] = 0x22  # ones: infinite scales would show
+        w.scales[4, 5], w.scales[5, -1] = nan, nan
+        got = BACKEND.weight_matmul(a, w)
+        assert np.array_equal(np.isnan(got), np.arange(6) >= np.full((3, 1), 4)), spec
 
 
 # --- paths, and what the core refuses -----------------------------------------------------------

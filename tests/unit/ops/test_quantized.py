@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 import extensor as et
+from extensor.backends import windows
+from extensor.backends.generic import GenericBackend
+from extensor.backends.protocol import Window
 from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
 from extensor.quant.context import LayerContext
 from extensor.quant.recipe import SLOTS, Gemm, LayerRecipe
@@ -18,6 +21,7 @@ from extensor.quant.reference import operand
 from extensor.quant.spec import QuantSpec
 
 RNG = np.random.default_rng(7)
+GENERIC = GenericBackend("cpu", np)
 
 
 def _values(x: np.ndarray, context: LayerContext, slot: str, axis: int) -> np.ndarray:
@@ -26,14 +30,14 @@ def _values(x: np.ndarray, context: LayerContext, slot: str, axis: int) -> np.nd
     if isinstance(wanted, str):
         return np.asarray(et.from_numpy(x).to(wanted).to("float32").numpy())
     spec = wanted.replace(axis=axis)
-    stream = context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
+    stream = context.stream(slot, axis in (0, -2)) if spec.rounding == "stochastic" else None
     return operand(np.ascontiguousarray(x), spec, stream)[0]
 
 
 def _close(actual: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> None:
     """Actual equals scale * a @ b up to float32 summation: |error| <= K eps (|a| @ |b|) * 2."""
     wanted = scale * (a.astype(np.float64) @ b.astype(np.float64))
-    bound = 2 * (a.shape[1] + 2) * 2.0**-24 * scale * (np.abs(a) @ np.abs(b)).astype(np.float64)
+    bound = 2 * (a.shape[-1] + 2) * 2.0**-24 * scale * (np.abs(a) @ np.abs(b)).astype(np.float64)
     assert actual.shape == wanted.shape
     assert np.all(np.abs(actual - wanted) <= bound + 1e-30)
 
@@ -75,7 +79,9 @@ def test_matmul_is_three_gemms_of_dequantized_operands(name: str, m: int, n: int
     )
 
 
-def test_large_products_of_exact_operands_take_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("conv", [False, True])
+def test_large_products_take_the_tiles(monkeypatch: pytest.MonkeyPatch, conv: bool) -> None:
+    """All three GEMMs of matrix products and convolutions, where operands are scaled bfloat16."""
     from extensor.backends.cpu import CpuBackend
 
     paths = []
@@ -85,15 +91,25 @@ def test_large_products_of_exact_operands_take_the_tiles(monkeypatch: pytest.Mon
         return np.matmul(a, b)
 
     monkeypatch.setattr(CpuBackend, "operand_matmul", spy)
-    for name in ("mxfp4", "bf16", "fp32"):
-        x, w = _tensor(150, 90), _tensor(66, 90)
-        y = quantized_matmul(x, w, layer_context(RECIPES[name].layers, seed=3))
+    for name in ("mxfp4", "mxfp8_nvidia", "nvfp4_nvidia", "bf16", "fp32"):
+        context = layer_context(RECIPES[name].layers, seed=3)
+        paths.clear()
+        if conv:
+            x, w = _tensor(2, 33, 12, 12), _tensor(40, 33, 3, 3)
+            y = quantized_conv2d(x, w, context)
+        else:
+            x, w = _tensor(150, 90), _tensor(66, 90)
+            y = quantized_matmul(x, w, context)
         y.backward(et.from_numpy(RNG.standard_normal(y.shape).astype(np.float32)))
-    core = x.backend.core
-    if core is not None and core.gemm_has_bf16():
-        assert paths[:6] == ["core (amx, bf16)"] * 6
-    assert len(paths) == 9
-    assert all(path.startswith("generic: ") for path in paths[6:])
+        if name == "fp32" or (conv and name == "bf16"):
+            assert not paths  # float32 operands are multiplied as they are; convolution kernels
+            continue
+        assert len(paths) == 3
+        core = x.backend.core
+        if core is None or not core.gemm_has_bf16():
+            assert all(path.startswith("generic: ") for path in paths)
+        else:
+            assert all(path == "core (amx, bf16)" for path in paths), (name, paths)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -104,39 +120,45 @@ def test_conv2d_is_three_gemms_of_patches(name: str, groups: int) -> None:
     y = quantized_conv2d(x, w, context, stride=2, padding=1, groups=groups)
     g = RNG.standard_normal(y.shape).astype(np.float32)
     y.backward(et.from_numpy(g))
-    from extensor.backends import windows
-    from extensor.backends.protocol import Window
+    window, layer = Window((3, 3), (2, 2), (1, 1)), context.layer
+    # A matrix of each group: patches (K, M), weights (O, K), gradients (O, M).
+    stack = (6,) if groups == 1 else (groups, 6 // groups)
+    patches = windows.patch_matrix(x.numpy(), window, groups, np)
+    patches = patches[0] if groups == 1 else patches
+    kernel, pixels = w.numpy().reshape(*stack, -1), g.swapaxes(0, 1).reshape(*stack, -1)
+    _close(
+        y.numpy().swapaxes(0, 1).reshape(*stack, -1),
+        _values(kernel, context, "fprop.w", -1),
+        _values(patches, context, "fprop.x", -2),
+        layer.fprop.output_scale,
+    )
+    _close(
+        w.grad.numpy().reshape(kernel.shape),
+        _values(pixels, context, "wgrad.g", -1),
+        _values(patches, context, "wgrad.x", -1).swapaxes(-1, -2),
+        layer.wgrad.output_scale,
+    )
+    a = _values(pixels, context, "dgrad.g", -2)
+    b = _values(kernel, context, "dgrad.w", -2)
+    images = a.reshape(-1, 3, *y.shape[2:]).swapaxes(0, 1)
+    tail = (x.shape, window, groups)
+    kernels = b.reshape(-1, *w.shape[1:]).astype(np.float64)
+    wanted = layer.dgrad.output_scale * GENERIC.conv2d_grad_x(images, kernels, *tail)
+    bound = GENERIC.conv2d_grad_x(np.abs(images).astype(np.float64), np.abs(kernels), *tail)
+    k = 9 * a.shape[-2] + 2
+    error = np.abs(x.grad.numpy() - wanted)
+    assert np.all(error <= 2 * layer.dgrad.output_scale * k * 2.0**-24 * bound + 1e-30)
 
-    window = Window((3, 3), (2, 2), (1, 1))
-    step, outs = 4 // groups, 6 // groups
-    for i in range(groups):
-        part = np.ascontiguousarray(x.numpy()[:, i * step : (i + 1) * step])
-        patches = windows.im2col(part, window, np)
-        kernel = w.numpy()[i * outs : (i + 1) * outs].reshape(outs, -1)
-        rows = g[:, i * outs : (i + 1) * outs].transpose(0, 2, 3, 1).reshape(-1, outs)
-        mine = y.numpy()[:, i * outs : (i + 1) * outs].transpose(0, 2, 3, 1).reshape(-1, outs)
-        layer = context.layer
-        _close(
-            mine,
-            _values(patches, context, "fprop.x", 1),
-            _values(kernel, context, "fprop.w", 1).T,
-            layer.fprop.output_scale,
-        )
-        _close(
-            w.grad.numpy()[i * outs : (i + 1) * outs].reshape(outs, -1),
-            _values(rows, context, "wgrad.g", 0).T,
-            _values(patches, context, "wgrad.x", 0),
-            layer.wgrad.output_scale,
-        )
-        a = _values(rows, context, "dgrad.g", 1)
-        b = _values(kernel, context, "dgrad.w", 0)
-        wanted = windows.col2im(
-            (layer.dgrad.output_scale * (a.astype(np.float64) @ b)), part.shape, window, np
-        )
-        bound = windows.col2im(np.abs(a).astype(np.float64) @ np.abs(b), part.shape, window, np)
-        error = np.abs(x.grad.numpy()[:, i * step : (i + 1) * step] - wanted)
-        k = a.shape[1] + 9 + 2
-        assert np.all(error <= 2 * layer.dgrad.output_scale * k * 2.0**-24 * bound + 1e-30)
+
+@pytest.mark.parametrize("name", ["fp32", "mxfp4", "mxfp4_tseng"])
+def test_conv2d_bias_is_added(name: str) -> None:
+    x, w, b = _tensor(3, 4, 6, 6), _tensor(5, 4, 3, 3), _tensor(5)
+    layer = RECIPES[name].layers
+    y = quantized_conv2d(x, w, layer_context(layer), bias=b)
+    apart = quantized_conv2d(x, w, layer_context(layer)).numpy() + b.numpy()[:, None, None]
+    assert np.allclose(y.numpy(), apart, rtol=0, atol=40 * 2.0**-24 * np.abs(apart).max() * 8)
+    y.sum().backward()
+    assert b.grad.numpy().tolist() == [3 * 4 * 4] * 5
 
 
 def test_stochastic_bits_follow_step_and_repeat() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+import models
+from training.cli import main
 from training.config import RunConfig, read_toml, write_toml
-from training.data import DATASETS
+from training.data import DATASETS, fetch
 from training.runs import RUNS, defaults
 from training.tasks import TASKS
 
@@ -125,3 +127,48 @@ def test_toml_keys_may_have_hyphens(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("batch-size = 7\nlr = 0.5\n", encoding="utf-8")
     assert read_toml(path, defaults("lenet")) == {"batch_size": 7, "lr": 0.5}
+
+
+ZOO = ("alexnet", "vgg", "resnet", "mobilenet", "googlenet")
+
+
+@pytest.mark.parametrize("model", ZOO)
+@pytest.mark.parametrize("dataset", ["cifar10", "digits"])
+def test_every_image_model_has_a_run_for_photographs_and_digits(model: str, dataset: str) -> None:
+    run = RunConfig(**defaults(model, dataset))
+    assert defaults(model)["dataset"] == "cifar10"
+    assert run.augment == ("flip" if dataset == "cifar10" else "shift")
+    channels, side = (3, 32) if dataset == "cifar10" else (1, 28)
+    made = models.config(model, run.variant, in_channels=channels, image_size=side, classes=10)
+    assert (made.in_channels, made.image_size, made.classes) == (channels, side, 10)
+
+
+def test_photographs_that_are_nowhere_are_one_error_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def offline(*args: object, **kwargs: object) -> object:
+        raise OSError("no network here")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(fetch.urllib.request, "urlopen", offline)
+    monkeypatch.setattr("training.data.fetch.Path.is_file", lambda self: False)
+    assert main(["resnet", "--out", str(tmp_path / "run")]) == 2
+    text = capsys.readouterr().err
+    assert "cifar-10-binary.tar.gz" in text and "curl -LO" in text and "--dataset digits" in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"augment": "flips"}, "no augmentation of images named 'flips'; did you mean 'flip'"),
+        ({"augment": "noise"}, "no augmentation of images named 'noise'"),
+        ({"sampler": "weigthed"}, "no sampler named 'weigthed'; did you mean 'weighted'"),
+        ({"val_share": 1.0}, r"--val-share: wanted a number in \[0, 1\), got 1.0"),
+        ({"patience": 3}, "--patience: 3 epochs .* nothing is held out; .*--val-share 0.1"),
+        ({"optimizer_states": "int8"}, "no optimizer states named 'int8'; .*bfloat16"),
+    ],
+)
+def test_new_settings_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**{**defaults("mlp"), **changes})
