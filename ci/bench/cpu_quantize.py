@@ -8,8 +8,8 @@ NVFP4's input counted twice (the tensor's maximum, then codes); the bandwidth be
 a float32 copy of the same matrix in the same run, by numpy or torch, whichever is faster.
 ``--only`` picks rows by words in their names; rows of one day go into one file,
 ci/bench/results/<date>-cpu-quantize.json. ``--torchao`` names an interpreter that has torchao; its
-eager rates, on 2048 rows of the matrix and as many threads, are
-measured in a process of their own. On a busy machine nothing is written unless forced.
+eager rates, on 2048 rows of the matrix and as many threads, are measured in a process of their own.
+On a busy machine nothing is written unless forced.
 """
 
 from __future__ import annotations
