@@ -61,9 +61,10 @@ struct Scaler {
     }
 
     // Whether no value is larger than its block's statistic says, and zeros keep their signs: what
-    // the coders of whole tiles take for granted.
+    // the coders of whole tiles take for granted. A scale that was chosen may be too small for it.
     bool bounded() const {
-        return grid.zeros == Zeros::kept && plan.statistic != Statistic::percentile;
+        return grid.zeros == Zeros::kept && plan.statistic != Statistic::percentile &&
+               !chooses(plan);
     }
 
     bool needs_global() const { return plan.scale == Scale::ue4m3 || plan.window >= 0; }

@@ -22,11 +22,13 @@ from extensor.cli.tables import (
     format_sheet,
     formats,
     layout_sheet,
+    scale_sheet,
 )
 
 __all__ = [
     "Sheet", "dialect_sheet", "doctor", "element_sheet", "format_sheet", "formats", "inspect",
     "layout_sheet", "main", "quantize", "read_tensors",
+    "scale_sheet",
 ]  # fmt: skip
 
 COMMANDS: dict[str, Callable[..., Any]] = {

@@ -32,6 +32,7 @@ def doctor() -> None:
         sheets += [
             _core_sheet(backend),
             _format_path_sheet(backend),
+            _pair_path_sheet(backend),
             _product_path_sheet(backend),
             _window_path_sheet(backend),
             _training_path_sheet(backend),
@@ -74,6 +75,18 @@ def _format_path_sheet(backend: CpuBackend) -> Sheet:
         rows.append((name, *(backend.path(method, *args) for method, *args in calls)))
     columns = ("format", "quantize", "dequantize", "operand (in a GEMM)")
     return Sheet("Formats on the CPU, with their default spec", columns, tuple(rows))
+
+
+def _pair_path_sheet(backend: CpuBackend) -> Sheet:
+    """Which code a matrix takes that is wanted along its rows and down its columns."""
+    x = np.ones((64, 64), np.float32)
+    rows = []
+    for name in FORMATS:
+        specs = tuple(QuantSpec(name, axis=axis).resolve(x.ndim) for axis in (1, 0))
+        paths = (backend.path(method, x, specs) for method in ("quantize_pair", "operand_pair"))
+        rows.append((name, *paths))
+    columns = ("format", "quantize_pair", "operand_pair")
+    return Sheet("Rows and columns of one matrix on the CPU", columns, tuple(rows))
 
 
 def _product_path_sheet(backend: CpuBackend) -> Sheet:

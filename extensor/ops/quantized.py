@@ -391,10 +391,10 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
                 np.ones((2, 3, 8, 8), np.float32),
                 np.ones((4, 3, 3, 3), np.float32),
                 layer_context(get_recipe("mxfp4").layers),
+                *(1, 0, 1, 1, np.ones(3, np.float32)),
             ),
             ValueError,
             "bias: wanted shape",
-            {"bias": np.ones(3, np.float32)},
         ),
     ),
 )

@@ -29,3 +29,9 @@ def nvrtc() -> None:
             found = None
         if found is None:
             pytest.skip(f"{name} is not installed; pip install 'extensor[cuda13]'")
+    from cuda.bindings import nvrtc as library
+
+    try:  # the module may be there without the library that it loads
+        library.nvrtcVersion()
+    except RuntimeError as error:
+        pytest.skip(f"NVRTC does not load ({error}); pip install 'extensor[cuda13]'")
