@@ -124,8 +124,13 @@ def _training_path_sheet(backend: CpuBackend) -> Sheet:
     """Which code a training step's methods take on a float32 matrix."""
     x, w = np.ones((64, 64), np.float32), np.ones(64, np.float32)
     line, mean = w.copy(), np.ones((64, 1), np.float32)
+    heads, stats = np.ones((2, 4, 16, 32), np.float32), np.ones((2, 4, 16, 2), np.float32)
+    whole = (True, 0.1)
     calls: tuple[tuple[Any, ...], ...] = (
         ("operand_matmul", x, x),
+        ("matmul", x, x),
+        ("attention", *(heads,) * 3, *whole),
+        ("attention_grad", *(heads,) * 5, stats, *whole, (heads,) * 3),
         ("gelu", x),
         ("gelu_grad", x, x, x),
         ("softmax", x, -1),
