@@ -29,7 +29,7 @@ Array = Any
 _WAY_OUT = "it takes an NVIDIA GPU with its driver, and pip install 'extensor[cuda13]'"
 
 
-def _dialect_gap(spec: QuantSpec) -> str | None:
+def dialect_gap(spec: QuantSpec) -> str | None:
     """What of the dialect the kernels leave to cupy, as a phrase; None if nothing."""
     dialect = spec.dialect_row
     gaps = {
@@ -172,7 +172,7 @@ class CudaBackend(GenericBackend):
     def _operand_reason(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> str | None:
-        if reason := self._input_reason(x, spec, stream) or _dialect_gap(spec):
+        if reason := self._input_reason(x, spec, stream) or dialect_gap(spec):
             return reason
         plan = kernels.plan_of(spec, tuple(x.shape))
         return plan if isinstance(plan, str) else None

@@ -18,6 +18,7 @@ from extensor.formats import DIALECTS, FORMATS
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
+from extensor_cuda.backend import dialect_gap
 from tests.oracle.compare import PARTS, same_bytes
 from tests.oracle.samples import KINDS, sample
 
@@ -52,7 +53,8 @@ def check(cuda: Any, x: np.ndarray, spec: QuantSpec, operand: bool = True) -> No
     stream = STREAM if spec.rounding == "stochastic" else None
     context = f"{spec} on {x.dtype} of shape {x.shape}"
     device = cuda.xp.asarray(x)
-    wanted_path = f"host: {spec.kernel_gap}" if spec.kernel_gap else "fused kernel"
+    gap = dialect_gap(spec)
+    wanted_path = f"host: {gap}" if gap else "fused kernel"
     assert cuda.path("quantize", device, spec, stream) == wanted_path, context
     want, want_stats = reference.quantize(x, spec, stream)
     got, got_stats = cuda.quantize(device, spec, stream)
