@@ -9,7 +9,7 @@ with ``-ftz=true``), which would change bits. `CudaBackend.path` gives the same 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import gemm
+from extensor_cuda import gemm, operands
 from extensor_cuda.kernels import quantize as kernels
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -101,6 +101,7 @@ class CudaBackend(GenericBackend):
 
     def __init__(self, xp: Any) -> None:
         super().__init__("cuda", xp)
+        self._falls: Array | None = None
 
     def refuse_after_fork(self) -> None:
         """Make every use of this backend in a forked child an error that says so."""
@@ -124,6 +125,7 @@ class CudaBackend(GenericBackend):
             "quantize": self._quantize_reason,
             "operand": self._operand_reason,
             "dequantize": self._dequantize_reason,
+            "product_operands": self._product_operands_reason,
         }
         if method not in reasons:
             raise ValueError(
@@ -198,6 +200,59 @@ class CudaBackend(GenericBackend):
         """The product on the tensor cores, or why there is none."""
         capability = self.xp.cuda.Device().compute_capability
         return gemm.reason(a, b, capability) or gemm.matmul(a, b, self.xp)
+
+    def product_operands(
+        self,
+        x: Array,
+        specs: Sequence[QuantSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+    ) -> list[tuple[Any, QuantStats | Callable[[], QuantStats]]]:
+        """See the protocol. Does not wait for the GPU where a kernel covers it."""
+        x = self._ready(x)
+        if self._product_operands_reason(x, specs, streams, work):
+            return super().product_operands(x, specs, streams, work)
+        if len(specs) == 2 and specs[0] != specs[1].replace(axis=specs[0].axis):
+            sides = zip(specs, streams, strict=True)
+            made = [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
+        else:
+            made = operands.make(x, specs, streams, self.xp)
+        return [(operand, operand.stats) for operand in made]
+
+    def _product_operands_reason(
+        self, x: Array, specs: Sequence[QuantSpec], streams: Sequence[Stream | None], work: int
+    ) -> str | None:
+        capability = self.xp.cuda.Device().compute_capability
+        for spec, stream in zip(specs, streams, strict=True):
+            found = operands.reason(x, spec, work, capability)
+            if reason := found or self._operand_reason(x, spec, stream):
+                return reason
+        return None
+
+    def operand_product(self, a: Any, b: Any, dtype: str = "float32") -> Array:
+        """See the protocol; `extensor_cuda.operands` has the ways, `fallbacks` what was taken."""
+        xp = self.xp
+        if isinstance(a, operands.Operand) and isinstance(b, operands.Operand):
+            if self._falls is None:
+                self._falls = xp.zeros((), dtype=xp.uint32)
+            kind = "bfloat16" if dtype == "bfloat16" else "float32"
+            return operands.multiply(a, b, kind, xp, self._falls)
+        return super().operand_product(self._decoded(a), self._decoded(b), dtype)
+
+    def _decoded(self, operand: Any) -> Array:
+        """The values of an operand whose other side has no kernel."""
+        if not isinstance(operand, operands.Operand):
+            return operand
+        values, _ = self.operand(operand.x, operand.spec, operand.stream)
+        return values if operand.spec.axis == 1 else values.T
+
+    @property
+    def fallbacks(self) -> int:
+        """How many products of FP4 operands were out of FP8's window and ran in bfloat16.
+
+        Waits for the GPU.
+        """
+        return 0 if self._falls is None else int(self._falls)
 
     @property
     def _host(self) -> Any:

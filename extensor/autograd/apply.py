@@ -137,11 +137,13 @@ def _prepare(
     common = reduce(promote, [inputs[i].dtype for i in promoted])
     if primitive.to_float and not common.is_float:
         common = float32
-    compute = common if primitive.moves else compute_dtype(common)
+    wide = compute_dtype(common)
+    compute = common if primitive.moves or primitive.halves else wide
     for i in promoted:
         if inputs[i].dtype is not compute:
             arrays[i] = arrays[i].astype(compute.numpy)
-    return inputs, arrays, compute.numpy, None if compute is common else common.numpy
+    rounds = wide is not common and not primitive.moves
+    return inputs, arrays, compute.numpy, common.numpy if rounds else None
 
 
 def _broadcast_message(name: str, arrays: list[Any]) -> str:

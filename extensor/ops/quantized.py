@@ -21,7 +21,8 @@ The gradient is straight-through: the float op's VJP at the dequantized operands
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -62,6 +63,7 @@ def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
 
 
 def _dense(backend: Backend, x: Array, dtype: str) -> Array:
+    x = x.astype(backend.xp.float32, copy=False)
     return x if dtype == "float32" else backend.bfloat16_values(x)
 
 
@@ -69,42 +71,35 @@ def _stream(context: LayerContext, slot: str, spec: QuantSpec, axis: int) -> Str
     return context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
 
 
-def _operand(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
-    """The values of matrix x that GEMM ``slot`` multiplies, contracted along ``axis``."""
-    wanted = context.operand(slot)
-    if isinstance(wanted, str):
-        return _dense(backend, x, wanted)
-    spec = _placed(wanted, axis)
-    values, stats = backend.operand(x, spec, _stream(context, slot, spec, axis))
-    context.record(slot, stats)
-    return values
-
-
-def _gradient_operands(
-    backend: Backend, g: Array, context: LayerContext, needs: tuple[bool, bool]
-) -> tuple[Array | None, Array | None]:
-    """What dgrad and wgrad make of a gradient (M, N): its rows and its columns, read once."""
-    slots = (("dgrad.g", 1), ("wgrad.g", 0))
+def _operands(
+    backend: Backend,
+    x: Array,
+    context: LayerContext,
+    slots: Sequence[tuple[str, int]],
+    sizes: tuple[int, int, int],
+) -> list[Any]:
+    """What GEMMs multiply of matrix x, by slot and axis contracted, which comes last."""
     wanted = [context.operand(slot) for slot, _ in slots]
-    if not all(needs) or any(isinstance(operand, str) for operand in wanted):
-        values = (
-            _operand(backend, g, context, slot, axis) if need else None
-            for (slot, axis), need in zip(slots, needs, strict=True)
-        )
-        return next(values), next(values)
-    first, second = (
-        _placed(spec, axis)
-        for spec, (_, axis) in zip(wanted, slots, strict=True)
-        if isinstance(spec, QuantSpec)
-    )
-    streams = (
-        _stream(context, "dgrad.g", first, 1),
-        _stream(context, "wgrad.g", second, 0),
-    )
-    along, down = backend.operand_pair(g, (first, second), streams)
-    context.record("dgrad.g", along[1])
-    context.record("wgrad.g", down[1])
-    return along[0], down[0]
+    specs = [
+        _placed(operand, axis)
+        for operand, (_, axis) in zip(wanted, slots, strict=True)
+        if isinstance(operand, QuantSpec)
+    ]
+    if len(specs) < len(slots):
+        if len(slots) > 1:
+            return [_operands(backend, x, context, [slot], sizes)[0] for slot in slots]
+        assert isinstance(wanted[0], str)
+        values = _dense(backend, x, wanted[0])
+        return [values if slots[0][1] == 1 else values.T]
+    gemms = [getattr(context.layer, slot.split(".")[0]) for slot, _ in slots]
+    dense = any(isinstance(operand, str) for gemm in gemms for operand in (gemm.a, gemm.b))
+    streams = [
+        _stream(context, slot, spec, axis) for spec, (slot, axis) in zip(specs, slots, strict=True)
+    ]
+    made = backend.product_operands(x, specs, streams, 0 if dense else math.prod(sizes))
+    for (slot, _), (_, counts) in zip(slots, made, strict=True):
+        context.record(slot, counts)
+    return [operand for operand, _ in made]
 
 
 def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
@@ -112,26 +107,12 @@ def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
     return out if gemm.output_scale == 1.0 else out * xp.float32(gemm.output_scale)
 
 
-def _product(backend: Backend, a: Array, b: Array, gemm: Gemm) -> Array:
+def _product(backend: Backend, a: Any, b: Any, gemm: Gemm, dtype: str) -> Array:
+    """A b^T of what `_operands` gave."""
     # Rounded operands may fit bfloat16 tiles, which is looked for; float32 ones do not.
-    multiply = backend.matmul if "float32" in (gemm.a, gemm.b) else backend.operand_matmul
-    return _scaled(multiply(a, b), gemm, backend.xp)
-
-
-def _fprop(backend: Backend, x: Array, w: Array, context: LayerContext) -> Array:
-    a = _operand(backend, x, context, "fprop.x", 1)
-    b = _operand(backend, w, context, "fprop.w", 1)
-    return _product(backend, a, b.T, context.layer.fprop)
-
-
-def _dgrad(backend: Backend, a: Array, w: Array, context: LayerContext) -> Array:
-    b = _operand(backend, w, context, "dgrad.w", 0)
-    return _product(backend, a, b, context.layer.dgrad)
-
-
-def _wgrad(backend: Backend, a: Array, x: Array, context: LayerContext) -> Array:
-    b = _operand(backend, x, context, "wgrad.x", 0)
-    return _product(backend, a.T, b, context.layer.wgrad)
+    if "float32" in (gemm.a, gemm.b):
+        return _scaled(backend.matmul(a, b.T), gemm, backend.xp)
+    return _scaled(backend.operand_product(a, b, dtype), gemm, backend.xp)
 
 
 def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
@@ -153,7 +134,11 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
 
 def _matmul_forward(backend: Backend, x: Array, w: Array, context: LayerContext) -> Array:
     rows = x.reshape(-1, x.shape[-1])
-    return _fprop(backend, rows, w, context).reshape(*x.shape[:-1], w.shape[0])
+    sizes = (len(rows), *w.shape)
+    (a,) = _operands(backend, rows, context, [("fprop.x", 1)], sizes)
+    (b,) = _operands(backend, w, context, [("fprop.w", 1)], sizes)
+    out = _product(backend, a, b, context.layer.fprop, x.dtype.name)
+    return out.reshape(*x.shape[:-1], w.shape[0])
 
 
 def _matmul_vjp(
@@ -166,9 +151,17 @@ def _matmul_vjp(
 ) -> tuple[Array | None, Array | None]:
     x, w = inputs
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
-    along, down = _gradient_operands(backend, rows, context, needs)
-    dx = None if along is None else _dgrad(backend, along, w, context).reshape(x.shape)
-    dw = None if down is None else _wgrad(backend, down, x.reshape(-1, x.shape[-1]), context)
+    sizes, layer, dtype = (len(rows), *w.shape), context.layer, x.dtype.name
+    slots = [("dgrad.g", 1), ("wgrad.g", 0)]
+    wanted = [slot for slot, need in zip(slots, needs, strict=True) if need]
+    gradients = _operands(backend, rows, context, wanted, sizes)  # read once for both
+    dx = dw = None
+    if needs[0]:
+        (b,) = _operands(backend, w, context, [("dgrad.w", 0)], sizes)
+        dx = _product(backend, gradients[0], b, layer.dgrad, dtype).reshape(x.shape)
+    if needs[1]:
+        (b,) = _operands(backend, x.reshape(-1, x.shape[-1]), context, [("wgrad.x", 0)], sizes)
+        dw = _product(backend, gradients[-1], b, layer.wgrad, dtype)
     return dx, dw
 
 
@@ -183,6 +176,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     fused_vjp=_matmul_vjp,
     once=_ONCE,
     reads="inputs",
+    halves=True,
     check="forward",
     samples=_matmul_samples,
     errors=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from extensor.quant.array import QuantStats
@@ -10,7 +10,12 @@ from extensor.quant.fixed import FixedScale
 from extensor.quant.recipe import SLOTS, LayerRecipe, Operand, Recipe
 from extensor.random import Stream
 
-__all__ = ["LayerContext", "RecipeState"]
+__all__ = ["Counts", "LayerContext", "RecipeState"]
+
+Counts = QuantStats | Callable[[], QuantStats]
+"""What quantizing counted, or, where a GPU is still at it, what waits for that."""
+
+_MOST_PENDING = 256
 
 CALL_SHIFT = 12
 """A stream numbers its tensor with 24 bits: 4096 layers, each used up to 4096 times in a step."""
@@ -33,15 +38,34 @@ class RecipeState:
     step: int = 0
     layers: dict[str, LayerContext] = field(default_factory=dict)
     _counts: dict[tuple[str, str], QuantStats] = field(default_factory=dict)
+    _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
 
     @property
     def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:
-        """Counts by (layer path, slot) since the last reset."""
+        """Counts by (layer path, slot) since the last reset; waits for a GPU that still counts."""
+        for key, counts in self._pending:
+            self._add(key, counts())
+        self._pending.clear()
         return self._counts
 
     def reset_telemetry(self) -> None:
         """Forget the counts."""
         self._counts.clear()
+        self._pending.clear()
+
+    def record(self, key: tuple[str, str], counts: Counts) -> None:
+        """Add to the counts of a (layer path, slot), without waiting for a GPU."""
+        if isinstance(counts, QuantStats):
+            self._add(key, counts)
+            return
+        self._pending.append((key, counts))
+        if len(self._pending) > _MOST_PENDING:  # the oldest are long done
+            first, ready = self._pending[0]
+            del self._pending[0]
+            self._add(first, ready())
+
+    def _add(self, key: tuple[str, str], stats: QuantStats) -> None:
+        self._counts[key] = self._counts.get(key, QuantStats()) + stats
 
 
 @dataclass
@@ -77,7 +101,6 @@ class LayerContext:
         tensor = self.index + (self.call << CALL_SHIFT)
         return Stream(self.state.seed, self.state.step, tensor, SLOTS.index(slot), column)
 
-    def record(self, slot: str, stats: QuantStats) -> None:
+    def record(self, slot: str, counts: Counts) -> None:
         """Add to the slot's counts."""
-        key = (self.path, slot)
-        self.state._counts[key] = self.state._counts.get(key, QuantStats()) + stats
+        self.state.record((self.path, slot), counts)

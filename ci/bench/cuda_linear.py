@@ -1,0 +1,123 @@
+"""A linear layer's forward and backward under the mxfp4 recipe on a GPU, against torch in bfloat16.
+
+    python ci/bench/cuda_linear.py [--sizes 8192x8192x8192 ...] [--rounds N]
+
+x (M, K), w (N, K) and the gradient (M, N) are normal bfloat16 data. torch: F.linear and its
+backward, three products. Ours: `et.quantized_matmul` and its backward: six operands quantized from
+bfloat16 (the largest magnitude found by a pass of its own, gradients rounded stochastically, values
+counted), three products, three bfloat16 results. "products" are ours without quantizing,
+"quantizers" the rest. CUDA events around two calls, the contestants taking turns in one process,
+medians over the rounds, three inputs in turn. Needs a Hopper GPU, torch and the extra ``cuda13``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import torch
+
+from ci.bench.cuda_gemm import INPUTS, RESULTS, Call, measure, save
+from extensor.autograd.apply import wrap
+from extensor.backends import registry
+from extensor.ops.quantized import layer_context, quantized_matmul
+from extensor.quant.recipes import get_recipe
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda import operands
+
+
+def contestants(sizes: tuple[int, int, int], backend: Any) -> dict[str, Call]:
+    """Calls that take their number and choose their input by it."""
+    m, n, k = sizes
+    xp, theirs, ours = backend.xp, [], []
+    for seed in range(INPUTS):
+        torch.manual_seed(seed)
+        tensors = [
+            torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+            for shape in ((m, k), (n, k), (m, n))
+        ]
+        theirs.append(tensors)
+        ours.append([xp.from_dlpack(t.view(torch.int16)).view(ml_dtypes.bfloat16) for t in tensors])
+    layer = get_recipe("mxfp4").layers
+    context = layer_context(layer, seed=1)
+    rows, columns = (
+        QuantSpec("mxfp4", axis=axis, scale_rule="rceil").resolve(2) for axis in (1, 0)
+    )
+    noisy = [spec.replace(rounding="stochastic") for spec in (rows, columns)]
+    streams = [Stream(1, 0, 0, 2, False), Stream(1, 0, 0, 4, True)]
+
+    def torch_step(turn: int) -> Any:
+        x, w, g = theirs[turn % INPUTS]
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        torch.nn.functional.linear(x, w).backward(g)
+        return x.grad, w.grad
+
+    def our_step(turn: int) -> Any:
+        x, w, g = (wrap(array, backend) for array in ours[turn % INPUTS])
+        x.requires_grad, w.requires_grad = True, True
+        quantized_matmul(x, w, context).backward(g)
+        return x.grad, w.grad
+
+    def quantizers(turn: int) -> Any:
+        x, w, g = ours[turn % INPUTS]
+        singles = [operands.make(a, [s], [None], xp) for a in (x, w) for s in (rows, columns)]
+        return singles, operands.make(g, noisy, streams, xp)
+
+    x, w, g = ours[0]
+    made = [operands.make(a, [s], [None], xp)[0] for a in (x, w) for s in (rows, columns)]
+    pair = operands.make(g, noisy, streams, xp)
+
+    def products(turn: int) -> Any:
+        sides = ((made[0], made[2]), (pair[0], made[3]), (pair[1], made[1]))
+        return [operands.multiply(a, b, "bfloat16", xp) for a, b in sides]
+
+    return {
+        "torch bf16": torch_step,
+        "mxfp4 recipe": our_step,
+        "mxfp4 recipe, products": products,
+        "mxfp4 recipe, quantizers": quantizers,
+        "of these: rows of x": lambda i: operands.make(ours[i % INPUTS][0], [rows], [None], xp),
+        "of these: columns of x": lambda i: operands.make(
+            ours[i % INPUTS][0], [columns], [None], xp
+        ),
+        "of these: rows and columns of g": lambda i: operands.make(
+            ours[i % INPUTS][2], noisy, streams, xp
+        ),
+        "not of these: rows and columns of x in one pass": lambda i: operands.make(
+            ours[i % INPUTS][0], [rows, columns], [None, None], xp
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a linear layer's step against torch's")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
+    parser.add_argument("--sizes", nargs="+", default=["8192x8192x8192", "4096x4096x4096"])
+    parser.add_argument("--rounds", type=int, default=11)
+    chosen = parser.parse_args()
+    backend = registry.get("cuda")
+    results = {}
+    for text in chosen.sizes:
+        m, n, k = map(int, text.split("x"))
+        before = backend.fallbacks
+        with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            times = measure(contestants((m, n, k), backend), chosen.rounds)
+        falls = backend.fallbacks - before
+        for name, milliseconds in times.items():
+            row = {
+                "milliseconds": round(milliseconds, 4),
+                "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
+                "products_in_bf16": falls,
+            }
+            results[f"{text} {name}"] = row
+            print(f"{text} {name:50s}", *row.values(), flush=True)
+    words = ["--sizes", *chosen.sizes, "--rounds", str(chosen.rounds)]
+    what = "a linear layer's forward and backward (M x N x K), bfloat16 in and out, against torch"
+    save(chosen.output, "linear", what, words, results, backend.xp.cuda.runtime)
+
+
+if __name__ == "__main__":
+    main()

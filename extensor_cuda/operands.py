@@ -1,0 +1,227 @@
+"""Operands of training's products: quantized to MXFP4 and written as FP8 at once, on Hopper.
+
+A matrix is read once for its largest magnitude and once more to be quantized, along its rows, down
+its columns or both; what is written are E5M2 codes under one power of two (`kernels/operand.cu`),
+contraction contiguous, and no packed storage. The product of two such operands runs on the FP8
+tensor cores with the bound that `extensor_cuda.gemm` states, unless a block lies outside the window
+of 29 binades: that is decided on the device, where both ways are launched and one of them ends at
+once. The other way quantizes the same values with the same random bits to bfloat16, which holds
+them exactly. Nothing here waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from extensor.quant.array import QuantStats
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda.gemm import SPAN, TOP
+from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.gemm import Flags, configure, empty_rows, gemm
+
+__all__ = ["LEAST_WORK", "Operand", "make", "multiply", "operand_source", "reason"]
+
+Array = Any
+Streams = Sequence[Stream | None]
+
+LEAST_WORK = 1 << 30
+"""M N K below which a product is left to cupy: launches take longer than it."""
+_COLUMNS, _GUARDED_BLOCKS, _AMAX_BLOCKS = 128, 264, 1056
+_FOLDER = Path(__file__).parent / "kernels"
+_OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A matrix as a product takes it: (rows, K), whatever the axis that it was blocked along.
+
+    Attributes:
+        codes: uint8, E5M2, rows a multiple of 16 bytes apart.
+        exponent: int32 (1,): the values are the codes' times two to it.
+        flag: uint32 of shape (): set where a block lies outside the window.
+        counters: saturated and flushed values.
+        x, spec, stream: what it was made of.
+    """
+
+    codes: Array
+    exponent: Array
+    flag: Array
+    counters: Array
+    x: Array
+    spec: QuantSpec
+    stream: Stream | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, K)."""
+        rows, k = self.codes.shape
+        return rows, k
+
+    def stats(self) -> QuantStats:
+        """The counts; waits for the kernel."""
+        saturated, flushed = self.counters.get().reshape(-1, 2).sum(axis=0).tolist()
+        return QuantStats(self.x.size, int(saturated), int(flushed))
+
+    def wide(self, guards: Sequence[Array], xp: Any) -> Array:
+        """The values as bfloat16 bits, (rows, K); not written unless one of two flags is set."""
+        rows, k = self.shape
+        out = empty_rows(xp, rows, -(-k // 16) * 16, np.uint16)
+        _launch(self.x, [self.spec], [self.stream], [out], xp, guards=guards)
+        return out[:, :k]
+
+
+def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
+    """Why x, blocked by a resolved spec, is not made such an operand; None if it is.
+
+    Args:
+        x: matrix.
+        spec: how it is quantized.
+        work: M N K of the product.
+        capability: compute capability of the GPU, such as "90".
+    """
+    if capability != "90":
+        return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
+    if work < LEAST_WORK:
+        return f"{work} multiplications, fewer than {LEAST_WORK}"
+    element = spec.row.element
+    if not (element.bits == 4 and element.is_float and spec.is_mx and spec.tile == (1, 32)):
+        return f"{spec.row.name} in tiles {spec.tile}; the kernel makes mxfp4 in (1, 32)"
+    if spec.transform or spec.scale_window is not None or spec.row.outliers:
+        return "a transform, a scale window or outliers"
+    if x.dtype.name not in kernels.INPUTS or x.ndim != 2:
+        return f"{x.dtype} array of {x.ndim} axes"
+    if x.strides != (x.shape[1] * x.itemsize, x.itemsize) or x.strides[0] % 16 or x.data.ptr % 16:
+        return f"strides {x.strides}; the kernel reads contiguous rows, multiples of 16 bytes"
+    plan = kernels.plan_of(spec, tuple(x.shape))
+    return plan if isinstance(plan, str) else None
+
+
+@lru_cache(maxsize=256)
+def operand_source(
+    spec: QuantSpec, dtype: str, along: bool, down: bool, wide: bool, stats: bool = True
+) -> Source:
+    """The program that makes operands.
+
+    Args:
+        spec: resolved for a matrix; its axis does not matter.
+        dtype: of the input.
+        along: whether rows are made.
+        down: whether columns are.
+        wide: bfloat16 values instead of E5M2 codes.
+        stats: whether saturated and flushed values are counted.
+    """
+    plan = kernels.plan_of(spec.replace(axis=1), (256, 256))
+    assert isinstance(plan, kernels.Plan), plan
+    common = kernels.quantize_source(
+        plan, dtype, "values" if wide else "codes", True, stats and not wide
+    )
+    macros = dict(common.macros) | {
+        "ALONG": int(along),
+        "DOWN_TOO": int(down),
+        "WIDE": int(wide),
+        "TOP": TOP,
+        "SPAN": SPAN,
+        "RESIDENT": 4 if wide else 5 if dtype == "float32" else 3,
+    }
+    return Source.read(_FOLDER / "operand.cu", macros)
+
+
+def _launch(
+    x: Array,
+    specs: Sequence[QuantSpec],
+    streams: Streams,
+    outs: Sequence[Array],
+    xp: Any,
+    made: Sequence[Operand] = (),
+    amax: Array | None = None,
+    guards: Sequence[Array] = (),
+) -> None:
+    """Run the kernel for one spec or two, of rows (axis 1) and of columns (axis 0)."""
+    null = np.uint64(0)
+    place = {spec.axis: i for i, spec in enumerate(specs)}
+    source = operand_source(specs[0], x.dtype.name, 1 in place, 0 in place, bool(guards))
+    codes = [outs[place[axis]] if axis in place else null for axis in (1, 0)]
+    flags, counts = (
+        [getattr(made[place[axis]], name) if made and axis in place else null for axis in (1, 0)]
+        for name in ("flag", "counters")
+    )
+    words: list[int] = []
+    for axis in (1, 0):
+        stream = streams[place[axis]] if axis in place else None
+        words += (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
+    rows, columns = x.shape
+    tile_rows = 128 if x.itemsize == 2 and not guards else 64  # as in operand.cu
+    tiles = -(-rows // tile_rows) * -(-columns // _COLUMNS)
+    launch(
+        source,
+        "operands",
+        min(tiles, _GUARDED_BLOCKS) if guards else tiles,
+        2 * tile_rows,
+        x,
+        null if amax is None else amax,
+        *codes,
+        made[0].exponent if made else null,
+        *flags,
+        *counts,
+        *(guards or (null, null)),
+        *(np.uint32(word) for word in words),
+        np.int64(rows),
+        np.int64(columns),
+    )
+
+
+def make(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any) -> list[Operand]:
+    """Operands of x under one spec, or under one along rows and one down columns, without waiting.
+
+    Args:
+        x: contiguous matrix that `reason` covers.
+        specs: resolved; two differ in their axis alone.
+        streams: one per spec, given exactly under stochastic rounding.
+        xp: cupy.
+    """
+    # One array for all that starts at zero: the maximum, and per operand its flag and counters.
+    slots = 2 * kernels.SLOTS
+    zeros = xp.zeros(1 + len(specs) * (1 + slots), dtype=xp.uint64)
+    amax = zeros[:1].view(xp.uint32)[0]
+    source = operand_source(specs[0], x.dtype.name, True, False, False)
+    vectors = np.int64(x.nbytes // 16)
+    launch(source, "largest", min(_AMAX_BLOCKS, -(-int(vectors) // 256)), 256, x, amax, vectors)
+    made, exponent = [], xp.empty(1, dtype=xp.int32)
+    for i, (spec, stream) in enumerate(zip(specs, streams, strict=True)):
+        mine = zeros[1 + i * (1 + slots) :][: 1 + slots]
+        rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
+        codes = empty_rows(xp, rows, k, np.uint8)
+        flag = mine[:1].view(xp.uint32)[0]
+        made.append(Operand(codes, exponent, flag, mine[1:], x, spec, stream))
+    _launch(x, specs, streams, [operand.codes for operand in made], xp, made, amax)
+    return made
+
+
+def multiply(a: Operand, b: Operand, dtype: str, xp: Any, falls: Array | None = None) -> Array:
+    """The product a b^T of (M, K) and (N, K), summed in float32, without waiting.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        dtype: of the result: "float32" or "bfloat16".
+        xp: cupy.
+        falls: uint32 of shape (): counts the products that ran in bfloat16.
+    """
+    size = a.shape[0], b.shape[0]
+    out = empty_rows(xp, *size, _OUT[dtype])
+    operands = (a.codes, b.codes)
+    config = configure("e5m2", *size, dtype)
+    gemm(*operands, out, config, a.exponent, b.exponent, flags=Flags(a.flag, b.flag, 0))
+    guards = (a.flag, b.flag)
+    wide = (a.wide(guards, xp), b.wide(guards, xp))
+    gemm(*wide, out, configure("bf16", *size, dtype), flags=Flags(*guards, 1), runs=falls)
+    return xp.ascontiguousarray(out)
