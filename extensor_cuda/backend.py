@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from extensor.backends import registry
@@ -84,6 +84,14 @@ def _allocate(cupy: Any, size: int) -> Any:
             f"device 'cuda': wanted {size} bytes, {free} of {total} are free; use smaller batches, "
             "or drop tensors that are no longer needed"
         ) from error
+
+
+@lru_cache(maxsize=64)
+def _capability(device: int) -> str:
+    """Compute capability of a GPU, such as "90"; cupy asks the driver each time."""
+    import cupy
+
+    return str(cupy.cuda.Device(device).compute_capability)
 
 
 class _Forked:
@@ -198,7 +206,7 @@ class CudaBackend(GenericBackend):
 
     def _product(self, a: QuantArray, b: QuantArray) -> gemm.Product | str:
         """The product on the tensor cores, or why there is none."""
-        capability = self.xp.cuda.Device().compute_capability
+        capability = _capability(self.xp.cuda.runtime.getDevice())
         return gemm.reason(a, b, capability) or gemm.matmul(a, b, self.xp)
 
     def product_operands(
@@ -207,22 +215,33 @@ class CudaBackend(GenericBackend):
         specs: Sequence[QuantSpec],
         streams: Sequence[Stream | None],
         work: int,
+        memory: dict[str, Any] | None = None,
     ) -> list[tuple[Any, QuantStats | Callable[[], QuantStats]]]:
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
         x = self._ready(x)
         if self._product_operands_reason(x, specs, streams, work):
-            return super().product_operands(x, specs, streams, work)
+            return super().product_operands(x, specs, streams, work, memory)
         if len(specs) == 2 and specs[0] != specs[1].replace(axis=specs[0].axis):
             sides = zip(specs, streams, strict=True)
             made = [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
         else:
-            made = operands.make(x, specs, streams, self.xp)
+            made = operands.make(x, specs, streams, self.xp, memory)
         return [(operand, operand.stats) for operand in made]
+
+    def keeps_operands(
+        self,
+        x: Array,
+        specs: Sequence[QuantSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+    ) -> bool:
+        """See the protocol: they are bytes where a kernel makes them."""
+        return self._product_operands_reason(self._ready(x), specs, streams, work) is None
 
     def _product_operands_reason(
         self, x: Array, specs: Sequence[QuantSpec], streams: Sequence[Stream | None], work: int
     ) -> str | None:
-        capability = self.xp.cuda.Device().compute_capability
+        capability = _capability(self.xp.cuda.runtime.getDevice())
         for spec, stream in zip(specs, streams, strict=True):
             found = operands.reason(x, spec, work, capability)
             if reason := found or self._operand_reason(x, spec, stream):

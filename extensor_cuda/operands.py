@@ -1,8 +1,9 @@
 """Operands of training's products: quantized to MXFP4 and written as FP8 at once, on Hopper.
 
-A matrix is read once for its largest magnitude and once more to be quantized, along its rows, down
-its columns or both; what is written are E5M2 codes under one power of two (`kernels/operand.cu`),
-contraction contiguous, and no packed storage. The product of two such operands runs on the FP8
+A matrix is read once and quantized along its rows, down its columns or both; what is written are
+E5M2 codes under one power of two (`kernels/operand.cu`), contraction contiguous, and no packed
+storage. The power of two comes from the largest magnitude that the same tensor of the same layer had
+the last time, with four binades to grow; the first time another pass looks for it. The product of two such operands runs on the FP8
 tensor cores with the bound that `extensor_cuda.gemm` states, unless a block lies outside the window
 of 29 binades: that is decided on the device, where both ways are launched and one of them ends at
 once. The other way quantizes the same values with the same random bits to bfloat16, which holds
@@ -35,6 +36,7 @@ Streams = Sequence[Stream | None]
 
 LEAST_WORK = 1 << 30
 """M N K below which a product is left to cupy: launches take longer than it."""
+_MARGIN = 4  # binades that a tensor may grow between two steps
 _COLUMNS, _GUARDED_BLOCKS, _AMAX_BLOCKS = 128, 264, 1056
 _FOLDER = Path(__file__).parent / "kernels"
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -97,8 +99,8 @@ def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
         return f"{spec.row.name} in tiles {spec.tile}; the kernel makes mxfp4 in (1, 32)"
     if spec.transform or spec.scale_window is not None or spec.row.outliers:
         return "a transform, a scale window or outliers"
-    if x.dtype.name not in kernels.INPUTS or x.ndim != 2:
-        return f"{x.dtype} array of {x.ndim} axes"
+    if x.dtype.name not in kernels.INPUTS or x.ndim != 2 or max(x.shape) > 1 << 30:
+        return f"{x.dtype} array of shape {x.shape}"
     if x.strides != (x.shape[1] * x.itemsize, x.itemsize) or x.strides[0] % 16 or x.data.ptr % 16:
         return f"strides {x.strides}; the kernel reads contiguous rows, multiples of 16 bytes"
     plan = kernels.plan_of(spec, tuple(x.shape))
@@ -130,6 +132,7 @@ def operand_source(
         "WIDE": int(wide),
         "TOP": TOP,
         "SPAN": SPAN,
+        "MARGIN": _MARGIN,
         "RESIDENT": 4 if wide else 5 if dtype == "float32" else 3,
     }
     return Source.read(_FOLDER / "operand.cu", macros)
@@ -142,7 +145,7 @@ def _launch(
     outs: Sequence[Array],
     xp: Any,
     made: Sequence[Operand] = (),
-    amax: Array | None = None,
+    history: Array | None = None,
     guards: Sequence[Array] = (),
 ) -> None:
     """Run the kernel for one spec or two, of rows (axis 1) and of columns (axis 0)."""
@@ -167,7 +170,7 @@ def _launch(
         min(tiles, _GUARDED_BLOCKS) if guards else tiles,
         2 * tile_rows,
         x,
-        null if amax is None else amax,
+        null if history is None else history,
         *codes,
         made[0].exponent if made else null,
         *flags,
@@ -179,7 +182,13 @@ def _launch(
     )
 
 
-def make(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any) -> list[Operand]:
+def make(
+    x: Array,
+    specs: Sequence[QuantSpec],
+    streams: Streams,
+    xp: Any,
+    memory: dict[str, Array] | None = None,
+) -> list[Operand]:
     """Operands of x under one spec, or under one along rows and one down columns, without waiting.
 
     Args:
@@ -187,22 +196,27 @@ def make(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any) -> lis
         specs: resolved; two differ in their axis alone.
         streams: one per spec, given exactly under stochastic rounding.
         xp: cupy.
+        memory: the tensor's own, from the call before; None: nothing is known of it.
     """
-    # One array for all that starts at zero: the maximum, and per operand its flag and counters.
+    memory = {} if memory is None else memory
+    history = memory.get("history")
+    # One array for all that starts at zero: per operand its flag and counters.
     slots = 2 * kernels.SLOTS
-    zeros = xp.zeros(1 + len(specs) * (1 + slots), dtype=xp.uint64)
-    amax = zeros[:1].view(xp.uint32)[0]
-    source = operand_source(specs[0], x.dtype.name, True, False, False)
-    vectors = np.int64(x.nbytes // 16)
-    launch(source, "largest", min(_AMAX_BLOCKS, -(-int(vectors) // 256)), 256, x, amax, vectors)
+    zeros = xp.zeros(len(specs) * (1 + slots), dtype=xp.uint64)
+    if history is None:
+        history = memory["history"] = xp.zeros(3, dtype=xp.uint32)
+        source = operand_source(specs[0], x.dtype.name, True, False, False)
+        vectors = x.nbytes // 16
+        blocks = min(_AMAX_BLOCKS, -(-vectors // 256))
+        launch(source, "largest", blocks, 256, x, history, np.int64(vectors))
     made, exponent = [], xp.empty(1, dtype=xp.int32)
     for i, (spec, stream) in enumerate(zip(specs, streams, strict=True)):
-        mine = zeros[1 + i * (1 + slots) :][: 1 + slots]
+        mine = zeros[i * (1 + slots) : (i + 1) * (1 + slots)]
         rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
         codes = empty_rows(xp, rows, k, np.uint8)
         flag = mine[:1].view(xp.uint32)[0]
         made.append(Operand(codes, exponent, flag, mine[1:], x, spec, stream))
-    _launch(x, specs, streams, [operand.codes for operand in made], xp, made, amax)
+    _launch(x, specs, streams, [operand.codes for operand in made], xp, made, history)
     return made
 
 

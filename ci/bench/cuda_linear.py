@@ -4,10 +4,11 @@
 
 x (M, K), w (N, K) and the gradient (M, N) are normal bfloat16 data. torch: F.linear and its
 backward, three products. Ours: `et.quantized_matmul` and its backward: six operands quantized from
-bfloat16 (the largest magnitude found by a pass of its own, gradients rounded stochastically, values
-counted), three products, three bfloat16 results. "products" are ours without quantizing,
-"quantizers" the rest. CUDA events around two calls, the contestants taking turns in one process,
-medians over the rounds, three inputs in turn. Needs a Hopper GPU, torch and the extra ``cuda13``.
+bfloat16 (under the largest magnitude of the call before, gradients rounded stochastically, values
+counted), three products, three bfloat16 results; "captured" replays the same from a CUDA graph.
+"products" are ours without quantizing, "quantizers" the rest. CUDA events around four calls, the
+contestants taking turns in one process, medians over the rounds, three inputs in turn. Needs a
+Hopper GPU, torch and the extra ``cuda13``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import operands
+
+SIZES = ["8192x8192x8192", "16384x4096x4096", "4096x4096x4096"]
 
 
 def contestants(sizes: tuple[int, int, int], backend: Any) -> dict[str, Call]:
@@ -61,10 +64,16 @@ def contestants(sizes: tuple[int, int, int], backend: Any) -> dict[str, Call]:
         quantized_matmul(x, w, context).backward(g)
         return x.grad, w.grad
 
+    memories: list[dict[str, Any]] = [{}, {}, {}]
+    nothing = [None, None]
+
     def quantizers(turn: int) -> Any:
         x, w, g = ours[turn % INPUTS]
-        singles = [operands.make(a, [s], [None], xp) for a in (x, w) for s in (rows, columns)]
-        return singles, operands.make(g, noisy, streams, xp)
+        both = [
+            operands.make(a, [rows, columns], nothing, xp, memories[i])
+            for i, a in enumerate((x, w))
+        ]
+        return both, operands.make(g, noisy, streams, xp, memories[2])
 
     x, w, g = ours[0]
     made = [operands.make(a, [s], [None], xp)[0] for a in (x, w) for s in (rows, columns)]
@@ -77,28 +86,48 @@ def contestants(sizes: tuple[int, int, int], backend: Any) -> dict[str, Call]:
     return {
         "torch bf16": torch_step,
         "mxfp4 recipe": our_step,
+        "mxfp4 recipe, captured": captured(our_step, xp),
         "mxfp4 recipe, products": products,
         "mxfp4 recipe, quantizers": quantizers,
-        "of these: rows of x": lambda i: operands.make(ours[i % INPUTS][0], [rows], [None], xp),
-        "of these: columns of x": lambda i: operands.make(
-            ours[i % INPUTS][0], [columns], [None], xp
+        "rows of x": lambda i: operands.make(ours[i % INPUTS][0], [rows], [None], xp, memories[0]),
+        "columns of x": lambda i: operands.make(
+            ours[i % INPUTS][0], [columns], [None], xp, memories[0]
         ),
-        "of these: rows and columns of g": lambda i: operands.make(
-            ours[i % INPUTS][2], noisy, streams, xp
+        "rows and columns of x": lambda i: operands.make(
+            ours[i % INPUTS][0], [rows, columns], nothing, xp, memories[0]
         ),
-        "not of these: rows and columns of x in one pass": lambda i: operands.make(
-            ours[i % INPUTS][0], [rows, columns], [None, None], xp
+        "the same, nothing known of it": lambda i: operands.make(
+            ours[i % INPUTS][0], [rows, columns], nothing, xp
+        ),
+        "rows and columns of g": lambda i: operands.make(
+            ours[i % INPUTS][2], noisy, streams, xp, memories[2]
         ),
     }
+
+
+def captured(call: Call, xp: Any) -> Call:
+    """The same from CUDA graphs, one for each input, with memory of their own."""
+    pool, stream, graphs = xp.cuda.MemoryPool(), xp.cuda.Stream(non_blocking=True), []
+    xp.cuda.Device().synchronize()
+    with xp.cuda.using_allocator(pool.malloc), stream:
+        for turn in range(INPUTS):
+            call(turn)
+            stream.synchronize()
+            stream.begin_capture()
+            kept = call(turn)
+            graphs.append((stream.end_capture(), kept))
+    return lambda turn: graphs[turn % INPUTS][0].launch()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="a linear layer's step against torch's")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument("--sizes", nargs="+", default=["8192x8192x8192", "4096x4096x4096"])
+    parser.add_argument(
+        "--sizes", nargs="+", default=["8192x8192x8192", "16384x4096x4096", "4096x4096x4096"]
+    )
     parser.add_argument("--rounds", type=int, default=11)
     chosen = parser.parse_args()
-    backend = registry.get("cuda")
+    backend: Any = registry.get("cuda")
     results = {}
     for text in chosen.sizes:
         m, n, k = map(int, text.split("x"))

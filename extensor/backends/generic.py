@@ -91,6 +91,7 @@ class GenericBackend:
         specs: Sequence[QuantSpec],
         streams: Sequence[Stream | None],
         work: int,
+        memory: dict[str, Any] | None = None,
     ) -> list[tuple[Any, QuantStats | Callable[[], QuantStats]]]:
         """See the protocol."""
         made: Sequence[tuple[Array, QuantStats]]
@@ -102,6 +103,16 @@ class GenericBackend:
             (values if spec.axis == 1 else values.T, stats)
             for spec, (values, stats) in zip(specs, made, strict=True)
         ]
+
+    def keeps_operands(
+        self,
+        x: Array,
+        specs: Sequence[QuantSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+    ) -> bool:
+        """See the protocol: these are float32 values, so no."""
+        return False
 
     def operand_product(self, a: Any, b: Any, dtype: str = "float32") -> Array:
         """See the protocol."""

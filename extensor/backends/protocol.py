@@ -113,13 +113,25 @@ class Backend(Protocol):
         specs: Sequence[QuantSpec],
         streams: Sequence[Stream | None],
         work: int,
+        memory: dict[str, Any] | None = None,
     ) -> list[tuple[Any, QuantStats | Callable[[], QuantStats]]]:
         """A matrix under one spec, or under one along its rows and one down its columns.
 
         Each as `operand_product` takes it: what a spec blocks along is contracted, and last.
         ``work`` is the number of multiplications of the product, 0 where its other operand is not
-        quantized. The counts may be a function that waits for them.
+        quantized. The counts may be a function that waits for them. ``memory`` is the tensor's own
+        from call to call, for what a kernel wants to know of it beforehand; it decides no value.
         """
+        ...
+
+    def keeps_operands(
+        self,
+        x: Array,
+        specs: Sequence[QuantSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+    ) -> bool:
+        """Whether `product_operands` makes these two at once, and small enough to be kept."""
         ...
 
     def operand_product(self, a: Any, b: Any, dtype: str = "float32") -> Array:

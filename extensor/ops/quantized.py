@@ -29,13 +29,14 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.apply import apply
+from extensor.autograd.mode import MODE
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import conv_window
 from extensor.quant.context import LayerContext, RecipeState
-from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
+from extensor.quant.recipe import SLOTS, Gemm, LayerRecipe, Recipe
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -71,6 +72,20 @@ def _stream(context: LayerContext, slot: str, spec: QuantSpec, axis: int) -> Str
     return context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
 
 
+def _specs(
+    context: LayerContext, slots: Sequence[tuple[str, int]]
+) -> tuple[list[QuantSpec], list[Stream | None]] | None:
+    """Slots' specs, each along its axis, and their streams; None if one is dense."""
+    specs, streams = [], []
+    for slot, axis in slots:
+        wanted = context.operand(slot)
+        if isinstance(wanted, str):
+            return None
+        specs.append(_placed(wanted, axis))
+        streams.append(_stream(context, slot, specs[-1], axis))
+    return specs, streams
+
+
 def _operands(
     backend: Backend,
     x: Array,
@@ -79,27 +94,45 @@ def _operands(
     sizes: tuple[int, int, int],
 ) -> list[Any]:
     """What GEMMs multiply of matrix x, by slot and axis contracted, which comes last."""
-    wanted = [context.operand(slot) for slot, _ in slots]
-    specs = [
-        _placed(operand, axis)
-        for operand, (_, axis) in zip(wanted, slots, strict=True)
-        if isinstance(operand, QuantSpec)
-    ]
-    if len(specs) < len(slots):
+    placed = _specs(context, slots)
+    if placed is None:
         if len(slots) > 1:
             return [_operands(backend, x, context, [slot], sizes)[0] for slot in slots]
-        assert isinstance(wanted[0], str)
-        values = _dense(backend, x, wanted[0])
-        return [values if slots[0][1] == 1 else values.T]
-    gemms = [getattr(context.layer, slot.split(".")[0]) for slot, _ in slots]
+        slot, axis = slots[0]
+        values = _dense(backend, x, str(context.operand(slot)))
+        return [values if axis == 1 else values.T]
+    gemms = [getattr(context.layer, slot.partition(".")[0]) for slot, _ in slots]
     dense = any(isinstance(operand, str) for gemm in gemms for operand in (gemm.a, gemm.b))
-    streams = [
-        _stream(context, slot, spec, axis) for spec, (slot, axis) in zip(specs, slots, strict=True)
-    ]
-    made = backend.product_operands(x, specs, streams, 0 if dense else math.prod(sizes))
+    made = backend.product_operands(
+        x, *placed, 0 if dense else math.prod(sizes), context.memory(slots[0][0])
+    )
     for (slot, _), (_, counts) in zip(slots, made, strict=True):
         context.record(slot, counts)
     return [operand for operand, _ in made]
+
+
+def _forward_operands(
+    backend: Backend,
+    x: Array,
+    context: LayerContext,
+    slots: Sequence[tuple[str, int]],
+    sizes: tuple[int, int, int],
+) -> tuple[Any, Any]:
+    """A forward operand and the backward one of the same matrix, or None to make that later.
+
+    They are made together where a backend reads x once for both and what it keeps is small.
+    """
+    every = _specs(context, [(slot, 1) for slot in SLOTS])
+    placed = _specs(context, slots)
+    if (
+        MODE.enabled
+        and every is not None
+        and placed is not None
+        and backend.keeps_operands(x, *placed, math.prod(sizes))
+    ):
+        first, second = _operands(backend, x, context, slots, sizes)
+        return first, second
+    return _operands(backend, x, context, slots[:1], sizes)[0], None
 
 
 def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
@@ -132,13 +165,19 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
 # --- matrix product -----------------------------------------------------------------------------
 
 
-def _matmul_forward(backend: Backend, x: Array, w: Array, context: LayerContext) -> Array:
+_X_SLOTS, _W_SLOTS = [("fprop.x", 1), ("wgrad.x", 0)], [("fprop.w", 1), ("dgrad.w", 0)]
+_G_SLOTS = [("dgrad.g", 1), ("wgrad.g", 0)]
+
+
+def _matmul_forward(
+    backend: Backend, x: Array, w: Array, context: LayerContext
+) -> tuple[Array, tuple[Any, Any]]:
     rows = x.reshape(-1, x.shape[-1])
     sizes = (len(rows), *w.shape)
-    (a,) = _operands(backend, rows, context, [("fprop.x", 1)], sizes)
-    (b,) = _operands(backend, w, context, [("fprop.w", 1)], sizes)
+    a, x_down = _forward_operands(backend, rows, context, _X_SLOTS, sizes)
+    b, w_down = _forward_operands(backend, w, context, _W_SLOTS, sizes)
     out = _product(backend, a, b, context.layer.fprop, x.dtype.name)
-    return out.reshape(*x.shape[:-1], w.shape[0])
+    return out.reshape(*x.shape[:-1], w.shape[0]), (x_down, w_down)
 
 
 def _matmul_vjp(
@@ -148,20 +187,25 @@ def _matmul_vjp(
     inputs: tuple[Array, Array],
     needs: tuple[bool, bool],
     context: LayerContext,
+    saved: tuple[Any, Any],
 ) -> tuple[Array | None, Array | None]:
     x, w = inputs
+    x_down, w_down = saved
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
     sizes, layer, dtype = (len(rows), *w.shape), context.layer, x.dtype.name
-    slots = [("dgrad.g", 1), ("wgrad.g", 0)]
-    wanted = [slot for slot, need in zip(slots, needs, strict=True) if need]
+    wanted = [slot for slot, need in zip(_G_SLOTS, needs, strict=True) if need]
     gradients = _operands(backend, rows, context, wanted, sizes)  # read once for both
     dx = dw = None
     if needs[0]:
-        (b,) = _operands(backend, w, context, [("dgrad.w", 0)], sizes)
-        dx = _product(backend, gradients[0], b, layer.dgrad, dtype).reshape(x.shape)
+        if w_down is None:
+            (w_down,) = _operands(backend, w, context, _W_SLOTS[1:], sizes)
+        dx = _product(backend, gradients[0], w_down, layer.dgrad, dtype)
+        dx = dx if dx.shape == x.shape else dx.reshape(x.shape)  # a leaf's gradient is no view
     if needs[1]:
-        (b,) = _operands(backend, x.reshape(-1, x.shape[-1]), context, [("wgrad.x", 0)], sizes)
-        dw = _product(backend, gradients[-1], b, layer.wgrad, dtype)
+        if x_down is None:
+            x = x.reshape(-1, x.shape[-1])
+            (x_down,) = _operands(backend, x, context, _X_SLOTS[1:], sizes)
+        dw = _product(backend, gradients[-1], x_down, layer.wgrad, dtype)
     return dx, dw
 
 
@@ -177,6 +221,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     once=_ONCE,
     reads="inputs",
     halves=True,
+    saves=True,
     check="forward",
     samples=_matmul_samples,
     errors=(

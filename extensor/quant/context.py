@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from extensor.quant.array import QuantStats
 from extensor.quant.fixed import FixedScale
@@ -15,7 +16,7 @@ __all__ = ["Counts", "LayerContext", "RecipeState"]
 Counts = QuantStats | Callable[[], QuantStats]
 """What quantizing counted, or, where a GPU is still at it, what waits for that."""
 
-_MOST_PENDING = 256
+_MOST_PENDING = 4096
 
 CALL_SHIFT = 12
 """A stream numbers its tensor with 24 bits: 4096 layers, each used up to 4096 times in a step."""
@@ -38,14 +39,15 @@ class RecipeState:
     step: int = 0
     layers: dict[str, LayerContext] = field(default_factory=dict)
     _counts: dict[tuple[str, str], QuantStats] = field(default_factory=dict)
+    _memories: dict[tuple[str, int, str], dict[str, Any]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
 
     @property
     def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:
         """Counts by (layer path, slot) since the last reset; waits for a GPU that still counts."""
-        for key, counts in self._pending:
-            self._add(key, counts())
-        self._pending.clear()
+        self._settle()
         return self._counts
 
     def reset_telemetry(self) -> None:
@@ -59,10 +61,13 @@ class RecipeState:
             self._add(key, counts)
             return
         self._pending.append((key, counts))
-        if len(self._pending) > _MOST_PENDING:  # the oldest are long done
-            first, ready = self._pending[0]
-            del self._pending[0]
-            self._add(first, ready())
+        if len(self._pending) >= _MOST_PENDING:
+            self._settle()
+
+    def _settle(self) -> None:
+        for key, counts in self._pending:
+            self._add(key, counts())
+        self._pending.clear()
 
     def _add(self, key: tuple[str, str], stats: QuantStats) -> None:
         self._counts[key] = self._counts.get(key, QuantStats()) + stats
@@ -100,6 +105,10 @@ class LayerContext:
         """The random stream of one slot in this use and step."""
         tensor = self.index + (self.call << CALL_SHIFT)
         return Stream(self.state.seed, self.state.step, tensor, SLOTS.index(slot), column)
+
+    def memory(self, slot: str) -> dict[str, Any]:
+        """What a backend keeps of the slot's tensor from step to step; it decides no value."""
+        return self.state._memories.setdefault((self.path, self.call, slot), {})
 
     def record(self, slot: str, counts: Counts) -> None:
         """Add to the slot's counts."""

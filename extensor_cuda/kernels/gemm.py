@@ -53,7 +53,7 @@ class Config:
     patches: int = 1
     group: int = 8
     skew: int = 0
-    vectors: bool = True
+    vectors: bool = False
     extras: bool = False
     guard: bool = False
 
@@ -219,6 +219,13 @@ def _function(config: Config, device: int) -> tuple[Any, Any]:
     return function, module
 
 
+@lru_cache(maxsize=64)
+def _multiprocessors(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
 @lru_cache(maxsize=4096)
 def _tensor_map(
     pointer: int, rows: int, columns: int, pitch: int, box: int, kind: str = "UINT8"
@@ -249,7 +256,8 @@ def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Any:
     """A matrix whose rows lie a multiple of 16 bytes apart, as TMA wants them."""
     item = np.dtype(dtype).itemsize
     pitch = -(-columns * item // 16) * 16 // item
-    return xp.empty((rows, pitch), dtype=dtype)[:, :columns]
+    array = xp.empty((rows, pitch), dtype=dtype)
+    return array if pitch == columns else array[:, :columns]
 
 
 def _pointer(array: Any) -> int | None:
@@ -304,11 +312,10 @@ def gemm(
     if b.shape[1] != k or out.shape != (m, n):
         raise ValueError(f"gemm: a {a.shape}, b {b.shape} and out {out.shape} do not fit")
     exponents = [x for x in (row_exponent, column_exponent) if x is not None]
-    config = replace(
-        config,
-        vectors=any(x.size > 1 for x in exponents),
-        extras=config.activation != "none" or any(x is not None for x in (bias, residual, amax)),
-    )
+    vectors = any(x.size > 1 for x in exponents)
+    extras = config.activation != "none" or any(x is not None for x in (bias, residual, amax))
+    if (vectors, extras) != (config.vectors, config.extras):
+        config = replace(config, vectors=vectors, extras=extras)
     device = cupy.cuda.runtime.getDevice()
     function, _ = _function(config, device)
     maps = [
@@ -334,9 +341,8 @@ def gemm(
         n,
         -(-k * size // ROW_BYTES),
     )
-    count = cupy.cuda.Device(device).attributes["MultiProcessorCount"]
     tiles = -(-m // (TILE_M * config.cluster)) * -(-n // config.tile_n)
-    grid = min((blocks or count) // config.cluster, tiles) * config.cluster
+    grid = min((blocks or _multiprocessors(device)) // config.cluster, tiles) * config.cluster
     buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
     addresses = [ctypes.addressof(buffer) for buffer in buffers] + [ctypes.addressof(epilogue)]
     parameters = (ctypes.c_void_p * 4)(*addresses)

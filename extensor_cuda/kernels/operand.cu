@@ -3,12 +3,14 @@
 // why that is exact), contraction contiguous. What the blocks round to is byte for byte what
 // quantize.cu stores, which shares these headers.
 //
-// The power of two comes from the tensor's largest magnitude: `anchor` is the scale byte of a block
-// that held it. A block of numbers below the window, or above the anchor, raises the flag: then
-// the codes are not used, and the same kernel with WIDE writes the values as bfloat16 instead.
+// The power of two comes from the largest magnitude that the tensor had before, in `history`, where
+// the last block of threads leaves the one found now: `anchor` is the scale byte of a block that held
+// it, plus MARGIN. It changes no value while all blocks of numbers lie within the window below it. One
+// that does not raises the flag: then the codes are not used, and the same kernel with WIDE writes
+// the values as bfloat16 instead.
 //
 // A block of threads has a tile of kRows x 128 in shared memory. No headers but ours; the macros
-// are quantize.cu's and ALONG, DOWN_TOO, WIDE, TOP, SPAN, RESIDENT.
+// are quantize.cu's and ALONG, DOWN_TOO, WIDE, TOP, SPAN, MARGIN, RESIDENT.
 
 #include "input.cuh"
 #include "scale.cuh"
@@ -24,7 +26,13 @@ constexpr int kRead = sizeof(Raw) * kChunk / 4;        // words of a chunk of a 
 
 struct Place {
     int anchor;
-    u32 beyond;  // whether a block of numbers lies outside the window
+    u32 beyond;   // whether a block of numbers lies outside the window
+    u32 largest;  // magnitude of the blocks of numbers seen
+};
+
+struct History {
+    u32 before, now;  // largest magnitudes, as float bits
+    u32 done;         // blocks of threads that have finished
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
@@ -53,9 +61,21 @@ __device__ __forceinline__ uint2 table_of(const Scale& s, const Place& place) {
                  e5m2_pair(2.0f * unit, 3.0f * unit) | e5m2_pair(4.0f * unit, 6.0f * unit) << 16};
 }
 
+// Notes a block's magnitude, and that it lies outside the window, if one of its codes is not zero.
+__device__ __forceinline__ void watch(const Scale& s, u32 amax, u32 codes, Place& place) {
+    place.largest = larger(place.largest, amax < kExponent ? amax : 0);
+    const int shift = static_cast<int>(s.stored) - place.anchor;
+    if (s.live && (shift > 0 || shift < -SPAN) && codes) place.beyond = 1;
+}
+
+// Four magnitudes in the low nibbles, and bytes whose top bits are signs -> four E5M2 codes.
+__device__ __forceinline__ u32 signed_bytes(const uint2& table, u32 magnitudes, u32 signs, u32 live) {
+    return __byte_perm(table.x, table.y, magnitudes) | (signs & (live & 0x80808080u));
+}
+
 // 16 codes of 4 bits, or 16 decoded values, -> 16-byte units of the operand.
 __device__ __forceinline__ void finish(const u32 (&packed)[kWords], const float (&v)[kChunk],
-                                       const Scale& s, const uint2& table, Place& place,
+                                       const Scale& s, u32 amax, const uint2& table, Place& place,
                                        uint4 (&units)[kUnits]) {
 #if WIDE
 #pragma unroll
@@ -67,9 +87,7 @@ __device__ __forceinline__ void finish(const u32 (&packed)[kWords], const float 
         units[u] = uint4{word[0], word[1], word[2], word[3]};
     }
 #else
-    const int shift = static_cast<int>(s.stored) - place.anchor;
-    if (s.live && (shift > 0 || shift < -SPAN) && ((packed[0] | packed[1]) & 0x77777777u))
-        place.beyond = 1;
+    watch(s, amax, (packed[0] | packed[1]) & 0x77777777u, place);
     units[0] = uint4{look_up(packed[0], table.x, table.y), look_up(packed[0] >> 16, table.x, table.y),
                      look_up(packed[1], table.x, table.y), look_up(packed[1] >> 16, table.x, table.y)};
 #endif
@@ -83,7 +101,20 @@ __device__ __forceinline__ void make(float (&v)[kChunk], u32 amax, u32 block, u3
     const Scale s = block_scale(amax, tensor);
     u32 packed[kWords];
     encode(v, s, is_far(amax, s), tensor, block, part, stream, packed, tally);
-    finish(packed, v, s, table_of(s, place), place, units);
+    finish(packed, v, s, amax, table_of(s, place), place, units);
+}
+
+// Leaves the largest magnitude found now for the next time, once all blocks of threads have.
+__device__ __forceinline__ void remember(History* history, u32 largest) {
+    const u32 most = __reduce_max_sync(~0u, largest);
+    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(&history->now))
+        atomicMax(&history->now, most);
+    __syncthreads();
+    if (threadIdx.x) return;
+    __threadfence();
+    if (atomicAdd(&history->done, 1u) + 1 < gridDim.x) return;
+    history->before = atomicExch(&history->now, 0u);
+    history->done = 0;
 }
 
 __device__ __forceinline__ void report(const Place& place, u32* flag) {
@@ -103,15 +134,15 @@ __device__ __forceinline__ void add_counts(const Tally& tally, u64* counters) {
 }
 
 // The tile at (row0, column0) of x (rows, columns), zeros outside, without waiting.
-__device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, i64 row0, i64 column0,
+__device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int row0, int column0,
                                       i64 rows, i64 columns) {
     constexpr int kAcross = kRowWords / 4;
 #pragma unroll
     for (int i = 0; i < kRows * kAcross / kTileThreads; ++i) {
         const int unit = i * kTileThreads + threadIdx.x, row = unit / kAcross, word = unit % kAcross * 4;
-        const i64 column = column0 + word * 4 / static_cast<int>(sizeof(Raw));
+        const int column = column0 + word * 4 / static_cast<int>(sizeof(Raw));
         const bool inside = row0 + row < rows && column < columns;
-        const Raw* from = inside ? x + (row0 + row) * columns + column : x;
+        const Raw* from = inside ? x + static_cast<i64>(row0 + row) * columns + column : x;
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(&tile[row][word])),
                      "l"(from), "r"(inside ? 16 : 0)
                      : "memory");
@@ -119,8 +150,8 @@ __device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, i64 
 }
 
 // Rows of the tile -> `out` (rows, pitch): a thread has 16 neighbours at a time.
-__device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out, i64 row0,
-                                           i64 column0, i64 rows, i64 columns, const Stream& stream,
+__device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out, int row0,
+                                           int column0, i64 rows, i64 columns, const Stream& stream,
                                            Place& place, Tally& tally) {
     const i64 pitch = (columns + 15) / 16 * 16, blocks = (columns + BLOCK - 1) / BLOCK;
 #pragma unroll 1
@@ -134,15 +165,28 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
             raw[w] = four.x, raw[w + 1] = four.y, raw[w + 2] = four.z, raw[w + 3] = four.w;
         }
         uint4 units[kUnits];
-        const i64 column = column0 + start;
+        const int column = column0 + start;
 #if PAIRS
         const u32 pair = pair_maximum<8, 1>(raw);
         const u32 amax = across_lanes(larger(low_float(pair), high_float(pair)));
         const Scale s = block_scale(amax, Tensor{1, 1, 0, 1});
-        u32 packed[kWords];
-        encode_pairs(raw, s, is_far(amax, s), packed, tally);
-        const float none[kChunk] = {};
-        finish(packed, none, s, table_of(s, place), place, units);
+        const uint2 table = table_of(s, place);
+        const u32 scale = bits_of(s.apply) >> 16 | bits_of(s.apply);
+        const bool far = is_far(amax, s);
+        u32 words[4], any = 0;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const u32* four = raw + 4 * h;
+            const u32 a = round_pair(four[0], scale, far) | round_pair(four[1], scale, far) << 8;
+            const u32 b = round_pair(four[2], scale, far) | round_pair(four[3], scale, far) << 8;
+            const u32 n = saturate(__byte_perm(a | a >> 12, b | b >> 12, 0x5410), s.live, tally);
+            any |= n;
+            words[2 * h] = signed_bytes(table, n, __byte_perm(four[0], four[1], 0x7531), s.live);
+            words[2 * h + 1] = signed_bytes(table, n >> 16, __byte_perm(four[2], four[3], 0x7531), s.live);
+        }
+        forget_zeros<8, 1>(raw, s.live, tally);
+        watch(s, amax, any, place);
+        units[0] = uint4{words[0], words[1], words[2], words[3]};
 #else
         float v[kChunk];
 #pragma unroll
@@ -161,7 +205,7 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
 
 // Columns of the tile -> `turned`, a row of units for each: a thread has two blocks side by side.
 __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
-                                             uint4 (*turned)[kTurnedUnits], i64 row0, i64 column0,
+                                             uint4 (*turned)[kTurnedUnits], int row0, int column0,
                                              i64 columns, const Stream& stream, Place& place,
                                              Tally& tally) {
     static_assert(BLOCK == 32, "a thread holds blocks of 32");
@@ -188,33 +232,36 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
     const u32 scale = bits_of(a.apply) >> 16 | bits_of(b.apply);
     const u32 live = (a.live & 0xFFFFu) | (b.live & 0xFFFF0000u);
     const uint2 first = table_of(a, place), second = table_of(b, place);
-    const float none[kChunk] = {};
+    u32 any = 0;
 #pragma unroll 1
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) raw[k] = tile[top + kChunk * h + k][pair];
-        u32 q[4];  // codes of four rows each: the first column in the low half
+        u32 words[2][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            u32 n = 0, signs = 0;
+            const u32* four = raw + 4 * i;
+            u32 n = 0;  // of four rows: the first column in the low half
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const u32 x = raw[4 * i + k];
-                n |= round_pair(x, scale, far) << (4 * k);
-                signs |= x >> (12 - 4 * k) & (0x00080008u << (4 * k));
-            }
-            q[i] = (saturate(n, live, tally) | signs) & live;
+            for (int k = 0; k < 4; ++k) n |= round_pair(four[k], scale, far) << (4 * k);
+            n = saturate(n, live, tally);
+            any |= n;
+            const u32 upper = __byte_perm(four[0], four[1], 0x7351);
+            const u32 lower = __byte_perm(four[2], four[3], 0x7351);
+            words[0][i] = signed_bytes(first, n, __byte_perm(upper, lower, 0x5410), a.live);
+            words[1][i] = signed_bytes(second, n >> 16, __byte_perm(upper, lower, 0x7632), b.live);
         }
         forget_zeros<kChunk, 1>(raw, live, tally);
-        const u32 low[2] = {__byte_perm(q[0], q[1], 0x5410), __byte_perm(q[2], q[3], 0x5410)};
-        const u32 high[2] = {__byte_perm(q[0], q[1], 0x7632), __byte_perm(q[2], q[3], 0x7632)};
-        finish(low, none, a, first, place, units);
-        put(0, h, units);
-        finish(high, none, b, second, place, units);
-        put(1, h, units);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            units[0] = uint4{words[c][0], words[c][1], words[c][2], words[c][3]};
+            put(c, h, units);
+        }
     }
+    watch(a, amax[0], any & 0xFFFFu, place);
+    watch(b, amax[1], any >> 16, place);
 #else
-    const i64 blocks = (row0 + top) / BLOCK * columns;
+    const u32 blocks = (row0 + top) / BLOCK * static_cast<u32>(columns);
     const auto value = [&](int k, int c) {
         if (sizeof(Raw) == 4) return widen(tile[top + k][2 * pair + c]);
         const u32 word = tile[top + k][pair];
@@ -235,7 +282,7 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
             float v[kChunk];
 #pragma unroll
             for (int k = 0; k < kChunk; ++k) v[k] = value(kChunk * h + k, c);
-            make(v, amax, static_cast<u32>(blocks + column0 + 2 * pair + c), h, stream, place, units,
+            make(v, amax, blocks + column0 + 2 * pair + c, h, stream, place, units,
                  tally);
             put(c, h, units);
         }
@@ -244,13 +291,13 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
 }
 
 // `turned` -> `out` (columns, pitch of rows).
-__device__ __forceinline__ void store_turned(const uint4 (*turned)[kTurnedUnits], u8* out, i64 row0,
-                                             i64 column0, i64 rows, i64 columns) {
+__device__ __forceinline__ void store_turned(const uint4 (*turned)[kTurnedUnits], u8* out, int row0,
+                                             int column0, i64 rows, i64 columns) {
     const i64 pitch = (rows + 15) / 16 * 16;
 #pragma unroll
     for (int i = 0; i < kColumns * kTurnedUnits / kTileThreads; ++i) {
         const int at = i * kTileThreads + threadIdx.x, column = at / kTurnedUnits, unit = at % kTurnedUnits;
-        const i64 row = row0 + unit * 16 / kOut;
+        const int row = row0 + unit * 16 / kOut;
         if (column0 + column < columns && row < rows)
             *reinterpret_cast<uint4*>(out + ((column0 + column) * pitch + row) * kOut) =
                 turned[column][unit ^ (column / 2 & kMask)];
@@ -258,16 +305,17 @@ __device__ __forceinline__ void store_turned(const uint4 (*turned)[kTurnedUnits]
 }
 
 extern "C" __global__ void __launch_bounds__(kTileThreads, RESIDENT)
-operands(const Raw* __restrict__ x, const u32* __restrict__ amax, u8* __restrict__ along,
+operands(const Raw* __restrict__ x, History* history, u8* __restrict__ along,
          u8* __restrict__ down, int* __restrict__ exponent, u32* __restrict__ along_flag,
          u32* __restrict__ down_flag, u64* __restrict__ along_counts, u64* __restrict__ down_counts,
          const u32* __restrict__ guard, const u32* __restrict__ other_guard, u32 a0, u32 a1, u32 a2,
          u32 a3, u32 d0, u32 d1, u32 d2, u32 d3, i64 rows, i64 columns) {
     if (guard && !(*guard | *other_guard)) return;
     const Stream along_stream = {a0, a1, a2, a3}, down_stream = {d0, d1, d2, d3};
-    const int anchor = WIDE ? 0 : static_cast<int>(block_scale(*amax, Tensor{1, 1, 0, 1}).stored);
+    const int anchor =
+        WIDE ? 0 : static_cast<int>(block_scale(history->before, Tensor{1, 1, 0, 1}).stored) + MARGIN;
     if (!WIDE && blockIdx.x == 0 && threadIdx.x == 0) *exponent = anchor - 127 - TOP;
-    Place along_place = {anchor, 0}, down_place = {anchor, 0};
+    Place along_place = {anchor, 0, 0}, down_place = {anchor, 0, 0};
     Tally along_tally = {0, 0}, down_tally = {0, 0};
     __shared__ __align__(16) u32 tile[kRows][kRowWords];
 #if DOWN_TOO
@@ -275,7 +323,8 @@ operands(const Raw* __restrict__ x, const u32* __restrict__ amax, u8* __restrict
 #endif
     const i64 across = (columns + kColumns - 1) / kColumns, tiles = (rows + kRows - 1) / kRows * across;
     for (i64 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const i64 row0 = index / across * kRows, column0 = index % across * kColumns;
+        const int row0 = static_cast<int>(index / across) * kRows;
+        const int column0 = static_cast<int>(index % across) * kColumns;
         fetch(tile, x, row0, column0, rows, columns);
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
@@ -297,6 +346,7 @@ operands(const Raw* __restrict__ x, const u32* __restrict__ amax, u8* __restrict
     if (!WIDE) report(down_place, down_flag);
     add_counts(down_tally, down_counts);
 #endif
+    if (!WIDE) remember(history, ALONG ? along_place.largest : down_place.largest);
 }
 
 // The largest finite magnitude of `vectors` times 16 bytes, as float bits; `maximum` starts at zero.

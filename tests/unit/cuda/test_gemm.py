@@ -15,12 +15,13 @@ from tests.unit.cuda.test_compile import properties
 
 COMPILED = (
     Config(out="bfloat16"),
+    Config(vectors=True),
     Config("e4m3", "e5m2", tile_n=128, cluster=2),
     Config(tile_n=256, promote=0, out="bfloat16"),
     Config("bf16", "bf16", tile_n=192, promote=0, out="bfloat16", activation="silu"),
     Config("s8", "s8", tile_n=256, promote=0),
-    Config(out="bfloat16", vectors=False, cluster=2, patches=3, skew=2),
-    Config(tile_n=176, vectors=False, extras=True, activation="silu"),
+    Config(out="bfloat16", cluster=2, patches=3, skew=2),
+    Config(tile_n=176, extras=True, activation="silu"),
 )
 SHAPES = ((1, 7, 16), (300, 200, 1000), (128, 192, 4096), (513, 770, 2050))
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6])

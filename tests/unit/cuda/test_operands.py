@@ -139,10 +139,12 @@ def test_products_are_within_the_bound_in_and_out_of_the_window(
 def recipe_grads(hopper: Any) -> Iterator[Any]:
     def run(device: str, x: np.ndarray, w: np.ndarray, g: np.ndarray) -> list[np.ndarray]:
         layer = get_recipe("mxfp4").layers
-        tensors = [et.tensor(v, device=device, requires_grad=True) for v in (x, w)]
+        tensors = [et.asarray(v, device=device) for v in (x, w)]
+        for tensor in tensors:
+            tensor.requires_grad = True
         context = layer_context(layer, seed=5)
         out = et.quantized_matmul(*tensors, context)
-        out.backward(et.tensor(g, device=device))
+        out.backward(et.asarray(g, device=device))
         grads = [t.grad for t in tensors]
         assert all(grad is not None for grad in grads)
         results = [out, *grads]
