@@ -2,12 +2,14 @@
 
 A matrix is read once and quantized along its rows, down its columns or both; what is written are
 E5M2 codes under one power of two (`kernels/operand.cu`), contraction contiguous, and no packed
-storage. The power of two comes from the largest magnitude that the same tensor of the same layer had
-the last time, with four binades to grow; the first time another pass looks for it. The product of two such operands runs on the FP8
-tensor cores with the bound that `extensor_cuda.gemm` states, unless a block lies outside the window
-of 29 binades: that is decided on the device, where both ways are launched and one of them ends at
-once. The other way quantizes the same values with the same random bits to bfloat16, which holds
-them exactly. Nothing here waits for the GPU.
+storage. The power of two comes from the largest magnitude that the same tensor of the same layer
+had the last time, with four binades to grow; the first time another pass looks for it.
+
+The product of two such operands runs on the FP8 tensor cores with the bound that
+`extensor_cuda.gemm` states, unless a block lies outside the window of 29 binades: that is decided
+on the device, where both ways are launched and one of them ends at once. The other way quantizes
+the same values with the same random bits to bfloat16, which holds them exactly. So no value depends
+on what was known of the tensor, only the way. Nothing here waits for the GPU.
 """
 
 from __future__ import annotations

@@ -107,9 +107,22 @@ def flagged(hopper: Any, low: float) -> bool:
     return flags.pop()
 
 
-def test_the_window_is_29_binades(hopper: Any) -> None:
-    assert not flagged(hopper, 2.0**-28)
-    assert flagged(hopper, 2.0**-29)
+def test_the_window_is_29_binades_four_of_them_to_grow(hopper: Any) -> None:
+    assert not flagged(hopper, 2.0**-24)
+    assert flagged(hopper, 2.0**-25)
+
+
+def test_the_window_follows_the_tensor_one_step_behind(hopper: Any) -> None:
+    x, memory = data((64, 64), "float32", "normal"), {}  # type: ignore[var-annotated]
+    for power, beyond in ((0, 0), (4, 0), (9, 1), (9, 0), (-20, 1), (-20, 0), (-16, 0)):
+        there = hopper.xp.asarray(x * np.float32(2.0**power))
+        for axis in (1, 0):  # the second call finds what the first one left
+            spec = spec_of(axis)
+            (made,) = operands.make(there, [spec], [None], hopper.xp, memory)
+            assert bool(int(made.flag)) == (bool(beyond) and axis == 1), (power, axis)
+            if not int(made.flag):
+                want = registry.get("cpu").operand(there.get(), spec)[0]
+                np.testing.assert_array_equal(values_of(made), want if axis else want.T)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,12 +152,12 @@ def test_products_are_within_the_bound_in_and_out_of_the_window(
 def recipe_grads(hopper: Any) -> Iterator[Any]:
     def run(device: str, x: np.ndarray, w: np.ndarray, g: np.ndarray) -> list[np.ndarray]:
         layer = get_recipe("mxfp4").layers
-        tensors = [et.asarray(v, device=device) for v in (x, w)]
+        tensors = [et.asarray(v).to(device) for v in (x, w)]
         for tensor in tensors:
             tensor.requires_grad = True
         context = layer_context(layer, seed=5)
         out = et.quantized_matmul(*tensors, context)
-        out.backward(et.asarray(g, device=device))
+        out.backward(et.asarray(g).to(device))
         grads = [t.grad for t in tensors]
         assert all(grad is not None for grad in grads)
         results = [out, *grads]
