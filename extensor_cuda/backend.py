@@ -20,7 +20,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import gemm, operands
+from extensor_cuda import dense, gemm, operands
 from extensor_cuda.kernels import quantize as kernels
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -228,6 +228,13 @@ class CudaBackend(GenericBackend):
             made = operands.make(x, specs, streams, self.xp, memory)
         return [(operand, operand.stats) for operand in made]
 
+    def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
+        """See the protocol. Does not wait for the GPU."""
+        hopper = _capability(self.xp.cuda.runtime.getDevice()) == "90"
+        if dtype != "bfloat16" or not hopper or work < operands.LEAST_WORK:
+            return super().dense_operand(x, axis, dtype, work)
+        return dense.make(self._ready(x), axis, self.xp)
+
     def keeps_operands(
         self,
         x: Array,
@@ -250,16 +257,19 @@ class CudaBackend(GenericBackend):
 
     def operand_product(self, a: Any, b: Any, dtype: str = "float32") -> Array:
         """See the protocol; `extensor_cuda.operands` has the ways, `fallbacks` what was taken."""
-        xp = self.xp
+        xp, kind = self.xp, "bfloat16" if dtype == "bfloat16" else "float32"
+        if isinstance(a, dense.Dense) and isinstance(b, dense.Dense):
+            return dense.multiply(a, b, kind, xp)
         if isinstance(a, operands.Operand) and isinstance(b, operands.Operand):
             if self._falls is None:
                 self._falls = xp.zeros((), dtype=xp.uint32)
-            kind = "bfloat16" if dtype == "bfloat16" else "float32"
             return operands.multiply(a, b, kind, xp, self._falls)
         return super().operand_product(self._decoded(a), self._decoded(b), dtype)
 
     def _decoded(self, operand: Any) -> Array:
         """The values of an operand whose other side has no kernel."""
+        if isinstance(operand, dense.Dense):
+            return operand.values(self.xp)
         if not isinstance(operand, operands.Operand):
             return operand
         values, _ = self.operand(operand.x, operand.spec, operand.stream)

@@ -104,6 +104,12 @@ class GenericBackend:
             for spec, (values, stats) in zip(specs, made, strict=True)
         ]
 
+    def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
+        """See the protocol."""
+        x = x.astype(self.xp.float32, copy=False)
+        values = x if dtype == "float32" else self.bfloat16_values(x)
+        return values if axis == 1 else values.T
+
     def keeps_operands(
         self,
         x: Array,

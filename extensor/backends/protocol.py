@@ -124,6 +124,14 @@ class Backend(Protocol):
         """
         ...
 
+    def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
+        """A matrix rounded to ``dtype``, bfloat16 or float32, as `operand_product` takes it.
+
+        It is contracted along ``axis``, which becomes the last. ``work`` is the number of
+        multiplications of the product, 0 where its other operand is not of this dtype.
+        """
+        ...
+
     def keeps_operands(
         self,
         x: Array,

@@ -99,8 +99,9 @@ def _operands(
         if len(slots) > 1:
             return [_operands(backend, x, context, [slot], sizes)[0] for slot in slots]
         slot, axis = slots[0]
-        values = _dense(backend, x, str(context.operand(slot)))
-        return [values if axis == 1 else values.T]
+        gemm, dtype = getattr(context.layer, slot.partition(".")[0]), str(context.operand(slot))
+        work = math.prod(sizes) if gemm.a == gemm.b else 0
+        return [backend.dense_operand(x, axis, dtype, work)]
     gemms = [getattr(context.layer, slot.partition(".")[0]) for slot, _ in slots]
     dense = any(isinstance(operand, str) for gemm in gemms for operand in (gemm.a, gemm.b))
     made = backend.product_operands(

@@ -15,7 +15,7 @@ from extensor.ops.quantized import layer_context
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import jit, operands
+from extensor_cuda import dense, jit, operands
 from tests.unit.cuda.test_compile import properties
 
 SHAPES = ((256, 256), (200, 328), (1, 40), (32, 8), (129, 136), (67, 1000))
@@ -150,8 +150,10 @@ def test_products_are_within_the_bound_in_and_out_of_the_window(
 
 @pytest.fixture
 def recipe_grads(hopper: Any) -> Iterator[Any]:
-    def run(device: str, x: np.ndarray, w: np.ndarray, g: np.ndarray) -> list[np.ndarray]:
-        layer = get_recipe("mxfp4").layers
+    def run(
+        device: str, x: np.ndarray, w: np.ndarray, g: np.ndarray, recipe: str = "mxfp4"
+    ) -> list[np.ndarray]:
+        layer = get_recipe(recipe).layers
         tensors = [et.asarray(v).to(device) for v in (x, w)]
         for tensor in tensors:
             tensor.requires_grad = True
@@ -184,6 +186,41 @@ def test_a_linear_layers_three_products_are_those_of_the_cpu(
         scale = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
         error = np.abs(got.astype(np.float64) - want.astype(np.float64))
         assert error.max() <= scale * np.abs(want.astype(np.float64)).max()
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rounding_to_bfloat16_compiles_without_spills(dtype: str) -> None:
+    for turned in (False, True):
+        code, log = jit.compile_cubin(dense.source(dtype, turned), "sm_90a")
+        assert "warning" not in log, log
+        assert all(numbers["stack"] == 0 for numbers in properties(code).values())
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (1, 7), (200, 333)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dense_operands_are_rounded_once_either_way(
+    hopper: Any, dtype: str, shape: tuple[int, int]
+) -> None:
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    x[0, 0], x[0, -1] = 1e-40, np.inf
+    if dtype != "float32":
+        x = x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
+    want = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    for axis in (1, 0):
+        made = dense.make(hopper.xp.asarray(x), axis, hopper.xp)
+        got = made.bits.get().view(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(got, want if axis else want.T)
+
+
+def test_a_bfloat16_layers_three_products_are_those_of_the_cpu(
+    hopper: Any, recipe_grads: Any
+) -> None:
+    m, n, k = 200, 136, 264
+    x, w, g = (data(shape, "float32", "normal") for shape in ((m, k), (n, k), (m, n)))
+    ours, theirs = (recipe_grads(device, x, w, g, "bf16") for device in ("cuda", "cpu"))
+    for got, want in zip(ours, theirs, strict=True):
+        assert np.abs(got - want).max() <= 2.0**-18 * 300 * np.abs(want).max()
 
 
 def test_small_or_odd_products_are_left_to_cupy(cuda: Any) -> None:
