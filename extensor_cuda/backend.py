@@ -226,7 +226,7 @@ class CudaBackend(GenericBackend):
             made = [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
         else:
             made = operands.make(x, specs, streams, self.xp, memory)
-        return [(operand, operand.stats) for operand in made]
+        return [(operand, operand.counts) for operand in made]
 
     def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
         """See the protocol. Does not wait for the GPU."""

@@ -45,6 +45,24 @@ _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
 @dataclass(frozen=True, eq=False)
+class Counts:
+    """What quantizing counted, on the device: apart from the operand, whose memory it outlives.
+
+    Attributes:
+        counters: saturated and flushed values, spread over pairs.
+        count: how many values went in.
+    """
+
+    counters: Array
+    count: int
+
+    def __call__(self) -> QuantStats:
+        """The counts; waits for the kernel."""
+        saturated, flushed = self.counters.get().reshape(-1, 2).sum(axis=0).tolist()
+        return QuantStats(self.count, int(saturated), int(flushed))
+
+
+@dataclass(frozen=True, eq=False)
 class Operand:
     """A matrix as a product takes it: (rows, K), whatever the axis that it was blocked along.
 
@@ -52,14 +70,14 @@ class Operand:
         codes: uint8, E5M2, rows a multiple of 16 bytes apart.
         exponent: int32 (1,): the values are the codes' times two to it.
         flag: uint32 of shape (): set where a block lies outside the window.
-        counters: saturated and flushed values.
+        counts: what quantizing counted.
         x, spec, stream: what it was made of.
     """
 
     codes: Array
     exponent: Array
     flag: Array
-    counters: Array
+    counts: Counts
     x: Array
     spec: QuantSpec
     stream: Stream | None
@@ -69,11 +87,6 @@ class Operand:
         """(rows, K)."""
         rows, k = self.codes.shape
         return rows, k
-
-    def stats(self) -> QuantStats:
-        """The counts; waits for the kernel."""
-        saturated, flushed = self.counters.get().reshape(-1, 2).sum(axis=0).tolist()
-        return QuantStats(self.x.size, int(saturated), int(flushed))
 
     def wide(self, guards: Sequence[Array], xp: Any) -> Array:
         """The values as bfloat16 bits, (rows, K); not written unless one of two flags is set."""
@@ -155,10 +168,9 @@ def _launch(
     place = {spec.axis: i for i, spec in enumerate(specs)}
     source = operand_source(specs[0], x.dtype.name, 1 in place, 0 in place, bool(guards))
     codes = [outs[place[axis]] if axis in place else null for axis in (1, 0)]
-    flags, counts = (
-        [getattr(made[place[axis]], name) if made and axis in place else null for axis in (1, 0)]
-        for name in ("flag", "counters")
-    )
+    mine = [made[place[axis]] if made and axis in place else None for axis in (1, 0)]
+    flags = [operand.flag if operand else null for operand in mine]
+    counts = [operand.counts.counters if operand else null for operand in mine]
     words: list[int] = []
     for axis in (1, 0):
         stream = streams[place[axis]] if axis in place else None
@@ -217,7 +229,8 @@ def make(
         rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
         codes = empty_rows(xp, rows, k, np.uint8)
         flag = mine[:1].view(xp.uint32)[0]
-        made.append(Operand(codes, exponent, flag, mine[1:], x, spec, stream))
+        counts = Counts(mine[1:], x.size)
+        made.append(Operand(codes, exponent, flag, counts, x, spec, stream))
     _launch(x, specs, streams, [operand.codes for operand in made], xp, made, history)
     return made
 
