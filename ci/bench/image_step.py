@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import extensor as et
-from ci.bench.contest import measure, write
+from ci.bench.contest import arguments, command, measure, write
 from extensor.config import num_threads, use_core
 from extensor.nn.quantize import apply_recipe
 from extensor.optim import SGD
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--recipes", default="mxfp4,mxfp8_nvidia,nvfp4_nvidia")
     parser.add_argument("--batches", default="64,256")
     parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
+    args = arguments(parser)
     rows: list[dict[str, Any]] = []
     for batch in (int(n) for n in args.batches.split(",")):
         names = ["torch", "fp32", *(name for name in args.recipes.split(",") if name)]
@@ -157,8 +157,7 @@ def main() -> None:
                 "{time_against_fp32:5.2f}x our float32 time".format(**rows[-1])
             )
     core = "core" if use_core() else "numpy"
-    command = f"EXTENSOR_CORE={int(use_core())} python ci/bench/image_step.py --model {args.model}"
-    write(f"{args.model}-step-{core}", f"{command} --batches {args.batches}", rows)
+    write(f"{args.model}-step-{core}", command(), rows, args=args)
 
 
 if __name__ == "__main__":
