@@ -229,12 +229,10 @@ def _hooked(layers: dict[str, Module], take: Any) -> Iterator[None]:
 
         return called
 
-    removers = [layer.register_forward_hook(hook(path)) for path, layer in layers.items()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path, layer in layers.items():
+            hooks.callback(layer.register_forward_hook(hook(path)))
         yield
-    finally:
-        for remove in removers:
-            remove()
 
 
 def _tensors(output: Any) -> Iterator[ExTensor]:
@@ -254,12 +252,10 @@ def _listening(
     def hook(path: str) -> PreHook:
         return lambda _, args: given.setdefault(path, []).append(args)
 
-    removers = [layer.register_forward_pre_hook(hook(path)) for path, layer in layers.items()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(hook(path)))
         yield
-    finally:
-        for remove in removers:
-            remove()
 
 
 @contextlib.contextmanager
