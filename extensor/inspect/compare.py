@@ -261,7 +261,7 @@ def _listening(
 @contextlib.contextmanager
 def _own_telemetry(model: Module) -> Iterator[Callable[[], dict[str, QuantStats]]]:
     """Counts of the forward operands, by layer, kept apart from the recipe's own telemetry."""
-    places = [(path, layer, vars(layer)["quant"]) for path, layer in gemm_layers(model)]
+    places = [(path, layer, layer.quant) for path, layer in gemm_layers(model)]
     before = [(path, layer, context) for path, layer, context in places if context is not None]
     states: dict[str, RecipeState] = {}
     for path, layer, context in before:
