@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 import extensor as et
+import models
 from ci.bench.contest import arguments, command, measure, write
 from extensor.config import num_threads, use_core
 from extensor.nn.quantize import apply_recipe
@@ -32,9 +32,7 @@ def ours(
     model_name: str, recipe: str, images: np.ndarray, labels: np.ndarray
 ) -> Callable[[], None]:
     """One step of our model under a recipe."""
-    configs = import_module(f"models.{model_name}.configs").CONFIGS
-    build = import_module(f"models.{model_name}.model").build
-    model = build(next(iter(configs.values())), np.random.default_rng(0))
+    model = models.build(model_name, models.config(model_name), np.random.default_rng(0))
     state = apply_recipe(model, recipe)
     optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
     x, y = et.from_numpy(images), et.from_numpy(labels)
