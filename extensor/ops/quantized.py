@@ -129,7 +129,6 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     fused_vjp=_matmul_vjp,
     once=_ONCE,
     reads="inputs",
-    check="forward",
     samples=_matmul_samples,
     errors=(
         BadInput(
@@ -297,7 +296,6 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
     fused_vjp=_conv_vjp,
     once=_ONCE,
     reads="inputs",
-    check="forward",
     samples=_conv_samples,
     errors=(
         BadInput(

@@ -103,7 +103,6 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     once=_ONCE,
     reads="inputs",
     takes_blocked=True,
-    check="forward",
     samples=_matmul_samples,
     errors=(
         BadInput(
@@ -249,7 +248,6 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
     once=_ONCE,
     reads="inputs",
     takes_blocked=True,
-    check="forward",
     samples=_conv_samples,
     errors=(
         BadInput(
