@@ -47,7 +47,7 @@ public:
         vq low, high, left, right;
     };
     struct Blocks {
-        vq product;
+        vq product, upper;
     };
 
     explicit Philox(const QuantStream& stream) {
@@ -57,6 +57,7 @@ public:
         }
         second_ = vq{} + static_cast<uint64_t>(stream.high0) * kM1;
         key0_[0] ^= second_ >> 32;
+        first_ = static_cast<uint32_t>(key0_[0][0]);
         key1_[0] ^= vq{} + stream.high1;
     }
 
@@ -67,11 +68,20 @@ public:
         return {first ^ key1_[1], p ^ key0_[2], (q >> 32) ^ key1_[2], q};
     }
 
-    INLINE Blocks blocks(vq block) const { return {multiply(block ^ key0_[0], kM0)}; }
+    INLINE Blocks blocks(vq block) const {
+        const vq product = multiply(block ^ key0_[0], kM0);
+        return {product, upper(product)};
+    }
+
+    // All lanes the same block.
+    INLINE Blocks block(uint32_t block) const {
+        const uint64_t product = static_cast<uint64_t>(block ^ first_) * kM0;
+        return {vq{} + product, vq{} + (product >> 32)};
+    }
 
     // The four words of each counter.
     INLINE void operator()(const Calls& c, const Blocks& b, vq (&out)[4]) const {
-        const vq p = multiply(upper(b.product) ^ c.low, kM1);
+        const vq p = multiply(b.upper ^ c.low, kM1);
         vq c0 = upper(p) ^ c.high, c1 = p, c2 = b.product ^ c.left, c3 = c.right;
 #pragma GCC unroll 7
         for (int round = 3; round < 10; ++round) {
@@ -89,6 +99,7 @@ private:
 
     vq key0_[10], key1_[10];  // of the rounds; the first with the stream's counter words in it
     vq second_;
+    uint32_t first_;
 };
 
 // The words of VL blocks' calls of the same numbers: word r of lane i is block i's.

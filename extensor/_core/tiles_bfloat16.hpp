@@ -96,12 +96,14 @@ struct TileWords {
     // The first 16 bits of the 32 words of a tile.
     INLINE __m512i halves(uint32_t tile) const {
         vq w[4];
-        philox(calls, philox.blocks(vq{} + (block + tile)), w);
-        const auto left = [](vq v, int n) { return _mm512_slli_epi64(reinterpret_cast<__m512i>(v), n); };
-        const __m512i low = _mm512_mask_blend_epi16(
-            0x22222222u, _mm512_srli_epi64(reinterpret_cast<__m512i>(w[0]), 16), reinterpret_cast<__m512i>(w[1]));
-        const __m512i high = _mm512_mask_blend_epi16(0x88888888u, left(w[2], 16), left(w[3], 32));
-        return _mm512_mask_blend_epi16(0xCCCCCCCCu, low, high);
+        philox(calls, philox.block(block + tile), w);
+        // Bytes 2 and 3 of each word's lane, which is 8 bytes, next to one another; w[1]'s stay.
+        const __m128i turn = _mm_setr_epi8(2, 3, -1, -1, 2, 3, 2, 3, 10, 11, -1, -1, 10, 11, 10, 11);
+        const __m512i at = _mm512_broadcast_i32x4(turn);
+        __m512i halves = reinterpret_cast<__m512i>(w[1]);
+        halves = _mm512_mask_shuffle_epi8(halves, 0x0303030303030303u, reinterpret_cast<__m512i>(w[0]), at);
+        halves = _mm512_mask_shuffle_epi8(halves, 0x3030303030303030u, reinterpret_cast<__m512i>(w[2]), at);
+        return _mm512_mask_shuffle_epi8(halves, 0xC0C0C0C0C0C0C0C0u, reinterpret_cast<__m512i>(w[3]), at);
     }
 
     // The words themselves, and room behind them.
