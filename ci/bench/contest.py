@@ -15,17 +15,18 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import date
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from extensor.config import num_threads
 
-__all__ = ["Make", "measure", "write"]
+__all__ = ["Make", "gpu_of", "measure", "write"]
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("EXTENSOR_RESULTS", Path(__file__).parent / "results"))
+PACKAGES = ("numpy", "torch")
+GPU_PACKAGES = ("cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")
 SETTLE_S = 0.15
 """Pause between turns, for the threads of the one before to go to sleep."""
 
@@ -66,6 +67,20 @@ def measure(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def _has(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def gpu_of(xp: Any) -> dict[str, Any]:
+    """Name and driver version of cupy's current GPU."""
+    runtime = xp.cuda.runtime
+    properties = runtime.getDeviceProperties(runtime.getDevice())
+    return {"gpu": properties["name"].decode(), "driver": runtime.driverGetVersion()}
+
+
 def write(
     name: str,
     command: str,
@@ -73,6 +88,7 @@ def write(
     level: str = "",
     load: float | None = None,
     merge: str = "",
+    gpu: dict[str, Any] | None = None,
 ) -> None:
     """Rows with machine and versions to ``results/DATE-NAME.json``.
 
@@ -84,15 +100,14 @@ def write(
         load: the load average before the run.
         merge: a key of every row; rows of the day's earlier runs are kept where this run has none
             of the same value.
+        gpu: name and driver of the GPU that ran it, from `gpu_of`; they stand for the machine.
     """
+    machine = [platform.machine(), f"{os.cpu_count()} CPUs", f"{num_threads()} threads"]
     about: dict[str, Any] = {
         "command": command,
         "date": str(date.today()),
-        "machine": ", ".join(
-            [platform.machine(), f"{os.cpu_count()} CPUs", f"{num_threads()} threads"]
-            + [level] * bool(level)
-        ),
-        "versions": {n: version(n) for n in ("numpy", "torch") if find_spec(n)},
+        **(gpu or {"machine": ", ".join(machine + [level] * bool(level))}),
+        "versions": {n: version(n) for n in (*PACKAGES, *GPU_PACKAGES * bool(gpu)) if _has(n)},
     }
     if load is not None:
         about["load_average_before"] = round(load, 2)
