@@ -29,10 +29,11 @@ from typing import Any
 
 from extensor.config import num_threads
 
-__all__ = ["Make", "arguments", "command", "measure", "write"]
+__all__ = ["GPU_PACKAGES", "Make", "arguments", "command", "gpu_of", "measure", "write"]
 
 ROOT = Path(__file__).parents[2]
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("EXTENSOR_RESULTS", Path(__file__).parent / "results"))
+GPU_PACKAGES = ("numpy", "torch", "cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")
 VARIABLES = ("OMP_NUM_THREADS", "EXTENSOR_CORE")
 """Environment variables that a record's command repeats."""
 SETTLE_S = 0.15
@@ -96,6 +97,13 @@ def command() -> str:
     variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     script = Path(sys.argv[0]).resolve().relative_to(ROOT)
     return shlex.join([*variables, "python", script.as_posix(), *sys.argv[1:]])
+
+
+def gpu_of(xp: Any) -> dict[str, Any]:
+    """Name and driver version of cupy's current GPU."""
+    runtime = xp.cuda.runtime
+    properties = runtime.getDeviceProperties(runtime.getDevice())
+    return {"gpu": properties["name"].decode(), "driver": runtime.driverGetVersion()}
 
 
 def write(
