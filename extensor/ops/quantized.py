@@ -21,25 +21,21 @@ The gradient is straight-through: the float op's VJP at the dequantized operands
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from extensor.autograd.apply import apply
-from extensor.autograd.mode import MODE
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.protocol import Array, Backend, Window
+from extensor.ops import operands
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import conv_window
 from extensor.quant.context import LayerContext, RecipeState
-from extensor.quant.recipe import SLOTS, Gemm, LayerRecipe, Recipe
+from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
 from extensor.quant.recipes import get_recipe
-from extensor.quant.spec import QuantSpec
-from extensor.random import Stream
 
 __all__ = ["layer_context", "quantized_conv2d", "quantized_matmul"]
 
@@ -57,92 +53,13 @@ def layer_context(layer: LayerRecipe, seed: int = 0) -> LayerContext:
     return context
 
 
-@lru_cache(maxsize=1024)
-def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
-    """The spec along one axis of a matrix."""
-    return spec.replace(axis=axis).resolve(2)
-
-
-def _dense(backend: Backend, x: Array, dtype: str) -> Array:
-    x = x.astype(backend.xp.float32, copy=False)
-    return x if dtype == "float32" else backend.bfloat16_values(x)
-
-
-def _stream(context: LayerContext, slot: str, spec: QuantSpec, axis: int) -> Stream | None:
-    return context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
-
-
-def _specs(
-    context: LayerContext, slots: Sequence[tuple[str, int]]
-) -> tuple[list[QuantSpec], list[Stream | None]] | None:
-    """Slots' specs, each along its axis, and their streams; None if one is dense."""
-    specs, streams = [], []
-    for slot, axis in slots:
-        wanted = context.operand(slot)
-        if isinstance(wanted, str):
-            return None
-        specs.append(_placed(wanted, axis))
-        streams.append(_stream(context, slot, specs[-1], axis))
-    return specs, streams
-
-
-def _operands(
-    backend: Backend,
-    x: Array,
-    context: LayerContext,
-    slots: Sequence[tuple[str, int]],
-    sizes: tuple[int, int, int],
-) -> list[Any]:
-    """What GEMMs multiply of matrix x, by slot and axis contracted, which comes last."""
-    placed = _specs(context, slots)
-    if placed is None:
-        if len(slots) > 1:
-            return [_operands(backend, x, context, [slot], sizes)[0] for slot in slots]
-        slot, axis = slots[0]
-        gemm, dtype = getattr(context.layer, slot.partition(".")[0]), str(context.operand(slot))
-        work = math.prod(sizes) if gemm.a == gemm.b else 0
-        return [backend.dense_operand(x, axis, dtype, work)]
-    gemms = [getattr(context.layer, slot.partition(".")[0]) for slot, _ in slots]
-    dense = any(isinstance(operand, str) for gemm in gemms for operand in (gemm.a, gemm.b))
-    made = backend.product_operands(
-        x, *placed, 0 if dense else math.prod(sizes), context.memory(slots[0][0])
-    )
-    for (slot, _), (_, counts) in zip(slots, made, strict=True):
-        context.record(slot, counts)
-    return [operand for operand, _ in made]
-
-
-def _forward_operands(
-    backend: Backend,
-    x: Array,
-    context: LayerContext,
-    slots: Sequence[tuple[str, int]],
-    sizes: tuple[int, int, int],
-) -> tuple[Any, Any]:
-    """A forward operand and the backward one of the same matrix, or None to make that later.
-
-    They are made together where a backend reads x once for both and what it keeps is small.
-    """
-    every = _specs(context, [(slot, 1) for slot in SLOTS])
-    placed = _specs(context, slots)
-    if (
-        MODE.enabled
-        and every is not None
-        and placed is not None
-        and backend.keeps_operands(x, *placed, math.prod(sizes))
-    ):
-        first, second = _operands(backend, x, context, slots, sizes)
-        return first, second
-    return _operands(backend, x, context, slots[:1], sizes)[0], None
-
-
 def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
     """A GEMM's product times its output scale."""
     return out if gemm.output_scale == 1.0 else out * xp.float32(gemm.output_scale)
 
 
 def _product(backend: Backend, a: Any, b: Any, gemm: Gemm, dtype: str) -> Array:
-    """A b^T of what `_operands` gave."""
+    """A b^T of what `operands.of_products` gave."""
     # Rounded operands may fit bfloat16 tiles, which is looked for; float32 ones do not.
     if "float32" in (gemm.a, gemm.b):
         return _scaled(backend.matmul(a, b.T), gemm, backend.xp)
@@ -166,8 +83,9 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
 # --- matrix product -----------------------------------------------------------------------------
 
 
-_X_SLOTS, _W_SLOTS = [("fprop.x", 1), ("wgrad.x", 0)], [("fprop.w", 1), ("dgrad.w", 0)]
-_G_SLOTS = [("dgrad.g", 1), ("wgrad.g", 0)]
+_X: operands.Slots = [("fprop.x", -1), ("wgrad.x", -2)]
+_W: operands.Slots = [("fprop.w", -1), ("dgrad.w", -2)]
+_G: operands.Slots = [("dgrad.g", -1), ("wgrad.g", -2)]
 
 
 def _matmul_forward(
@@ -175,8 +93,8 @@ def _matmul_forward(
 ) -> tuple[Array, tuple[Any, Any]]:
     rows = x.reshape(-1, x.shape[-1])
     sizes = (len(rows), *w.shape)
-    a, x_down = _forward_operands(backend, rows, context, _X_SLOTS, sizes)
-    b, w_down = _forward_operands(backend, w, context, _W_SLOTS, sizes)
+    a, x_down = operands.of_forward(backend, rows, context, _X, sizes)
+    b, w_down = operands.of_forward(backend, w, context, _W, sizes)
     out = _product(backend, a, b, context.layer.fprop, x.dtype.name)
     return out.reshape(*x.shape[:-1], w.shape[0]), (x_down, w_down)
 
@@ -194,18 +112,18 @@ def _matmul_vjp(
     x_down, w_down = saved
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
     sizes, layer, dtype = (len(rows), *w.shape), context.layer, x.dtype.name
-    wanted = [slot for slot, need in zip(_G_SLOTS, needs, strict=True) if need]
-    gradients = _operands(backend, rows, context, wanted, sizes)  # read once for both
+    wanted = [slot for slot, need in zip(_G, needs, strict=True) if need]
+    gradients = operands.of_products(backend, rows, context, wanted, sizes)  # read once for both
     dx = dw = None
     if needs[0]:
         if w_down is None:
-            (w_down,) = _operands(backend, w, context, _W_SLOTS[1:], sizes)
+            (w_down,) = operands.of_products(backend, w, context, _W[1:], sizes)
         dx = _product(backend, gradients[0], w_down, layer.dgrad, dtype)
         dx = dx if dx.shape == x.shape else dx.reshape(x.shape)  # a leaf's gradient is no view
     if needs[1]:
         if x_down is None:
             x = x.reshape(-1, x.shape[-1])
-            (x_down,) = _operands(backend, x, context, _X_SLOTS[1:], sizes)
+            (x_down,) = operands.of_products(backend, x, context, _X[1:], sizes)
         dw = _product(backend, gradients[-1], x_down, layer.wgrad, dtype)
     return dx, dw
 
@@ -223,7 +141,6 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     reads="inputs",
     halves=True,
     saves=True,
-    check="forward",
     samples=_matmul_samples,
     errors=(
         BadInput(
@@ -278,31 +195,6 @@ def _stacked(x: Array, groups: int) -> Array:
     return x.reshape(shape)
 
 
-@lru_cache(maxsize=1024)
-def _along(spec: QuantSpec, axis: int, ndim: int) -> QuantSpec:
-    """The spec along one axis, counted from the last, of ``ndim``."""
-    return spec.replace(axis=axis + ndim).resolve(ndim)
-
-
-def _slot(
-    context: LayerContext, slot: str, spec: QuantSpec, axis: int, ndim: int
-) -> tuple[QuantSpec, Stream | None]:
-    """The slot's spec along ``axis`` (-1: rows, -2: columns); its stream if it is stochastic."""
-    placed = _along(spec, axis, ndim)
-    stream = context.stream(slot, axis == -2) if placed.rounding == "stochastic" else None
-    return placed, stream
-
-
-def _values(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
-    """The values of a matrix, or of each group's, that GEMM ``slot`` contracts along ``axis``."""
-    wanted = context.operand(slot)
-    if isinstance(wanted, str):
-        return _dense(backend, x, wanted)
-    values, stats = backend.operand(x, *_slot(context, slot, wanted, axis, x.ndim))
-    context.record(slot, stats)
-    return values
-
-
 def _conv_forward(
     backend: Backend,
     x: Array,
@@ -314,13 +206,13 @@ def _conv_forward(
 ) -> Array:
     gemm, start = context.layer.fprop, bias[0] if bias else None
     early = start if gemm.output_scale == 1.0 else None  # added where the sums begin
-    kernels = _values(backend, _stacked(w, groups), context, "fprop.w", -1)
+    kernels = operands.values(backend, _stacked(w, groups), context, "fprop.w", -1)
     wanted = context.operand("fprop.x")
     if isinstance(wanted, str):
-        a = _dense(backend, x, wanted)
+        a = operands.dense(backend, x, wanted)
         out = backend.conv2d(a, kernels.reshape(w.shape), window, groups, early)
     else:
-        spec, stream = _slot(context, "fprop.x", wanted, -2, 2 if groups == 1 else 3)
+        spec, stream = operands.placed(context, "fprop.x", wanted, -2, 2 if groups == 1 else 3)
         out, stats = backend.operand_conv2d(x, kernels, spec, stream, w.shape, window, early)
         context.record("fprop.x", stats)
     out = _scaled(out, gemm, backend.xp)
@@ -355,13 +247,15 @@ def _conv_dgrad(
     groups: int,
 ) -> Array:
     gemm, (n, _, ho, wo) = context.layer.dgrad, g.shape
-    kernels = _values(backend, _stacked(w, groups), context, "dgrad.w", -2)
+    kernels = operands.values(backend, _stacked(w, groups), context, "dgrad.w", -2)
     rows = kernels.shape[-2] * groups  # a transform may have padded the output channels
     wanted = context.operand("dgrad.g")
     if isinstance(wanted, str):
-        values = _dense(backend, g, wanted)
+        values = operands.dense(backend, g, wanted)
     else:
-        matrix = _values(backend, _pixels_last(g, groups, backend.xp), context, "dgrad.g", -2)
+        matrix = operands.values(
+            backend, _pixels_last(g, groups, backend.xp), context, "dgrad.g", -2
+        )
         values = backend.xp.swapaxes(matrix.reshape(rows, n, ho, wo), 0, 1)
     kernels = kernels.reshape(rows, *w.shape[1:])
     out = backend.conv2d_grad_x(values, kernels, shape, window, groups)
@@ -380,17 +274,17 @@ def _conv_wgrad(
     gemm, (n, _, ho, wo), xp = context.layer.wgrad, g.shape, backend.xp
     wanted_g, wanted_x = context.operand("wgrad.g"), context.operand("wgrad.x")
     if isinstance(wanted_g, str):
-        values = _dense(backend, g, wanted_g)
+        values = operands.dense(backend, g, wanted_g)
         matrix = None if isinstance(wanted_x, str) else _pixels_last(values, groups, xp)
     else:
-        matrix = _values(backend, _pixels_last(g, groups, xp), context, "wgrad.g", -1)
+        matrix = operands.values(backend, _pixels_last(g, groups, xp), context, "wgrad.g", -1)
         values = g
     if isinstance(wanted_x, str):
-        a = _dense(backend, x, wanted_x)
+        a = operands.dense(backend, x, wanted_x)
         if matrix is not None:
             values = xp.swapaxes(matrix.reshape(shape[0], n, ho, wo), 0, 1)
         return _scaled(backend.conv2d_grad_w(values, a, shape, window, groups), gemm, xp)
-    spec, stream = _slot(context, "wgrad.x", wanted_x, -1, 2 if groups == 1 else 3)
+    spec, stream = operands.placed(context, "wgrad.x", wanted_x, -1, 2 if groups == 1 else 3)
     assert matrix is not None
     out, stats = backend.operand_conv2d_grad_w(matrix, x, spec, stream, shape, window)
     context.record("wgrad.x", stats)
@@ -414,7 +308,6 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
     fused_vjp=_conv_vjp,
     once=_ONCE,
     reads="inputs",
-    check="forward",
     samples=_conv_samples,
     errors=(
         BadInput(
