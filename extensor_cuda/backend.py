@@ -31,6 +31,7 @@ Streams = tuple[Stream | None, Stream | None]
 _WAY_OUT = "it takes an NVIDIA GPU with its driver, and pip install 'extensor[cuda13]'"
 
 
+@lru_cache(maxsize=1024)
 def dialect_gap(spec: QuantSpec) -> str | None:
     """What of the dialect no kernel covers, so that the CPU runs it; None if nothing."""
     dialect = spec.dialect_row
@@ -86,6 +87,12 @@ def _allocate(cupy: Any, size: int) -> Any:
             f"device 'cuda': wanted {size} bytes, {free} of {total} are free; use smaller batches, "
             "or drop tensors that are no longer needed"
         ) from error
+
+
+@lru_cache(maxsize=1024)
+def _turned(first: QuantSpec, second: QuantSpec) -> bool:
+    """Whether two specs differ in their axis alone."""
+    return first.replace(axis=second.axis) == second
 
 
 @lru_cache(maxsize=64)
@@ -258,12 +265,10 @@ class CudaBackend(GenericBackend):
         x = self._ready(x)
         if self._product_operands_reason(x, specs, streams, work):
             return super().product_operands(x, specs, streams, work, memory)
-        if len(specs) == 2 and specs[0] != specs[1].replace(axis=specs[0].axis):
+        if len(specs) == 2 and not _turned(specs[0], specs[1]):
             sides = zip(specs, streams, strict=True)
-            made = [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
-        else:
-            made = operands.make(x, specs, streams, self.xp, memory)
-        return [(operand, operand.counts) for operand in made]
+            return [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
+        return list(operands.make(x, specs, streams, self.xp, memory))
 
     def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
         """See the protocol. Does not wait for the GPU."""

@@ -10,10 +10,14 @@ The product of two such operands runs on the FP8 tensor cores with the bound tha
 on the device, where both ways are launched and one of them ends at once. The other way quantizes
 the same values with the same random bits to bfloat16, which holds them exactly. So no value depends
 on what was known of the tensor, only the way. Nothing here waits for the GPU.
+
+Other MX formats are quantized to bfloat16 at once. It holds their values exactly but for those
+below 2**-126 or so; that one was cut is warned of when the counts are read.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +30,7 @@ import numpy as np
 from extensor.quant.array import QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
+from extensor_cuda.dense import Dense
 from extensor_cuda.gemm import SPAN, TOP
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
@@ -51,13 +56,20 @@ class Counts:
     Attributes:
         counters: saturated and flushed values, spread over pairs.
         count: how many values went in.
+        cut: uint32 of shape (): not zero if bfloat16 did not hold a value; or None.
     """
 
     counters: Array
     count: int
+    cut: Array | None = None
 
     def __call__(self) -> QuantStats:
         """The counts; waits for the kernel."""
+        if self.cut is not None and int(self.cut):
+            message = (
+                "an operand held values below 2**-100 that bfloat16 does not hold and that were cut"
+            )
+            warnings.warn(f"{message}; scale the loss up", RuntimeWarning, stacklevel=2)
         saturated, flushed = self.counters.get().reshape(-1, 2).sum(axis=0).tolist()
         return QuantStats(self.count, int(saturated), int(flushed))
 
@@ -70,14 +82,12 @@ class Operand:
         codes: uint8, E5M2, rows a multiple of 16 bytes apart.
         exponent: int32 (1,): the values are the codes' times two to it.
         flag: uint32 of shape (): set where a block lies outside the window.
-        counts: what quantizing counted.
         x, spec, stream: what it was made of.
     """
 
     codes: Array
     exponent: Array
     flag: Array
-    counts: Counts
     x: Array
     spec: QuantSpec
     stream: Stream | None
@@ -91,7 +101,7 @@ class Operand:
     def wide(self, guards: Sequence[Array], xp: Any) -> Array:
         """The values as bfloat16 bits, (rows, K); not written unless one of two flags is set."""
         rows, k = self.shape
-        out = empty_rows(xp, rows, -(-k // 16) * 16, np.uint16)
+        out = xp.empty((rows, -(-k // 16) * 16), dtype=xp.uint16)
         _launch(self.x, [self.spec], [self.stream], [out], xp, guards=guards)
         return out[:, :k]
 
@@ -109,16 +119,21 @@ def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
         return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
     if work < LEAST_WORK:
         return f"{work} multiplications, fewer than {LEAST_WORK}"
+    if x.strides != (x.shape[-1] * x.itemsize, x.itemsize) or x.strides[0] % 16 or x.data.ptr % 16:
+        return f"strides {x.strides}; the kernel reads contiguous rows, multiples of 16 bytes"
+    return _reason(spec, x.dtype.name, tuple(x.shape))
+
+
+@lru_cache(maxsize=4096)
+def _reason(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> str | None:
     element = spec.row.element
-    if not (element.bits == 4 and element.is_float and spec.is_mx and spec.tile == (1, 32)):
-        return f"{spec.row.name} in tiles {spec.tile}; the kernel makes mxfp4 in (1, 32)"
+    if not (spec.is_mx and spec.tile == (1, 32)) or element.bits > 8:
+        return f"{spec.row.name} in tiles {spec.tile}; the kernel makes MX formats in (1, 32)"
     if spec.transform or spec.scale_window is not None or spec.row.outliers:
         return "a transform, a scale window or outliers"
-    if x.dtype.name not in kernels.INPUTS or x.ndim != 2 or max(x.shape) > 1 << 30:
-        return f"{x.dtype} array of shape {x.shape}"
-    if x.strides != (x.shape[1] * x.itemsize, x.itemsize) or x.strides[0] % 16 or x.data.ptr % 16:
-        return f"strides {x.strides}; the kernel reads contiguous rows, multiples of 16 bytes"
-    plan = kernels.plan_of(spec, tuple(x.shape))
+    if dtype not in kernels.INPUTS or len(shape) != 2 or max(shape) > 1 << 30:
+        return f"{dtype} array of shape {shape}"
+    plan = kernels.plan_of(spec, shape)
     return plan if isinstance(plan, str) else None
 
 
@@ -138,9 +153,7 @@ def operand_source(
     """
     plan = kernels.plan_of(spec.replace(axis=1), (256, 256))
     assert isinstance(plan, kernels.Plan), plan
-    common = kernels.quantize_source(
-        plan, dtype, "values" if wide else "codes", True, stats and not wide
-    )
+    common = kernels.quantize_source(plan, dtype, "values" if wide else "codes", True, stats)
     macros = dict(common.macros) | {
         "ALONG": int(along),
         "DOWN_TOO": int(down),
@@ -159,24 +172,28 @@ def _launch(
     streams: Streams,
     outs: Sequence[Array],
     xp: Any,
-    made: Sequence[Operand] = (),
+    exponent: Array | None = None,
+    states: Sequence[Array] = (),
     history: Array | None = None,
     guards: Sequence[Array] = (),
 ) -> None:
     """Run the kernel for one spec or two, of rows (axis 1) and of columns (axis 0)."""
     null = np.uint64(0)
     place = {spec.axis: i for i, spec in enumerate(specs)}
-    source = operand_source(specs[0], x.dtype.name, 1 in place, 0 in place, bool(guards))
+    wide = outs[0].itemsize == 2
+    source = operand_source(
+        specs[0], x.dtype.name, 1 in place, 0 in place, wide, not (wide and guards)
+    )
     codes = [outs[place[axis]] if axis in place else null for axis in (1, 0)]
-    mine = [made[place[axis]] if made and axis in place else None for axis in (1, 0)]
-    flags = [operand.flag if operand else null for operand in mine]
-    counts = [operand.counts.counters if operand else null for operand in mine]
+    mine = [states[place[axis]] if states and axis in place else None for axis in (1, 0)]
+    flags = [null if state is None else state[:1] for state in mine]
+    counts = [null if state is None else state[1:] for state in mine]
     words: list[int] = []
     for axis in (1, 0):
         stream = streams[place[axis]] if axis in place else None
         words += (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     rows, columns = x.shape
-    tile_rows = 128 if x.itemsize == 2 and not guards else 64  # as in operand.cu
+    tile_rows = 128 if x.itemsize == 2 and not wide else 64  # as in operand.cu
     tiles = -(-rows // tile_rows) * -(-columns // _COLUMNS)
     launch(
         source,
@@ -186,7 +203,7 @@ def _launch(
         x,
         null if history is None else history,
         *codes,
-        made[0].exponent if made else null,
+        null if exponent is None else exponent,
         *flags,
         *counts,
         *(guards or (null, null)),
@@ -202,8 +219,10 @@ def make(
     streams: Streams,
     xp: Any,
     memory: dict[str, Array] | None = None,
-) -> list[Operand]:
-    """Operands of x under one spec, or under one along rows and one down columns, without waiting.
+) -> list[tuple[Operand | Dense, Counts]]:
+    """Operands of x under one spec, or under one along rows and one down columns, and their counts.
+
+    Does not wait.
 
     Args:
         x: contiguous matrix that `reason` covers.
@@ -212,27 +231,45 @@ def make(
         xp: cupy.
         memory: the tensor's own, from the call before; None: nothing is known of it.
     """
+    # One array for all that starts at zero: a flag and counters for each operand.
+    slots = 1 + 2 * kernels.SLOTS
+    zeros = xp.zeros(len(specs) * slots, dtype=xp.uint64)
+    states = [zeros[i * slots : (i + 1) * slots] for i in range(len(specs))]
+    flags = [state[:1].view(xp.uint32)[0] for state in states]
+    wide = not _is_mxfp4(specs[0])
+    outs = []
+    for spec in specs:
+        rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
+        padded = -(-k // 16) * 16  # whole chunks are written
+        outs.append(xp.empty((rows, padded), dtype=xp.uint16 if wide else xp.uint8)[:, :k])
+    if wide:
+        _launch(x, specs, streams, outs, xp, states=states)
+        return [
+            (Dense(out), Counts(state[1:], x.size, flag))
+            for out, state, flag in zip(outs, states, flags, strict=True)
+        ]
+    exponent = xp.empty(1, dtype=xp.int32)
+    _launch(x, specs, streams, outs, xp, exponent, states, _history(x, specs[0], xp, memory))
+    return [
+        (Operand(out, exponent, flag, x, spec, stream), Counts(state[1:], x.size))
+        for out, flag, spec, stream, state in zip(outs, flags, specs, streams, states, strict=True)
+    ]
+
+
+def _history(x: Array, spec: QuantSpec, xp: Any, memory: dict[str, Array] | None) -> Array:
+    """What was left of the tensor the last time; the first time, a pass finds its maximum."""
     memory = {} if memory is None else memory
-    history = memory.get("history")
-    # One array for all that starts at zero: per operand its flag and counters.
-    slots = 2 * kernels.SLOTS
-    zeros = xp.zeros(len(specs) * (1 + slots), dtype=xp.uint64)
-    if history is None:
-        history = memory["history"] = xp.zeros(3, dtype=xp.uint32)
-        source = operand_source(specs[0], x.dtype.name, True, False, False)
+    if "history" not in memory:
+        memory["history"] = xp.zeros(3, dtype=xp.uint32)
+        source = operand_source(spec, x.dtype.name, True, False, False)
         vectors = x.nbytes // 16
         blocks = min(_AMAX_BLOCKS, -(-vectors // 256))
-        launch(source, "largest", blocks, 256, x, history, np.int64(vectors))
-    made, exponent = [], xp.empty(1, dtype=xp.int32)
-    for i, (spec, stream) in enumerate(zip(specs, streams, strict=True)):
-        mine = zeros[i * (1 + slots) : (i + 1) * (1 + slots)]
-        rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
-        codes = empty_rows(xp, rows, k, np.uint8)
-        flag = mine[:1].view(xp.uint32)[0]
-        counts = Counts(mine[1:], x.size)
-        made.append(Operand(codes, exponent, flag, counts, x, spec, stream))
-    _launch(x, specs, streams, [operand.codes for operand in made], xp, made, history)
-    return made
+        launch(source, "largest", blocks, 256, x, memory["history"], np.int64(vectors))
+    return memory["history"]
+
+
+def _is_mxfp4(spec: QuantSpec) -> bool:
+    return spec.row.element.bits == 4 and spec.row.element.is_float
 
 
 def multiply(a: Operand, b: Operand, dtype: str, xp: Any, falls: Array | None = None) -> Array:

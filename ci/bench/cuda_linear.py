@@ -1,4 +1,4 @@
-"""A linear layer's forward and backward under the mxfp4 recipe on a GPU, against torch in bfloat16.
+"""A linear layer's forward and backward under recipes on a GPU, against torch in bfloat16.
 
     python ci/bench/cuda_linear.py [--sizes 8192x8192x8192 ...] [--rounds N]
 
@@ -14,6 +14,7 @@ Hopper GPU, torch and the extra ``cuda13``.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,10 @@ def contestants(sizes: tuple[int, int, int], backend: Any) -> dict[str, Call]:
         ]
         theirs.append(tensors)
         ours.append([xp.from_dlpack(t.view(torch.int16)).view(ml_dtypes.bfloat16) for t in tensors])
-    layer = get_recipe("mxfp4").layers
-    context = layer_context(layer, seed=1)
+    contexts = {
+        name: layer_context(get_recipe(name).layers, seed=1)
+        for name in ("mxfp4", "mxfp8_nvidia", "bf16")
+    }
     rows, columns = (
         QuantSpec("mxfp4", axis=axis, scale_rule="rceil").resolve(2) for axis in (1, 0)
     )
@@ -58,10 +61,10 @@ def contestants(sizes: tuple[int, int, int], backend: Any) -> dict[str, Call]:
         torch.nn.functional.linear(x, w).backward(g)
         return x.grad, w.grad
 
-    def our_step(turn: int) -> Any:
+    def our_step(turn: int, recipe: str) -> Any:
         x, w, g = (wrap(array, backend) for array in ours[turn % INPUTS])
         x.requires_grad, w.requires_grad = True, True
-        quantized_matmul(x, w, context).backward(g)
+        quantized_matmul(x, w, contexts[recipe]).backward(g)
         return x.grad, w.grad
 
     memories: list[dict[str, Any]] = [{}, {}, {}]
@@ -76,17 +79,20 @@ def contestants(sizes: tuple[int, int, int], backend: Any) -> dict[str, Call]:
         return both, operands.make(g, noisy, streams, xp, memories[2])
 
     x, w, g = ours[0]
-    made = [operands.make(a, [s], [None], xp)[0] for a in (x, w) for s in (rows, columns)]
-    pair = operands.make(g, noisy, streams, xp)
+    made: list[Any] = [
+        operands.make(a, [s], [None], xp)[0][0] for a in (x, w) for s in (rows, columns)
+    ]
+    pair: list[Any] = [operand for operand, _ in operands.make(g, noisy, streams, xp)]
 
     def products(turn: int) -> Any:
         sides = ((made[0], made[2]), (pair[0], made[3]), (pair[1], made[1]))
         return [operands.multiply(a, b, "bfloat16", xp) for a, b in sides]
 
-    return {
-        "torch bf16": torch_step,
-        "mxfp4 recipe": our_step,
-        "mxfp4 recipe, captured": captured(our_step, xp),
+    steps: dict[str, Call] = {"torch bf16": torch_step}
+    for name in contexts:
+        steps[f"{name} recipe"] = partial(our_step, recipe=name)
+        steps[f"{name} recipe, captured"] = captured(steps[f"{name} recipe"], xp)
+    return steps | {
         "mxfp4 recipe, products": products,
         "mxfp4 recipe, quantizers": quantizers,
         "rows of x": lambda i: operands.make(ours[i % INPUTS][0], [rows], [None], xp, memories[0]),

@@ -7,7 +7,8 @@
 // the last block of threads leaves the one found now: `anchor` is the scale byte of a block that held
 // it, plus MARGIN. It changes no value while all blocks of numbers lie within the window below it. One
 // that does not raises the flag: then the codes are not used, and the same kernel with WIDE writes
-// the values as bfloat16 instead.
+// the values as bfloat16 instead. Formats that do not fit FP8 are written as bfloat16 at once; there
+// the flag says that a value had to be rounded, which takes a scale near the least there is.
 //
 // A block of threads has a tile of kRows x 128 in shared memory. No headers but ours; the macros
 // are quantize.cu's and ALONG, DOWN_TOO, WIDE, TOP, SPAN, MARGIN, RESIDENT.
@@ -82,8 +83,11 @@ __device__ __forceinline__ void finish(const u32 (&packed)[kWords], const float 
     for (int u = 0; u < kUnits; ++u) {
         u32 word[4];
 #pragma unroll
-        for (int w = 0; w < 4; ++w)
+        for (int w = 0; w < 4; ++w) {
+            if (s.live && ((bits_of(v[8 * u + 2 * w]) | bits_of(v[8 * u + 2 * w + 1])) & 0xFFFFu))
+                place.beyond = 1;
             word[w] = bits_of(v[8 * u + 2 * w]) >> 16 | (bits_of(v[8 * u + 2 * w + 1]) & 0xFFFF0000u);
+        }
         units[u] = uint4{word[0], word[1], word[2], word[3]};
     }
 #else
@@ -118,7 +122,7 @@ __device__ __forceinline__ void remember(History* history, u32 largest) {
 }
 
 __device__ __forceinline__ void report(const Place& place, u32* flag) {
-    if (__any_sync(~0u, place.beyond) && threadIdx.x % 32 == 0) atomicOr(flag, 1u);
+    if (flag && __any_sync(~0u, place.beyond) && threadIdx.x % 32 == 0) atomicOr(flag, 1u);
 }
 
 __device__ __forceinline__ void add_counts(const Tally& tally, u64* counters) {
@@ -339,11 +343,11 @@ operands(const Raw* __restrict__ x, History* history, u8* __restrict__ along,
         __syncthreads();
     }
 #if ALONG
-    if (!WIDE) report(along_place, along_flag);
+    report(along_place, along_flag);
     add_counts(along_tally, along_counts);
 #endif
 #if DOWN_TOO
-    if (!WIDE) report(down_place, down_flag);
+    report(down_place, down_flag);
     add_counts(down_tally, down_counts);
 #endif
     if (!WIDE) remember(history, ALONG ? along_place.largest : down_place.largest);

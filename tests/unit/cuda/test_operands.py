@@ -28,14 +28,20 @@ def spec_of(axis: int, rounding: str = "nearest_even", rule: str = "rceil") -> Q
     return QuantSpec("mxfp4", axis=axis, scale_rule=rule, rounding=rounding).resolve(2)  # type: ignore[arg-type]
 
 
+WIDE_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxint8")
+
+
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_the_kernels_compile_without_spills(rounding: str, dtype: str) -> None:
-    for along, down, wide in ((1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 1), (0, 1, 1)):
-        source = operands.operand_source(
-            spec_of(1, rounding), dtype, bool(along), bool(down), bool(wide)
-        )
+    fp4, others = (
+        spec_of(1, rounding),
+        [spec_of(1, rounding).replace(format=name) for name in WIDE_FORMATS],
+    )
+    cases = [(fp4, 1, 0, 0), (fp4, 0, 1, 0), (fp4, 1, 1, 0), (fp4, 1, 0, 1), (fp4, 0, 1, 1)]
+    for spec, along, down, wide in cases + [(spec, 1, 1, 1) for spec in others]:
+        source = operands.operand_source(spec, dtype, bool(along), bool(down), bool(wide))
         code, log = jit.compile_cubin(source, "sm_90a")
         assert "warning" not in log, log
         for numbers in properties(code).values():
@@ -88,21 +94,44 @@ def test_rows_and_columns_are_the_references_bit_for_bit(
         want = want if i == 0 else want.T
         set_flag = hopper.xp.asarray(1, dtype=np.uint32)
         for made in (both, single):
-            assert not int(made.flag)
-            got = values_of(made)
+            operand, counts = made
+            assert not int(operand.flag)
+            got = values_of(operand)
             np.testing.assert_array_equal(got, want)
             live = ~np.isnan(want)
             np.testing.assert_array_equal(np.signbit(got[live]), np.signbit(want[live]))
-            assert made.counts() == stats
-            wide = made.wide((set_flag, set_flag), hopper.xp).get().view(ml_dtypes.bfloat16)
+            assert counts() == stats
+            wide = operand.wide((set_flag, set_flag), hopper.xp).get().view(ml_dtypes.bfloat16)
             np.testing.assert_array_equal(wide[:, : want.shape[1]].astype(np.float32), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("name", WIDE_FORMATS)
+def test_other_formats_are_the_references_as_bfloat16(
+    hopper: Any, name: str, rounding: str, dtype: str
+) -> None:
+    x, cpu = data((200, 328), dtype, "special"), registry.get("cpu")
+    specs = [spec_of(axis, rounding).replace(format=name) for axis in (1, 0)]
+    streams = [Stream(1, 2, 3, i, bool(i)) if rounding == "stochastic" else None for i in (0, 1)]
+    made = operands.make(hopper.xp.asarray(x), specs, streams, hopper.xp)
+    for i, (operand, counts) in enumerate(made):
+        want, stats = cpu.operand(x, specs[i], streams[i])
+        got = np.ascontiguousarray(operand.bits.get()).view(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(got.astype(np.float32), want if i == 0 else want.T)
+        assert counts() == stats
+    tiny = hopper.xp.asarray(np.full((32, 32), 2.0**-135, dtype=np.float32))
+    ((_, counts),) = operands.make(tiny, specs[:1], streams[:1], hopper.xp)
+    if name.startswith("mxfp8"):
+        with pytest.warns(RuntimeWarning, match="bfloat16"):
+            counts()
 
 
 def flagged(hopper: Any, low: float) -> bool:
     x = np.zeros((64, 64), dtype=np.float32)
     x[0, 0], x[40, 40] = 6.0, 6.0 * low
     made = operands.make(hopper.xp.asarray(x), [spec_of(1), spec_of(0)], [None, None], hopper.xp)
-    flags = {bool(int(operand.flag)) for operand in made}
+    flags = {bool(int(operand.flag)) for operand, _ in made}
     assert len(flags) == 1
     return flags.pop()
 
@@ -118,7 +147,7 @@ def test_the_window_follows_the_tensor_one_step_behind(hopper: Any) -> None:
         there = hopper.xp.asarray(x * np.float32(2.0**power))
         for axis in (1, 0):  # the second call finds what the first one left
             spec = spec_of(axis)
-            (made,) = operands.make(there, [spec], [None], hopper.xp, memory)
+            ((made, _),) = operands.make(there, [spec], [None], hopper.xp, memory)
             assert bool(int(made.flag)) == (bool(beyond) and axis == 1), (power, axis)
             if not int(made.flag):
                 want = registry.get("cpu").operand(there.get(), spec)[0]
@@ -136,7 +165,7 @@ def test_products_are_within_the_bound_in_and_out_of_the_window(
         x = data((rows, k), dtype, "normal").astype(np.float32)
         x[rows // 2] *= 2.0**-spread
         x = x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
-        sides.append(operands.make(hopper.xp.asarray(x), [spec_of(1)], [None], hopper.xp)[0])
+        sides.append(operands.make(hopper.xp.asarray(x), [spec_of(1)], [None], hopper.xp)[0][0])
         values.append(registry.get("cpu").operand(x, spec_of(1))[0].astype(np.float64))
     falls = hopper.xp.zeros((), dtype=np.uint32)
     got = operands.multiply(*sides, dtype, hopper.xp, falls).get().astype(np.float64)
@@ -227,7 +256,7 @@ def test_small_or_odd_products_are_left_to_cupy(cuda: Any) -> None:
     x = cuda.xp.ones((32, 40), dtype=np.float32)
     for array, spec, work, words in (
         (x, spec_of(1), 1 << 20, "fewer than"),
-        (x, QuantSpec("mxfp8_e4m3", axis=1).resolve(2), 1 << 40, "mxfp8_e4m3"),
+        (x, QuantSpec("mxfp4", axis=1, tile=(1, 64)).resolve(2), 1 << 40, "tiles (1, 64)"),
         (cuda.xp.ones((32, 39), dtype=np.float32), spec_of(1), 1 << 40, "strides"),
     ):
         assert words in str(operands.reason(array, spec, work, "90"))
