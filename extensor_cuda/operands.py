@@ -66,9 +66,7 @@ class Counts:
     def __call__(self) -> QuantStats:
         """The counts; waits for the kernel."""
         if self.cut is not None and int(self.cut):
-            message = (
-                "an operand held values below 2**-100 that bfloat16 does not hold and that were cut"
-            )
+            message = "an operand held values below 2**-125 that bfloat16 cuts"
             warnings.warn(f"{message}; scale the loss up", RuntimeWarning, stacklevel=2)
         saturated, flushed = self.counters.get().reshape(-1, 2).sum(axis=0).tolist()
         return QuantStats(self.count, int(saturated), int(flushed))
