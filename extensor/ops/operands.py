@@ -101,15 +101,11 @@ def of_forward(
 
     They are made together where a backend reads x once for both and what it keeps is small.
     """
-    every, specs = _specs(context, [(slot, -1) for slot in SLOTS]), _specs(context, slots)
-    if (
-        MODE.enabled
-        and every is not None
-        and specs is not None
-        and backend.keeps_operands(x, *specs, math.prod(sizes))
-    ):
-        first, second = of_products(backend, x, context, slots, sizes)
-        return first, second
+    if MODE.enabled and all(isinstance(context.operand(slot), QuantSpec) for slot in SLOTS):
+        specs = _specs(context, slots)
+        if specs is not None and backend.keeps_operands(x, *specs, math.prod(sizes)):
+            first, second = of_products(backend, x, context, slots, sizes)
+            return first, second
     return of_products(backend, x, context, slots[:1], sizes)[0], None
 
 
