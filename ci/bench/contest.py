@@ -20,7 +20,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
@@ -29,12 +29,11 @@ from typing import Any
 
 from extensor.config import num_threads
 
-__all__ = ["Make", "arguments", "command", "gpu_of", "measure", "write"]
+__all__ = ["GPU_PACKAGES", "Make", "arguments", "command", "gpu_of", "measure", "write"]
 
 ROOT = Path(__file__).parents[2]
-RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("numpy", "torch")
-GPU_PACKAGES = ("cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")
+RESULTS = Path(os.environ.get("EXTENSOR_RESULTS", Path(__file__).parent / "results"))
+GPU_PACKAGES = ("numpy", "torch", "cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")
 VARIABLES = ("OMP_NUM_THREADS", "EXTENSOR_CORE")
 """Environment variables that a record's command repeats."""
 SETTLE_S = 0.15
@@ -114,9 +113,10 @@ def write(
     level: str = "",
     load: float | None = None,
     merge: str = "",
-    gpu: Mapping[str, Any] | None = None,
     *,
     args: argparse.Namespace | None = None,
+    about: Mapping[str, Any] | None = None,
+    packages: Iterable[str] = ("numpy", "torch"),
 ) -> None:
     """Rows with machine and versions to ``DATE-NAME.json``, unless the machine was busy.
 
@@ -128,8 +128,9 @@ def write(
         load: the load average before the run, where there are no ``args``.
         merge: a key of every row; rows of the day's earlier runs are kept where this run has none
             of the same value.
-        gpu: name and driver of the GPU that ran it, from `gpu_of`; they stand for the machine.
         args: from `arguments`: the load before the run, the highest one allowed, the folder.
+        about: what else the run depends on, such as the GPU and its driver.
+        packages: those whose versions are recorded, where they are installed.
     """
     folder = RESULTS
     if args is not None:
@@ -139,23 +140,25 @@ def write(
                 f"not written: the load average was {load:.2f} before the run; use an idle machine"
             )
             return
-    machine = [platform.machine(), f"{os.cpu_count()} CPUs", f"{num_threads()} threads"]
-    packages = (*PACKAGES, *GPU_PACKAGES * bool(gpu))
-    about: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "command": command,
         "date": str(date.today()),
-        **(gpu or {"machine": ", ".join(machine + [level] * bool(level))}),
+        "machine": ", ".join(
+            [platform.machine(), f"{os.cpu_count()} CPUs", f"{num_threads()} threads"]
+            + [level] * bool(level)
+        ),
         "versions": {"python": platform.python_version()}
         | {package: found for package in packages if (found := _version(package))},
     }
     if load is not None:
-        about["load_average_before"] = round(load, 2)
+        facts["load_average_before"] = round(load, 2)
     path = folder / f"{date.today()}-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     if merge and path.exists():
         kept = {row[merge]: row for row in json.loads(path.read_text())["rows"]}
         rows = list((kept | {row[merge]: row for row in rows}).values())
-    path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    record = {"about": facts | dict(about or {}), "rows": rows}
+    path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"written to {path}")
 
 
