@@ -1,6 +1,6 @@
 """The core against the generic methods for every format on every class of arrays, and from threads.
 
-tests/test_every_kernel.py compares rules and options on a few shapes; here every format meets
+tests/kernels compares rules and options on a few shapes; here every format meets
 ragged, empty, one-element, huge, strided, misaligned and read-only arrays at every instruction
 set, by table and by hypothesis.
 """
