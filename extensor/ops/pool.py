@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,8 +89,8 @@ def max_pool2d(
 
 
 def _gather(backend: Any, x: Any, index: Any) -> Any:
-    flat = x.reshape(*x.shape[:2], -1)
-    where = backend.xp.asarray(index).reshape(*index.shape[:2], -1)
+    flat = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
+    where = backend.xp.asarray(index).reshape(*index.shape[:2], math.prod(index.shape[2:]))
     return backend.xp.take_along_axis(flat, where, axis=2).reshape(index.shape)
 
 
