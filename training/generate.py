@@ -70,9 +70,10 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
         )
     checkpoint = load_checkpoint(path)
     run, task = checkpoint.metadata.get("config"), checkpoint.metadata.get("task")
-    name = run.get("model") if isinstance(run, dict) else None
-    if name not in RUNS or RUNS[name].task != "causal" or not isinstance(task, dict):
-        held = f"a run of {name!r}" if name else "no run"
+    kind = run.get("model") if isinstance(run, dict) else None
+    causal = kind in RUNS and RUNS[kind].task == "causal"
+    if run is None or not causal or not isinstance(task, dict):
+        held = f"a run of {kind!r}" if kind else "no run"
         raise UsageError(
             f"{path}: wanted the checkpoint of a language model, got one that holds {held}; the "
             "way out: one that `python -m training gpt` wrote"
@@ -86,8 +87,8 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
                 f"{tokenizer.size}"
             )
         model = models.build(run["model"], config, np.random.default_rng(run["seed"]))
-        held = [(name.partition("."), values) for name, values in checkpoint.tensors.items()]
-        model.load_state_dict({name: values for (top, _, name), values in held if top == "model"})
+        parts = [(*name.partition("."), values) for name, values in checkpoint.tensors.items()]
+        model.load_state_dict({name: values for top, _, name, values in parts if top == "model"})
         apply_recipe(model, run["recipe"], run["seed"])
         return model.eval(), tokenizer, run["context"]
     except (KeyError, TypeError, ValueError) as error:
