@@ -34,7 +34,10 @@ def _window(name: str, x: ExTensor, kernel: Pair, stride: Pair | None, padding: 
             "would make windows of nothing but padding"
         )
     if min(window.output_size((x.shape[2], x.shape[3]))) < 1:
-        raise ValueError(f"{name}: the window {window} does not fit an image of {x.shape[2:]}")
+        raise ValueError(
+            f"{name}: the window {window} does not fit an image of {x.shape[2:]}; use more padding "
+            "or a smaller kernel"
+        )
     return window
 
 
