@@ -210,7 +210,7 @@ class Optimizer(ABC):
             FloatingPointError: if a gradient holds NaN or Inf; `MXGradScaler.step` skips and counts
                 such steps instead.
             ValueError: for options that were changed to something out of range, or that need
-                state which was not kept.
+                state which was not kept; for a gradient of another shape, or of no floats.
 
         Nothing is updated after an error.
         """
@@ -234,6 +234,11 @@ class Optimizer(ABC):
                     "start; make a new optimizer with these options"
                 )
         for _, member, grad in ready:
+            if grad.shape != member.param.shape or not grad.dtype.is_float:
+                raise ValueError(
+                    f"step: wanted a float gradient of shape {member.param.shape} for "
+                    f"{member.name}, got {grad.dtype.name} of shape {grad.shape}"
+                )
             if not member.param.backend.all_finite(grad.data):
                 raise FloatingPointError(
                     f"step: wanted finite gradients, got NaN or infinity in that of {member.name}; "
