@@ -126,12 +126,12 @@ struct HalfCoder {
     static constexpr int kFrom = e.bits == 8 ? e.min_exponent - 1 : Words ? -10 : -2;
     static constexpr int kDrop = 7 - e.mantissa_bits;
 
-    // 32 codes of one tile, each in 16 bits, in order.
-    static INLINE __m512i codes(const bfloat16* x, uint32_t start, const float* apply, const TileWords* words,
+    // 32 codes, each in 16 bits, in order; of 16 values each are `first` and `second`. With words: of one
+    // tile.
+    static INLINE __m512i codes(const bfloat16* x, __m512i from, vf first, vf second, const TileWords* words,
                                 int64_t tile, int64_t& saturated, int64_t& flushed) {
         const __m512i v = _mm512_loadu_si512(x), ones = _mm512_set1_epi16(0x7FFF);
         const __m512i magnitude = _mm512_and_si512(v, ones);
-        const __m512i from = _mm512_set1_epi32(static_cast<int>(start));
         const __m512i d = _mm512_subs_epu16(magnitude, from);
         const __mmask32 some = _mm512_test_epi16_mask(v, ones);
         __m512i n, word = {};
@@ -145,7 +145,8 @@ struct HalfCoder {
             other = _mm512_mask_cmplt_epu16_mask(some, magnitude, from);
             other = _mm512_mask_cmple_epu16_mask(other, word, _mm512_set1_epi16(255));
         }
-        if (__builtin_expect(other != 0, 0)) return wide_codes(x, splat(*apply), words, tile, saturated, flushed);
+        if (__builtin_expect(other != 0, 0))
+            return wide_codes(x, first, second, words, tile, saturated, flushed);
         const __m512i top = _mm512_set1_epi16(e.max_code);
         if constexpr (!Words)
             n = nearest(d);
@@ -183,24 +184,27 @@ struct HalfCoder {
     static INLINE __m512i random_quarters(__m512i v, __m512i d, __m512i word, __mmask32 some) {
         alignas(64) static constexpr uint16_t kBelow[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0,  0,  0,  0,  0,  0,  0,
                                                             0, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13};
-        const __m512i below = _mm512_permutexvar_epi16(_mm512_srli_epi16(d, 6), _mm512_load_si512(kBelow));
+        alignas(64) static constexpr uint16_t kPlaces[32] = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7,
+                                                             8, 8, 9, 9, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10};
+        const __m512i half_binade = _mm512_srli_epi16(d, 6);
+        const __m512i below = _mm512_permutexvar_epi16(half_binade, _mm512_load_si512(kBelow));
         const __m512i significand =
             _mm512_ternarylogic_epi32(v, _mm512_set1_epi16(0x7F), _mm512_set1_epi16(0x80), 0xEA);
-        const __m512i places = _mm512_min_epu16(_mm512_srli_epi16(d, 7), _mm512_set1_epi16(10));
+        const __m512i places = _mm512_permutexvar_epi16(half_binade, _mm512_load_si512(kPlaces));
         const __m512i fraction = _mm512_sllv_epi16(significand, places);
         const __mmask32 up = _mm512_mask_cmpgt_epu16_mask(some, fraction, word);
         return _mm512_mask_add_epi16(below, up, below, _mm512_set1_epi16(1));
     }
 
     // The same codes by way of float32.
-    static __m512i wide_codes(const bfloat16* x, vf apply, const TileWords* words, int64_t tile,
+    static __m512i wide_codes(const bfloat16* x, vf first, vf second, const TileWords* words, int64_t tile,
                               int64_t& saturated, int64_t& flushed) {
         const Coder<Index, Words> coder{.element_scale = 1};
         TileCounts counts;
         uint32_t drawn[32 + 2 * VL] = {};
         if constexpr (Words) words->all(static_cast<uint32_t>(tile), drawn);
-        const vu a = coder(load(x), apply, load(drawn), counts);
-        const vu b = coder(load(x + VL), apply, load(drawn + VL), counts);
+        const vu a = coder(load(x), first, load(drawn), counts);
+        const vu b = coder(load(x + VL), second, load(drawn + VL), counts);
         saturated += counts.saturated;
         flushed += counts.flushed;
         return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(a))),
@@ -218,7 +222,8 @@ struct HalfCoder {
             __m512i c[4];
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k)
-                c[k] = codes(x + 32 * k, starts[t + k], apply + t + k, words, t + k, saturated, flushed);
+                c[k] = codes(x + 32 * k, _mm512_set1_epi32(static_cast<int>(starts[t + k])), splat(apply[t + k]),
+                             splat(apply[t + k]), words, t + k, saturated, flushed);
             store(to, c);
         }
         counts.saturated += saturated;
@@ -258,8 +263,11 @@ struct HalfTileCoder {
 
     // Whether a tile's bits count from a normal bfloat16 on. All ones or zero in each lane.
     INLINE vu covers(const Scales& s, vu amax) const {
-        return reinterpret_cast<vu>(s.stored > static_cast<uint32_t>(-from)) |
-               reinterpret_cast<vu>(amax == 0u);
+        return covered(s, from) | reinterpret_cast<vu>(amax == 0u);
+    }
+
+    static INLINE vu covered(const Scales& s, int from) {
+        return reinterpret_cast<vu>(s.stored > static_cast<uint32_t>(-from));
     }
 
 private:
