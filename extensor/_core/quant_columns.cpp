@@ -92,7 +92,10 @@ void run(Call& call) {
     };
 
     if (stored) std::memset(totals.maxima, 0, static_cast<size_t>(runs * width) * 4);
-    if (stored || call.scaler.needs_global()) {
+    if (values && !stored && call.scaler.needs_global() && !call.plan.hadamard) {
+        survey_values(job, cut.count, totals.finite);
+        settle(call, totals, 0);
+    } else if (stored || call.scaler.needs_global()) {
         for_pieces(call, cut, job.coded, totals.counts,
                    [&](int64_t task, const ColumnPiece& p, const Ahead& ahead, Tally&) {
             for (int64_t i = 0; i < p.rows; ++i) ahead.row(i);

@@ -184,9 +184,16 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
         const RowStore rows(call, p, packed);
         uint8_t* to = job.codes + first * call.packed + p.j * grid.bits / 8;
         for (int64_t r = 0; r < p.rows; ++r, to += call.packed) rows.row(r, to);
-        int64_t block = first_block(call, p);
-        for (int64_t r = 0; r < p.rows; r += job.tile_rows, block += call.tiles)
-            store_scales(job.scales, block, stored + r * across, p.tiles, call.plan.scale);
+        // Scales of a byte, as all that `fits` lets through.
+        for (int64_t t = 0; t < total; t += VL) store_codes(packed + t, load(stored + t));
+        auto* scales = static_cast<uint8_t*>(job.scales) + first_block(call, p);
+        const auto few = [&](auto tiles) {
+            for (int64_t r = 0; r < p.rows; r += job.tile_rows, scales += call.tiles)
+                std::memcpy(scales, packed + r * across, static_cast<size_t>(tiles));
+        };
+        p.tiles == 2   ? few(std::integral_constant<int64_t, 2>())
+        : p.tiles == 4 ? few(std::integral_constant<int64_t, 4>())
+                       : few(p.tiles);
     }
     tally.saturated[0] += static_cast<int32_t>(counts.saturated);
     tally.flushed[0] += static_cast<int32_t>(counts.flushed);
@@ -332,6 +339,15 @@ void set_globals(Call* along, Call* down, const Cut& cut, uint32_t* finite) {
     const bool rows = along && along->scaler.needs_global();
     const bool columns = down && down->scaler.needs_global();
     if (!rows && !columns) return;
+    const Call& any = along ? *along : *down;
+    const auto values = [](const Call* call) { return !call || call->plan.scale == Scale::ue4m3; };
+    if (values(along) && values(down) && !(down && down->plan.hadamard)) {
+        survey_values(any.job, cut.count, finite);
+        const float amax = as_float(finite_maximum(reinterpret_cast<float*>(finite), cut.count, 1));
+        for (Call* call : {along, down})
+            if (call) call->scaler.set_global(amax);
+        return;
+    }
     for_panels(along, down, cut, [&](int64_t task, const Panel& p) {
         for (int64_t r = 0; r < p.real; ++r) p.ahead.row(r);
         uint32_t* mine = finite + 2 * task;

@@ -114,11 +114,29 @@ struct TileWords {
 
 // ---- codes ----
 
+// 32 values in 16 bits, in order.
+INLINE __m512i load_halves(const bfloat16* x) { return _mm512_loadu_si512(x); }
+
+// Float32 without its lower half, the last place one where that is not zero: what is to nearest at an
+// earlier place is as before. Four of x, four of x + VL, and so on.
+INLINE __m512i load_halves(const float* x) {
+    const auto half = [](const float* from) {
+        const __m512i bits = _mm512_loadu_si512(from);
+        const __mmask16 rest = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0xFFFF));
+        const __m512i upper = _mm512_srai_epi32(bits, 16);
+        return _mm512_mask_or_epi32(upper, rest, upper, _mm512_set1_epi32(1));
+    };
+    return _mm512_packs_epi32(half(x), half(x + VL));
+}
+
 // Codes of tiles of 32 whose scales are powers of two, to nearest even or by random words.
-template <int Index, bool Words>
+template <int Index, bool Words, class T = bfloat16>
 struct HalfCoder {
     static constexpr Element e = kElements[Index];
-    static constexpr bool kCovered = e.is_float && (e.bits == 8 || (e.bits == 4 && e.mantissa_bits == 1));
+    static constexpr bool kFour = e.bits == 4 && e.mantissa_bits == 1;
+    static constexpr bool kCovered = kFloatType<T> == FloatType::bfloat16
+                                         ? e.is_float && (kFour || e.bits == 8)
+                                         : kFloatType<T> == FloatType::float32 && e.is_float && kFour && !Words;
     // The exponent that a scaled value's bits count from. Four-bit codes come from a table of half
     // (to nearest: of quarter) binades, by random words from the least number on whose fraction
     // fits 16 bits; else a code is what rounding leaves, from the binade below the smallest normal
@@ -126,11 +144,11 @@ struct HalfCoder {
     static constexpr int kFrom = e.bits == 8 ? e.min_exponent - 1 : Words ? -10 : -2;
     static constexpr int kDrop = 7 - e.mantissa_bits;
 
-    // 32 codes, each in 16 bits, in order; of 16 values each are `first` and `second`. With words: of one
+    // 32 codes, each in 16 bits, in the order of load_halves; of 16 values each are `first` and `second`. With words: of one
     // tile.
-    static INLINE __m512i codes(const bfloat16* x, __m512i from, vf first, vf second, const TileWords* words,
+    static INLINE __m512i codes(const T* x, __m512i from, vf first, vf second, const TileWords* words,
                                 int64_t tile, int64_t& saturated, int64_t& flushed) {
-        const __m512i v = _mm512_loadu_si512(x), ones = _mm512_set1_epi16(0x7FFF);
+        const __m512i v = load_halves(x), ones = _mm512_set1_epi16(0x7FFF);
         const __m512i magnitude = _mm512_and_si512(v, ones);
         const __m512i d = _mm512_subs_epu16(magnitude, from);
         const __mmask32 some = _mm512_test_epi16_mask(v, ones);
@@ -197,7 +215,7 @@ struct HalfCoder {
     }
 
     // The same codes by way of float32.
-    static __m512i wide_codes(const bfloat16* x, vf first, vf second, const TileWords* words, int64_t tile,
+    static __m512i wide_codes(const T* x, vf first, vf second, const TileWords* words, int64_t tile,
                               int64_t& saturated, int64_t& flushed) {
         const Coder<Index, Words> coder{.element_scale = 1};
         TileCounts counts;
@@ -211,7 +229,7 @@ struct HalfCoder {
                                   _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(b)), 1);
     }
 
-    static void code(const bfloat16* x, const Scales& s, const TileWords* words, uint8_t* to, TileCounts& counts) {
+    static void code(const T* x, const Scales& s, const TileWords* words, uint8_t* to, TileCounts& counts) {
         alignas(64) uint32_t starts[VL];
         alignas(64) float apply[VL];
         EXTENSOR_ISA::store(starts, ((s.stored + static_cast<uint32_t>(kFrom)) << 7) * 0x10001u);
@@ -231,6 +249,7 @@ struct HalfCoder {
     }
 
     static INLINE void store(uint8_t* to, const __m512i (&c)[4]) {
+        if constexpr (sizeof(T) == 4) return RunCoder<Index, 32, false, T>::store(to, c);
         const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
         if constexpr (e.bits == 4) {
             const __m512i weights = _mm512_set1_epi32(16 << 16 | 1);
@@ -250,9 +269,9 @@ struct HalfCoder {
 };
 
 // The coder of VL tiles of 32 for an element of the table, or null where there is none.
-template <bool Words>
+template <bool Words, class T = bfloat16>
 struct HalfTileCoder {
-    void (*code)(const bfloat16* x, const Scales& s, const TileWords* words, uint8_t* to,
+    void (*code)(const T* x, const Scales& s, const TileWords* words, uint8_t* to,
                  TileCounts& counts) = nullptr;
     int from = 0;
 
@@ -278,7 +297,7 @@ private:
 
     template <size_t Index>
     void take() {
-        using Coded = HalfCoder<Index, Words>;
+        using Coded = HalfCoder<Index, Words, T>;
         if constexpr (Coded::kCovered) code = &Coded::code, from = Coded::kFrom;
     }
 };
