@@ -24,7 +24,7 @@ from extensor.config import num_threads
 
 __all__ = ["Make", "gpu_of", "measure", "write"]
 
-RESULTS = Path(os.environ.get("EXTENSOR_RESULTS", Path(__file__).parent / "results"))
+RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("numpy", "torch")
 GPU_PACKAGES = ("cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")
 SETTLE_S = 0.15

@@ -158,8 +158,7 @@ def _store(layer: Module, context: LayerContext) -> None:
 
 
 def _put(layer: Module, packed: QuantArray, context: LayerContext, device: str) -> None:
-    stored = Buffer(packed) if device == "cpu" else Buffer(packed, device=device)
-    layer.weight = stored
+    layer.weight = Buffer(packed, device=device)
     layer.quant = context
     context.state.layers[context.path] = context
 

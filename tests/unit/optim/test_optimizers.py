@@ -176,6 +176,7 @@ def test_gradients_are_not_written(case):
     np.testing.assert_array_equal(p.grad.numpy(), g)
 
 
+@pytest.mark.host
 def test_memory_of_any_order_and_gradients_of_any_order():
     values, g = np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(3, 2).T
     p, q = param(values), param(values)
