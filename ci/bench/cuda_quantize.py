@@ -23,7 +23,7 @@ from typing import Any
 import ml_dtypes
 import torch
 
-from ci.bench.contest import gpu_of, write
+from ci.bench.contest import GPU_PACKAGES, gpu_of, write
 from extensor.backends import registry
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
@@ -193,7 +193,7 @@ def main() -> None:
         rows.append(row)
         print("{name:48s} {milliseconds:7.4f} ms  {of_copy:6.3f} of copy".format(**row))
     words = ["python", "ci/bench/cuda_quantize.py", *chosen_words(chosen)]
-    write("cuda-quantize", " ".join(words), rows, gpu=gpu_of(xp))
+    write("cuda-quantize", " ".join(words), rows, about=gpu_of(xp), packages=GPU_PACKAGES)
 
 
 if __name__ == "__main__":
