@@ -83,9 +83,7 @@ class CudaTraining(GenericBackend):
         factors: Sequence[Mapping[str, float]],
     ) -> None:
         """See the protocol. One launch; the same bits as on the CPU."""
-        if not all(optimizer.takes(*part) for part in parts):
-            super().adam_each(parts, factors)
-        else:
+        if parts:
             optimizer.adam(parts, factors, self.xp)
 
     def sgd_each(
@@ -94,7 +92,5 @@ class CudaTraining(GenericBackend):
         factors: Sequence[Mapping[str, float]],
     ) -> None:
         """See the protocol. One launch; the same bits as on the CPU."""
-        if not all(optimizer.takes(*part) for part in parts):
-            super().sgd_each(parts, factors)
-        else:
+        if parts:
             optimizer.sgd(parts, factors, self.xp)

@@ -231,7 +231,8 @@ class GenericBackend:
         factors: Sequence[Mapping[str, float]],
     ) -> None:
         """See the protocol."""
-        for (weight, grad, mean, square), mine in zip(parts, factors, strict=True):
+        for part, mine in zip(parts, factors, strict=True):
+            weight, grad, mean, square = (a.reshape(-1) for a in part)
             grad = grad + weight * mine["decay"] if mine["decay"] else grad
             self.adam(weight, grad, mean, square, mine)
 
@@ -243,7 +244,8 @@ class GenericBackend:
         """See the protocol."""
         for part, mine in zip(parts, factors, strict=True):
             rate, momentum, decay = mine["rate"], mine["momentum"], mine["decay"]
-            self.sgd(*part, rate, momentum, decay, bool(mine["nesterov"]))
+            weight, grad, buffer = (None if a is None else a.reshape(-1) for a in part)
+            self.sgd(weight, grad, buffer, rate, momentum, decay, bool(mine["nesterov"]))
 
     def relu(self, x: Array) -> Array:
         """See the protocol."""

@@ -259,7 +259,8 @@ class Backend(Protocol):
     ) -> None:
         """`adam` on each (weight, grad, mean, square), with the factors of each.
 
-        A factor ``decay`` times the weight is added to the gradient first, which is not written.
+        Arrays are float32, C-contiguous and of one size in each part, whatever their shapes. A
+        factor ``decay`` times the weight is added to the gradient first, which is not written.
         """
         ...
 
@@ -268,7 +269,10 @@ class Backend(Protocol):
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
     ) -> None:
-        """`sgd` on each (weight, grad, buffer); factors are rate, momentum, decay, nesterov."""
+        """`sgd` on each (weight, grad, buffer), arrays as for `adam_each`.
+
+        Factors are rate, momentum, decay and nesterov.
+        """
         ...
 
     def relu(self, x: Array) -> Array:

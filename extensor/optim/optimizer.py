@@ -198,10 +198,12 @@ class Optimizer(ABC):
 
         Args:
             backend: the backend of the arrays.
-            parts: weight, gradient, state by slot and step of each, as `update` takes them.
+            parts: weight, gradient, state by slot and step of each: C-contiguous float32 arrays
+                of one size, whatever their shapes.
             options: the group's options.
         """
-        for weight, grad, state, step in parts:
+        for part, grads, state, step in parts:
+            weight, grad = part.reshape(-1), grads.reshape(-1)
             scratch = backend.xp.empty_like(weight), backend.xp.empty_like(weight)
             self.update(backend, weight, grad, state, scratch, options, step)
 
@@ -254,12 +256,12 @@ class Optimizer(ABC):
         check_finite([(member, grad) for _, member, grad in ready])
         for group in self.groups:
             mine = [(member, grad) for owner, member, grad in ready if owner is group]
-            step_together(
-                self, [part for part in mine if moves_together(self, *part)], group.options
-            )
-            for part in mine:
-                if not moves_together(self, *part):
-                    self._step_one(*part, group.options)
+            how = [moves_together(self, member, grad) for member, grad in mine]
+            together = [part for part, with_others in zip(mine, how, strict=True) if with_others]
+            step_together(self, together, group.options)
+            for (member, grad), with_others in zip(mine, how, strict=True):
+                if not with_others:
+                    self._step_one(member, grad, group.options)
 
     def _step_one(self, member: _Member, grad: ExTensor, options: Mapping[str, Any]) -> None:
         param, xp = member.param, member.param.backend.xp

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from extensor.autograd.mode import no_grad
+from extensor.dtypes import float32
 
 if TYPE_CHECKING:
     from extensor.autograd.tensor import ExTensor
@@ -48,8 +47,9 @@ def moves_together(optimizer: Optimizer, member: _Member, grad: ExTensor) -> boo
     param = member.param
     if not (optimizer.fused and param.backend.steps_together and optimizer.states == "float32"):
         return False
-    flat = param.data.flags.c_contiguous and grad.data.flags.c_contiguous
-    return bool(flat and param.data.dtype == np.float32 and grad.data.dtype == np.float32)
+    if param.dtype is not float32 or grad.dtype is not float32:
+        return False
+    return bool(param.data.flags.c_contiguous and grad.data.flags.c_contiguous)
 
 
 def step_together(optimizer: Optimizer, parts: Parts, options: Mapping[str, Any]) -> None:
@@ -58,8 +58,7 @@ def step_together(optimizer: Optimizer, parts: Parts, options: Mapping[str, Any]
         arrays = []
         for member, grad in mine:
             member.step += 1
-            flat = member.param.data.reshape(-1), grad.data.reshape(-1)
-            arrays.append((*flat, member.arrays, member.step))
+            arrays.append((member.param.data, grad.data, member.arrays, member.step))
         optimizer.update_each(backend, arrays, options)
         with no_grad():
             for member, _ in mine:

@@ -16,6 +16,7 @@ __all__ = ["adam", "finite", "sgd", "source", "takes"]
 Array = Any
 THREADS, PART = 256, 16384  # as in optimizer.cu
 
+_FLOAT32 = np.dtype(np.float32)
 _FLOATS = ("take1", "keep2", "take2", "widen", "eps", "rate", "keep", "decay", "momentum")
 _TENSOR = np.dtype(
     [(name, np.uint64) for name in ("weight", "grad", "first", "second")]
@@ -32,34 +33,32 @@ def source() -> Source:
     return Source.read(Path(__file__).parent / "optimizer.cu", {})
 
 
-def takes(*arrays: Array | None) -> bool:
-    """Whether the kernels take these arrays: float32, each contiguous, of one size."""
-    present = [a for a in arrays if a is not None]
-    return all(
-        a.dtype == np.float32 and a.flags.c_contiguous and a.size == present[0].size
-        for a in present
-    )
+def takes(array: Array) -> bool:
+    """Whether the kernels take an array: float32 and contiguous."""
+    return bool(array.dtype == _FLOAT32 and array.flags.c_contiguous)
 
 
 def _run(
     kernel: str,
-    parts: Sequence[tuple[Array | None, ...]],
+    columns: Mapping[str, Sequence[Array | None]],
     factors: Sequence[Mapping[str, float]],
     xp: Any,
     *more: Any,
 ) -> None:
-    """Launch on (weight, grad, first, second) of each part that is not empty."""
-    table, start = np.zeros(len(parts), _TENSOR), 0
-    for row, arrays, mine in zip(table, parts, factors, strict=True):
-        for name, array in zip(("weight", "grad", "first", "second"), arrays, strict=True):
-            row[name] = 0 if array is None else array.data.ptr
-        row["count"], row["start"] = arrays[1].size, start  # type: ignore[union-attr]
-        for name, value in mine.items():
-            row[name] = value
-        start += -(-int(row["count"]) // PART)
-    if start:
+    """Launch on the arrays of each tensor, ``grad`` and others of `_TENSOR`'s first columns."""
+    # Column by column: there are hundreds of tensors, and a GPU waits for this.
+    table = np.zeros(len(factors), _TENSOR)
+    for name, arrays in columns.items():
+        table[name] = [0 if a is None else a.data.ptr for a in arrays]
+    table["count"] = [a.size for a in columns["grad"] if a is not None]
+    blocks = -(-table["count"] // PART)
+    table["start"] = np.cumsum(blocks) - blocks
+    same = all(mine is factors[0] for mine in factors)
+    for name in factors[0] if factors else ():
+        table[name] = factors[0][name] if same else [mine[name] for mine in factors]
+    if count := int(blocks.sum()):
         there = xp.asarray(table.view(np.uint8))
-        launch(source(), kernel, start, THREADS, there, np.int32(len(parts)), *more)
+        launch(source(), kernel, count, THREADS, there, np.int32(len(table)), *more)
 
 
 def adam(
@@ -70,12 +69,13 @@ def adam(
     """`extensor.backends.training.adam` on each (weight, grad, mean, square).
 
     Args:
-        parts: arrays that `takes` accepts.
+        parts: arrays that `takes` accepts, of one size in each part.
         factors: of each, as `Adam.update` makes them, and ``decay``, which times the weight is
             added to the gradient first.
         xp: cupy.
     """
-    _run("adam", parts, factors, xp)
+    names = ("weight", "grad", "first", "second")
+    _run("adam", dict(zip(names, zip(*parts, strict=True), strict=False)), factors, xp)
 
 
 def sgd(
@@ -87,12 +87,12 @@ def sgd(
 
     ``factors``: rate (the learning rate), momentum, decay and nesterov of each.
     """
-    _run("sgd", [(*part, None) for part in parts], factors, xp)
+    names = ("weight", "grad", "first")
+    _run("sgd", dict(zip(names, zip(*parts, strict=True), strict=False)), factors, xp)
 
 
 def finite(arrays: Sequence[Array], xp: Any) -> list[bool]:
     """Whether each array is without NaN and infinity; waits for the GPU once."""
     flags = xp.zeros(len(arrays), dtype=np.uint32)
-    parts = [(None, array, None, None) for array in arrays]
-    _run("finite", parts, [{}] * len(arrays), xp, flags)
+    _run("finite", {"grad": arrays}, [{}] * len(arrays), xp, flags)
     return [not flag for flag in flags.get().tolist()]

@@ -114,7 +114,8 @@ def test_norms_are_within_their_bounds(cuda: Any, name: str) -> None:
     cases = norm_grad_cases if name.endswith("_grad") else norm_cases
     for case, exact, bounds in cases(name.startswith("layer")):
         there = [cuda.xp.asarray(a) if isinstance(a, np.ndarray) else a for a in case]
-        assert cuda.path(name, *there) == "fused kernel"
+        fits = case[1 + name.endswith("_grad")].size <= norm.MOST
+        assert cuda.path(name, *there).startswith("fused kernel" if fits else "generic: rows of")
         for got, wanted, bound in zip(getattr(cuda, name)(*there), exact, bounds, strict=True):
             assert got.shape == wanted.shape
             assert (np.abs(got.get() - wanted) <= bound).all(), case[0].shape
