@@ -100,10 +100,13 @@ def pairs(backend: Any, rng: Any) -> int:
 
 
 def training(backend: Any, rng: Any) -> int:
-    """Norms, and optimizers' steps on arrays that vectors fit and do not fit."""
+    """Losses, norms, and optimizers' steps on arrays that vectors fit and do not fit."""
     xp = backend.xp
     for rows, length in ((33, 70), (5, 4096)):
         x, g = (xp.asarray(rng.standard_normal((rows, length)).astype("float32")) for _ in "xg")
+        labels = xp.arange(rows)
+        _, kept = backend.cross_entropy(x, labels, 0.1)
+        backend.cross_entropy_grad(x[:, :1], x, labels, kept, 0.1)
         y, mean, rstd = backend.layer_norm(x, x[0], x[1], 1e-5)
         backend.layer_norm_grad(g, x, x[0], mean, rstd)
         y, rstd = backend.rms_norm(y, x[0], 1e-5)

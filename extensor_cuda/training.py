@@ -1,4 +1,4 @@
-"""The CUDA backend's training kernels: norms, Adam and gradient descent in float32."""
+"""The CUDA backend's training kernels: losses, norms, Adam and gradient descent in float32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.generic import GenericBackend
-from extensor_cuda.kernels import norm, optimizer
+from extensor_cuda.kernels import cross_entropy, norm, optimizer
 
 __all__ = ["CudaTraining"]
 
@@ -22,6 +22,8 @@ class CudaTraining(GenericBackend):
 
     def _training_reasons(self) -> dict[str, Callable[..., str | None]]:
         return {
+            "cross_entropy": lambda x, labels, smoothing: self._loss_reason(x),
+            "cross_entropy_grad": lambda weight, x, *_: self._loss_reason(x),
             "layer_norm": lambda x, weight, bias, eps: self._norm_reason(x, weight, bias),
             "layer_norm_grad": lambda g, x, weight, *_: self._norm_reason(x, weight, g),
             "rms_norm": lambda x, weight, eps: self._norm_reason(x, weight),
@@ -36,6 +38,28 @@ class CudaTraining(GenericBackend):
         if weight.size > norm.MOST:
             return f"rows of {weight.size} values; the kernel keeps up to {norm.MOST}"
         return None
+
+    def _loss_reason(self, x: Array) -> str | None:
+        if x.dtype != np.float32:
+            return f"{x.dtype} scores"
+        return None if x.size else "an empty array"
+
+    def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
+        """See the protocol; bounds in `extensor_cuda.kernels.cross_entropy`."""
+        if self._loss_reason(x):
+            return super().cross_entropy(x, labels, smoothing)
+        x, labels = self.xp.ascontiguousarray(x), labels.astype(np.int64, copy=False)
+        return cross_entropy.losses(x, labels, smoothing, self.xp)
+
+    def cross_entropy_grad(
+        self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
+    ) -> Array:
+        """See the protocol; bounds in `extensor_cuda.kernels.cross_entropy`."""
+        if self._loss_reason(x):
+            return super().cross_entropy_grad(weight, x, labels, kept, smoothing)
+        x, weight = map(self.xp.ascontiguousarray, (x, weight.astype(np.float32, copy=False)))
+        labels = labels.astype(np.int64, copy=False)
+        return cross_entropy.grad(weight, x, labels, kept, smoothing, self.xp)
 
     def layer_norm(
         self, x: Array, weight: Array, bias: Array, eps: float

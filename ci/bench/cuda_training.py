@@ -1,11 +1,11 @@
-"""Fused training kernels on a GPU against torch's: AdamW, LayerNorm and RMSNorm.
+"""Fused training kernels on a GPU against torch's: AdamW, norms and cross-entropy.
 
     python ci/bench/cuda_training.py [--rounds N]
 
 AdamW is one step on the shapes of GPT-2 small (124 million float32 parameters in 148 tensors):
 the whole of ``optimizer.step()``, its check for finite gradients included, and the update alone,
 beside ``torch.optim.AdamW(fused=True).step()``. Norms are of 16384 rows of 4096 float32 values,
-forward and backward. CUDA events around single calls, the contestants taking turns, medians.
+forward and backward; cross-entropy is of 2048 rows of 50257. CUDA events around single calls, the contestants taking turns, medians.
 ``seen`` counts the time from an idle GPU to the step's end, Python included. Needs a GPU, torch and
 the extra ``cuda13``.
 """
@@ -27,7 +27,7 @@ from ci.bench.cuda_quantize import measure
 from extensor import ExTensor
 from extensor.backends import registry
 from extensor.optim import AdamW
-from extensor_cuda.kernels import norm
+from extensor_cuda.kernels import cross_entropy, norm
 from extensor_cuda.kernels import optimizer as kernels
 
 LAYERS, WIDTH, VOCAB, CONTEXT = 12, 768, 50257, 1024
@@ -102,6 +102,30 @@ def norms(xp: Any) -> dict[str, tuple[int, Call]]:
     }
 
 
+def losses(xp: Any) -> dict[str, tuple[int, Call]]:
+    """Cross-entropy of as many scores as GPT-2 has tokens, both ways."""
+    x = torch.randn(2048, VOCAB, device="cuda")
+    labels = torch.randint(0, VOCAB, (2048,), device="cuda")
+    mx, ml = shared(xp, x), shared(xp, labels)
+    one = xp.asarray(1 / 2048, dtype=np.float32)
+    _, kept = cross_entropy.losses(mx, ml, 0.0, xp)
+    leaf = x.requires_grad_()
+    size = 4 * x.numel()
+
+    def theirs(turn: int) -> None:
+        leaf.grad = None
+        torch.nn.functional.cross_entropy(leaf, labels).backward()
+
+    def ours(turn: int) -> None:
+        cross_entropy.losses(mx, ml, 0.0, xp)
+        cross_entropy.grad(one, mx, ml, kept, 0.0, xp)
+
+    return {
+        "torch cross_entropy, both ways": (3 * size, theirs),
+        "cross_entropy, both ways": (3 * size, ours),
+    }
+
+
 def seen(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Median milliseconds from an idle GPU to an idle GPU."""
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -124,7 +148,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
         calls, clocked = adam(xp)
-        calls |= norms(xp)
+        calls |= norms(xp) | losses(xp)
         for name, milliseconds in measure(calls, chosen.rounds).items():
             median = statistics.median(milliseconds)
             rate = round(calls[name][0] / median / 1e9, 3)

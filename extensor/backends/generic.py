@@ -194,6 +194,16 @@ class GenericBackend:
         """See the protocol."""
         return training.softmax_grad(g, out, axis, self.xp)
 
+    def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
+        """See the protocol."""
+        return training.cross_entropy(x, labels, smoothing, self.xp)
+
+    def cross_entropy_grad(
+        self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
+    ) -> Array:
+        """See the protocol."""
+        return training.cross_entropy_grad(weight, x, labels, kept, smoothing, self.xp)
+
     def layer_norm(
         self, x: Array, weight: Array, bias: Array, eps: float
     ) -> tuple[Array, Array, Array]:

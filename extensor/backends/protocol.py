@@ -221,6 +221,19 @@ class Backend(Protocol):
         """Gradient of softmax, whose output is ``out``."""
         ...
 
+    def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
+        """-log softmax(x)[label] of rows (N, C), labels (N,) in 0..C - 1; what its gradient needs.
+
+        The target is 1 - smoothing at the label plus smoothing / C everywhere.
+        """
+        ...
+
+    def cross_entropy_grad(
+        self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
+    ) -> Array:
+        """Gradient of cross_entropy in x times ``weight``, () or (N, 1); it gave ``kept``."""
+        ...
+
     def layer_norm(
         self, x: Array, weight: Array, bias: Array, eps: float
     ) -> tuple[Array, Array, Array]:

@@ -12,7 +12,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.nn.quantize import apply_recipe
 from extensor.optim import SGD, AdamW, Optimizer
 from extensor_cuda import jit
-from extensor_cuda.kernels import norm, optimizer
+from extensor_cuda.kernels import cross_entropy, norm, optimizer
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
@@ -34,6 +34,7 @@ SGD_FACTORS = {"rate": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": False}
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
     sources = [optimizer.source()]
+    sources += [cross_entropy.loss_source(warps) for warps in (1, 8)]
     sources += [norm.norm_source(n, c) for n, c in ((37, True), (1024, True), (norm.MOST, False))]
     for source in sources:
         code, log = jit.compile_cubin(source, arch)
@@ -139,6 +140,59 @@ def test_long_and_short_rows_are_normalized(cuda: Any) -> None:
             np.testing.assert_allclose(one.get(), two, rtol=1e-4, atol=16 * n * 2.0**-24)
     long = cuda.xp.zeros((2, norm.MOST + 1), dtype=np.float32)
     assert cuda.path("rms_norm", long, long[0], 1e-6).startswith("generic: rows of")
+
+
+UNIT = 2.0**-24
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 10), (12, 65), (5, 1024), (3, 1025), (9, 5000)])
+def test_cross_entropy_is_within_its_bounds(cuda: Any, shape: Any, smoothing: float) -> None:
+    rng = np.random.default_rng(shape[1])
+    x = (rng.standard_normal(shape) * 5).astype(np.float32)
+    labels = rng.integers(0, shape[1], shape[0])
+    x[0] += 1e4  # no overflow
+    smoothing = float(np.float32(smoothing))
+    want, p = CPU.cross_entropy(x.astype(np.float64), labels, smoothing)
+    there = cuda.xp.asarray(x), cuda.xp.asarray(labels)
+    assert cuda.path("cross_entropy", *there, smoothing) == "fused kernel"
+    losses, kept = cuda.cross_entropy(*there, smoothing)
+    n, d = shape[1], x.max(axis=1, keepdims=True) - x.astype(np.float64)
+    spread = (p * d).sum(axis=1, keepdims=True)
+    at = d[np.arange(len(x)), labels]
+    total = np.abs(np.log(np.exp(-d).sum(axis=1)))
+    bound = (spread[:, 0] + n + 8) * UNIT + 4 * UNIT * (total + at)
+    bound += smoothing * (n + 3) * UNIT * d.mean(axis=1)
+    assert (np.abs(losses.get() - want) <= bound).all()
+    for weight in (
+        np.float32(0.7).reshape(()),
+        rng.standard_normal((len(x), 1)).astype(np.float32),
+    ):
+        exact = CPU.cross_entropy_grad(
+            weight.astype(np.float64), x.astype(np.float64), labels, p, smoothing
+        )
+        target = np.full(shape, smoothing / n)
+        target[np.arange(len(x)), labels] += 1 - smoothing
+        off = (d + spread + n + 16) * UNIT * p + 4 * UNIT * (p + target)
+        got = cuda.cross_entropy_grad(cuda.xp.asarray(weight), *there, kept, smoothing)
+        assert (np.abs(got.get() - exact) <= off * np.abs(weight)).all()
+
+
+def test_cross_entropy_of_special_scores(cuda: Any) -> None:
+    """NaN and infinity come out where the generic method gives them."""
+    x = np.zeros((5, 40), np.float32)
+    x[0, 3], x[1, 4], x[2, 5] = np.nan, np.inf, -np.inf
+    x[3] = -np.inf
+    labels = np.arange(5)
+    want, p = CPU.cross_entropy(x, labels, 0.0)
+    got, kept = cuda.cross_entropy(cuda.xp.asarray(x), cuda.xp.asarray(labels), 0.0)
+    np.testing.assert_allclose(got.get(), want, rtol=1e-6)
+    one = np.ones((), np.float32)
+    arrays = map(cuda.xp.asarray, (one, x, labels))
+    back = cuda.cross_entropy_grad(*arrays, kept, 0.0).get()
+    np.testing.assert_allclose(
+        back, CPU.cross_entropy_grad(one, x, labels, p, 0.0), rtol=1e-6, atol=1e-6
+    )
 
 
 # --- whole runs ---
