@@ -22,7 +22,14 @@ __all__ = ["Slots", "dense", "of_forward", "of_products", "placed", "values"]
 
 
 def dense(backend: Backend, x: Array, dtype: str) -> Array:
-    """An operand that is not quantized: float32 as it is, bfloat16 rounded but still float32."""
+    """What a slot of ``dtype`` multiplies, float32: the values of x, or these rounded to bfloat16.
+
+    Args:
+        backend: the device's.
+        x: float32 or a 16-bit float.
+        dtype: "float32" or "bfloat16".
+    """
+    x = x.astype(backend.xp.float32, copy=False)
     return x if dtype == "float32" else backend.bfloat16_values(x)
 
 
