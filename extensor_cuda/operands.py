@@ -156,7 +156,7 @@ def operand_source(
         "ALONG": int(along),
         "DOWN_TOO": int(down),
         "WIDE": int(wide),
-        "TOP": TOP,
+        "LIFT": TOP,  # TOP is the element's largest value here
         "SPAN": SPAN,
         "MARGIN": _MARGIN,
         "RESIDENT": 4 if wide else 5 if dtype == "float32" else 3,

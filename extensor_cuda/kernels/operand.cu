@@ -11,7 +11,7 @@
 // the flag says that a value had to be rounded, which takes a scale near the least there is.
 //
 // A block of threads has a tile of kRows x 128 in shared memory. No headers but ours; the macros
-// are quantize.cu's and ALONG, DOWN_TOO, WIDE, TOP, SPAN, MARGIN, RESIDENT.
+// are quantize.cu's and ALONG, DOWN_TOO, WIDE, LIFT, SPAN, MARGIN, RESIDENT.
 
 #include "input.cuh"
 #include "scale.cuh"
@@ -56,7 +56,7 @@ __device__ __forceinline__ u32 look_up(u32 codes, u32 low, u32 high) {
 // The E5M2 codes of a block's eight magnitudes.
 __device__ __forceinline__ uint2 table_of(const Scale& s, const Place& place) {
     if (!s.live) return uint2{0x7F7F7F7Fu, 0x7F7F7F7Fu};
-    const int shift = min(max(static_cast<int>(s.stored) - place.anchor + TOP, TOP - SPAN), TOP);
+    const int shift = min(max(static_cast<int>(s.stored) - place.anchor + LIFT, LIFT - SPAN), LIFT);
     const float unit = float_of(static_cast<u32>(shift + 127) << 23);
     return uint2{e5m2_pair(0.0f, 0.5f * unit) | e5m2_pair(unit, 1.5f * unit) << 16,
                  e5m2_pair(2.0f * unit, 3.0f * unit) | e5m2_pair(4.0f * unit, 6.0f * unit) << 16};
@@ -318,7 +318,7 @@ operands(const Raw* __restrict__ x, History* history, u8* __restrict__ along,
     const Stream along_stream = {a0, a1, a2, a3}, down_stream = {d0, d1, d2, d3};
     const int anchor =
         WIDE ? 0 : static_cast<int>(block_scale(history->before, Tensor{1, 1, 0, 1}).stored) + MARGIN;
-    if (!WIDE && blockIdx.x == 0 && threadIdx.x == 0) *exponent = anchor - 127 - TOP;
+    if (!WIDE && blockIdx.x == 0 && threadIdx.x == 0) *exponent = anchor - 127 - LIFT;
     Place along_place = {anchor, 0, 0}, down_place = {anchor, 0, 0};
     Tally along_tally = {0, 0}, down_tally = {0, 0};
     __shared__ __align__(16) u32 tile[kRows][kRowWords];

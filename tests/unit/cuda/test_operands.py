@@ -16,6 +16,7 @@ from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import dense, jit, operands
+from extensor_cuda.kernels import quantize as kernels
 from tests.unit.cuda.test_compile import properties
 
 SHAPES = ((256, 256), (200, 328), (1, 40), (32, 8), (129, 136), (67, 1000))
@@ -46,6 +47,14 @@ def test_the_kernels_compile_without_spills(rounding: str, dtype: str) -> None:
         assert "warning" not in log, log
         for numbers in properties(code).values():
             assert numbers["stack"] == 0, f"{source.macros}: {numbers}"
+
+
+def test_the_quantizers_macros_stay_theirs() -> None:
+    plan = kernels.plan_of(spec_of(1).replace(format="mxfp8_e4m3"), (256, 256))
+    assert isinstance(plan, kernels.Plan)
+    theirs = dict(kernels.quantize_source(plan, "float32", "values", True, True).macros)
+    ours = dict(operands.operand_source(plan.spec, "float32", True, True, True).macros)
+    assert theirs.items() <= ours.items()
 
 
 @pytest.fixture
