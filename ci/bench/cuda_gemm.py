@@ -12,25 +12,20 @@ and command beside the figures.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 from collections.abc import Callable
-from datetime import date
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import torch
 
+from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import gemm as blocked
 from extensor_cuda.kernels.gemm import Config, configure, gemm
 
-RESULTS = Path(__file__).parent / "results"
 INPUTS, CALLS, WARMUP = 3, 4, 3
 PROMOTED, UNPROMOTED, BF16 = "E5M2, promoted", "E5M2, not promoted", "bf16"
 
@@ -97,45 +92,25 @@ def measure(calls: dict[str, Call], rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the Hopper GEMM against torch's")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192, 16384])
     parser.add_argument("--rounds", type=int, default=11)
     chosen = parser.parse_args()
     backend = registry.get("cuda")
-    runtime, rows = backend.xp.cuda.runtime, {}
+    rows = []
     for size in chosen.sizes:
         with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
             times = measure(contestants(size, backend), chosen.rounds)
         for name, milliseconds in times.items():
             row = {
+                "size": size,
+                "name": name,
                 "milliseconds": round(milliseconds, 4),
                 "teraflops": round(2 * size**3 / milliseconds / 1e9, 1),
                 "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
             }
-            rows[f"{size} {name}"] = row
-            print(f"{size:6d} {name:32s}", *row.values())
-    words = ["--sizes", *map(str, chosen.sizes), "--rounds", str(chosen.rounds)]
-    what = "square products of normal data, bfloat16 results, against torch"
-    save(chosen.output, "gemm", what, words, rows, runtime)
-
-
-def save(folder: Path, name: str, what: str, words: list[str], rows: Any, runtime: Any) -> None:
-    """Write results as <date>-cuda-<name>.json, with command, GPU and versions."""
-    record = {
-        "what": what,
-        "command": " ".join(["python", f"ci/bench/cuda_{name}.py", *words]),
-        "date": date.today().isoformat(),
-        "gpu": runtime.getDeviceProperties(0)["name"].decode(),
-        "driver": runtime.driverGetVersion(),
-        "versions": {
-            "python": platform.python_version(),
-            **{n: version(n) for n in ("torch", "cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")},
-        },
-        "results": rows,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{date.today().isoformat()}-cuda-{name}.json"
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            rows.append(row)
+            print(*row.values(), flush=True)
+    write("cuda-gemm", command(), rows, about=gpu_of(backend.xp), packages=GPU_PACKAGES)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import torch
 
-from ci.bench.cuda_gemm import INPUTS, RESULTS, Call, measure, save
+from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
+from ci.bench.cuda_gemm import INPUTS, Call, measure
 from extensor.autograd.apply import wrap
 from extensor.backends import registry
 from extensor.ops.quantized import layer_context, quantized_matmul
@@ -127,14 +127,11 @@ def captured(call: Call, xp: Any) -> Call:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="a linear layer's step against torch's")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument(
-        "--sizes", nargs="+", default=["8192x8192x8192", "16384x4096x4096", "4096x4096x4096"]
-    )
+    parser.add_argument("--sizes", nargs="+", default=SIZES)
     parser.add_argument("--rounds", type=int, default=11)
     chosen = parser.parse_args()
     backend: Any = registry.get("cuda")
-    results = {}
+    rows = []
     for text in chosen.sizes:
         m, n, k = map(int, text.split("x"))
         before = backend.fallbacks
@@ -143,15 +140,15 @@ def main() -> None:
         falls = backend.fallbacks - before
         for name, milliseconds in times.items():
             row = {
+                "size": text,
+                "name": name,
                 "milliseconds": round(milliseconds, 4),
                 "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
-                "products_in_bf16": falls,
+                "products_out_of_window": falls,
             }
-            results[f"{text} {name}"] = row
-            print(f"{text} {name:50s}", *row.values(), flush=True)
-    words = ["--sizes", *chosen.sizes, "--rounds", str(chosen.rounds)]
-    what = "a linear layer's forward and backward (M x N x K), bfloat16 in and out, against torch"
-    save(chosen.output, "linear", what, words, results, backend.xp.cuda.runtime)
+            rows.append(row)
+            print(*row.values(), flush=True)
+    write("cuda-linear", command(), rows, about=gpu_of(backend.xp), packages=GPU_PACKAGES)
 
 
 if __name__ == "__main__":
