@@ -108,7 +108,7 @@ def products(backend: Any, rng: Any) -> int:
     if xp.cuda.Device().compute_capability != "90":
         return 0
     for name, rounding in (("mxfp4", "nearest_even"), ("mxfp4", "stochastic"), ("mxfp8_e4m3", "")):
-        spec = QuantSpec(name, axis=1, rounding=rounding or "nearest_even").resolve(2)
+        spec = QuantSpec(name, axis=1).replace(rounding=rounding or "nearest_even").resolve(2)
         specs, stream = [spec, spec.replace(axis=0)], Stream(1, 2, 3, 4)
         streams = [stream if rounding == "stochastic" else None] * 2
         for shape in ((256, 256), (72, 200)):
