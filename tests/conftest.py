@@ -31,6 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked ``host`` are of the CPU's memory or kernels and stay there."""
+    device = item.config.getoption("--device")
+    if device is not None:
+        os.environ["EXTENSOR_DEVICE"] = "cpu" if item.get_closest_marker("host") else device
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: Any) -> None:
     """One thread for tests that switch what belongs to the process; see PROCESS_WIDE."""
     function = inspect.unwrap(getattr(item, "function", None) or (lambda: None))

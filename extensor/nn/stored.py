@@ -155,8 +155,7 @@ def _store(layer: GemmLayer, context: LayerContext) -> None:
 
 
 def _put(layer: GemmLayer, packed: QuantArray, context: LayerContext, device: str) -> None:
-    stored = Buffer(packed) if device == "cpu" else Buffer(packed, device=device)
-    layer.weight = stored
+    layer.weight = Buffer(packed, device=device)
     layer.quant = context
     context.state.layers[context.path] = context
 

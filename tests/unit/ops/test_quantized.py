@@ -79,6 +79,7 @@ def test_matmul_is_three_gemms_of_dequantized_operands(name: str, m: int, n: int
     )
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("conv", [False, True])
 def test_large_products_take_the_tiles(monkeypatch: pytest.MonkeyPatch, conv: bool) -> None:
     """All three GEMMs of matrix products and convolutions, where operands are scaled bfloat16."""
