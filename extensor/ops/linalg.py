@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -222,8 +223,8 @@ def tensordot(a: ExTensor, b: ExTensor, axes: Any = 2) -> ExTensor:
         )
     rows = [i for i in range(a.ndim) if i not in first]
     columns = [i for i in range(b.ndim) if i not in second]
-    inner_size = int(np.prod(summed, dtype=int))
-    left = a.permute((*rows, *first)).reshape((-1, inner_size) if a.size else (0, inner_size))
-    right = b.permute((*second, *columns)).reshape((inner_size, -1) if b.size else (inner_size, 0))
-    shape = tuple(a.shape[i] for i in rows) + tuple(b.shape[i] for i in columns)
-    return matmul(left, right).reshape(shape)
+    inner_size = math.prod(summed)
+    above, beside = tuple(a.shape[i] for i in rows), tuple(b.shape[i] for i in columns)
+    left = a.permute((*rows, *first)).reshape((math.prod(above), inner_size))
+    right = b.permute((*second, *columns)).reshape((inner_size, math.prod(beside)))
+    return matmul(left, right).reshape((*above, *beside))

@@ -117,6 +117,7 @@ from extensor.ops.loss import (
     smooth_l1,
 )
 from extensor.ops.norm import batch_norm, layer_norm, rms_norm
+from extensor.ops.parts import conj, imag, real
 from extensor.ops.pool import avg_pool2d, global_avg_pool2d, max_pool2d
 from extensor.ops.reduce import (
     all,
@@ -234,6 +235,7 @@ __all__ = [
     "clone",
     "concat",
     "concatenate",
+    "conj",
     "conv2d",
     "copysign",
     "cos",
@@ -276,6 +278,7 @@ __all__ = [
     "hinge",
     "huber",
     "hypot",
+    "imag",
     "inner",
     "isfinite",
     "isin",
@@ -337,6 +340,7 @@ __all__ = [
     "randn",
     "randn_like",
     "ravel",
+    "real",
     "reciprocal",
     "relu",
     "relu6",
