@@ -56,7 +56,10 @@ class Draw:
             return np.asarray(self.rng.integers(0, 2, shape)).astype(bool)
         if dtype.kind in "iu":
             low = max(low, 0) if dtype.kind == "u" else low
-            return np.asarray(self.rng.integers(low, high, shape)).astype(dtype)
+            near = np.asarray(self.rng.integers(low, high, shape)).astype(dtype)
+            ends = np.iinfo(dtype)
+            far = self.rng.integers(ends.min, ends.max, shape, dtype, endpoint=True)
+            return np.where(self.rng.random(shape) < 0.4, far, near) if odd and not range_ else near
         parts = []
         for _ in range(2 if dtype.kind == "c" else 1):
             part = np.asarray(self.rng.uniform(low, high, shape))
@@ -181,12 +184,13 @@ call("zeros", "ones")(
 def _full(d: Draw) -> Call:
     value = d.one([True, 3, 2.5, 1 - 2j])
     least = {bool: A, int: N, float: FC, complex: C}[type(value)]
-    return (d.shape(), value), {"dtype": Named(d.one(least))} if d.maybe() else {}
+    options = {"dtype": Named(d.one(least))} if d.maybe() else {}
+    return (d.shape(), np.asarray(value) if options and d.maybe() else value), options
 
 
 def _full_like(d: Draw) -> Call:
     (shape, value), options = _full(d)
-    least = {bool: B, int: I, float: FC, complex: C}[type(value)]
+    least = {"b": B, "i": I, "f": FC, "c": C}[np.asarray(value).dtype.kind]
     return (d.array(least, shape), value), options
 
 
@@ -294,12 +298,18 @@ call("max", "min")(_reduced(R, 1, odd=True))
 call("mean")(_reduced(FC, 0))
 
 
+def _accumulated(d: Draw, x: Any) -> Any:
+    """An array to add up, and a dtype to do it in: integers may wrap around."""
+    if x.dtype.kind in "iu" and d.maybe():
+        x = d.array((x.dtype.name,), x.shape, odd=True)
+    kinds = [k for k in N if together(x.dtype.name, k) and (x.dtype.kind != "c" or k in C)]
+    return x, {"dtype": Named(d.one(kinds))} if d.maybe() else {}
+
+
 def _wide(d: Draw) -> Call:
-    args, kwargs = _reduced(N, 0, low=-3, high=3)(d)
-    if d.maybe():
-        kind = args[0].dtype.kind
-        kwargs["dtype"] = Named({"i": "int64", "u": "uint64", "f": "float64"}.get(kind, C[1]))
-    return args, kwargs
+    (x,), kwargs = _reduced(N, 0, low=-3, high=3)(d)
+    x, dtype = _accumulated(d, x)
+    return (x,), kwargs | dtype
 
 
 call("sum", "prod")(_wide)
@@ -315,7 +325,8 @@ def _spread(d: Draw) -> Call:
 def _running(d: Draw) -> Call:
     x = d.array(N, d.shape(1, 3), low=-2, high=3)
     kwargs: dict[str, Any] = {} if x.ndim == 1 and d.maybe() else {"axis": d.axis(x.ndim, False)}
-    return (x,), kwargs | ({"include_initial": True} if d.maybe() else {})
+    x, dtype = _accumulated(d, x)
+    return (x,), kwargs | dtype | ({"include_initial": True} if d.maybe() else {})
 
 
 @call("argmax", "argmin")

@@ -297,3 +297,40 @@ def test_clip_with_a_bound_that_is_nan() -> None:
     x = et.ExTensor([1.0, 2.0])
     assert et.isnan(et.clip(x, min=et.ExTensor([np.nan, 0.0]))).tolist() == [True, False]
     assert operator.eq(et.clip(x, max=1.5).tolist(), [1.0, 1.5])
+
+
+def test_the_remaining_arguments() -> None:
+    x = et.arange(6).reshape(2, 3)
+    assert et.full((2,), x[1, 2]).tolist() == [5, 5] and et.full((), x[1, 2]).dtype is et.int64
+    assert et.repeat(x, et.asarray([2, 0, 1]), axis=1).tolist() == [[0, 0, 2], [3, 3, 5]]
+    assert et.repeat(et.zeros(0), et.zeros(0, "int64")).shape == (0,)
+    assert et.concat([x, x[0]], axis=None).tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert et.tril(x, k=2**70).tolist() == x.tolist() and not et.any(et.triu(x, k=2**70))
+    assert et.linspace(0, 2j, 3).tolist() == [0, 1j, 2j]
+    assert et.clip(x).tolist() == x.tolist() and et.clip(x) is not x
+    assert et.isin(x, 3, invert=True).tolist() == [[True] * 3, [False, True, True]]
+    own, shared = et.reshape(x, (3, 2), copy=True), et.reshape(x, (6,), copy=False)
+    x[0, 0] = 9
+    assert own[0, 0].item() == 0 and shared[0].item() == 9
+    with pytest.raises(ValueError, match="cannot be had without a copy"):
+        et.reshape(x.T, (6,), copy=False)
+    twin = et.astype(x, "int64")
+    twin[0, 0] = 1
+    assert x[0, 0].item() == 9 and et.astype(x, "int64", copy=False) is x
+    assert et.astype(x, "float32", device="cpu").dtype is et.float32
+
+
+def test_integers_wrap_around_in_the_dtype_they_are_summed_in() -> None:
+    x = et.asarray([100, 100, -73], dtype="int8")
+    assert et.sum(x).item() == 127 and et.sum(x, dtype="int8").item() == 127
+    assert et.cumulative_sum(x, dtype="int8").tolist() == [100, -56, 127]
+    assert et.prod(x[:2], dtype="int16").item() == 10_000
+    assert et.sum(x, dtype="float32").dtype is et.float32
+
+
+def test_a_bad_axis_is_an_index_error_too() -> None:
+    for made in (lambda: et.sum(et.ones(2), axis=1), lambda: et.expand_dims(et.ones(2), 5)):
+        with pytest.raises(IndexError, match="wanted -"):
+            made()
+        with pytest.raises(ValueError, match="wanted -"):
+            made()

@@ -104,14 +104,20 @@ class CreationMethods:
     @staticmethod
     def full(
         shape: ShapeLike,
-        fill_value: complex,
+        fill_value: Any,
         dtype: DTypeLike | None = None,
         *,
         device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
-        """Filled with ``fill_value``; float32 if not told, or as such a value's kind."""
-        number = fill_value.item() if isinstance(fill_value, np.generic) else fill_value
+        """Filled with a number or what a tensor of no axes holds.
+
+        If not told, float32, int64, bool or complex64 for such a number, the tensor's own dtype.
+        """
+        number = fill_value
+        if getattr(fill_value, "shape", None) == ():  # numpy's scalars, too
+            number = fill_value.item()
+            dtype = dtype or (None if isinstance(fill_value, np.generic) else fill_value.dtype)
         if not isinstance(number, (int, float, complex)):
             raise TypeError(f"full: wanted a number, got {fill_value!r}")
         kind = as_dtype(type(number) if dtype is None else dtype)
@@ -215,8 +221,8 @@ class CreationMethods:
 
     @staticmethod
     def linspace(
-        start: float,
-        stop: float,
+        start: complex,
+        stop: complex,
         num: int,
         dtype: DTypeLike | None = None,
         *,
@@ -225,7 +231,8 @@ class CreationMethods:
         requires_grad: bool = False,
     ) -> ExTensor:
         """``num`` equally spaced values from start to stop, the stop left out without endpoint."""
-        kind = as_dtype(float32 if dtype is None else dtype)
+        real = not any(isinstance(v, complex) for v in (start, stop))
+        kind = as_dtype((float32 if real else complex64) if dtype is None else dtype)
         (count,) = as_shape(num, "num")
         made = _made_in(kind)
         data = registry.get(device).xp.linspace(start, stop, count, endpoint=endpoint, dtype=made)
@@ -333,7 +340,7 @@ class CreationMethods:
     @staticmethod
     def full_like(
         x: ExTensor,
-        fill_value: complex,
+        fill_value: Any,
         dtype: DTypeLike | None = None,
         *,
         device: str | None = None,

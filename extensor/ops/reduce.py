@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.autograd.apply import apply
+from extensor.autograd.apply import apply, wrap
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.pullback import sum_to as _sum_to
 from extensor.autograd.tensor import ExTensor
@@ -77,12 +77,19 @@ def _share(count: float) -> float:
     return 1.0 / count if count > 0 else math.nan
 
 
-def in_dtype(x: ExTensor, dtype: DTypeLike) -> ExTensor:
-    """Give x as it is to be summed for a result of ``dtype``.
+def in_dtype(
+    x: ExTensor, dtype: DTypeLike | None, function: Callable[[ExTensor], ExTensor]
+) -> ExTensor:
+    """``function(x)`` computed in ``dtype``: floats are converted first, integers wrap around.
 
-    Integers are summed in 64 bits first: the total may fit where a term does not.
+    A total of integers that fits is right even where a term or a part of it does not.
     """
-    return x if as_dtype(dtype).is_integer and not x.dtype.is_float else x.astype(dtype)
+    if dtype is None:
+        return function(x)
+    wanted = as_dtype(dtype)
+    if not wanted.is_integer or x.dtype.is_inexact or x.dtype.is_blocked:
+        return function(x.astype(wanted)).astype(wanted)
+    return wrap(function(x).data.astype(wanted.numpy), x.backend)
 
 
 @primitive(
@@ -104,14 +111,14 @@ def sum(
         x: any shape.
         axis: the axes to reduce.
         keepdims: keep the reduced axes, with length 1.
-        dtype: the result's; floats are converted to it first, integers at the end.
+        dtype: what is computed in; integers wrap around, as all their arithmetic does.
 
     Raises:
         TypeError, ValueError: for an axis that is no int, out of range or named twice.
     """
     if dtype is not None:
         tensors_only("sum", x)
-        return sum(in_dtype(x, dtype), axis, keepdims).astype(dtype)
+        return in_dtype(x, dtype, lambda t: sum(t, axis, keepdims))
     return _reduced("sum", x, axis, keepdims)
 
 
@@ -200,7 +207,7 @@ def prod(
     """The product over ``axis``; its gradient is right where factors are zero. As `sum`."""
     if dtype is not None:
         tensors_only("prod", x)
-        return prod(in_dtype(x, dtype), axis, keepdims).astype(dtype)
+        return in_dtype(x, dtype, lambda t: prod(t, axis, keepdims))
     return _reduced("prod", x, axis, keepdims)
 
 

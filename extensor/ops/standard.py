@@ -171,8 +171,7 @@ def _running(
     if axis is None and x.ndim != 1:
         raise ValueError(f"{name}: wanted an axis for a tensor of {x.ndim} axes, got None")
     at = axis_index(name, 0 if axis is None else axis, x.ndim)
-    total = function(x if dtype is None else in_dtype(x, dtype), at)
-    total = total if dtype is None else total.astype(dtype)
+    total = in_dtype(x, dtype, lambda t: function(t, at))
     if not include_initial:
         return total
     shape = (*x.shape[:at], 1, *x.shape[at + 1 :])
