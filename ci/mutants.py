@@ -81,7 +81,7 @@ CORE_TESTS = {
         "-k",
         "quantize or operand or samples or shapes or spec",
     ),
-    "products": ("tests/unit/backends/test_block_matmul.py",),
+    "products": ("tests/unit/backends",),
     "training": (
         "tests/test_every_kernel.py",
         "-k",

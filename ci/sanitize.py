@@ -26,7 +26,7 @@ TESTS = (
     "tests/test_kernel_shapes.py",
     "tests/test_every_spec.py",
     "tests/test_exhaustive.py",
-    "tests/unit/backends/test_block_matmul.py",
+    "tests/unit/backends",
     "tests/unit/quant/test_worked_vectors.py",
     "tests/unit/ops/test_quantized.py",
     "-q",

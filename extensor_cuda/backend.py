@@ -21,16 +21,18 @@ from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import gemm
+from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
 
 __all__ = ["CudaBackend", "make_backend"]
 
 Array = Any
+Streams = tuple[Stream | None, Stream | None]
 _WAY_OUT = "it takes an NVIDIA GPU with its driver, and pip install 'extensor[cuda13]'"
 
 
 def dialect_gap(spec: QuantSpec) -> str | None:
-    """What of the dialect the kernels leave to cupy, as a phrase; None if nothing."""
+    """What of the dialect no kernel covers, so that the CPU runs it; None if nothing."""
     dialect = spec.dialect_row
     gaps = {
         f"zeros' signs of dialect {dialect.name}": spec.row.element.is_float
@@ -109,7 +111,8 @@ class CudaBackend(GenericBackend):
     def path(self, method: str, *args: Any) -> str:
         """Which code ``method(*args)`` takes: "fused kernel", or "host: " and the reason.
 
-        "generic: " and the reason for a product that runs on cupy.
+        "generic: " and the reason for a product that runs on cupy; "two calls: " and the reason for
+        a pair that is not read once.
 
         A product's way depends on the values, so that `block_matmul` is run to tell: see
         `extensor_cuda.gemm.Product`.
@@ -124,12 +127,16 @@ class CudaBackend(GenericBackend):
             "quantize": self._quantize_reason,
             "operand": self._operand_reason,
             "dequantize": self._dequantize_reason,
+            "quantize_pair": self._pair_reason,
+            "operand_pair": self._pair_reason,
         }
         if method not in reasons:
             raise ValueError(
                 f"path: wanted one of {', '.join(reasons)}, block_matmul, got {method!r}"
             )
         reason = reasons[method](*args)
+        if reason is not None and method.endswith("_pair"):
+            return f"two calls: {reason}"
         return "fused kernel" if reason is None else f"host: {reason}"
 
     def quantize(
@@ -175,6 +182,36 @@ class CudaBackend(GenericBackend):
         if reason := self._input_reason(x, spec, stream) or dialect_gap(spec):
             return reason
         plan = kernels.plan_of(spec, tuple(x.shape))
+        return plan if isinstance(plan, str) else None
+
+    def quantize_pair(
+        self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
+    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+        """See the protocol. Waits for the GPU, whose counts it returns."""
+        if self._pair_reason(x, specs, streams):
+            return super().quantize_pair(x, specs, streams)
+        plan = pair.pair_plan(specs, tuple(x.shape))
+        assert isinstance(plan, pair.PairPlan)
+        return pair.quantize(self._ready(x), plan, streams, self.xp)
+
+    def operand_pair(
+        self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
+    ) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
+        """See the protocol. Waits for the GPU, whose counts it returns."""
+        if self._pair_reason(x, specs, streams):
+            return super().operand_pair(x, specs, streams)
+        plan = pair.pair_plan(specs, tuple(x.shape))
+        assert isinstance(plan, pair.PairPlan)
+        return pair.operand(self._ready(x), plan, streams, self.xp)
+
+    def _pair_reason(
+        self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
+    ) -> str | None:
+        """Why a pair is two calls, each with a reason of its own or none."""
+        for spec, stream in zip(specs, streams, strict=True):
+            if reason := self._operand_reason(x, spec, stream):
+                return reason
+        plan = pair.pair_plan(specs, tuple(x.shape))
         return plan if isinstance(plan, str) else None
 
     def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:

@@ -81,6 +81,27 @@ def test_import_stays_light() -> None:
     assert json.loads(done.stdout) == []
 
 
+PARTS = """
+import importlib, sys
+for name in sys.argv[1:]:
+    for loaded in [m for m in sys.modules if m.partition(".")[0] in ("models", "training")]:
+        del sys.modules[loaded]
+    importlib.import_module(name)
+"""
+
+
+def test_every_module_of_training_can_be_the_first_to_be_imported() -> None:
+    """Modules that import each other in a circle work in one order only."""
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for room in ("models", "training")
+        for path in sorted((ROOT / room).rglob("*.py"))
+        if path.name != "__main__.py"
+    ]
+    assert len(names) > 60
+    subprocess.run([sys.executable, "-c", PARTS, *names], cwd=ROOT, check=True)
+
+
 def test_formats_need_only_the_standard_library() -> None:
     allowed = sys.stdlib_module_names
     for path in python_files("extensor/formats"):

@@ -308,7 +308,7 @@ def check_operand_pair(backend: cpu.CpuBackend) -> None:
             assert_bytes(got, values, what)
 
 
-# --- blocked products (bounds, variants and special blocks: unit/backends/test_block_matmul.py) --
+# --- blocked products (bounds, variants and special blocks: unit/backends) -----------------------
 
 
 def check_product(name: str) -> Callable[[cpu.CpuBackend], None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -250,6 +251,26 @@ def test_arrays_beyond_the_caches(level: str, name: str, tile: tuple[int, int] |
     for whole, (top, bottom) in zip(stored(x), halves, strict=True):
         for part, first, second in zip(whole, top, bottom, strict=True):
             assert part.tobytes() == first.tobytes() + second.tobytes(), (level, name, tile)
+
+
+@pytest.mark.parametrize("name", [n for n, row in FORMATS.items() if not row.outliers])
+def test_every_code_under_every_scale(level: str, name: str) -> None:
+    """Decoded to all floats: scales that overflow, are subnormal or no number, and ragged rows."""
+    rng = np.random.default_rng(5)
+    for shape, tensor_scale in (((96, 512), 1.0), ((95, 262), 1.7e-3), ((40, 96), 3e38)):
+        q, _ = GENERIC.quantize(rng.standard_normal(shape, dtype=F), QuantSpec(name))
+        codes = rng.integers(0, 256, q.codes.shape, np.uint8)
+        codes[::3] &= 0x77  # no special FP8 codes: whole runs of them take the fast way
+        scales = rng.standard_normal(q.scales.shape).astype(q.scales.dtype)
+        if q.scales.dtype == np.uint8:
+            scales = np.arange(q.scales.size).astype(np.uint8).reshape(q.scales.shape)
+            scales[::2] = np.clip(scales[::2], 1, 126)
+        q = replace(q, codes=codes.view(q.codes.dtype), scales=scales)
+        if q.tensor_scale is not None:
+            q = replace(q, tensor_scale=np.asarray(tensor_scale, F))
+        for dtype in ("float32", "bfloat16", "float16"):
+            got, wanted = BACKEND.dequantize(q, dtype), GENERIC.dequantize(q, dtype)
+            assert got.tobytes() == wanted.tobytes(), (level, name, shape, dtype)
 
 
 @st.composite

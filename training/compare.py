@@ -23,7 +23,14 @@ from typing import Any
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from extensor.quant.recipes import get_recipe
 from training.callbacks import LAST, METRICS
@@ -282,7 +289,7 @@ class _Show:
 
     console: Console
     bar: Progress
-    task: int
+    task: TaskID
     total: int
     count: int = 0
 
@@ -292,7 +299,7 @@ class _Show:
         end = {job.metric.key: curve[-1]} if code == 0 and curve else None
         text = outcome(job.metric, end) if end else f"exit code {code}"
         self.console.print(f"[{self.count}/{self.total}] {job.name}: {text}")
-        self.bar.advance(self.task)  # type: ignore[arg-type]
+        self.bar.advance(self.task)
 
     def update(self, running: list[Job]) -> None:
         parts = []
@@ -300,7 +307,7 @@ class _Show:
             curve = job.curve()
             last = f" {outcome(job.metric, {job.metric.key: curve[-1]})}" if curve else ""
             parts.append(f"{job.name} {len(curve)}/{job.config.epochs}{last}")
-        self.bar.update(self.task, description="  ".join(parts))  # type: ignore[arg-type]
+        self.bar.update(self.task, description="  ".join(parts))
 
 
 @contextmanager

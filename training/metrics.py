@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
 
-from training.tasks.base import Scores
-
-__all__ = ["ClassScores", "TokenScores", "confusion_matrix", "perplexity", "top_k_hits"]
+__all__ = ["ClassScores", "Scores", "TokenScores", "confusion_matrix", "perplexity", "top_k_hits"]
 
 
 def top_k_hits(scores: np.ndarray, labels: np.ndarray, k: int) -> int:
@@ -45,6 +44,38 @@ def confusion_matrix(predicted: np.ndarray, labels: np.ndarray, classes: int) ->
     """Counts (classes, classes), rows the true label, columns the predicted one."""
     flat = np.bincount(labels * classes + predicted, minlength=classes * classes)
     return flat.reshape(classes, classes)
+
+
+class Scores(ABC):
+    """Accumulates the metrics of an evaluation over batches."""
+
+    @abstractmethod
+    def add(self, scores: np.ndarray, labels: np.ndarray, mean_loss: float) -> None:
+        """Count rows of scores (R, C) with labels (R,) and their mean loss."""
+
+    @property
+    @abstractmethod
+    def loss(self) -> float:
+        """Mean loss per label."""
+
+    @property
+    @abstractmethod
+    def accuracy(self) -> float:
+        """Top-1 accuracy in 0..1."""
+
+    @property
+    @abstractmethod
+    def accuracy_k(self) -> float:
+        """Top-3 accuracy in 0..1."""
+
+    @property
+    def perplexity(self) -> float | None:
+        """For tokens, exp(loss) where that is finite; None for what is no text."""
+        return None
+
+    def details(self) -> dict[str, Any]:
+        """What result.json says beyond loss and accuracies."""
+        return {}
 
 
 class _Counted(Scores):

@@ -83,13 +83,15 @@ def summarize(
         for name, results in grouped.items()
     }
     means = {name: _mean_or_none(numbers) for name, numbers in values.items()}
-    baseline = next((name for name in metric.baselines if means.get(name) is not None), None)
+    known = {name: mean for name, mean in means.items() if mean is not None}
+    baseline = next((name for name in metric.baselines if name in known), None)
     rows = []
     for name, results in grouped.items():
         mean, numbers = means[name], values[name]
+        whole = [number for number in numbers if number is not None]
         gap = None
         if baseline is not None and mean is not None:
-            gap = metric.difference(mean, means[baseline])  # type: ignore[arg-type]
+            gap = metric.difference(mean, known[baseline])
         rows.append(
             Row(
                 recipe=name,
@@ -97,7 +99,7 @@ def summarize(
                 runs=len(results),
                 values=numbers,
                 mean=mean,
-                sd=None if mean is None or len(numbers) < 2 else statistics.stdev(numbers),  # type: ignore[type-var]
+                sd=None if mean is None or len(numbers) < 2 else statistics.stdev(whole),
                 gap=gap,
                 baseline=baseline,
                 saturated=_mean(r["saturated"] for r in results),

@@ -8,7 +8,7 @@ blocks share one picture of the grid; what the grid made of them is counted code
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +79,7 @@ def operands(trainer: Trainer) -> Operands:
         if path not in probes or probes[path].grad is None:
             continue
         context = trainer.quant.layers[path]
-        weight: Any = vars(layer)["weight"]
+        weight = layer.weight
         arrays = {
             "fprop.w": _host(weight).reshape(weight.shape[0], -1),
             "fprop.x": _rows(layer, inputs[path]),
@@ -91,7 +91,7 @@ def operands(trainer: Trainer) -> Operands:
 
 @contextmanager
 def _probed(
-    layers: dict[str, Module], inputs: dict[str, Any], probes: dict[str, ExTensor]
+    layers: Mapping[str, Module], inputs: dict[str, Any], probes: dict[str, ExTensor]
 ) -> Iterator[None]:
     """Keep each layer's last input, and add zeros to its output whose gradient is the output's."""
 

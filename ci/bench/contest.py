@@ -1,31 +1,41 @@
-"""Contestants in turns, each in a process of its own.
+"""What the benchmarks share: contestants in turns, options, the record of a run.
 
 Idle threads of one library (OpenBLAS, OpenMP) spin for a while and slow the next, so two libraries
-timed in one process mislead. Here every contestant is a spawned process that makes its work and
-times a burst of it whenever it is asked to; they take turns, with a pause between.
+timed in one process mislead. In `measure` every contestant is a spawned process that makes its work
+and times a burst of it whenever it is asked to; they take turns, with a pause between.
+
+A benchmark parses its options with `arguments` and leaves its rows with `write`: on a busy machine
+nothing is written, because the ratios would mean nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import multiprocessing
 import os
 import platform
+import shlex
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from extensor.config import num_threads
 
-__all__ = ["Make", "measure", "write"]
+__all__ = ["GPU_PACKAGES", "Make", "arguments", "command", "gpu_of", "measure", "write"]
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(os.environ.get("EXTENSOR_RESULTS", Path(__file__).parent / "results"))
+GPU_PACKAGES = ("numpy", "torch", "cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")
+VARIABLES = ("OMP_NUM_THREADS", "EXTENSOR_CORE")
+"""Environment variables that a record's command repeats."""
 SETTLE_S = 0.15
 """Pause between turns, for the threads of the one before to go to sleep."""
 
@@ -66,6 +76,36 @@ def measure(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, with the options that benchmarks share; ``load`` is that before the run."""
+    parser.add_argument(
+        "--max-load", type=float, default=0.5, help="load average of an idle machine"
+    )
+    parser.add_argument(
+        "--force",
+        dest="max_load",
+        action="store_const",
+        const=math.inf,
+        help="write although the load is higher",
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
+    return argparse.Namespace(**vars(parser.parse_args()), load=os.getloadavg()[0])
+
+
+def command() -> str:
+    """What runs: the variables that are set, the script and its arguments."""
+    variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    script = Path(sys.argv[0]).resolve().relative_to(ROOT)
+    return shlex.join([*variables, "python", script.as_posix(), *sys.argv[1:]])
+
+
+def gpu_of(xp: Any) -> dict[str, Any]:
+    """Name and driver version of cupy's current GPU."""
+    runtime = xp.cuda.runtime
+    properties = runtime.getDeviceProperties(runtime.getDevice())
+    return {"gpu": properties["name"].decode(), "driver": runtime.driverGetVersion()}
+
+
 def write(
     name: str,
     command: str,
@@ -73,33 +113,57 @@ def write(
     level: str = "",
     load: float | None = None,
     merge: str = "",
+    *,
+    args: argparse.Namespace | None = None,
+    about: Mapping[str, Any] | None = None,
+    packages: Iterable[str] = ("numpy", "torch"),
 ) -> None:
-    """Rows with machine and versions to ``results/DATE-NAME.json``.
+    """Rows with machine and versions to ``DATE-NAME.json``, unless the machine was busy.
 
     Args:
         name: the file's name after the date.
         command: what was run.
         rows: one dict each.
         level: the core's instruction set.
-        load: the load average before the run.
+        load: the load average before the run, where there are no ``args``.
         merge: a key of every row; rows of the day's earlier runs are kept where this run has none
             of the same value.
+        args: from `arguments`: the load before the run, the highest one allowed, the folder.
+        about: what else the run depends on, such as the GPU and its driver.
+        packages: those whose versions are recorded, where they are installed.
     """
-    about: dict[str, Any] = {
+    folder = RESULTS
+    if args is not None:
+        load, folder = args.load, args.output
+        if args.load > args.max_load:
+            print(
+                f"not written: the load average was {load:.2f} before the run; use an idle machine"
+            )
+            return
+    facts: dict[str, Any] = {
         "command": command,
         "date": str(date.today()),
         "machine": ", ".join(
             [platform.machine(), f"{os.cpu_count()} CPUs", f"{num_threads()} threads"]
             + [level] * bool(level)
         ),
-        "versions": {n: version(n) for n in ("numpy", "torch") if find_spec(n)},
+        "versions": {"python": platform.python_version()}
+        | {package: found for package in packages if (found := _version(package))},
     }
     if load is not None:
-        about["load_average_before"] = round(load, 2)
-    path = RESULTS / f"{date.today()}-{name}.json"
-    path.parent.mkdir(exist_ok=True)
+        facts["load_average_before"] = round(load, 2)
+    path = folder / f"{date.today()}-{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     if merge and path.exists():
         kept = {row[merge]: row for row in json.loads(path.read_text())["rows"]}
         rows = list((kept | {row[merge]: row for row in rows}).values())
-    path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    record = {"about": facts | dict(about or {}), "rows": rows}
+    path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"written to {path}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

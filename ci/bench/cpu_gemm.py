@@ -5,31 +5,24 @@
 Square products of two blocked matrices, then one to sixteen float32 rows times blocked weights.
 Numpy multiplies the dequantized matrices (OpenBLAS, the same number of threads). All contestants
 take turns: a pause, a call that wakes the other core, timed calls. Every ratio is of medians within
-the run; written with machine and versions to
-ci/bench/results/. On a busy machine nothing is written: the ratios would mean nothing.
+the run; written with machine and versions to ci/bench/results/.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ci.bench.contest import arguments, command, write
 from extensor.backends.cpu import CpuBackend, make_backend
-from extensor.config import num_threads
 from extensor.quant.spec import QuantSpec
 
-RESULTS = Path(__file__).parent / "results"
 SQUARE, WEIGHTS = 2048, 8192
 PRODUCTS = ("mxfp4", "nvfp4", "mxfp8_e4m3", "mxfp6_e2m3", "mxint8", "int8", "int4")
 ROWS = (1, 4, 16)
@@ -106,34 +99,12 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--max-load", type=float, default=0.5, help="load average of an idle CPU set"
-    )
-    args = parser.parse_args()
+    args = arguments(parser)
     backend = make_backend()
     if backend.core is None:
         raise SystemExit(f"cpu_gemm: wanted the C++ core, but {backend.core_missing}")
-    load = os.getloadavg()[0]
-    products = product_rows(backend, args.rounds)
-    weights = weight_rows(backend, args.rounds)
-    if load > args.max_load:
-        print(
-            f"not written: the load average was {load:.2f} before the run; run on an idle machine"
-        )
-        return
-    about = {
-        "command": "python ci/bench/cpu_gemm.py",
-        "date": str(date.today()),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {num_threads()} threads, "
-        f"{backend.core.gemm_level()}",
-        "load_average_before": round(load, 2),
-        "versions": {"numpy": np.__version__},
-    }
-    path = RESULTS / f"{date.today()}-cpu-gemm.json"
-    path.parent.mkdir(exist_ok=True)
-    result = {"about": about, "products": products, "weights": weights}
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written to {path}")
+    rows = product_rows(backend, args.rounds) + weight_rows(backend, args.rounds)
+    write("cpu-gemm", command(), rows, backend.core.gemm_level(), args=args)
 
 
 if __name__ == "__main__":

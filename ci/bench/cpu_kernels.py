@@ -6,15 +6,13 @@ LeNet's convolutions and poolings at two batch sizes, beside torch's on the same
 lower quartiles of single calls, the contestants taking turns in bursts; written with machine and
 versions to ci/bench/results/.
 
-On a busy machine nothing is written: threads that wait for a descheduled partner (torch's most of
-all) then take many times their own time, and the ratios mean nothing. Needs torch (extra
-``bench``) and the core.
+On a busy machine threads that wait for a descheduled partner (torch's most of all) take many times
+their own time. Needs torch (extra ``bench``) and the core.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ci.bench.contest import write
+from ci.bench.contest import arguments, command, write
 from extensor.backends.cpu import make_backend
 from extensor.backends.protocol import Window
 from extensor.config import num_threads
@@ -131,24 +129,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batches", default="64,256")
-    parser.add_argument(
-        "--max-load", type=float, default=0.5, help="load average of an idle CPU set"
-    )
-    args = parser.parse_args()
+    args = arguments(parser)
     backend = make_backend()
     if backend.core is None:
         raise SystemExit(f"cpu_kernels: wanted the C++ core, but {backend.core_missing}")
-    load = os.getloadavg()[0]
     torch.set_num_threads(num_threads())
     windows = []
     for batch in (int(n) for n in args.batches.split(",")):
         windows += window_rows(backend, batch, args.rounds)
-    if load > args.max_load:
-        print(
-            f"not written: the load average was {load:.2f} before the run; run on an idle machine"
-        )
-        return
-    write("cpu-kernels", "python ci/bench/cpu_kernels.py", windows, backend.core.level(), load)
+    write("cpu-kernels", command(), windows, backend.core.level(), args=args)
 
 
 if __name__ == "__main__":

@@ -15,25 +15,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import platform
 import statistics
 from collections.abc import Callable
-from datetime import date
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import torch
 
+from ci.bench.contest import GPU_PACKAGES, gpu_of, write
 from extensor.backends import registry
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
+from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
 
-RESULTS = Path(__file__).parent / "results"
 SIZE = 16384
 STREAM = Stream(seed=1, step=2, tensor=3, slot=4)
 SPECS = {
@@ -62,6 +58,9 @@ SPECS = {
     "nvfp4 16x16 tiles, amax given": QuantSpec("nvfp4", tile=(16, 16)),
     "mxfp8_e4m3 32x32 tiles": QuantSpec("mxfp8_e4m3", tile=(32, 32)),
 }
+
+PAIRS = ("mxfp8_e4m3", "mxfp4", "nvfp4")
+"""Formats of rows and columns in one reading; the tensor's maximum is given."""
 
 Call = Callable[[int], Any]
 
@@ -113,6 +112,37 @@ def contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str, tupl
                 4 * count + example.nbytes,
                 partial(decode, xp, plan, example),
             )
+    return made | pair_contestants(xp, data)
+
+
+def pair_contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str, tuple[int, Call]]:
+    """Rows and columns in one reading: packed storage; the FP8 product's operands."""
+    count, made = SIZE * SIZE, dict[str, tuple[int, Call]]()
+    amax = xp.asarray(max(float(x.abs().max()) for x, _ in data), dtype=xp.float32)
+    for name in PAIRS:
+        for rounding in ("nearest_even", "stochastic")[: 2 if name == "mxfp4" else 1]:
+            rows = QuantSpec(name, 1, rbits=8).replace(rounding=rounding)
+            plan = pair.pair_plan((rows, rows.replace(axis=0)), (SIZE, SIZE))
+            assert isinstance(plan, pair.PairPlan), plan
+            random = rounding == "stochastic"
+            streams = (STREAM, STREAM) if random else (None, None)
+            title = f"{name} rows + columns" + ", stochastic, 8 bits" * random
+            example = pair.quantize_raw(data[0][1], plan, streams, xp, amax)[0]
+            moved = 2 * count + sum(q.nbytes for q in example)
+            for stats in (False, True):
+
+                def call(
+                    turn: int, plan: Any = plan, streams: Any = streams, stats: bool = stats
+                ) -> Any:
+                    return pair.quantize_raw(data[turn % 2][1], plan, streams, xp, amax, stats)
+
+                made[title + ", counts" * stats] = (moved, call)
+            if name == "mxfp4":
+
+                def rebase(turn: int, plan: Any = plan, streams: Any = streams) -> Any:
+                    return pair.rebase_pair(data[turn % 2][1], plan, streams, xp, amax)
+
+                made[f"{title}, rebased"] = (4 * count, rebase)
     return made
 
 
@@ -132,14 +162,13 @@ def measure(calls: dict[str, tuple[int, Call]], rounds: int) -> dict[str, list[f
 
 
 def chosen_words(chosen: argparse.Namespace) -> list[str]:
-    """The command's arguments, without where the result goes."""
+    """The command's arguments."""
     only = ["--only", *chosen.only] if chosen.only else []
     return ["--rounds", str(chosen.rounds), *only]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="fused CUDA quantizers against torch's clone")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", nargs="*", default=[], help="parts of contestants' names")
     chosen = parser.parse_args()
@@ -150,35 +179,21 @@ def main() -> None:
     times = measure(calls, chosen.rounds)
     copy = statistics.median(times["torch clone"])
     copy_rate = calls["torch clone"][0] / copy
-    rows = {}
+    rows = []
     for name, milliseconds in times.items():
         median = statistics.median(milliseconds)
         rate = calls[name][0] / median
-        rows[name] = {
+        row: dict[str, Any] = {
+            "name": name,
             "milliseconds": round(median, 4),
             "lowest": round(min(milliseconds), 4),
             "terabytes_per_second": round(rate / 1e9, 3),
             "of_copy": round(rate / copy_rate, 3),
         }
-        print(
-            f"{name:42s} {median:7.4f} ms  {rate / 1e9:6.3f} TB/s  {rate / copy_rate:6.3f} of copy"
-        )
-    runtime = xp.cuda.runtime
-    record = {
-        "what": "fused CUDA quantizers, 16384 x 16384 bfloat16, against torch's clone",
-        "command": " ".join(["python", "ci/bench/cuda_quantize.py", *chosen_words(chosen)]),
-        "date": date.today().isoformat(),
-        "gpu": runtime.getDeviceProperties(0)["name"].decode(),
-        "driver": runtime.driverGetVersion(),
-        "versions": {
-            "python": platform.python_version(),
-            **{n: version(n) for n in ("torch", "cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")},
-        },
-        "results": rows,
-    }
-    chosen.output.mkdir(parents=True, exist_ok=True)
-    path = chosen.output / f"{date.today().isoformat()}-cuda-quantize.json"
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        rows.append(row)
+        print("{name:48s} {milliseconds:7.4f} ms  {of_copy:6.3f} of copy".format(**row))
+    words = ["python", "ci/bench/cuda_quantize.py", *chosen_words(chosen)]
+    write("cuda-quantize", " ".join(words), rows, about=gpu_of(xp), packages=GPU_PACKAGES)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,12 @@ that a step takes in all. Written to ci/bench/results/. The goal: at most 5% wai
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from ci.bench.contest import write
+from ci.bench.contest import arguments, command, write
 from training.config import RunConfig
 from training.data import AUGMENTATIONS, DATASETS
 from training.loop import Trainer
@@ -59,7 +57,7 @@ def main() -> None:
     parser.add_argument("--augment", default=",".join(AUGMENTATIONS))
     parser.add_argument("--recipes", default="fp32,mxfp4")
     parser.add_argument("--images", type=int, default=1024)
-    args = parser.parse_args()
+    args = arguments(parser)
     rows = []
     for recipe in args.recipes.split(","):
         for batch in (int(n) for n in args.batches.split(",")):
@@ -71,7 +69,7 @@ def main() -> None:
                         **rows[-1]
                     )
                 )
-    write("data-wait", shlex.join(["python", "ci/bench/data_wait.py", *sys.argv[1:]]), rows)
+    write("data-wait", command(), rows, args=args)
 
 
 if __name__ == "__main__":

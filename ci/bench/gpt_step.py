@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import extensor as et
-from ci.bench.contest import measure, write
+from ci.bench.contest import arguments, command, measure, write
 from ci.bench.gpt_torch import torch_gpt
 from extensor.config import num_threads
 from extensor.nn.quantize import apply_recipe
@@ -77,8 +77,7 @@ def main() -> None:
     parser.add_argument("--recipes", default="fp32,bf16,mxfp8_nvidia,mxfp4,nvfp4_nvidia")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--burst", type=int, default=10, help="steps of a turn")
-    parser.add_argument("--dry", action="store_true", help="write no result file")
-    args = parser.parse_args()
+    args = arguments(parser)
     names = ["torch", *(name for name in args.recipes.split(",") if name)]
     seconds = measure({name: (contestant, (name,)) for name in names}, args.rounds, args.burst)
     rows: list[dict[str, Any]] = []
@@ -93,8 +92,7 @@ def main() -> None:
             }
         )
         print(f"{name:<14} {value * 1e3:8.2f} ms  {ratio:5.2f}x torch's speed")
-    if not args.dry:
-        write("gpt-step", "OMP_NUM_THREADS=2 python ci/bench/gpt_step.py", rows)
+    write("gpt-step", command(), rows, args=args)
 
 
 if __name__ == "__main__":

@@ -8,40 +8,33 @@ Medians over interpreters, in turns; written to ci/bench/results/.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from datetime import date
-from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+from ci.bench.contest import arguments, command, write
+
 CODE = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description="import extensor beside import numpy")
     parser.add_argument("--rounds", type=int, default=15, help="fresh interpreters for each")
-    chosen = parser.parse_args(argv)
+    args = arguments(parser)
+    if hasattr(signal, "SIGPIPE"):  # a reader that leaves early, as `head` does, ends this quietly
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     times: dict[str, list[float]] = {"numpy": [], "extensor": []}
-    for _ in range(chosen.rounds):
+    for _ in range(args.rounds):
         for name, values in times.items():
-            command = [sys.executable, "-c", CODE.format(name)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            line = [sys.executable, "-c", CODE.format(name)]
+            done = subprocess.run(line, check=True, capture_output=True, text=True)
             values.append(float(done.stdout))
     seconds = {name: round(statistics.median(values), 4) for name, values in times.items()}
     print(f"import numpy {seconds['numpy']:.3f} s, import extensor {seconds['extensor']:.3f} s")
-    about = {
-        "command": f"python ci/bench/import_time.py --rounds {chosen.rounds}",
-        "date": str(date.today()),
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
-    }
-    path = RESULTS / f"{date.today()}-import-time.json"
-    path.write_text(json.dumps({"about": about, "median_seconds": seconds}, indent=1) + "\n")
-    print(f"written to {path}")
+    rows = [{"import": name, "median_seconds": value} for name, value in seconds.items()]
+    write("import-time", command(), rows, args=args)
 
 
 if __name__ == "__main__":

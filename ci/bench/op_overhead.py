@@ -1,6 +1,6 @@
 """What one small operation costs with its gradient: 64 x 64 float32, forward and backward.
 
-    python ci/bench/op_overhead.py
+    OMP_NUM_THREADS=1 python ci/bench/op_overhead.py
 
 At this size nearly all of the time is overhead: Python, checks, the tape. One thread, extensor and
 torch eager each in a process of its own (see contest.py). Needs torch (extra ``bench``).
@@ -9,13 +9,13 @@ torch eager each in a process of its own (see contest.py). Needs torch (extra ``
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import extensor as et
-from ci.bench.contest import measure, write
+from ci.bench.contest import arguments, command, measure, write
 
 CALLS = 200
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -57,27 +57,23 @@ def work(library: str, name: str) -> Callable[[], None]:
     return calls
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description="one small operation, forward and backward")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each library")
-    chosen = parser.parse_args(argv)
+    args = arguments(parser)
     rows = []
     for name in OPERATIONS:
         seconds = measure(
             {library: (work, (library, name)) for library in ("torch", "extensor")},
-            chosen.rounds,
+            args.rounds,
             5,
         )
         micro = {library: round(s / CALLS * 1e6, 2) for library, s in seconds.items()}
         ratio = round(seconds["extensor"] / seconds["torch"], 3)
         rows.append({"operation": name, "microseconds": micro, "time_against_torch": ratio})
         print(f"{name:<10} {micro['extensor']:7.2f} us  {ratio:5.2f}x torch's time")
-    write(
-        "op-overhead",
-        f"OMP_NUM_THREADS=1 python ci/bench/op_overhead.py --rounds {chosen.rounds}",
-        rows,
-    )
+    write("op-overhead", command(), rows, args=args)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
 // Packed codes back to float32, bfloat16 or float16: (grid value * block scale) * tensor scale in
 // float32, rounded once where the result is narrower.
 
-#include "floats.hpp"
+#include "lines.hpp"
 #include "quant.hpp"
+
+#if EXTENSOR_LANES == 16
+#include "dequant_avx512.hpp"
+#endif
 
 namespace EXTENSOR_ISA {
 namespace {
@@ -36,6 +40,12 @@ struct Decoder {
 #if EXTENSOR_LANES == 16
         const __m512i at = reinterpret_cast<__m512i>(codes);
         if (bits == 4) return _mm512_permutexvar_ps(at, _mm512_loadu_ps(table));
+        if (bits == 6) {
+            const auto half = [&](const float* t) {
+                return _mm512_permutex2var_ps(_mm512_loadu_ps(t), at, _mm512_loadu_ps(t + 16));
+            };
+            return _mm512_mask_mov_ps(half(table), _mm512_test_epi32_mask(at, _mm512_set1_epi32(32)), half(table + 32));
+        }
         return _mm512_i32gather_ps(at, table, 4);
 #else
         vf v;
@@ -44,7 +54,7 @@ struct Decoder {
 #endif
     }
 
-    // VL codes of four or eight bits, `at` of them into the row; at is a multiple of VL.
+    // VL codes, `at` of them into the row; at is a multiple of VL.
     template <int Bits>
     INLINE vf run(const uint8_t* codes, int64_t at) const {
         const uint8_t* from = codes + at * Bits / 8;
@@ -56,6 +66,16 @@ struct Decoder {
             // The low four bits of a lane count.
             return _mm512_permutexvar_ps(_mm512_or_si512(w, _mm512_slli_epi64(w, 28)),
                                          _mm512_loadu_ps(table));
+        }
+        if constexpr (Bits == 6) {
+            // Twelve bytes: three for each four lanes.
+            const __m128i three = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1);
+            const __m128i fours = _mm_shuffle_epi8(_mm_maskz_loadu_epi8(0xFFF, from), three);
+            const __m512i lanes = _mm512_permutexvar_epi32(
+                _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), _mm512_castsi128_si512(fours));
+            const __m512i places = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 6, 12, 18));
+            const __m512i code = _mm512_and_si512(_mm512_srlv_epi32(lanes, places), _mm512_set1_epi32(63));
+            return lookup(reinterpret_cast<vu>(code));
         }
         const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
         if (narrow_float) {
@@ -71,8 +91,12 @@ struct Decoder {
         return lookup(reinterpret_cast<vu>(_mm512_cvtepu8_epi32(bytes)));
 #else
         vu c;
-        for (int i = 0; i < VL; ++i)
-            c[i] = Bits == 4 ? from[i / 2] >> (i % 2 * 4) & 15u : from[i];
+        for (int i = 0; i < VL; ++i) {
+            const int byte = i * Bits / 8, start = i * Bits % 8;
+            uint32_t word = from[byte];
+            if (start + Bits > 8) word |= static_cast<uint32_t>(from[byte + 1]) << 8;
+            c[i] = word >> start & ((1u << Bits) - 1);
+        }
         return lookup(c);
 #endif
     }
@@ -96,12 +120,12 @@ INLINE vu codes_at(const uint8_t* rows, int64_t stride, int64_t index, int bits,
     return code & 63u;
 }
 
-// Past the caches, where asked for and the place is aligned; `finish_stores` before others read.
 INLINE void store_past(float* to, vf v, [[maybe_unused]] bool past) {
 #if EXTENSOR_LANES == 16
-    if (past && reinterpret_cast<uintptr_t>(to) % 64 == 0) return _mm512_stream_ps(to, v);
-#endif
+    store_line(to, _mm512_castps_si512(reinterpret_cast<__m512>(v)), past);
+#else
     store(to, v);
+#endif
 }
 
 template <class Half>
@@ -111,37 +135,34 @@ INLINE void store_past(Half* to, vf v, bool) {
 
 // Two vectors that follow one another: halves fill a line of memory together.
 template <class T>
-INLINE void store_pair(T* to, vf a, vf b, [[maybe_unused]] bool past) {
+INLINE void store_pair(T* to, vf a, vf b, bool past) {
 #if EXTENSOR_LANES == 16
-    if constexpr (sizeof(T) == 2) {
-        if (past && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
-            const __m256i low = reinterpret_cast<__m256i>(narrow(a, T{}));
-            const __m256i high = reinterpret_cast<__m256i>(narrow(b, T{}));
-            return _mm512_stream_si512(reinterpret_cast<__m512i*>(to),
-                                       _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
-        }
-    }
+    if constexpr (sizeof(T) == 2)
+        return store_line(to, _mm512_inserti64x4(_mm512_castsi256_si512(halves_of<T>(a)), halves_of<T>(b), 1), past);
 #endif
     store_past(to, a, past);
     store_past(to + VL, b, past);
-}
-
-INLINE void finish_stores() {
-#if EXTENSOR_LANES == 16
-    _mm_sfence();
-#endif
 }
 
 struct Reader {
     const QuantPlan& plan;
     const DequantJob& job;
     Decoder decoder;
+#if EXTENSOR_LANES == 16
+    OctetHalves octets;
+    bool pairs;  // whether decode_pairs may be asked
+#endif
     float ue4m3[256];
     int64_t tiles, packed;
     bool past;
 
     Reader(const QuantPlan& plan, const DequantJob& job)
         : plan(plan), job(job), decoder(kElements[plan.element]),
+#if EXTENSOR_LANES == 16
+          octets(kElements[plan.element]),
+          pairs(kElements[plan.element].is_float && plan.scale == Scale::ue4m3 &&
+                job.tensor_scale - job.tensor_scale == 0),
+#endif
           tiles(ceil_div(job.length, job.tile_length)),
           packed(ceil_div(tiles * job.tile_length * decoder.bits, 8)) {
         decode_table(kElements[kScaleElement], ue4m3);
@@ -155,7 +176,7 @@ struct Reader {
 
 // Whole tiles of Tile values, a multiple of two vectors or one: codes from the `at`-th on.
 template <int Bits, class T>
-INLINE void decode_run(const Reader& r, const uint8_t* codes, int64_t at, int64_t count, float scale,
+void decode_run(const Reader& r, const uint8_t* codes, int64_t at, int64_t count, float scale,
                        float point, T* out) {
     const float tensor_scale = r.job.tensor_scale;
     int64_t i = 0;
@@ -166,6 +187,46 @@ INLINE void decode_run(const Reader& r, const uint8_t* codes, int64_t at, int64_
     for (; i < count; i += VL)
         store_past(out + i, (r.decoder.template run<Bits>(codes, at + i) - point) * scale * tensor_scale,
                    r.past);
+}
+
+// Whole tiles from the `t`-th of a row on to halves, as far as the fast ways reach; says how many.
+template <class T>
+INLINE int64_t decode_halves([[maybe_unused]] const Reader& r, [[maybe_unused]] const uint8_t* codes,
+                             [[maybe_unused]] int64_t scales, [[maybe_unused]] int64_t tiles,
+                             [[maybe_unused]] T* out) {
+    int64_t t = 0;
+#if EXTENSOR_LANES == 16
+    if constexpr (sizeof(T) == 2) {
+        const int64_t tile = r.job.tile_length;
+        const auto* bytes = static_cast<const uint8_t*>(r.job.scales) + scales;
+        const auto values = [&](int64_t at) __attribute__((always_inline)) {
+            const vf grid = load(r.decoder.table) - r.point(scales + at);
+            return halves_of<T>(grid * r.scale(scales + at) * r.job.tensor_scale);
+        };
+        if (r.decoder.bits == 4 && tile == 16) {
+            if constexpr (kFloatType<T> == FloatType::bfloat16)
+                if (r.pairs)
+                    t = decode_pairs(r.decoder.table, r.ue4m3, bytes, codes, tiles, r.job.tensor_scale, out, r.past);
+            for (; t + 2 <= tiles; t += 2)
+                store_line(out + t * 16, pick(codes + t * 8, values(t), values(t + 1)), r.past);
+        } else if (r.decoder.bits == 4 && tile % 32 == 0) {
+            for (; t < tiles; ++t) {
+                const __m256i mine = values(t);
+                for (int64_t i = t * tile; i < (t + 1) * tile; i += 32)
+                    store_line(out + i, pick(codes + i / 2, mine), r.past);
+            }
+        } else if (kFloatType<T> == FloatType::bfloat16 && r.plan.scale == Scale::e8m0 && tile % 32 == 0) {
+            for (; t < tiles && r.octets.covers(bytes[t]); ++t) {
+                for (int64_t i = t * tile; i < (t + 1) * tile; i += 32) {
+                    __m512i halves;
+                    if (!r.octets.run(codes + i, bytes[t], halves)) return t;
+                    store_line(out + i, halves, r.past);
+                }
+            }
+        }
+    }
+#endif
+    return t;
 }
 
 // Tiles first .. last of a row, of which `length` values exist.
@@ -180,8 +241,13 @@ void decode_row(const Reader& r, int64_t row, int64_t first, int64_t last) {
     const float tensor_scale = job.tensor_scale;
     for (int64_t t = first; t < last; ++t) {
         int64_t i = t * tile;
+        const int64_t whole_tiles = least(last, job.length / tile) - t;
+        if (const int64_t done = decode_halves(r, codes + i * bits / 8, scales + t, whole_tiles, out + i)) {
+            t += done - 1;
+            continue;
+        }
         // Two tiles of one vector each, so that they fill a line together.
-        if (tile == VL && bits == 4 && !job.zero_points && t + 2 <= last && i + 2 * VL <= job.length) {
+        if (sizeof(T) == 4 && tile == VL && bits == 4 && !job.zero_points && t + 2 <= last && i + 2 * VL <= job.length) {
             store_pair(out + i, r.decoder.template run<4>(codes, i) * r.scale(scales + t) * tensor_scale,
                        r.decoder.template run<4>(codes, i + VL) * r.scale(scales + t + 1) * tensor_scale,
                        r.past);
@@ -190,9 +256,9 @@ void decode_row(const Reader& r, int64_t row, int64_t first, int64_t last) {
         }
         const float scale = r.scale(scales + t), point = r.point(scales + t);
         const int64_t end = least(i + tile, job.length), whole = (end - i) / VL * VL;
-        if (bits != 6 && tile % VL == 0) {
-            bits == 4 ? decode_run<4>(r, codes, i, whole, scale, point, out + i)
-                      : decode_run<8>(r, codes, i, whole, scale, point, out + i);
+        if (tile % VL == 0) {
+            const auto run = bits == 4 ? decode_run<4, T> : bits == 6 ? decode_run<6, T> : decode_run<8, T>;
+            run(r, codes, i, whole, scale, point, out + i);
             i += whole;
         }
         for (; i < end; i += VL) {
@@ -243,7 +309,7 @@ void decode(const Reader& r) {
         const int64_t last = least(first + step, r.tiles);
         for (int64_t row = begin; row < least(begin + together, rows); ++row)
             columns ? decode_columns<T>(r, row, first, last) : decode_row<T>(r, row, first, last);
-        if (r.past) finish_stores();
+        if (r.past) finish_lines();
     });
 }
 

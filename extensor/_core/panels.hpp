@@ -6,6 +6,7 @@
 #pragma once
 
 #include "hadamard.hpp"
+#include "lines.hpp"
 #include "philox.hpp"
 #include "quant.hpp"
 #include "tiles.hpp"
@@ -126,22 +127,6 @@ INLINE bool goes_past(const QuantJob& job) {
     return job.outer * job.rows * job.length * job.inner >= kPastCaches;
 }
 
-#if EXTENSOR_LANES == 16
-INLINE void store_line(uint8_t* to, __m512i bytes, bool past) {
-    if (past && reinterpret_cast<uintptr_t>(to) % 64 == 0)
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bytes);
-    else
-        _mm512_storeu_si512(to, bytes);
-}
-#endif
-
-// Before a task ends: others may read what it wrote.
-INLINE void finish_lines() {
-#if EXTENSOR_LANES == 16
-    _mm_sfence();
-#endif
-}
-
 // Byte b of every lane of four vectors, side by side, to row b of the codes.
 struct ByteRows {
     uint8_t* to;
@@ -227,7 +212,7 @@ struct PanelJoin;
 // tiles.hpp). `bounded`: rounding to nearest, no value saturates.
 template <int Index, bool Words>
 void code_panel(const float* panel, int64_t rows, int64_t vectors, const vf (&apply)[4],
-                float element_scale, bool bounded, PanelWords words, ByteRows out,
+                float element_scale, [[maybe_unused]] bool bounded, PanelWords words, ByteRows out,
                 const Ahead& ahead, TileCounts& counts) {
     constexpr Element e = kElements[Index];
 #if EXTENSOR_LANES == 16

@@ -28,6 +28,15 @@ INLINE vq multiply(vq a, uint32_t m) {
 #endif
 }
 
+// The high halves in the low ones; by a shuffle where shifts and products wait for the same port.
+INLINE vq upper(vq v) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<vq>(_mm512_shuffle_epi32(reinterpret_cast<__m512i>(v), _MM_PERM_DDBB));
+#else
+    return v >> 32;
+#endif
+}
+
 // The low halves of a and b as one 64-bit word, a's below.
 INLINE vq pair(vq a, vq b) { return (a & 0xFFFFFFFFu) | b << 32; }
 
@@ -38,7 +47,7 @@ public:
         vq low, high, left, right;
     };
     struct Blocks {
-        vq product;
+        vq product, upper;
     };
 
     explicit Philox(const QuantStream& stream) {
@@ -48,6 +57,7 @@ public:
         }
         second_ = vq{} + static_cast<uint64_t>(stream.high0) * kM1;
         key0_[0] ^= second_ >> 32;
+        first_ = static_cast<uint32_t>(key0_[0][0]);
         key1_[0] ^= vq{} + stream.high1;
     }
 
@@ -58,18 +68,27 @@ public:
         return {first ^ key1_[1], p ^ key0_[2], (q >> 32) ^ key1_[2], q};
     }
 
-    INLINE Blocks blocks(vq block) const { return {multiply(block ^ key0_[0], kM0)}; }
+    INLINE Blocks blocks(vq block) const {
+        const vq product = multiply(block ^ key0_[0], kM0);
+        return {product, upper(product)};
+    }
+
+    // All lanes the same block.
+    INLINE Blocks block(uint32_t block) const {
+        const uint64_t product = static_cast<uint64_t>(block ^ first_) * kM0;
+        return {vq{} + product, vq{} + (product >> 32)};
+    }
 
     // The four words of each counter.
     INLINE void operator()(const Calls& c, const Blocks& b, vq (&out)[4]) const {
-        const vq p = multiply((b.product >> 32) ^ c.low, kM1);
-        vq c0 = (p >> 32) ^ c.high, c1 = p, c2 = b.product ^ c.left, c3 = c.right;
+        const vq p = multiply(b.upper ^ c.low, kM1);
+        vq c0 = upper(p) ^ c.high, c1 = p, c2 = b.product ^ c.left, c3 = c.right;
 #pragma GCC unroll 7
         for (int round = 3; round < 10; ++round) {
             const vq p0 = multiply(c0, kM0), p1 = multiply(c2, kM1);
-            c0 = (p1 >> 32) ^ c1 ^ key0_[round];
+            c0 = upper(p1) ^ c1 ^ key0_[round];
             c1 = p1;
-            c2 = (p0 >> 32) ^ c3 ^ key1_[round];
+            c2 = upper(p0) ^ c3 ^ key1_[round];
             c3 = p0;
         }
         out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
@@ -80,6 +99,7 @@ private:
 
     vq key0_[10], key1_[10];  // of the rounds; the first with the stream's counter words in it
     vq second_;
+    uint32_t first_;
 };
 
 // The words of VL blocks' calls of the same numbers: word r of lane i is block i's.
@@ -130,17 +150,23 @@ inline void philox_run(const Philox& philox, uint32_t* out, uint32_t first_call,
         call[i] = n % calls;
         block[i] = n / calls;
     }
-    const uint64_t step = VQ % calls, jump = VQ / calls;
-    // Where a step holds whole blocks, its calls are always the same.
-    const bool same = !step;
-    Philox::Calls c = philox.calls(call + first_call);
-    for (int64_t done = 0; done < calls * blocks; done += VQ, out += 2 * VL) {
-        if (!same) c = philox.calls(call + first_call);
+    block += first_block;
+    const auto put = [&](const Philox::Calls& c) __attribute__((always_inline)) {
         vq w[4];
-        philox(c, philox.blocks(block + first_block), w);
+        philox(c, philox.blocks(block), w);
         const vq a = pair(w[0], w[1]), b = pair(w[2], w[3]);
         store(out, reinterpret_cast<vu>(__builtin_shufflevector(a, b, PAIRS_LOW)));
         store(out + VL, reinterpret_cast<vu>(__builtin_shufflevector(a, b, PAIRS_HIGH)));
+        out += 2 * VL;
+    };
+    const uint64_t step = VQ % calls, jump = VQ / calls;
+    if (!step) {  // a step holds whole blocks: its calls are always the same
+        const Philox::Calls c = philox.calls(call + first_call);
+        for (int64_t done = 0; done < calls * blocks; done += VQ, block += jump) put(c);
+        return;
+    }
+    for (int64_t done = 0; done < calls * blocks; done += VQ) {
+        put(philox.calls(call + first_call));
         call += step;
         block += jump;
         const vq over = reinterpret_cast<vq>(call >= calls);

@@ -47,6 +47,40 @@ void prepare(const Call& call, int64_t row, int64_t start, int64_t count, float*
     }
 }
 
+// `count` values, whole transforms of them; what follows is on its way.
+template <int Size, class T>
+void transform_all(const T* x, int64_t count, const float* signs, float* out) {
+    for (int64_t at = 0; at < count; at += Size, x += Size, out += Size) {
+        prefetch_ahead(x, Size);
+        transform_run<Size>([&](int i) { return load(x + i); }, signs, out);
+    }
+}
+
+using TransformAll = void (*)(const void* x, int64_t count, const float* signs, float* out);
+
+template <class T>
+TransformAll transform_for(int size) {
+    const auto as = []<int Size>() -> TransformAll {
+        return [](const void* x, int64_t count, const float* signs, float* out) {
+            transform_all<Size>(static_cast<const T*>(x), count, signs, out);
+        };
+    };
+    switch (size) {
+        case 16: return as.template operator()<16>();
+        case 32: return as.template operator()<32>();
+        case 64: return as.template operator()<64>();
+        default: return as.template operator()<128>();
+    }
+}
+
+TransformAll transform_for(FloatType type, int size) {
+    switch (type) {
+        case FloatType::float32: return transform_for<float>(size);
+        case FloatType::bfloat16: return transform_for<bfloat16>(size);
+        default: return transform_for<float16>(size);
+    }
+}
+
 // The values of a piece: the array's own where nothing has to be done to them.
 Values prepared(const Call& call, const Piece& p) {
     const QuantJob& job = call.job;
@@ -107,7 +141,7 @@ void piece_maxima(const QuantJob& job, Values v, const Piece& p, uint32_t* maxim
 
 // The random words of a piece, one run of `stride` words per tile. Where ties are not to even, the
 // words are the constant that has the same effect.
-uint32_t* piece_words(const Call& call, const Piece& p, int64_t& stride) {
+uint32_t* piece_words(const Call& call, const Philox& philox, const Piece& p, int64_t& stride) {
     const QuantJob& job = call.job;
     const int64_t total = p.rows * p.tiles, band = job.tile_rows;
     if (!call.plan.stochastic) {
@@ -121,7 +155,6 @@ uint32_t* piece_words(const Call& call, const Piece& p, int64_t& stride) {
     const int64_t raw = 4 * call.calls, room = total * raw + 8 * VL;
     uint32_t* words = scratch_of<uint32_t>(Slot::weights, call.plan.rbits == 8 ? 5 * room : room);
     const int64_t bands = ceil_div(job.rows, band);
-    const Philox philox(call.stream);
     for (int64_t r = 0; r < p.rows; r += band == 1 ? p.rows : 1) {
         const int64_t row = (p.first + r) % job.rows, image = (p.first + r) / job.rows;
         const int64_t block = (image * bands + row / band) * call.tiles + p.start;
@@ -167,7 +200,7 @@ void code_piece(const Call& call, Values v, const Piece& p, const uint32_t* maxi
         store(stored + i, s.stored);
     }
     int64_t word_stride = 0;
-    const uint32_t* words = Words ? piece_words(call, p, word_stride) : nullptr;
+    const uint32_t* words = Words ? piece_words(call, Philox(call.stream), p, word_stride) : nullptr;
     uint8_t* unpacked = Codes ? scratch_of<uint8_t>(Slot::offsets, padded + 4 * VL) : nullptr;
     // Whole tiles that are coded together; the loop below does the rest of each row.
     int64_t together = 0;
@@ -267,9 +300,14 @@ template <int Tile, bool Words, class T>
 int64_t stream(const Call& call, const Piece& p, Tally& tally) {
     const QuantJob& job = call.job;
     const bool direct = job.type == kFloatType<T> && !call.plan.hadamard;
+    const TransformAll transform =
+        call.plan.hadamard ? transform_for(job.type, call.plan.hadamard) : nullptr;
     const TileCoder<Words, T> coder(call.plan.element, Tile);
+    const Philox philox(call.stream);
 #if EXTENSOR_LANES == 16
-    const HalfTileCoder half(call.plan.scale == Scale::e8m0 ? call.plan.element : -1);
+    const bool halves = call.plan.scale == Scale::e8m0 && (!Words || call.plan.rbits == 32);
+    const HalfTileCoder<Words> half(halves ? call.plan.element : -1);
+    TileWords words(philox, 0);
 #endif
     const int64_t groups = coded_in(job, p) / Tile / VL;
     if (!groups) return 0;
@@ -291,7 +329,12 @@ int64_t stream(const Call& call, const Piece& p, Tally& tally) {
         if constexpr (sizeof(T) == 4) {
             if (!direct) {
                 float* mine = scratch_of<float>(Slot::padded, 2 * VL * Tile) + g % 2 * VL * Tile;
-                prepare(call, p.first, (p.start + g * VL) * Tile, VL * Tile, mine);
+                const int64_t start = (p.start + g * VL) * Tile;
+                if (transform && start + VL * Tile <= job.length)
+                    transform(call.source().from(p.first * job.length + start).at, VL * Tile,
+                              call.plan.signs, mine);
+                else
+                    prepare(call, p.first, start, VL * Tile, mine);
                 values = mine;
             }
         }
@@ -316,16 +359,17 @@ int64_t stream(const Call& call, const Piece& p, Tally& tally) {
 #if EXTENSOR_LANES == 16
         if constexpr (kFloatType<T> == FloatType::bfloat16 && Tile == 32) {
             if (half.code && all_lanes(half.covers(s, now.amax))) {
-                half.code(now.values, s, codes, counts);
+                words.block = static_cast<uint32_t>(p.first * call.tiles + group.start);
+                half.code(now.values, s, &words, codes, counts);
                 continue;
             }
         }
 #endif
         int64_t stride;
-        const uint32_t* words = Words ? piece_words(call, group, stride) : nullptr;
+        const uint32_t* drawn = Words ? piece_words(call, philox, group, stride) : nullptr;
         store(apply, s.apply);
         const vu bounded = reinterpret_cast<vu>(float_of(now.amax) * s.apply < grid.limit);
-        coder.code(now.values, apply, words, all_lanes(bounded), VL, codes, counts);
+        coder.code(now.values, apply, drawn, all_lanes(bounded), VL, codes, counts);
     }
     tally.saturated[0] += static_cast<int32_t>(counts.saturated);
     tally.flushed[0] += static_cast<int32_t>(counts.flushed);
@@ -349,8 +393,8 @@ int64_t stream(const Call& call, const Piece& p, Tally& tally) {
     if (Words && !call.plan.stochastic) return 0;
     if (VL * tile % most(1, call.plan.hadamard) || p.start * tile % most(1, call.plan.hadamard)) return 0;
 #if EXTENSOR_LANES == 16
-    if (!Words && !call.plan.hadamard && job.type == FloatType::bfloat16)
-        return stream<false, bfloat16>(call, p, tally);
+    if (!call.plan.hadamard && job.type == FloatType::bfloat16)
+        return stream<Words, bfloat16>(call, p, tally);
     if (!Words && !call.plan.hadamard && job.type == FloatType::float16)
         return stream<false, float16>(call, p, tally);
 #endif

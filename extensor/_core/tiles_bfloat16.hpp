@@ -5,6 +5,7 @@
 // of what is left, and 8 bits of significand always hold the tie: integer arithmetic is exact.
 #pragma once
 
+#include "philox.hpp"
 #include "tiles_avx512.hpp"
 
 namespace EXTENSOR_ISA {
@@ -81,61 +82,132 @@ INLINE vu tile_maxima(const bfloat16* x) {
     return reinterpret_cast<vu>(_mm512_slli_epi32(wide, 16));
 }
 
+// ---- random words ----
+
+// Those of tiles of 32 that follow one another: eight counters each.
+struct TileWords {
+    const Philox& philox;
+    const Philox::Calls calls;
+    uint32_t block;
+
+    TileWords(const Philox& philox, uint32_t block)
+        : philox(philox), calls(philox.calls(vq{0, 1, 2, 3, 4, 5, 6, 7})), block(block) {}
+
+    // The first 16 bits of the 32 words of a tile.
+    INLINE __m512i halves(uint32_t tile) const {
+        vq w[4];
+        philox(calls, philox.block(block + tile), w);
+        // Bytes 2 and 3 of each word's lane, which is 8 bytes, next to one another; w[1]'s stay.
+        const __m128i turn = _mm_setr_epi8(2, 3, -1, -1, 2, 3, 2, 3, 10, 11, -1, -1, 10, 11, 10, 11);
+        const __m512i at = _mm512_broadcast_i32x4(turn);
+        __m512i halves = reinterpret_cast<__m512i>(w[1]);
+        halves = _mm512_mask_shuffle_epi8(halves, 0x0303030303030303u, reinterpret_cast<__m512i>(w[0]), at);
+        halves = _mm512_mask_shuffle_epi8(halves, 0x3030303030303030u, reinterpret_cast<__m512i>(w[2]), at);
+        return _mm512_mask_shuffle_epi8(halves, 0xC0C0C0C0C0C0C0C0u, reinterpret_cast<__m512i>(w[3]), at);
+    }
+
+    // The words themselves, and room behind them.
+    void all(uint32_t tile, uint32_t (&words)[32 + 2 * VL]) const {
+        philox_run(philox, words, 0, 8, block + tile, 1);
+    }
+};
+
 // ---- codes ----
 
-// Codes of tiles of 32 whose scales are powers of two.
-template <int Index>
+// Codes of tiles of 32 whose scales are powers of two, to nearest even or by random words.
+template <int Index, bool Words>
 struct HalfCoder {
     static constexpr Element e = kElements[Index];
     static constexpr bool kCovered = e.is_float && (e.bits == 8 || (e.bits == 4 && e.mantissa_bits == 1));
-    // The exponent that a scaled value's bits count from: four-bit codes come from a table of
-    // quarter binades from 1/4 on; else a code is what rounding leaves, from the binade below the
-    // smallest normal number on.
-    static constexpr int kFrom = e.bits == 4 ? -2 : e.min_exponent - 1;
+    // The exponent that a scaled value's bits count from. Four-bit codes come from a table of half
+    // (to nearest: of quarter) binades, by random words from the least number on whose fraction
+    // fits 16 bits; else a code is what rounding leaves, from the binade below the smallest normal
+    // number on.
+    static constexpr int kFrom = e.bits == 8 ? e.min_exponent - 1 : Words ? -10 : -2;
     static constexpr int kDrop = 7 - e.mantissa_bits;
 
     // 32 codes of one tile, each in 16 bits, in order.
-    static INLINE __m512i codes(const bfloat16* x, uint32_t start, const float* apply,
-                                int64_t& saturated, int64_t& flushed) {
+    static INLINE __m512i codes(const bfloat16* x, uint32_t start, const float* apply, const TileWords* words,
+                                int64_t tile, int64_t& saturated, int64_t& flushed) {
         const __m512i v = _mm512_loadu_si512(x), ones = _mm512_set1_epi16(0x7FFF);
-        const __m512i d = _mm512_subs_epu16(_mm512_and_si512(v, ones),
-                                            _mm512_set1_epi32(static_cast<int>(start)));
-        // To nearest even at kDrop places; half of that, less one, and one more if odd.
+        const __m512i magnitude = _mm512_and_si512(v, ones);
+        const __m512i from = _mm512_set1_epi32(static_cast<int>(start));
+        const __m512i d = _mm512_subs_epu16(magnitude, from);
+        const __mmask32 some = _mm512_test_epi16_mask(v, ones);
+        __m512i n, word = {};
+        if constexpr (Words) word = words->halves(static_cast<uint32_t>(tile));
+        // Rare, and the float coder's: numbers below the normal ones, which round at another place;
+        // fractions of more than 16 bits next to their random word.
+        __mmask32 other = 0;
+        if constexpr (e.bits == 8) {
+            other = _mm512_mask_cmplt_epu16_mask(some, d, _mm512_set1_epi16(128));
+        } else if constexpr (Words) {
+            other = _mm512_mask_cmplt_epu16_mask(some, magnitude, from);
+            other = _mm512_mask_cmple_epu16_mask(other, word, _mm512_set1_epi16(255));
+        }
+        if (__builtin_expect(other != 0, 0)) return wide_codes(x, splat(*apply), words, tile, saturated, flushed);
+        const __m512i top = _mm512_set1_epi16(e.max_code);
+        if constexpr (!Words)
+            n = nearest(d);
+        else
+            n = e.bits == 4 ? random_quarters(v, d, word, some) : random_steps(d, word);
+        saturated += __builtin_popcount(_mm512_cmpgt_epu16_mask(n, top));
+        n = _mm512_min_epu16(n, top);
+        if (e.bits == 4) flushed += __builtin_popcount(_mm512_mask_testn_epi16_mask(some, n, n));
+        return _mm512_ternarylogic_epi32(n, _mm512_srli_epi16(v, 16 - e.bits),
+                                         _mm512_set1_epi16(1 << (e.bits - 1)), 0xF8);
+    }
+
+    // At kDrop places: half of the last one, less one, and one more if odd.
+    static INLINE __m512i nearest(__m512i d) {
         const __mmask32 odd = _mm512_test_epi16_mask(d, _mm512_set1_epi16(1 << kDrop));
         __m512i w = _mm512_add_epi16(d, _mm512_set1_epi16((1 << (kDrop - 1)) - 1));
         w = _mm512_mask_add_epi16(w, odd, w, _mm512_set1_epi16(1));
-        const __m512i sign = _mm512_srli_epi16(v, 16 - e.bits);
-        __m512i n;
-        if constexpr (e.bits == 4) {
-            // By quarters of a binade: zero alone, then (0, 1/4], (1/4, 1/2), [1/2, 3/4), [3/4, 1].
-            alignas(64) static constexpr uint16_t kCodes[32] = {
-                0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7};
-            const __mmask32 over = _mm512_cmpge_epu16_mask(w, _mm512_set1_epi16(20 << 5));
-            n = _mm512_permutexvar_epi16(_mm512_srli_epi16(w, 5), _mm512_load_si512(kCodes));
-            const __mmask32 zero = _mm512_mask_testn_epi16_mask(_mm512_test_epi16_mask(v, ones), n, n);
-            saturated += __builtin_popcount(over);
-            flushed += __builtin_popcount(zero);
-        } else {
-            // Numbers below the normal ones round at another place: rare, and the float coder's.
-            const __mmask32 small = _mm512_mask_cmplt_epu16_mask(_mm512_test_epi16_mask(v, ones), d,
-                                                                 _mm512_set1_epi16(128));
-            if (__builtin_expect(small != 0, 0)) {
-                alignas(64) static constexpr uint16_t kOrder[32] = {
-                    0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27,
-                    4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31};
-                return _mm512_permutexvar_epi16(
-                    _mm512_load_si512(kOrder),
-                    RunCoder<Index, 32, false, bfloat16>::template codes<false>(x, splat(apply[0]), splat(apply[0]), saturated, flushed));
-            }
-            const __m512i top = _mm512_set1_epi16(e.max_code);
-            n = _mm512_srli_epi16(w, kDrop);
-            saturated += __builtin_popcount(_mm512_cmpgt_epu16_mask(n, top));
-            n = _mm512_min_epu16(n, top);
-        }
-        return _mm512_ternarylogic_epi32(n, sign, _mm512_set1_epi16(1 << (e.bits - 1)), 0xF8);
+        if constexpr (e.bits == 8) return _mm512_srli_epi16(w, kDrop);
+        // By quarters of a binade: zero alone, then (0, 1/4], (1/4, 1/2), [1/2, 3/4), [3/4, 1].
+        alignas(64) static constexpr uint16_t kCodes[32] = {
+            0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8};
+        return _mm512_permutexvar_epi16(_mm512_srli_epi16(w, 5), _mm512_load_si512(kCodes));
     }
 
-    static void code(const bfloat16* x, const Scales& s, uint8_t* to, TileCounts& counts) {
+    // Up where the dropped places are more than as many of the word's first bits.
+    static INLINE __m512i random_steps(__m512i d, __m512i word) {
+        const __m512i all = _mm512_set1_epi16(-1);
+        const __m512i room = _mm512_srli_epi16(_mm512_xor_si512(word, all), 16 - kDrop);
+        return _mm512_srli_epi16(_mm512_add_epi16(d, room), kDrop);
+    }
+
+    // Codes 0, 1, 2 ... are 0, 1/2, 1, 3/2, 2, 3, 4, 6: the one at or below a value by its half binade,
+    // and what is left of its significand, in steps, as a fraction of 16 bits (more than the truth
+    // where it is below 2**-8).
+    static INLINE __m512i random_quarters(__m512i v, __m512i d, __m512i word, __mmask32 some) {
+        alignas(64) static constexpr uint16_t kBelow[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0,  0,  0,  0,  0,  0,  0,
+                                                            0, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13};
+        const __m512i below = _mm512_permutexvar_epi16(_mm512_srli_epi16(d, 6), _mm512_load_si512(kBelow));
+        const __m512i significand =
+            _mm512_ternarylogic_epi32(v, _mm512_set1_epi16(0x7F), _mm512_set1_epi16(0x80), 0xEA);
+        const __m512i places = _mm512_min_epu16(_mm512_srli_epi16(d, 7), _mm512_set1_epi16(10));
+        const __m512i fraction = _mm512_sllv_epi16(significand, places);
+        const __mmask32 up = _mm512_mask_cmpgt_epu16_mask(some, fraction, word);
+        return _mm512_mask_add_epi16(below, up, below, _mm512_set1_epi16(1));
+    }
+
+    // The same codes by way of float32.
+    static __m512i wide_codes(const bfloat16* x, vf apply, const TileWords* words, int64_t tile,
+                              int64_t& saturated, int64_t& flushed) {
+        const Coder<Index, Words> coder{.element_scale = 1};
+        TileCounts counts;
+        uint32_t drawn[32 + 2 * VL] = {};
+        if constexpr (Words) words->all(static_cast<uint32_t>(tile), drawn);
+        const vu a = coder(load(x), apply, load(drawn), counts);
+        const vu b = coder(load(x + VL), apply, load(drawn + VL), counts);
+        saturated += counts.saturated;
+        flushed += counts.flushed;
+        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(a))),
+                                  _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(b)), 1);
+    }
+
+    static void code(const bfloat16* x, const Scales& s, const TileWords* words, uint8_t* to, TileCounts& counts) {
         alignas(64) uint32_t starts[VL];
         alignas(64) float apply[VL];
         EXTENSOR_ISA::store(starts, ((s.stored + static_cast<uint32_t>(kFrom)) << 7) * 0x10001u);
@@ -146,7 +218,7 @@ struct HalfCoder {
             __m512i c[4];
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k)
-                c[k] = codes(x + 32 * k, starts[t + k], apply + t + k, saturated, flushed);
+                c[k] = codes(x + 32 * k, starts[t + k], apply + t + k, words, t + k, saturated, flushed);
             store(to, c);
         }
         counts.saturated += saturated;
@@ -173,8 +245,10 @@ struct HalfCoder {
 };
 
 // The coder of VL tiles of 32 for an element of the table, or null where there is none.
+template <bool Words>
 struct HalfTileCoder {
-    void (*code)(const bfloat16* x, const Scales& s, uint8_t* to, TileCounts& counts) = nullptr;
+    void (*code)(const bfloat16* x, const Scales& s, const TileWords* words, uint8_t* to,
+                 TileCounts& counts) = nullptr;
     int from = 0;
 
     explicit HalfTileCoder(int element) {
@@ -196,8 +270,8 @@ private:
 
     template <size_t Index>
     void take() {
-        if constexpr (HalfCoder<Index>::kCovered)
-            code = &HalfCoder<Index>::code, from = HalfCoder<Index>::kFrom;
+        using Coded = HalfCoder<Index, Words>;
+        if constexpr (Coded::kCovered) code = &Coded::code, from = Coded::kFrom;
     }
 };
 

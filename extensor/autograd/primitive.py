@@ -44,7 +44,7 @@ __all__ = [
     "primitive",
 ]
 
-Check = Literal["gradgrad", "grad", "forward"]
+Check = Literal["gradgrad", "forward"]
 Reads = Literal["both", "inputs", "output", "nothing"]
 Vjp = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -166,8 +166,6 @@ class Op:
         primitive: the primitive it applies; None for a composite.
         samples: gives arguments that it accepts.
         errors: arguments that it refuses.
-        check: ``"gradgrad"`` (first and second derivatives), ``"grad"`` (first only: the second
-            is zero almost everywhere or refused), ``"forward"``.
     """
 
     name: str
@@ -175,7 +173,18 @@ class Op:
     primitive: Primitive | None
     samples: Samples
     errors: tuple[BadInput, ...]
-    check: Check
+
+    @property
+    def check(self) -> Check:
+        """What tests it: ``"gradgrad"`` (first and second derivatives) or ``"forward"``.
+
+        The latter where there is no gradient, where the gradient has none, and for codes, which
+        differences cannot move: the declaration says which; there is no other way out.
+        """
+        made = self.primitive
+        if made is None or (made.differentiable and not made.once and not made.takes_blocked):
+            return "gradgrad"
+        return "forward"
 
 
 OPS: dict[str, Op] = {}
@@ -205,13 +214,10 @@ def primitive(
     forward: Callable[..., Any],
     samples: Samples,
     errors: tuple[BadInput, ...] = (),
-    check: Check | None = None,
     name: str | None = None,
     **declared: Any,
 ) -> Callable[[Function], Function]:
     """Declare the decorated public function as a primitive; the arguments are `Primitive`'s.
-
-    ``check`` is ``"gradgrad"`` where there are VJPs, ``"forward"`` where there are none.
 
     Raises:
         ValueError: if there is neither a VJP nor a reason for having none, or the name is taken.
@@ -220,8 +226,7 @@ def primitive(
     def register(function: Function) -> Function:
         title = name or function.__name__.strip("_")
         made = Primitive(title, forward, **declared)
-        kind = check or ("gradgrad" if made.differentiable else "forward")
-        _add(Op(title, function, made, samples, errors, kind))
+        _add(Op(title, function, made, samples, errors))
         return function
 
     return register
@@ -231,14 +236,13 @@ def composite(
     *,
     samples: Samples,
     errors: tuple[BadInput, ...] = (),
-    check: Check = "gradgrad",
     name: str | None = None,
 ) -> Callable[[Function], Function]:
     """Declare the decorated public function as an operation written in other operations."""
 
     def register(function: Function) -> Function:
         title = name or function.__name__.strip("_")
-        _add(Op(title, function, None, samples, errors, check))
+        _add(Op(title, function, None, samples, errors))
         return function
 
     return register

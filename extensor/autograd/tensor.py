@@ -144,11 +144,6 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         return self.dtype.is_blocked
 
     @property
-    def is_leaf(self) -> bool:
-        """True if it was not computed from a tensor that requires a gradient."""
-        return self.node is None
-
-    @property
     def requires_grad(self) -> bool:
         """Whether operations on it are recorded and ``backward`` reaches it."""
         return self._requires_grad

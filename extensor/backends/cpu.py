@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from extensor.backends import products
+from extensor.backends.cpu_core import ready
 from extensor.backends.cpu_dense import CpuDense
 from extensor.backends.cpu_layers import CpuLayers
-from extensor.backends.cpu_quantize import CpuQuantize, ready
+from extensor.backends.cpu_quantize import CpuQuantize
 from extensor.backends.cpu_training import CpuTraining
 from extensor.backends.cpu_windows import CpuWindows
 from extensor.backends.protocol import Array

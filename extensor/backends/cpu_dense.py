@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from extensor.backends.cpu_core import CoreBackend
-from extensor.backends.cpu_quantize import ready
+from extensor.backends.cpu_core import CoreBackend, ready
 from extensor.backends.protocol import Array
 
 __all__ = ["CpuDense"]
@@ -27,12 +26,12 @@ _LEAST = 8
 
 
 class CpuDense(CoreBackend):
-    """Products and attention in C++, where `_matmul_reason` and `_attention_reason` give None."""
+    """Products and attention, each in C++ where its reason is None."""
 
     def _dense_reasons(self) -> dict[str, Callable[..., str | None]]:
         return {
             "matmul": self._matmul_reason,
-            "attention": self._attention_reason,
+            "attention": self._arguments_reason,
             "attention_grad": self._attention_grad_reason,
         }
 
@@ -49,9 +48,7 @@ class CpuDense(CoreBackend):
         return self.core.matmul(*sides, bias)
 
     def _matmul_reason(self, a: Array, b: Array, bias: Array | None = None) -> str | None:
-        if reason := self._arrays_reason(a, b) or (
-            None if bias is None else self._arrays_reason(bias)
-        ):
+        if reason := self._arguments_reason(a, b, bias):
             return reason
         if a.ndim < 2 or b.ndim < 2:
             return "a vector"
@@ -64,15 +61,10 @@ class CpuDense(CoreBackend):
         self, q: Array, k: Array, v: Array, causal: bool, scale: float
     ) -> tuple[Array, Array]:
         """See the protocol."""
-        if self._attention_reason(q, k, v, causal, scale):
+        if self._arrays_reason(q, k, v):
             return super().attention(q, k, v, causal, scale)
         out, stats = self.core.attention(_rows(q), _rows(k), _rows(v), causal, scale)
         return out, stats
-
-    def _attention_reason(
-        self, q: Array, k: Array, v: Array, causal: bool, scale: float
-    ) -> str | None:
-        return self._arrays_reason(q, k, v)
 
     def attention_grad(
         self,

@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from extensor.backends.cpu_core import CoreBackend
-from extensor.backends.cpu_quantize import ready
+from extensor.backends.cpu_core import CoreBackend, ready
 from extensor.backends.protocol import Array
 
 __all__ = ["CpuLayers"]
@@ -35,8 +34,8 @@ class CpuLayers(CoreBackend):
             "bfloat16_values": self._arrays_reason,
             "all_finite": self._arrays_reason,
             "channel_sum": self._arrays_reason,
-            "batch_norm": self._batch_norm_reason,
-            "batch_norm_grad": self._batch_norm_grad_reason,
+            "batch_norm": self._arguments_reason,
+            "batch_norm_grad": self._arguments_reason,
             "sgd": self._sgd_reason,
         }
 
@@ -89,28 +88,20 @@ class CpuLayers(CoreBackend):
         self, x: Array, weight: Array, bias: Array, eps: float
     ) -> tuple[Array, Array, Array]:
         """See the protocol."""
-        if self._batch_norm_reason(x, weight, bias, eps):
+        if self._arrays_reason(x, weight, bias):
             return super().batch_norm(x, weight, bias, eps)
         y, mean, var = self.core.batch_norm(ready(x), ready(weight), ready(bias), eps)
         return y, mean, var
-
-    def _batch_norm_reason(self, x: Array, weight: Array, bias: Array, eps: float) -> str | None:
-        return self._arrays_reason(x, weight, bias)
 
     def batch_norm_grad(
         self, g: Array, x: Array, weight: Array, mean: Array, var: Array, eps: float
     ) -> tuple[Array, Array, Array]:
         """See the protocol."""
-        if self._batch_norm_grad_reason(g, x, weight, mean, var, eps):
+        if self._arrays_reason(g, x, weight, mean, var):
             return super().batch_norm_grad(g, x, weight, mean, var, eps)
         arrays = (ready(a) for a in (g, x, weight, mean, var))
         gx, gw, gb = self.core.batch_norm_grad(*arrays, eps)
         return gx, gw, gb
-
-    def _batch_norm_grad_reason(
-        self, g: Array, x: Array, weight: Array, mean: Array, var: Array, eps: float
-    ) -> str | None:
-        return self._arrays_reason(g, x, weight, mean, var)
 
     def sgd(
         self,
@@ -139,10 +130,8 @@ class CpuLayers(CoreBackend):
         nesterov: bool,
     ) -> str | None:
         written = [weight] if buffer is None else [weight, buffer]
-        if reason := self._arrays_reason(*written, grad):
+        if reason := self._updates_reason(grad, *written):
             return reason
-        if not all(a.flags.c_contiguous and a.flags.aligned and a.flags.writeable for a in written):
-            return "an array to be written that is strided, misaligned or read-only"
         if any(0 < abs(number) < np.finfo(np.float32).tiny for number in (lr, momentum, decay)):
             return "a factor that underflows in float32"
         return None

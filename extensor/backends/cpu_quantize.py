@@ -10,7 +10,7 @@ import ml_dtypes  # noqa: F401  # registers bfloat16 with numpy
 import numpy as np
 
 from extensor.backends import cpu_outliers
-from extensor.backends.generic import GenericBackend
+from extensor.backends.cpu_core import CoreBackend, ready
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
@@ -18,7 +18,7 @@ from extensor.quant.reference import FLOATS, check_previous, narrow
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
-__all__ = ["CpuQuantize", "place", "ready"]
+__all__ = ["CpuQuantize", "covered", "place"]
 
 _NO_STREAM = (0, 0, 0, 0)
 _FLOAT32 = np.dtype(np.float32)
@@ -27,16 +27,8 @@ _INPUTS = tuple(np.dtype(name) for name in FLOATS)
 _MAX_SPAN = 8192
 
 
-class CpuQuantize(GenericBackend):
-    """quantize, dequantize and operand in C++.
-
-    Attributes:
-        core: the extension module, or None.
-        core_missing: why there is none; "" where there is one.
-    """
-
-    core: Any
-    core_missing: str
+class CpuQuantize(CoreBackend):
+    """Quantizers, each in C++ where its ``_..._reason`` gives None."""
 
     def quantize(
         self,
@@ -60,9 +52,8 @@ class CpuQuantize(GenericBackend):
         previous_amax: Array | None = None,
     ) -> tuple[QuantArray, QuantStats]:
         """Blocks of an array that the core covers, coded."""
-        placed = place(self.core, spec, x.shape)
-        assert isinstance(placed, _Placed)
-        codes, scales, zero_points, tensor_scale, saturated, flushed = self.core.quantize(
+        placed = covered(self.core, spec, x.shape)
+        found = self.core.quantize(
             placed.plan,
             _as_input(x),
             placed.layout,
@@ -71,8 +62,7 @@ class CpuQuantize(GenericBackend):
             _stream_words(stream),
             None if previous_amax is None else ready(previous_amax),
         )
-        q = placed.quantized(x.shape, codes, scales, zero_points, tensor_scale)
-        return q, QuantStats(placed.count, saturated, flushed)
+        return placed.stored(x.shape, *found)
 
     def _quantize_reason(
         self,
@@ -88,9 +78,7 @@ class CpuQuantize(GenericBackend):
                 check_previous(previous_amax, spec.resolve(x.ndim), tuple(x.shape), np)
             except ValueError as error:
                 return str(error)  # the generic method raises it
-        placed = place(self.core, spec, x.shape)
-        assert isinstance(placed, _Placed)
-        return placed.no_codes
+        return covered(self.core, spec, x.shape).no_codes
 
     def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
@@ -102,8 +90,7 @@ class CpuQuantize(GenericBackend):
 
     def decode(self, q: QuantArray, dtype: str = "float32") -> Array:
         """Blocks of an array that the core covers, decoded."""
-        placed = place(self.core, q.spec, q.shape)
-        assert isinstance(placed, _Placed)
+        placed = covered(self.core, q.spec, q.shape)
         tensor_scale = 1.0 if q.tensor_scale is None else float(q.tensor_scale)
         points = None if q.zero_points is None else ready(q.zero_points)
         parts = ready(q.codes), ready(q.scales), points, tensor_scale
@@ -130,12 +117,11 @@ class CpuQuantize(GenericBackend):
         if spec.row.outliers:
             q, stats = cpu_outliers.quantize(self, x, spec.resolve(x.ndim), stream)
             return cpu_outliers.dequantize(self, q), stats
-        placed = place(self.core, spec, x.shape)
-        assert isinstance(placed, _Placed)
-        values, saturated, flushed = self.core.operand(
+        placed = covered(self.core, spec, x.shape)
+        values, *lost = self.core.operand(
             placed.plan, _as_input(x), placed.layout, placed.coded, _stream_words(stream)
         )
-        return values, QuantStats(placed.count, saturated, flushed)
+        return values, QuantStats(placed.count, *lost)
 
     def _operand_reason(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
@@ -158,7 +144,7 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._quantize_pair_reason(x, specs, streams):
             return super().quantize_pair(x, specs, streams)
-        placed = _place_pair(self.core, specs, x.shape)
+        placed = _covered_pair(self.core, specs, x.shape)
         results = self.core.quantize_pair(
             tuple(p.plan for p in placed),
             _as_input(x),
@@ -168,13 +154,7 @@ class CpuQuantize(GenericBackend):
             tuple(_stream_words(stream) for stream in streams),
         )
         first, second = (
-            (
-                p.quantized(x.shape, codes, scales, zero_points, tensor_scale),
-                QuantStats(p.count, saturated, flushed),
-            )
-            for p, (codes, scales, zero_points, tensor_scale, saturated, flushed) in zip(
-                placed, results, strict=True
-            )
+            p.stored(x.shape, *found) for p, found in zip(placed, results, strict=True)
         )
         return first, second
 
@@ -186,9 +166,8 @@ class CpuQuantize(GenericBackend):
     ) -> str | None:
         if reason := self._operand_pair_reason(x, specs, streams):
             return reason
-        return next(
-            (p.no_codes for p in _place_pair(self.core, specs, x.shape) if p.no_codes), None
-        )
+        first, second = _covered_pair(self.core, specs, x.shape)
+        return first.no_codes or second.no_codes
 
     def operand_pair(
         self,
@@ -199,7 +178,7 @@ class CpuQuantize(GenericBackend):
         """See the protocol."""
         if self._operand_pair_reason(x, specs, streams):
             return super().operand_pair(x, specs, streams)
-        placed = _place_pair(self.core, specs, x.shape)
+        placed = _covered_pair(self.core, specs, x.shape)
         results = self.core.operand_pair(
             tuple(p.plan for p in placed),
             _as_input(x),
@@ -208,8 +187,8 @@ class CpuQuantize(GenericBackend):
             tuple(_stream_words(stream) for stream in streams),
         )
         first, second = (
-            (values, QuantStats(p.count, saturated, flushed))
-            for p, (values, saturated, flushed) in zip(placed, results, strict=True)
+            (values, QuantStats(p.count, *lost))
+            for p, (values, *lost) in zip(placed, results, strict=True)
         )
         return first, second
 
@@ -227,11 +206,6 @@ class CpuQuantize(GenericBackend):
         if x.ndim != 2 or [spec.axis % 2 for spec in specs] != [1, 0]:
             return "not rows, then columns of a matrix"
         return None
-
-
-def ready(x: Array) -> Array:
-    """C-contiguous and aligned, copied only where it is not."""
-    return x if x.flags.c_contiguous and x.flags.aligned else np.array(x, order="C")
 
 
 def _as_input(x: Array) -> Array:
@@ -267,16 +241,18 @@ class _Placed:
         if columns and tiles > 1 and tile_length * spec.row.element.bits % 8:
             self.no_codes = f"blocks of {tile_length} down columns do not fill whole bytes"
 
-    def quantized(
+    def stored(
         self,
         shape: tuple[int, ...],
         codes: Array,
         scales: Array,
         zero_points: Array | None,
         tensor_scale: float,
-    ) -> QuantArray:
+        saturated: int,
+        flushed: int,
+    ) -> tuple[QuantArray, QuantStats]:
         """What the core gave, with what it stands for."""
-        return QuantArray(
+        q = QuantArray(
             codes=codes,
             scales=scales,
             spec=self.spec,
@@ -286,15 +262,20 @@ class _Placed:
             ),
             zero_points=zero_points,
         )
+        return q, QuantStats(self.count, saturated, flushed)
 
 
-def _place_pair(
+def covered(core: Any, spec: QuantSpec, shape: tuple[int, ...]) -> _Placed:
+    """The spec on arrays of ``shape``, which the core is known to cover."""
+    placed = place(core, spec, shape)
+    assert isinstance(placed, _Placed)
+    return placed
+
+
+def _covered_pair(
     core: Any, specs: tuple[QuantSpec, QuantSpec], shape: tuple[int, ...]
 ) -> tuple[_Placed, _Placed]:
-    first, second = (place(core, spec, shape) for spec in specs)
-    assert isinstance(first, _Placed)
-    assert isinstance(second, _Placed)
-    return first, second
+    return covered(core, specs[0], shape), covered(core, specs[1], shape)
 
 
 @lru_cache(maxsize=4096)

@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from extensor.backends.cpu_core import CoreBackend
-from extensor.backends.cpu_quantize import ready
+from extensor.backends.cpu_core import CoreBackend, ready
 from extensor.backends.protocol import Array
 
 __all__ = ["CpuTraining"]
@@ -34,10 +33,10 @@ class CpuTraining(CoreBackend):
             "gelu_grad": self._arrays_reason,
             "softmax": self._softmax_reason,
             "softmax_grad": self._softmax_grad_reason,
-            "layer_norm": self._layer_norm_reason,
-            "layer_norm_grad": self._layer_norm_grad_reason,
-            "rms_norm": self._rms_norm_reason,
-            "rms_norm_grad": self._rms_norm_grad_reason,
+            "layer_norm": self._arguments_reason,
+            "layer_norm_grad": self._arrays_reason,
+            "rms_norm": self._arguments_reason,
+            "rms_norm_grad": self._arrays_reason,
             "adam": self._adam_reason,
         }
 
@@ -76,49 +75,35 @@ class CpuTraining(CoreBackend):
         self, x: Array, weight: Array, bias: Array, eps: float
     ) -> tuple[Array, Array, Array]:
         """See the protocol."""
-        if self._layer_norm_reason(x, weight, bias, eps):
+        if self._arrays_reason(x, weight, bias):
             return super().layer_norm(x, weight, bias, eps)
         y, mean, rstd = self.core.layer_norm(ready(x), ready(weight), ready(bias), eps)
         kept = _kept(x, weight)
         return y, mean.reshape(kept), rstd.reshape(kept)
 
-    def _layer_norm_reason(self, x: Array, weight: Array, bias: Array, eps: float) -> str | None:
-        return self._arrays_reason(x, weight, bias)
-
     def layer_norm_grad(
         self, g: Array, x: Array, weight: Array, mean: Array, rstd: Array
     ) -> tuple[Array, Array, Array]:
         """See the protocol."""
-        if self._layer_norm_grad_reason(g, x, weight, mean, rstd):
+        if self._arrays_reason(g, x, weight, mean, rstd):
             return super().layer_norm_grad(g, x, weight, mean, rstd)
         arrays = (ready(a) for a in (g, x, weight, mean, rstd))
         gx, gw, gb = self.core.norm_grad(*arrays)
         return gx, gw, gb
 
-    def _layer_norm_grad_reason(
-        self, g: Array, x: Array, weight: Array, mean: Array, rstd: Array
-    ) -> str | None:
-        return self._arrays_reason(g, x, weight, mean, rstd)
-
     def rms_norm(self, x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
         """See the protocol."""
-        if self._rms_norm_reason(x, weight, eps):
+        if self._arrays_reason(x, weight):
             return super().rms_norm(x, weight, eps)
         y, rstd = self.core.rms_norm(ready(x), ready(weight), eps)
         return y, rstd.reshape(_kept(x, weight))
 
-    def _rms_norm_reason(self, x: Array, weight: Array, eps: float) -> str | None:
-        return self._arrays_reason(x, weight)
-
     def rms_norm_grad(self, g: Array, x: Array, weight: Array, rstd: Array) -> tuple[Array, Array]:
         """See the protocol."""
-        if self._rms_norm_grad_reason(g, x, weight, rstd):
+        if self._arrays_reason(g, x, weight, rstd):
             return super().rms_norm_grad(g, x, weight, rstd)
         gx, gw, _ = self.core.norm_grad(ready(g), ready(x), ready(weight), None, ready(rstd))
         return gx, gw
-
-    def _rms_norm_grad_reason(self, g: Array, x: Array, weight: Array, rstd: Array) -> str | None:
-        return self._arrays_reason(g, x, weight, rstd)
 
     def adam(
         self,
@@ -144,12 +129,7 @@ class CpuTraining(CoreBackend):
         square: Array,
         factors: Mapping[str, float],
     ) -> str | None:
-        if reason := self._arrays_reason(weight, grad, mean, square):
-            return reason
-        for x in (weight, mean, square):
-            if not (x.flags.c_contiguous and x.flags.aligned and x.flags.writeable):
-                return "an array to be written that is strided, misaligned or read-only"
-        return None
+        return self._updates_reason(grad, weight, mean, square)
 
 
 def _axis_reason(x: Array, axis: int) -> str | None:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from extensor.backends import windows
-from extensor.backends.cpu_core import CoreBackend
-from extensor.backends.cpu_quantize import place, ready
+from extensor.backends.cpu_core import CoreBackend, ready
+from extensor.backends.cpu_quantize import covered, place
 from extensor.backends.protocol import Array, Window
 from extensor.quant.array import QuantStats
 from extensor.quant.spec import QuantSpec
@@ -31,7 +31,7 @@ class CpuWindows(CoreBackend):
             "conv2d": self._conv2d_reason,
             "conv2d_grad_x": self._conv2d_grad_x_reason,
             "conv2d_grad_w": self._conv2d_grad_w_reason,
-            "max_pool2d": self._max_pool2d_reason,
+            "max_pool2d": self._arguments_reason,
             "max_pool2d_grad": self._max_pool2d_grad_reason,
         }
 
@@ -64,8 +64,8 @@ class CpuWindows(CoreBackend):
         window: Window,
         bias: Array | None = None,
     ) -> str | None:
-        arrays = (x, w) if bias is None else (x, w, bias)
-        return self._arrays_reason(*arrays) or _patch_reason(self.core, x, spec, shape, window)
+        reason = self._arguments_reason(x, w, bias)
+        return reason or _patch_reason(self.core, x, spec, shape, window)
 
     def operand_conv2d_grad_w(
         self,
@@ -107,8 +107,7 @@ class CpuWindows(CoreBackend):
     ) -> tuple[Any, int, int]:
         """The core's plan, the length of a block, and how many values there are."""
         matrix = _patch_shape(x, shape, window)
-        found = place(self.core, spec, matrix)
-        assert not isinstance(found, str)
+        found = covered(self.core, spec, matrix)
         return found.plan, found.layout[6], math.prod(matrix)
 
     def conv2d(
@@ -123,8 +122,7 @@ class CpuWindows(CoreBackend):
     def _conv2d_reason(
         self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
     ) -> str | None:
-        arrays = (x, w) if bias is None else (x, w, bias)
-        return self._arrays_reason(*arrays) or _conv_reason(x.shape, w.shape, groups)
+        return self._arguments_reason(x, w, bias) or _conv_reason(x.shape, w.shape, groups)
 
     def conv2d_grad_x(
         self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
@@ -154,14 +152,11 @@ class CpuWindows(CoreBackend):
 
     def max_pool2d(self, x: Array, window: Window) -> tuple[Array, Array]:
         """See the protocol."""
-        if self._max_pool2d_reason(x, window):
+        if self._arrays_reason(x):
             return super().max_pool2d(x, window)
         windows.check_max_windows(window, x.shape[2:])
         values, index = self.core.max_pool2d(ready(x), window.kernel, *_placement(window))
         return values, index
-
-    def _max_pool2d_reason(self, x: Array, window: Window) -> str | None:
-        return self._arrays_reason(x)
 
     def max_pool2d_grad(self, g: Array, index: Array, shape: tuple[int, ...]) -> Array:
         """See the protocol."""

@@ -229,12 +229,10 @@ def _hooked(layers: dict[str, Module], take: Any) -> Iterator[None]:
 
         return called
 
-    removers = [layer.register_forward_hook(hook(path)) for path, layer in layers.items()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path, layer in layers.items():
+            hooks.callback(layer.register_forward_hook(hook(path)))
         yield
-    finally:
-        for remove in removers:
-            remove()
 
 
 def _tensors(output: Any) -> Iterator[ExTensor]:
@@ -254,18 +252,16 @@ def _listening(
     def hook(path: str) -> PreHook:
         return lambda _, args: given.setdefault(path, []).append(args)
 
-    removers = [layer.register_forward_pre_hook(hook(path)) for path, layer in layers.items()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(hook(path)))
         yield
-    finally:
-        for remove in removers:
-            remove()
 
 
 @contextlib.contextmanager
 def _own_telemetry(model: Module) -> Iterator[Callable[[], dict[str, QuantStats]]]:
     """Counts of the forward operands, by layer, kept apart from the recipe's own telemetry."""
-    places = [(path, layer, vars(layer)["quant"]) for path, layer in gemm_layers(model)]
+    places = [(path, layer, layer.quant) for path, layer in gemm_layers(model)]
     before = [(path, layer, context) for path, layer, context in places if context is not None]
     states: dict[str, RecipeState] = {}
     for path, layer, context in before:

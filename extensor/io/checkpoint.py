@@ -73,7 +73,6 @@ def save_checkpoint(
     blocked: dict[str, Any] = {}
     for name, value in tensors.items():
         stored = _to_host(name, value)
-        parts = {name: stored}
         if isinstance(stored, QuantArray):
             blocked[name] = {
                 "spec": dataclasses.asdict(stored.spec),
@@ -81,12 +80,14 @@ def save_checkpoint(
                 "parts": sorted(stored.parts),
             }
             parts = {f"{name}.{part}": array for part, array in stored.parts.items()}
+        else:
+            parts = {name: stored}
         taken = sorted(arrays.keys() & parts.keys())
         if taken:
             raise ValueError(
                 f"{name}: its parts would be stored under names already taken, {taken}; rename one"
             )
-        arrays.update(parts)  # type: ignore[arg-type]
+        arrays.update(parts)
     content = {"version": _VERSION, "blocked": blocked, "metadata": dict(metadata or {})}
     with _replacing(Path(path)) as file:
         write(file, arrays, {_KEY: _to_json(content)})
@@ -161,8 +162,10 @@ def _to_host(name: str, value: Any) -> Stored:
         raise TypeError(f"tensor name: wanted a str, got {name!r}")
     value = getattr(value, "data", value) if hasattr(value, "requires_grad") else value
     if isinstance(value, QuantArray):
-        parts = {part: _host_array(name, array) for part, array in value.parts.items()}
-        return dataclasses.replace(value, **parts)  # type: ignore[arg-type]
+        parts: dict[str, Any] = {
+            part: _host_array(name, array) for part, array in value.parts.items()
+        }
+        return dataclasses.replace(value, **parts)
     return _host_array(name, value)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -150,12 +150,10 @@ def _watched(layers: Mapping[str, Module], take: Any) -> Iterator[None]:
     def hook(path: str) -> Any:
         return lambda _, args: take(path, args[0].detach().to("cpu").to("float32").numpy())
 
-    removers = [layer.register_forward_pre_hook(hook(path)) for path, layer in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for path, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(hook(path)))
         yield
-    finally:
-        for remove in removers:
-            remove()
 
 
 def choose(seen: Seen, scheme: Scheme) -> FixedScale:

@@ -24,7 +24,6 @@ def check_probability(name: str, value: object) -> float:
     Raises:
         ValueError: for anything else.
     """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0.0 <= float(value) < 1.0:  # type: ignore[arg-type]
-        raise ValueError(f"{name}: wanted a number in [0, 1), got {value!r}")
-    return float(value)  # type: ignore[arg-type]
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value < 1.0:
+        return float(value)
+    raise ValueError(f"{name}: wanted a number in [0, 1), got {value!r}")

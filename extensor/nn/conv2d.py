@@ -8,18 +8,17 @@ from extensor.autograd.creation import Seed
 from extensor.autograd.tensor import ExTensor
 from extensor.nn import init
 from extensor.nn.checks import check_size
-from extensor.nn.module import Module
+from extensor.nn.gemm_layer import GemmLayer
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import Pair, conv2d, int_pair
 from extensor.ops.quantized import quantized_conv2d
 from extensor.ops.stored import stored_conv2d
-from extensor.quant.context import LayerContext
 
 __all__ = ["Conv2d"]
 
 
-class Conv2d(Module):
+class Conv2d(GemmLayer):
     """2-D convolution (cross-correlation) with zero padding.
 
     Depthwise: ``groups=in_channels``. Separable: a depthwise one, then one of kernel size 1.
@@ -73,7 +72,7 @@ class Conv2d(Module):
         generator, bound = init.as_rng(rng), 1.0 / math.sqrt(math.prod(shape[1:]))
         self.weight = Parameter(init.uniform(shape, bound, generator))
         self.bias = Parameter(init.uniform((out_channels,), bound, generator)) if bias else None
-        self.quant: LayerContext | None = None
+        self.quant = None
 
     def forward(self, x: ExTensor) -> ExTensor:
         """(N, C, H, W) -> (N, O, Ho, Wo)."""

@@ -8,18 +8,17 @@ from extensor.autograd.creation import Seed
 from extensor.autograd.tensor import ExTensor
 from extensor.nn import init
 from extensor.nn.checks import check_size
-from extensor.nn.module import Module
+from extensor.nn.gemm_layer import GemmLayer
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
 from extensor.ops.linalg import linear
 from extensor.ops.quantized import quantized_matmul
 from extensor.ops.stored import stored_matmul
-from extensor.quant.context import LayerContext
 
 __all__ = ["Linear"]
 
 
-class Linear(Module):
+class Linear(GemmLayer):
     """y = x weight^T + bias.
 
     Args:
@@ -44,7 +43,7 @@ class Linear(Module):
         generator, bound = init.as_rng(rng), 1.0 / math.sqrt(in_features)
         self.weight = Parameter(init.uniform((out_features, in_features), bound, generator))
         self.bias = Parameter(init.uniform((out_features,), bound, generator)) if bias else None
-        self.quant: LayerContext | None = None
+        self.quant = None
 
     def forward(self, x: ExTensor, call: int = 0) -> ExTensor:
         """(..., K) -> (..., N).

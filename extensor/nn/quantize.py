@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from extensor.nn.gemm_layer import GemmLayer
 from extensor.nn.module import Module
 from extensor.quant.context import LayerContext, RecipeState
 from extensor.quant.recipe import LayerRecipe, Recipe
@@ -13,10 +14,10 @@ from extensor.random import Stream
 __all__ = ["apply_recipe", "assign_recipe", "gemm_layers"]
 
 
-def gemm_layers(model: Module) -> Iterator[tuple[str, Module]]:
+def gemm_layers(model: Module) -> Iterator[tuple[str, GemmLayer]]:
     """(path, layer) of every layer whose GEMMs a recipe can quantize, in model order."""
     for path, module in model.named_modules():
-        if hasattr(module, "quant"):
+        if isinstance(module, GemmLayer):
             yield path, module
 
 

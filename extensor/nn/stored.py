@@ -18,6 +18,7 @@ from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.nn.calibrate import batches_of, calibrate, choose
 from extensor.nn.conv2d import Conv2d
+from extensor.nn.gemm_layer import GemmLayer
 from extensor.nn.linear import Linear
 from extensor.nn.module import Module
 from extensor.nn.parameter import Buffer
@@ -103,15 +104,9 @@ def quantize_model(
     return made
 
 
-def stored_layers(model: Module) -> dict[str, Module]:
+def stored_layers(model: Module) -> dict[str, GemmLayer]:
     """The layers of a quantized model that hold packed weights, by path."""
-    found = dict(gemm_layers(model))
-    return {path: layer for path, layer in found.items() if _weight(layer).is_blocked}
-
-
-def _weight(layer: Module) -> ExTensor:
-    weight: ExTensor = layer.weight  # type: ignore[attr-defined]
-    return weight
+    return {path: layer for path, layer in gemm_layers(model) if layer.weight.is_blocked}
 
 
 def _bare_copy(model: Module) -> Module:
@@ -119,13 +114,14 @@ def _bare_copy(model: Module) -> Module:
     without: dict[int, Any] = {}  # deepcopy's memo: what to put in the place of what
     for module in model.modules():
         without |= {id(hooks): () for hooks in (module._hooks, module._pre_hooks)}
-        without[id(vars(module).get("quant"))] = None
+        if isinstance(module, GemmLayer):
+            without[id(module.quant)] = None
     return copy.deepcopy(model, without)
 
 
-def _check_layer(path: str, layer: Module) -> None:
-    weight = getattr(layer, "weight", None)
-    if not isinstance(layer, (Linear, Conv2d)) or not isinstance(weight, ExTensor):
+def _check_layer(path: str, layer: GemmLayer) -> None:
+    weight = layer.weight
+    if not isinstance(layer, (Linear, Conv2d)):
         raise ValueError(
             f"quantize_model: {path}: wanted a Linear or Conv2d, got {type(layer).__name__}; the "
             f"way out: keep=({path!r},)"
@@ -142,9 +138,9 @@ def _check_layer(path: str, layer: Module) -> None:
         )
 
 
-def _store(layer: Module, context: LayerContext) -> None:
+def _store(layer: GemmLayer, context: LayerContext) -> None:
     """Put a packed weight in the place of a layer's float32 one, and count what packing did."""
-    weight = _weight(layer)
+    weight = layer.weight
     spec = context.operand("fprop.w")
     assert isinstance(spec, QuantSpec)
     with no_grad():
@@ -157,7 +153,7 @@ def _store(layer: Module, context: LayerContext) -> None:
     _put(layer, packed, context, weight.device)
 
 
-def _put(layer: Module, packed: QuantArray, context: LayerContext, device: str) -> None:
+def _put(layer: GemmLayer, packed: QuantArray, context: LayerContext, device: str) -> None:
     stored = Buffer(packed) if device == "cpu" else Buffer(packed, device=device)
     layer.weight = stored
     layer.quant = context
@@ -188,7 +184,7 @@ def save_quantized(
         raise ValueError("save_quantized: no layer is quantized; use save_checkpoint")
     if metadata and KEY in metadata:
         raise ValueError(f"metadata: wanted no key {KEY!r}, which describes the layers")
-    contexts = {name: vars(layer)["quant"] for name, layer in layers.items()}
+    contexts = {name: layer.quant for name, layer in layers.items() if layer.quant is not None}
     described = {
         name: {
             "activations": _operand_json(context.operand("fprop.x")),
@@ -235,7 +231,7 @@ def load_quantized(path: str | os.PathLike[str], model: Module) -> Module:
             state = state or RecipeState(Recipe(content["scheme"], content["doc"], layer))
             _check_fit(name, known.get(name), packed, list(known))
             context = LayerContext(name, len(state.layers), layer, state, fixed=fixed)
-            _put(known[name], packed, context, _weight(known[name]).device)
+            _put(known[name], packed, context, known[name].weight.device)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{os.fspath(path)}: a damaged description: {error!r}") from None
     made.load_state_dict(checkpoint.tensors)

@@ -171,7 +171,6 @@ def floor_divide(a: Operand, b: Operand) -> ExTensor:
         Sample((np.array([5.3, -5.3, 1.0]), np.array([2.0, 2.0, 3.0]))),
     ],
     errors=BAD_BROADCAST,
-    check="grad",
 )
 def remainder(a: Operand, b: Operand) -> ExTensor:
     """What floor_divide leaves, a - b * floor(a / b): the sign of b, as Python's ``%``."""

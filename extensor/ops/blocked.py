@@ -84,7 +84,6 @@ def _quantize_samples(rng: np.random.Generator) -> Iterator[Sample]:
     once=_ONCE,
     reads="nothing",
     saves=True,
-    check="forward",
     samples=_quantize_samples,
     errors=(
         BadInput((np.ones((2, 3)), "mxfp4"), TypeError, "wanted a QuantSpec"),
@@ -154,7 +153,6 @@ def quantize(
     vjps=(lambda g, out, q: g,),
     reads="inputs",
     takes_blocked=True,
-    check="forward",
     samples=lambda rng: [Sample((rng.standard_normal((4, 40)).astype(np.float32),))],
 )
 def dequantize(q: ExTensor) -> ExTensor:
@@ -241,7 +239,6 @@ def _product_samples(rng: np.random.Generator) -> Iterator[Sample]:
     ),
     reads="inputs",
     takes_blocked=True,
-    check="forward",
     samples=_product_samples,
 )
 def _block_matmul(a: ExTensor, b: ExTensor) -> ExTensor:

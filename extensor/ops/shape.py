@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.apply import apply
-from extensor.autograd.creation import as_shape
+from extensor.autograd.creation import ShapeLike, as_shape
 from extensor.autograd.primitive import FUNCTIONS, BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import NO_TENSOR, Axis, axis_index, axis_tuple, broadcasts, tensors_only
@@ -327,7 +327,7 @@ def stack(tensors: Sequence[ExTensor], axis: int = 0) -> ExTensor:
         BadInput((np.zeros((4, 3)), [3, 2]), ValueError, "ascending"),
     ),
 )  # fmt: skip
-def split(x: ExTensor, sections: int | Sequence[int], axis: int = 0) -> list[ExTensor]:
+def split(x: ExTensor, sections: ShapeLike, axis: int = 0) -> list[ExTensor]:
     """Give x in pieces along ``axis``: so many equal ones, or cut at the given positions.
 
     Raises:
@@ -343,7 +343,7 @@ def split(x: ExTensor, sections: int | Sequence[int], axis: int = 0) -> list[ExT
                 f"split: wanted ascending positions in 0..{length}, got {list(sections)}"
             )
     else:
-        (count,) = as_shape(sections, "split")  # type: ignore[arg-type]
+        (count,) = as_shape(sections, "split")
         if count == 0 or length % count:
             raise ValueError(f"split: wanted a number that divides {length}, got {sections}")
         cuts = [i * (length // count) for i in range(count + 1)]

@@ -24,7 +24,8 @@ from extensor.backends import windows
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import Pair, int_pair
-from extensor.ops.quantized import _dense, layer_context
+from extensor.ops.operands import dense
+from extensor.ops.quantized import layer_context
 from extensor.quant import views
 from extensor.quant.array import QuantArray
 from extensor.quant.context import LayerContext
@@ -60,7 +61,7 @@ def _matmul_forward(backend: Backend, x: Array, w: QuantArray, context: LayerCon
     rows = x.reshape(-1, x.shape[-1])
     operand = context.operand("fprop.x")
     if isinstance(operand, str):
-        out = backend.weight_matmul(_dense(backend, rows, operand), w)
+        out = backend.weight_matmul(dense(backend, rows, operand), w)
     else:
         out = backend.block_matmul(_quantized(backend, rows, context, 1), w)
     return out.reshape(*x.shape[:-1], w.shape[0])
@@ -85,8 +86,8 @@ def _stored_layer(activations: QuantSpec | None) -> LayerContext:
     """A context for samples."""
     weights = QuantSpec("int8")
     gemm = Gemm(activations or "float32", weights)
-    dense = Gemm("float32", "float32")
-    return layer_context(LayerRecipe(gemm, dense, dense))
+    full = Gemm("float32", "float32")
+    return layer_context(LayerRecipe(gemm, full, full))
 
 
 def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
@@ -102,7 +103,6 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     once=_ONCE,
     reads="inputs",
     takes_blocked=True,
-    check="forward",
     samples=_matmul_samples,
     errors=(
         BadInput(
@@ -200,7 +200,7 @@ def _conv_forward(
     operand = context.operand("fprop.x")
     if isinstance(operand, str):
         kernel = backend.dequantize(w).reshape(outputs, x.shape[1] // groups, *window.kernel)
-        return backend.conv2d(_dense(backend, x, operand), kernel, window, groups)
+        return backend.conv2d(dense(backend, x, operand), kernel, window, groups)
     size = outputs // groups
     rows = [
         backend.block_matmul(
@@ -248,7 +248,6 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
     once=_ONCE,
     reads="inputs",
     takes_blocked=True,
-    check="forward",
     samples=_conv_samples,
     errors=(
         BadInput(

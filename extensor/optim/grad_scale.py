@@ -307,7 +307,6 @@ def _may_switch(spec: object) -> bool:
 
 
 def _is_power_of_two(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return bool(
-        number and 0 < value < math.inf and math.frexp(value)[0] == 0.5  # type: ignore[operator, arg-type]
-    )
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return 0 < value < math.inf and math.frexp(value)[0] == 0.5

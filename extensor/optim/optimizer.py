@@ -214,7 +214,12 @@ class Optimizer(ABC):
 
         Nothing is updated after an error.
         """
-        ready = [(g, m) for g in self.groups for m in g.members if m.param.grad is not None]
+        ready = [
+            (group, member, member.param.grad)
+            for group in self.groups
+            for member in group.members
+            if member.param.grad is not None
+        ]
         if not ready:
             raise RuntimeError(
                 "step: wanted gradients, got none; call loss.backward() first, with a loss "
@@ -228,19 +233,17 @@ class Optimizer(ABC):
                     f"step: the options now need {sorted(missing)}, which was not kept from the "
                     "start; make a new optimizer with these options"
                 )
-        for _, member in ready:
-            if not member.param.backend.all_finite(member.param.grad.data):  # type: ignore[union-attr]
+        for _, member, grad in ready:
+            if not member.param.backend.all_finite(grad.data):
                 raise FloatingPointError(
                     f"step: wanted finite gradients, got NaN or infinity in that of {member.name}; "
                     "skip the step, or leave that to MXGradScaler().step(optimizer)"
                 )
-        for group, member in ready:
-            self._step_one(member, group.options)
+        for group, member, grad in ready:
+            self._step_one(member, grad, group.options)
 
-    def _step_one(self, member: _Member, options: Mapping[str, Any]) -> None:
-        param, grad = member.param, member.param.grad
-        assert grad is not None
-        xp = param.backend.xp
+    def _step_one(self, member: _Member, grad: ExTensor, options: Mapping[str, Any]) -> None:
+        param, xp = member.param, member.param.backend.xp
         member.step += 1
         kind, wide = STATES[self.states], _wide(param.data)
         state = {

@@ -213,9 +213,9 @@ class QuantSpec:
         """The scale's storage: e8m0, ue4m3, float32 or float16."""
         return self.scale_dtype or self.row.scale.name
 
-    def replace(self, **changes: object) -> QuantSpec:
+    def replace(self, **changes: Any) -> QuantSpec:
         """A copy with some fields changed, checked again."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **changes)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> QuantSpec:

@@ -110,8 +110,10 @@ def slice_blocks(q: QuantArray, key: tuple[slice | int, ...]) -> QuantArray:
                 chosen.append(slice(start // size, -(-stop // size)))
         return part[tuple(chosen)]
 
-    if q.outlier_index is not None and key[spec.axis] != slice(None):
-        start, stop, _ = key[spec.axis].indices(shape[spec.axis])  # type: ignore[union-attr]
+    along = key[spec.axis]
+    assert isinstance(along, slice)  # an integer was refused above
+    if q.outlier_index is not None and along != slice(None):
+        start, stop, _ = along.indices(shape[spec.axis])
         if (start, stop) != (0, shape[spec.axis]):
             raise ValueError(f"slicing the rows of the outlier codec; {_WAY_OUT}")
     parts = _map_parts(q, cut)

@@ -88,7 +88,7 @@ __device__ __forceinline__ u32 high_bytes(float a, float b, float c, float d) {
                        __byte_perm(bits_of(c), bits_of(d), 0x73), 0x5410);
 }
 
-// 16 values of one block -> words of packed codes (OUT 0) or decoded values (OUT 1, into x).
+// 16 values of one block -> words of packed codes (CODES) or decoded values (OUT 1, into x).
 __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool far,
                                        const Tensor& tensor, u32 block, u32 part, const Stream& stream,
                                        u32 (&codes)[kWords], Tally& tally) {
@@ -118,14 +118,14 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         y[k] = __fmul_rn(x[k], s.apply);
         if (ELEMENT_SCALE != 1.0f) y[k] = __fmul_rn(y[k], ELEMENT_SCALE);
     }
-#if !(CONVERTS && OUT == 0)
+#if !(CONVERTS && CODES)
     if (far) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
             y[k] = float_of(smaller(bits_of(y[k]) & kMagnitude, CLAMP_BITS) | (bits_of(y[k]) & kSign));
     }
 #endif
-#if CONVERTS && OUT == 0
+#if CONVERTS && CODES
 #pragma unroll
     for (int k = 0; k < kChunk; k += 4) {
         const u32 low = convert_pair(y[k], y[k + 1]), high = convert_pair(y[k + 2], y[k + 3]);
@@ -177,7 +177,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         if (at % 32 + BITS > 32) codes[at / 32 + 1] |= n >> (32 - at % 32);
 #endif
     }
-#if OUT == 0 && BITS == 4
+#if CODES && BITS == 4
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
         const u32 over = codes[w] & 0x88888888u;
@@ -199,7 +199,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         const u32 odd = high_bytes(y[8 * w + 1], y[8 * w + 3], y[8 * w + 5], y[8 * w + 7]);
         codes[w] = (n | (even >> 4 & 0x08080808u) | (odd & 0x80808080u)) & s.live;
     }
-#elif OUT == 0
+#elif CODES
 #pragma unroll
     for (int w = 0; w < kWords; ++w) codes[w] &= s.live;
 #endif

@@ -6,6 +6,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+#define CODES (OUT == 0 || OUT == 3)  // packed codes are made, to be stored or rebased
+
 constexpr u32 kMagnitude = 0x7FFFFFFFu, kSign = 0x80000000u, kExponent = 0x7F800000u;
 constexpr u32 kMantissa = 0x007FFFFFu, kNaN = 0x7FC00000u;
 constexpr float kFloatMax = 3.4028234663852886e38f;

@@ -46,8 +46,8 @@ BLOCKS = (16, 32, 64, 128)
 THREADS, CHUNK, PANEL, SLOTS = 256, 16, 128, 256  # as in quantize.cu
 SQUARES = (16, 32)
 _RULES = ("floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error")
-_SEARCHES = ("four_over_six", "least_error")  # they try several scales on a block's values
-_OUT = {"codes": 0, "values": 1, "maximum": 2}
+SEARCHES = ("four_over_six", "least_error")  # they try several scales on a block's values
+_OUT = {"codes": 0, "values": 1, "maximum": 2, "rebased": 3}
 _SCALE = ELEMENTS["e4m3"]
 _TIE_WORDS = {"away": "0x7FFFFFFFu", "zero": "0x80000000u"}  # round as a constant random word
 _FOLDER = Path(__file__).parent
@@ -148,7 +148,7 @@ def plan_of(spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False) -> 
         return "a square tile"
     if spec.tile[0] > 1 and spec.transform:
         return "a Hadamard transform in square tiles"
-    if spec.rule in _SEARCHES and not decoding and (spec.tile[1] != 16 or spec.ties != "even"):
+    if spec.rule in SEARCHES and not decoding and (spec.tile[1] != 16 or spec.ties != "even"):
         return f"the {spec.rule} rule with tile {spec.tile} and ties to {spec.ties}"
     grid = block_grid(spec, shape)
     if math.prod(grid) >= 1 << 32:
@@ -198,8 +198,15 @@ def _tie_at_top(element: ElementFormat) -> float:
 
 
 @lru_cache(maxsize=4096)
-def quantize_source(plan: Plan, dtype: str, out: str, whole: bool, stats: bool) -> Source:
-    """The quantizer's program for one plan, input dtype and kind of output."""
+def quantize_source(
+    plan: Plan,
+    dtype: str,
+    out: str,
+    whole: bool,
+    stats: bool,
+    extra: tuple[tuple[str, object], ...] = (),
+) -> Source:
+    """The quantizer's program for one plan, input dtype and kind of output; ``extra`` macros."""
     spec, element, dialect = plan.spec, plan.spec.row.element, plan.spec.dialect_row
     stochastic = spec.rounding == "stochastic"
     words = stochastic or spec.ties != "even"
@@ -211,11 +218,12 @@ def quantize_source(plan: Plan, dtype: str, out: str, whole: bool, stats: bool) 
         "STATS": int(stats),
         "BLOCK": plan.block,
         "DOWN": int(plan.columns),
+        "BOTH": 0,
         "ITEMS": 1 if dtype == "float32" or words or spec.transform else 2,
         "ROWS": plan.rows,
         "HADAMARD": spec.transform.size if spec.transform else 0,
         "HADAMARD_FACTOR": _float(1.0 / math.sqrt(spec.transform.size if spec.transform else 1)),
-        "SEARCH": int(spec.rule in _SEARCHES),
+        "SEARCH": int(spec.rule in SEARCHES),
         "COLUMNS": columns_of(plan, dtype),
         "RULE": _RULES.index(spec.rule),
         "UE4M3": int(not spec.is_mx),
@@ -241,7 +249,7 @@ def quantize_source(plan: Plan, dtype: str, out: str, whole: bool, stats: bool) 
         "HARDWARE": int(element.bits == 8 and element.is_float and not words),
         "HARDWARE_TYPE": f'"{element.name}"',
     }
-    return Source.read(_FOLDER / "quantize.cu", macros)
+    return Source.read(_FOLDER / "quantize.cu", macros | dict(extra))
 
 
 def _in_pairs(plan: Plan, dtype: str, out: str, words: bool) -> bool:
@@ -249,13 +257,13 @@ def _in_pairs(plan: Plan, dtype: str, out: str, words: bool) -> bool:
     spec, element = plan.spec, plan.spec.row.element
     small = element.bits == 4 and element.is_float and spec.is_mx and spec.element_scale == 1.0
     small = small and spec.transform is None and (plan.columns or plan.rows == 1)
-    return small and dtype == "bfloat16" and out == "codes" and not words
+    return small and dtype == "bfloat16" and out in ("codes", "rebased") and not words
 
 
 def columns_of(plan: Plan, dtype: str) -> int:
     """Neighbouring columns of a thread: as many as its registers hold without spilling."""
     words = plan.spec.rounding == "stochastic" or plan.spec.ties != "even"
-    kept = plan.spec.transform is not None or plan.spec.rule in _SEARCHES
+    kept = plan.spec.transform is not None or plan.spec.rule in SEARCHES
     return 2 if dtype == "float32" or words or kept else 4
 
 
@@ -337,7 +345,9 @@ def _sign_words(transform: Hadamard) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
-def _tensor(plan: Plan, x: Array, amax: Array | None, xp: Any) -> tuple[Array | None, Array | None]:
+def tensor_of(
+    plan: Plan, x: Array, amax: Array | None, xp: Any
+) -> tuple[Array | None, Array | None]:
     """The four words that blocks need of the whole tensor, and the tensor's maximum."""
     if not plan.needs_tensor:
         return None, None
@@ -371,7 +381,7 @@ def quantize_raw(
         stats: count saturated and flushed values.
         values: write decoded float32 values instead of codes and scales.
     """
-    tensor, maximum = _tensor(plan, x, amax, xp)
+    tensor, maximum = tensor_of(plan, x, amax, xp)
     counters = xp.zeros(2 * SLOTS, dtype=xp.uint64) if stats else None
     if values:
         decoded = xp.empty(plan.coded_shape, dtype=xp.float32)

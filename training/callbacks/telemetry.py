@@ -150,7 +150,7 @@ class Telemetry(Callback):
         """The step's gradients without rounding; leaves everything as it was."""
         model = trainer.model
         grads = [(p, p.grad) for p in model.parameters()]
-        contexts = [(layer, vars(layer)["quant"]) for _, layer in gemm_layers(model)]
+        contexts = [(layer, layer.quant) for _, layer in gemm_layers(model)]
         after = _buffers(trainer)
         try:
             _restore(self._buffers)
@@ -175,7 +175,7 @@ class Telemetry(Callback):
         spec = layer.operand("fprop.w")
         if not isinstance(spec, QuantSpec) or spec.row.outliers:
             return {}
-        weight = dict(gemm_layers(trainer.model))[path].weight  # type: ignore[attr-defined]
+        weight = dict(gemm_layers(trainer.model))[path].weight
         xp = weight.backend.xp
         spec = spec.replace(axis=1, rounding="nearest_even").resolve(2)
         q, _ = weight.backend.quantize(weight.data.reshape(weight.shape[0], -1), spec)

@@ -8,6 +8,7 @@ from typing import Any
 
 from extensor.errors import unknown_name
 from training.data.cifar import CIFAR10
+from training.data.corpora import python_source, shakespeare
 from training.data.dataset import Dataset, Split, batches, held_out
 from training.data.digits import load_digits
 from training.data.emnist import EMNIST
@@ -16,7 +17,6 @@ from training.data.idx import FASHION_MNIST, MNIST
 from training.data.prefetch import prefetch
 from training.data.samplers import SAMPLERS, epoch_order
 from training.data.transforms import AUGMENTATIONS
-from training.text.corpora import python_source, shakespeare
 
 __all__ = [
     "AUGMENTATIONS",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tarfile
 import zipfile
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -13,6 +14,7 @@ import numpy as np
 from training.data.dataset import Dataset, Split, pixel_statistics
 from training.data.fetch import DataError, RemoteFile, find_archive
 from training.data.prepared import prepared
+from training.data.source import FileSource
 
 __all__ = ["ArchiveSource"]
 
@@ -21,43 +23,26 @@ DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArchiveSource:
+class ArchiveSource(FileSource):
     """A data set of images in one archive, which other data sets may share.
 
+    It is unpacked once; then its arrays are cached.
+
     Attributes:
-        name: the data set's name.
         archive: the file.
         folder: its folder in the cache.
-        classes: names of the labels.
-        system: folders that hold it besides the cache.
-        urls: addresses of folders that hold it.
-        remedy: what to do where no download is possible.
     """
 
     kind: ClassVar[str]
     """What the archive is, for errors."""
 
-    name: str
     archive: RemoteFile
     folder: str
-    classes: tuple[str, ...]
-    system: tuple[Path, ...]
-    urls: tuple[str, ...]
-    remedy: str
 
-    def load(self, download: bool = True) -> Dataset:
-        """Find, check and unpack the archive, once; then it is cached. Images stay uint8.
-
-        Args:
-            download: False looks on this machine only.
-
-        Raises:
-            DataError: if the archive is missing or damaged.
-        """
+    def read(self, urls: tuple[str, ...]) -> Dataset:
+        """See the base class."""
         made_of = f"{self.archive.sha256} {self.name}"
-        arrays = prepared(
-            self.name, made_of, VERSION, lambda: self._arrays(self.urls if download else ())
-        )
+        arrays = prepared(self.name, made_of, VERSION, lambda: self._arrays(urls))
         train, test = (
             Split(arrays[f"{part}.images"], arrays[f"{part}.labels"]) for part in ("train", "test")
         )
@@ -81,10 +66,10 @@ class ArchiveSource:
             "std": np.array(std),
         }
 
+    @abstractmethod
     def splits(self, path: Path) -> tuple[Split, Split]:
         """Read the training and the test images out of the archive.
 
         Raises:
             DataError: for a file that is missing in it, or is not what it should be.
         """
-        raise AssertionError(f"{type(self).__name__} does not read its archive")

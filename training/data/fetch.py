@@ -19,8 +19,9 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http.client import HTTPResponse
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 __all__ = ["DataError", "RemoteFile", "cache_directory", "find", "find_archive"]
 
@@ -191,11 +192,11 @@ def _download(
         path.unlink(missing_ok=True)
 
 
-def _copy(response: object, out: object, label: str) -> None:
+def _copy(response: HTTPResponse, out: IO[bytes], label: str) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    length = response.headers.get("Content-Length")  # type: ignore[attr-defined]
+    length = response.headers.get("Content-Length")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -204,6 +205,6 @@ def _copy(response: object, out: object, label: str) -> None:
     )
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(f"downloading {label}", total=int(length) if length else None)
-        while chunk := response.read(CHUNK):  # type: ignore[attr-defined]
-            out.write(chunk)  # type: ignore[attr-defined]
+        while chunk := response.read(CHUNK):
+            out.write(chunk)
             bar.advance(task, len(chunk))

@@ -14,48 +14,30 @@ import numpy as np
 
 from training.data.dataset import Dataset, Split
 from training.data.fetch import DataError, RemoteFile, find
+from training.data.source import FileSource
 
 __all__ = ["FASHION_MNIST", "MNIST", "IdxSource", "parse_idx"]
 
 UNSIGNED_BYTE = 8
 
 
-@dataclass(frozen=True)
-class IdxSource:
-    """A data set of four IDX files.
+@dataclass(frozen=True, kw_only=True)
+class IdxSource(FileSource):
+    """A data set of four IDX files, 55 MB in all.
 
     Attributes:
-        name: the data set's name.
-        classes: names of the ten labels.
         mean, std: of the training pixels in 0..1.
-        checksums: SHA-256 of the decompressed files: train images, train labels, test images,
-            test labels.
-        system: folders that packages install it into.
-        urls: where the canonical ``.gz`` files lie.
-        remedy: what to do where no download is possible.
+        checksums: SHA-256 of the decompressed files, whose canonical ones are ``.gz``: train
+            images, train labels, test images, test labels.
     """
 
-    name: str
-    classes: tuple[str, ...]
     mean: float
     std: float
     checksums: tuple[str, str, str, str]
-    system: tuple[Path, ...]
-    urls: tuple[str, ...]
-    remedy: str
 
-    def load(self, download: bool = True) -> Dataset:
-        """Find, check and parse the four files. Images stay uint8: 55 MB in all.
-
-        Args:
-            download: False looks on this machine only.
-
-        Raises:
-            DataError: if a file is missing or damaged.
-        """
-        train_x, train_y, test_x, test_y = (
-            self._file(i, self.urls if download else ()) for i in range(4)
-        )
+    def read(self, urls: tuple[str, ...]) -> Dataset:
+        """See the base class."""
+        train_x, train_y, test_x, test_y = (self._file(i, urls) for i in range(4))
         return Dataset(
             self.name,
             Split(train_x[:, None], train_y.astype(np.int64)),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from training.batch import Batch
+from training.metrics import Scores
 
 if TYPE_CHECKING:
     from training.config import Settings
@@ -69,38 +70,6 @@ class Metric:
         """The number as people read it."""
         unit = "%" if self.scale == 100.0 else ""
         return f"{self.key} {self.scale * value:.{self.digits}f}{unit}"
-
-
-class Scores(ABC):
-    """Accumulates the metrics of an evaluation over batches."""
-
-    @abstractmethod
-    def add(self, scores: np.ndarray, labels: np.ndarray, mean_loss: float) -> None:
-        """Count rows of scores (R, C) with labels (R,) and their mean loss."""
-
-    @property
-    @abstractmethod
-    def loss(self) -> float:
-        """Mean loss per label."""
-
-    @property
-    @abstractmethod
-    def accuracy(self) -> float:
-        """Top-1 accuracy in 0..1."""
-
-    @property
-    @abstractmethod
-    def accuracy_k(self) -> float:
-        """Top-3 accuracy in 0..1."""
-
-    @property
-    def perplexity(self) -> float | None:
-        """For tokens, exp(loss) where that is finite; None for what is no text."""
-        return None
-
-    def details(self) -> dict[str, Any]:
-        """What result.json says beyond loss and accuracies."""
-        return {}
 
 
 class Task(ABC):

@@ -14,11 +14,11 @@ import numpy as np
 from extensor.random import Stream
 from training.batch import Batch
 from training.data import load_dataset
+from training.data.corpora import Corpus
 from training.data.draws import DATA_TENSOR, stream_words
 from training.metrics import TokenScores
 from training.tasks.base import Metric, Scores, Task
 from training.text.augment import replace_tokens
-from training.text.corpora import Corpus
 from training.text.tokenizers import TOKENIZERS
 from training.text.windows import even_starts, flat_tokens, random_starts, window
 

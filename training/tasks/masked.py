@@ -7,13 +7,13 @@ every epoch for training, always the same ones for tests.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from extensor.random import Stream
 from training.batch import Batch
 from training.data.draws import DATA_TENSOR, MASK_SLOT, stream_words
-from training.tasks.base import Metric
 from training.tasks.language import Causal
 from training.text.masking import hide_tokens
 
@@ -26,16 +26,7 @@ TEST_SEED = 0
 class Masked(Causal):
     """Say what hidden tokens were, from those on both sides. Arguments and errors as `Causal`."""
 
-    metric = Metric(
-        key="loss",
-        title="test loss, nats per hidden token",
-        scale=1.0,
-        digits=4,
-        higher_is_better=False,
-        gap="%",
-        far=0.5,
-        baselines=("bf16", "fp32"),
-    )
+    metric = replace(Causal.metric, title="test loss, nats per hidden token")
 
     def training(self, epoch: int, start: int) -> Iterator[Batch]:
         """Random windows with tokens hidden, where the seed and the epoch decide."""

@@ -1,1 +1,1 @@
-"""Text: corpora, tokenizers, windows, augmentation."""
+"""Text: tokenizers, windows, augmentation, masking."""

@@ -351,7 +351,6 @@ def once() -> Iterator[str]:
         saves=True,
         reads="nothing",
         samples=lambda rng: [Sample((np.ones(2),), {"factor": 2.0})],
-        check="grad",
     )
     def test_once(x: et.ExTensor, factor: float) -> et.ExTensor:
         return apply("test_once", x, factor=factor)

@@ -13,8 +13,6 @@ from extensor.quant.reference import dequantize, quantize
 from extensor.quant.spec import Hadamard, QuantSpec
 
 F = np.float32
-CODES = np.arange(32, dtype=np.uint8) % 16
-"""Code k at position k, twice around."""
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], F)
 
 

@@ -14,12 +14,12 @@ import extensor as et
 import models
 from extensor import nn
 from training.config import RunConfig
+from training.data.corpora import Corpus
 from training.generate import load_language_model
 from training.loop import Trainer
 from training.rundir import UsageError
 from training.runs import defaults
 from training.tasks import TASKS
-from training.text.corpora import Corpus
 from training.text.masking import NOT_ASKED, hide_tokens
 
 SMALL = {

@@ -1,4 +1,4 @@
-"""Layers: values against numpy and torch, options, shapes, and what they refuse."""
+"""Layers: values by hand, options, shapes, what they refuse. Torch: tests/test_every_layer.py."""
 
 import numpy as np
 import pytest
@@ -6,131 +6,11 @@ import pytest
 import extensor.nn as nn
 from extensor.autograd.tensor import ExTensor
 from extensor.inspect import slot_health
-from extensor.optim import Adam
 
 
 def tensor(shape, seed=0, **options):
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     return ExTensor(values, **options)
-
-
-# Against torch: outputs and all gradients.
-
-AGAINST_TORCH = {
-    "linear": (lambda: nn.Linear(5, 3, rng=0), "Linear", (5, 3), {}, (4, 2, 5)),
-    "linear no bias": (
-        lambda: nn.Linear(5, 3, False, rng=0), "Linear", (5, 3), {"bias": False}, (4, 5),
-    ),
-    "conv": (lambda: nn.Conv2d(3, 4, 3, rng=0), "Conv2d", (3, 4, 3), {}, (2, 3, 7, 8)),
-    "conv options": (
-        lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), (2, 1), (1, 2), 2, False, rng=0),
-        "Conv2d",
-        (4, 6, (3, 2), (2, 1), (2, 1), (1, 2), 2, False),
-        {},
-        (2, 4, 9, 8),
-    ),
-    "depthwise": (
-        lambda: nn.Conv2d(4, 4, 3, groups=4, rng=0), "Conv2d", (4, 4, 3), {"groups": 4},
-        (2, 4, 6, 6),
-    ),
-    "max pool": (lambda: nn.MaxPool2d(3, 2, 1), "MaxPool2d", (3, 2, 1), {}, (2, 3, 7, 8)),
-    "avg pool": (lambda: nn.AvgPool2d((2, 3)), "AvgPool2d", ((2, 3),), {}, (2, 3, 6, 6)),
-    "avg pool padded": (lambda: nn.AvgPool2d(3, 2, 1), "AvgPool2d", (3, 2, 1), {}, (2, 3, 7, 7)),
-    "flatten": (lambda: nn.Flatten(), "Flatten", (), {}, (2, 3, 4)),
-    "layer norm": (lambda: nn.LayerNorm((4, 5)), "LayerNorm", ((4, 5),), {}, (3, 4, 5)),
-    "rms norm": (lambda: nn.RMSNorm(5, 1e-3), "RMSNorm", (5, 1e-3), {}, (3, 4, 5)),
-    "group norm": (lambda: nn.GroupNorm(2, 6), "GroupNorm", (2, 6), {}, (3, 6, 4, 5)),
-    "group norm flat": (lambda: nn.GroupNorm(2, 6), "GroupNorm", (2, 6), {}, (3, 6)),
-    "instance norm": (
-        lambda: nn.InstanceNorm(3), "InstanceNorm2d", (3,), {"affine": True}, (2, 3, 4, 5),
-    ),
-    "batch norm": (lambda: nn.BatchNorm2d(3), "BatchNorm2d", (3,), {}, (4, 3, 5, 2)),
-    "relu": (lambda: nn.ReLU(), "ReLU", (), {}, (3, 4)),
-    "relu6": (lambda: nn.ReLU6(), "ReLU6", (), {}, (3, 4)),
-    "sigmoid": (lambda: nn.Sigmoid(), "Sigmoid", (), {}, (3, 4)),
-    "tanh": (lambda: nn.Tanh(), "Tanh", (), {}, (3, 4)),
-    "silu": (lambda: nn.SiLU(), "SiLU", (), {}, (3, 4)),
-    "mish": (lambda: nn.Mish(), "Mish", (), {}, (3, 4)),
-    "selu": (lambda: nn.SELU(), "SELU", (), {}, (3, 4)),
-    "hard sigmoid": (lambda: nn.HardSigmoid(), "Hardsigmoid", (), {}, (3, 4)),
-    "hard swish": (lambda: nn.HardSwish(), "Hardswish", (), {}, (3, 4)),
-    "hard tanh": (lambda: nn.HardTanh(), "Hardtanh", (), {}, (3, 4)),
-    "softplus": (lambda: nn.Softplus(), "Softplus", (), {}, (3, 4)),
-    "elu": (lambda: nn.ELU(0.5), "ELU", (0.5,), {}, (3, 4)),
-    "gelu": (lambda: nn.GELU(), "GELU", (), {}, (3, 4)),
-    "gelu tanh": (lambda: nn.GELU("tanh"), "GELU", ("tanh",), {}, (3, 4)),
-    "leaky relu": (lambda: nn.LeakyReLU(0.2), "LeakyReLU", (0.2,), {}, (3, 4)),
-    "prelu": (lambda: nn.PReLU(0.1), "PReLU", (1, 0.1), {}, (3, 4)),
-    "softmax": (lambda: nn.Softmax(0), "Softmax", (0,), {}, (3, 4)),
-    "log softmax": (lambda: nn.LogSoftmax(), "LogSoftmax", (-1,), {}, (3, 4)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", AGAINST_TORCH)
-@pytest.mark.parametrize("training", [True, False])
-def test_outputs_and_gradients_as_torch(case, training):
-    torch = pytest.importorskip("torch", reason="torch is the oracle: pip install -e .[peers]")
-    make, name, args, options, shape = AGAINST_TORCH[case]
-    mine, theirs = make().train(training), getattr(torch.nn, name)(*args, **options).train(training)
-    pairs = list(zip(mine.parameters(), theirs.parameters(), strict=True))
-    with torch.no_grad():
-        for seed, (p, q) in enumerate(pairs):
-            values = p.numpy() + np.random.default_rng(seed).random(p.shape).astype(np.float32)
-            p.data = p.backend.xp.asarray(values)
-            q.copy_(torch.tensor(values.reshape(tuple(q.shape))))
-    x = tensor(shape, 1, requires_grad=True)
-    z = torch.tensor(x.numpy().copy(), requires_grad=True)
-    y, want = mine(x), theirs(z)
-    np.testing.assert_allclose(y.numpy(), want.detach().numpy(), rtol=2e-5, atol=2e-6)
-    g = np.random.default_rng(2).standard_normal(y.shape).astype(np.float32)
-    y.backward(ExTensor(g))
-    want.backward(torch.tensor(g))
-    np.testing.assert_allclose(x.grad.numpy(), z.grad.numpy(), rtol=1e-4, atol=2e-5)
-    for p, q in pairs:
-        got = p.grad.numpy().reshape(tuple(q.shape))
-        np.testing.assert_allclose(got, q.grad.numpy(), rtol=1e-4, atol=2e-5)
-    if case == "batch norm":
-        for name in ("running_mean", "running_var"):
-            got, want = getattr(mine, name).numpy(), getattr(theirs, name).numpy()
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
-
-
-TRAINED = [case for case, row in AGAINST_TORCH.items() if list(row[0]().parameters())]
-
-
-@pytest.mark.parametrize("case", [*TRAINED, "embedding"])
-def test_twenty_steps_as_torch(case):
-    """Forward, backward and Adam in float64, where nothing but a mistake can differ."""
-    torch = pytest.importorskip("torch", reason="torch is the oracle: pip install -e .[peers]")
-    if case == "embedding":
-        mine, theirs, shape = nn.Embedding(7, 3, rng=0), torch.nn.Embedding(7, 3), (4, 5)
-    else:
-        make, name, args, options, shape = AGAINST_TORCH[case]
-        mine, theirs = make(), getattr(torch.nn, name)(*args, **options)
-    theirs.double()
-    pairs = list(zip(mine.parameters(), theirs.parameters(), strict=True))
-    rng = np.random.default_rng(0)
-    for p, q in pairs:
-        p.data = p.backend.xp.asarray(p.numpy() + rng.random(p.shape))
-        p.dtype = ExTensor(p.data).dtype
-        with torch.no_grad():
-            q.copy_(torch.tensor(p.numpy().reshape(tuple(q.shape))))
-    ours = Adam(list(mine.parameters()), lr=0.01)
-    reference = torch.optim.Adam(theirs.parameters(), lr=0.01)
-    for _ in range(20):
-        values = rng.integers(0, 7, shape) if case == "embedding" else rng.standard_normal(shape)
-        y, want = mine(ExTensor(values)), theirs(torch.tensor(values))
-        np.testing.assert_allclose(y.numpy(), want.detach().numpy(), rtol=1e-8, atol=1e-9)
-        mine.zero_grad()
-        theirs.zero_grad()
-        g = rng.standard_normal(y.shape)
-        (y * ExTensor(g)).sum().backward()
-        (want * torch.tensor(g)).sum().backward()
-        ours.step()
-        reference.step()
-        for p, q in pairs:
-            got = p.numpy().reshape(tuple(q.shape))
-            np.testing.assert_allclose(got, q.detach().numpy(), rtol=1e-8, atol=1e-9)
 
 
 def test_values_without_torch():

@@ -252,13 +252,13 @@ def test_transforms_must_match() -> None:
 
 def test_planted_wrong_axis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantizing wgrad's operands along rows, a classic mistake, fails the oracle above."""
-    import extensor.ops.quantized as module
+    from extensor.ops import operands
 
-    honest = module._operand
+    honest = operands.values
     monkeypatch.setattr(
-        module,
-        "_operand",
-        lambda b, x, c, slot, axis: honest(b, x, c, slot, 1 if slot == "wgrad.x" else axis),
+        operands,
+        "values",
+        lambda b, x, c, slot, axis: honest(b, x, c, slot, -1 if slot == "wgrad.x" else axis),
     )
     with pytest.raises(AssertionError):
         test_matmul_is_three_gemms_of_dequantized_operands("mxfp4", 42, 20, 70)

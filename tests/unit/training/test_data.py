@@ -196,7 +196,16 @@ def test_an_idx_set_loads_from_four_files(cache: Path, monkeypatch: pytest.Monke
     for stem, array in zip(stems, arrays, strict=True):
         put(cache / "toy", gzip.compress(idx_bytes(array)), f"{stem}.gz")
     sums = tuple(hashlib.sha256(idx_bytes(a)).hexdigest() for a in arrays)
-    source = IdxSource("toy", tuple("0123456789"), 0.5, 0.25, sums, (), (), "none")
+    source = IdxSource(
+        name="toy",
+        classes=tuple("0123456789"),
+        mean=0.5,
+        std=0.25,
+        checksums=sums,
+        system=(),
+        urls=(),
+        remedy="none",
+    )
     toy = source.load()
     assert toy.train.images.dtype == np.uint8
     batch = next(batches(toy, toy.train, 6))

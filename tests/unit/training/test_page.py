@@ -137,7 +137,7 @@ def test_without_its_data(small: Make, tmp_path: Path, monkeypatch: pytest.Monke
     def gone(folder: Path) -> None:
         raise DataError("the data set is not there <any more>")
 
-    monkeypatch.setattr(page, "restored", gone)
+    monkeypatch.setattr(page.facts, "restored", gone)
     _, text = read(page.write_page(page.ReportArgs(run=out)))
     assert text.count("the data set is not there <any more>") == 2 and "finished" in text
 

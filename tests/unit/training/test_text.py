@@ -21,14 +21,13 @@ from extensor.io import load_checkpoint
 from training.callbacks import LAST
 from training.cli import main
 from training.config import RunConfig
-from training.data import DataError, load_dataset
+from training.data import DataError, corpora, load_dataset
+from training.data.corpora import Corpus
 from training.data.fetch import RemoteFile
 from training.generate import choose
 from training.rundir import UsageError
 from training.runs import RUNS, defaults
-from training.text import corpora
 from training.text.augment import replace_tokens
-from training.text.corpora import Corpus
 from training.text.tokenizers import BytePairs, Characters, TokenizerError, from_state
 from training.text.windows import even_starts, flat_tokens, random_starts, window
 

@@ -1,0 +1,162 @@
+"""Training steps of image models: extensor against torch eager, and recipes against float32.
+
+    python ci/bench/image_step.py                                     # LeNet-5, the C++ core
+    EXTENSOR_CORE=0 python ci/bench/image_step.py                     # numpy only
+    python ci/bench/image_step.py --model resnet --batches 16 --recipes mxfp8_nvidia --rounds 5
+
+A step is forward, loss, backward and SGD with momentum, on random images, on the same number of
+threads for all (see contest.py for how they take turns). Medians are reported and written, with
+machine and versions, to ci/bench/results/. Needs torch (extra ``bench``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import extensor as et
+import models
+from ci.bench.contest import arguments, command, measure, write
+from extensor.config import num_threads, use_core
+from extensor.nn.quantize import apply_recipe
+from extensor.optim import SGD
+
+SHAPES = {"lenet": (1, 28, 28), "resnet": (3, 32, 32)}
+"""The images of each model: LeNet-5, and ResNet-18 as it is trained on CIFAR-10."""
+
+
+def ours(
+    model_name: str, recipe: str, images: np.ndarray, labels: np.ndarray
+) -> Callable[[], None]:
+    """One step of our model under a recipe."""
+    model = models.build(model_name, models.config(model_name), np.random.default_rng(0))
+    state = apply_recipe(model, recipe)
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
+    x, y = et.from_numpy(images), et.from_numpy(labels)
+
+    def step() -> None:
+        state.step += 1
+        optimizer.zero_grad()
+        et.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def torch_lenet() -> Any:
+    """LeNet-5 of torch's layers."""
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, 10),
+    )
+
+
+def torch_resnet() -> Any:
+    """ResNet-18 of torch's layers, changed for 32x32 images as models/resnet says."""
+    import torch
+    from torch import nn
+
+    def unit(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+        conv = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
+        return [conv, nn.BatchNorm2d(outputs)]
+
+    class Block(nn.Module):
+        def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+            super().__init__()
+            self.body = nn.Sequential(
+                *unit(inputs, outputs, 3, stride), nn.ReLU(), *unit(outputs, outputs, 3)
+            )
+            same = stride == 1 and inputs == outputs
+            self.shortcut = nn.Sequential(*([] if same else unit(inputs, outputs, 1, stride)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.body(x) + self.shortcut(x))
+
+    layers: list[nn.Module] = [*unit(3, 64, 3), nn.ReLU()]
+    inputs = 64
+    for number, outputs in enumerate((64, 128, 256, 512)):
+        for stride in (2 if number else 1, 1):
+            layers.append(Block(inputs, outputs, stride))
+            inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def theirs(model_name: str, images: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
+    """One step of torch's model."""
+    import torch
+
+    torch.set_num_threads(num_threads())
+    model = {"lenet": torch_lenet, "resnet": torch_resnet}[model_name]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    x, y = torch.from_numpy(images), torch.from_numpy(labels)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def contestant(model_name: str, name: str, batch: int) -> Callable[[], None]:
+    """The step of ``name``, torch or a recipe of ours."""
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((batch, *SHAPES[model_name])).astype(np.float32)
+    labels = rng.integers(0, 10, batch)
+    if name == "torch":
+        return theirs(model_name, images, labels)
+    return ours(model_name, name, images, labels)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, default="lenet")
+    parser.add_argument("--recipes", default="mxfp4,mxfp8_nvidia,nvfp4_nvidia")
+    parser.add_argument("--batches", default="64,256")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = arguments(parser)
+    rows: list[dict[str, Any]] = []
+    for batch in (int(n) for n in args.batches.split(",")):
+        names = ["torch", "fp32", *(name for name in args.recipes.split(",") if name)]
+        burst = max(1, 640 // batch) if args.model == "lenet" else 1
+        seconds = measure(
+            {name: (contestant, (args.model, name, batch)) for name in names}, args.rounds, burst
+        )
+        for name, value in seconds.items():
+            rows.append(
+                {
+                    "batch": batch,
+                    "step": name,
+                    "ms": round(value * 1e3, 3),
+                    "images_per_s": round(batch / value),
+                    "speed_against_torch": round(seconds["torch"] / value, 3),
+                    "time_against_fp32": round(value / seconds["fp32"], 3),
+                }
+            )
+            print(
+                "batch {batch:>4}  {step:<14} {ms:8.2f} ms  {images_per_s:>7} images/s  "
+                "{speed_against_torch:5.2f}x torch's speed  "
+                "{time_against_fp32:5.2f}x our float32 time".format(**rows[-1])
+            )
+    core = "core" if use_core() else "numpy"
+    write(f"{args.model}-step-{core}", command(), rows, args=args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+// Rows and columns of one matrix, read once: a tile is encoded along its rows from registers and,
+// through shared memory, down its columns.
+
+constexpr int kAcross = TALL / kChunk;          // chunks down a tile
+constexpr int kGroups = kThreads / kAcross;     // threads side by side, COLUMNS each
+constexpr int kWide = kGroups * COLUMNS;        // columns of a tile; a row is 256 bytes or more
+constexpr int kVectors = kWide / kPerVector;    // 16-byte vectors of a row
+constexpr int kPerRow = kWide / kChunk;         // chunks of a row
+constexpr int kChunkVectors = kChunk / kPerVector;
+
+// Where a vector of a tile's row lies: the chunks of a warp, 16 rows apart, in different banks.
+__device__ __forceinline__ int swizzled(int vector, int down) { return vector ^ (down * (8 / kAcross)); }
+
+#if OUT == 3
+// ---- E5M2 codes under one power of two for the whole matrix ----
+
+// 4-bit codes of a block, times 2**shift, as E5M2: a table of eight magnitudes.
+struct Table {
+    u32 low, high;
+};
+
+__device__ __forceinline__ Table table_of(const Scale& s, int anchor) {
+    // Beyond the window lie only blocks of zeros, or a matrix whose flag is raised.
+    const int shift = max(min(static_cast<int>(s.stored) - anchor + TOP, TOP), TOP - SPAN);
+    Table table;
+    table.low = shift >= -13 ? 0x3E3C3800u + static_cast<u32>(shift) * 0x04040400u
+                             : shift == -14 ? 0x06040200u : 0x03020100u;
+    table.high = 0x46444240u + static_cast<u32>(shift) * 0x04040404u;
+    if (!s.live) table.low = table.high = 0x7F7F7F7Fu;
+    return table;
+}
+
+// The four codes in the low half of a word -> four bytes.
+__device__ __forceinline__ u32 look_up(u32 codes, const Table& table) {
+    // A selector with its top bit set repeats the byte's sign instead: 0x40 or 0 a byte here.
+    const u32 positive = __byte_perm(0x40u, 0, codes & 0x8888u);
+    return __byte_perm(table.low, table.high, codes & 0x7777u) | (~(positive << 1) & 0x80808080u);
+}
+
+__device__ __forceinline__ bool outside(u32 amax, const Scale& s, int anchor) {
+    const int byte = static_cast<int>(s.stored);
+    return amax && s.live && (byte > anchor || byte < anchor - SPAN);
+}
+#endif
+
+// x (rows, columns). Whole: rows and columns are multiples of a tile's, x is aligned to 16 bytes.
+// Results along rows, then down columns: codes and scales; decoded values (OUT 1); E5M2 codes (OUT
+// 3) whose rows are pitch0 and pitch1 bytes apart, those of columns transposed. For OUT 3 `maximum`
+// holds the bits of the magnitude that decides the `exponent` of all codes, and `flag` is raised
+// where a block lies outside the window.
+extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
+quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict__ codes1,
+              u8* __restrict__ scales0, u8* __restrict__ scales1, float* __restrict__ values0,
+              float* __restrict__ values1, const Tensor* __restrict__ tensor_of,
+              u64* __restrict__ counters, const u32* __restrict__ maximum, int* __restrict__ exponent,
+              u32* __restrict__ flag, u32 key00, u32 key01, u32 high00, u32 high01, u32 key10,
+              u32 key11, u32 high10, u32 high11, i64 pitch0, i64 pitch1, i64 rows, i64 columns) {
+    __shared__ uint4 tile[TALL][kVectors];
+    const i64 across = (columns + kWide - 1) / kWide;
+    const i64 top = blockIdx.x / across * TALL, left = blockIdx.x % across * kWide;
+#if NEEDS_TENSOR
+    const Tensor tensor = *tensor_of;
+#else
+    const Tensor tensor = {1, 1, 0, 1};
+#endif
+#if OUT == 3
+    const int anchor = min(max(exponent_byte(*maximum), 0), 254);
+    bool wide = false;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *exponent = anchor - 127 - TOP;
+#endif
+
+    u32 raw[COLUMNS][sizeof(Raw) * kChunk / 4];
+#pragma unroll
+    for (int item = 0; item < COLUMNS; ++item) {
+        const int chunk = item * kThreads + threadIdx.x;
+        const i64 row = top + chunk / kPerRow, start = left + chunk % kPerRow * kChunk;
+        const Raw* from = x + row * columns + start;
+#if WHOLE
+#pragma unroll
+        for (int v = 0; v < kChunkVectors; ++v) {
+            const uint4 four = __ldg(reinterpret_cast<const uint4*>(from) + v);
+            raw[item][4 * v] = four.x, raw[item][4 * v + 1] = four.y;
+            raw[item][4 * v + 2] = four.z, raw[item][4 * v + 3] = four.w;
+        }
+#else
+        const i64 real = row < rows ? columns - start : 0;
+#pragma unroll
+        for (int k = 0; k < kChunk; k += 4 / sizeof(Raw)) {
+            u32 word = k < real ? from[k] : 0;
+            if (sizeof(Raw) == 2 && k + 1 < real) word |= static_cast<u32>(from[k + 1]) << 16;
+            raw[item][k * sizeof(Raw) / 4] = word;
+        }
+#endif
+    }
+#pragma unroll
+    for (int item = 0; item < COLUMNS; ++item) {
+        const int chunk = item * kThreads + threadIdx.x;
+        const int row = chunk / kPerRow, first = chunk % kPerRow * kChunkVectors;
+#pragma unroll
+        for (int v = 0; v < kChunkVectors; ++v)
+            tile[row][swizzled(first + v, row / kChunk)] =
+                uint4{raw[item][4 * v], raw[item][4 * v + 1], raw[item][4 * v + 2], raw[item][4 * v + 3]};
+    }
+    __syncthreads();
+
+    Tally tally = {0, 0};
+    [[maybe_unused]] Stream stream = {key00, key01, high00, high01};
+    const i64 tiles_along = (columns + BLOCK - 1) / BLOCK;
+#pragma unroll
+    for (int item = 0; item < COLUMNS; ++item) {
+        const int chunk = item * kThreads + threadIdx.x;
+        const i64 row = top + chunk / kPerRow, start = left + chunk % kPerRow * kChunk;
+        const u32 part = static_cast<u32>(chunk % kParts);
+        const i64 block = row * tiles_along + start / BLOCK;
+        u32 codes_of[kWords];
+#if PAIRS
+        const u32 pair = pair_maximum<8, 1>(raw[item]);
+        const u32 amax = across_lanes(larger(low_float(pair), high_float(pair)));
+        const Scale s = block_scale(amax, tensor);
+        encode_pairs(raw[item], s, is_far(amax, s), codes_of, tally);
+#else
+        float v[kChunk];
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) v[k] = element(raw[item], k);
+        const u32 amax = across_lanes(chunk_maximum(v));
+        const Scale s = block_scale(amax, tensor);
+        encode(v, s, is_far(amax, s), tensor, static_cast<u32>(block), part, stream, codes_of, tally);
+#endif
+#if OUT == 3
+        wide = wide || outside(amax, s, anchor);
+        const Table table = table_of(s, anchor);
+        if (row < rows && start < pitch0)
+            *reinterpret_cast<uint4*>(codes0 + row * pitch0 + start) =
+                uint4{look_up(codes_of[0], table), look_up(codes_of[0] >> 16, table),
+                      look_up(codes_of[1], table), look_up(codes_of[1] >> 16, table)};
+#elif OUT == 1
+        float* to = values0 + row * columns + start;
+#if WHOLE
+#pragma unroll
+        for (int k = 0; k < kChunk; k += 4)
+            reinterpret_cast<float4*>(to)[k / 4] = float4{v[k], v[k + 1], v[k + 2], v[k + 3]};
+#else
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k)
+            if (row < rows && start + k < columns) to[k] = v[k];
+#endif
+#else
+        if (row < rows && start < tiles_along * BLOCK) {
+            u32* to = reinterpret_cast<u32*>(codes0) + (block * kParts + part) * kWords;
+            if (kWords == 4)
+                *reinterpret_cast<uint4*>(to) =
+                    uint4{codes_of[0], codes_of[1], codes_of[2 % kWords], codes_of[3 % kWords]};
+            else if (kWords == 2)
+                *reinterpret_cast<uint2*>(to) = uint2{codes_of[0], codes_of[1]};
+            else
+#pragma unroll
+                for (int w = 0; w < kWords; ++w) to[w] = codes_of[w];
+            if (part == 0) scales0[block] = static_cast<u8>(s.stored);
+        }
+#endif
+    }
+    add_counts(tally, counters);
+
+    // Down the columns: neighbouring lanes hold the chunks of the same columns.
+    tally = Tally{0, 0};
+    stream = Stream{key10, key11, high10, high11};
+    const int below = threadIdx.x % kAcross, group = threadIdx.x / kAcross;
+    const i64 column = left + group * COLUMNS, start = top + below * kChunk;
+    u32 mine[kChunk][kPairs];
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+        const int octet = group * COLUMNS * sizeof(Raw);
+        const u32* from = reinterpret_cast<const u32*>(&tile[below * kChunk + k][swizzled(octet / 16, below)]);
+        if (kPairs == 2) {
+            const uint2 two = *reinterpret_cast<const uint2*>(from + octet % 16 / 4);
+            mine[k][0] = two.x, mine[k][kPairs - 1] = two.y;
+        } else {
+            mine[k][0] = from[octet % 16 / 4];
+        }
+    }
+    u32 amax[COLUMNS];
+#if PAIRS
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) {
+        const u32 pair = pair_maximum<kChunk, kPairs>(&mine[0][p]);
+        amax[2 * p] = across_lanes(low_float(pair)), amax[2 * p + 1] = across_lanes(high_float(pair));
+    }
+#else
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        float v[kChunk];
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) v[k] = element(mine[k], c);
+        amax[c] = across_lanes(chunk_maximum(v));
+    }
+#endif
+    const u32 part = static_cast<u32>(below) % kParts;
+    const i64 tiles_down = (rows + BLOCK - 1) / BLOCK, line = start / BLOCK;
+    const i64 block = line * columns + column;
+    const i64 real = line < tiles_down ? columns - column : 0;
+    Scale s[COLUMNS];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) s[c] = block_scale(amax[c], tensor);
+#if PAIRS
+    u32 codes_of[kPairs][4];
+    encode_columns(mine, s, amax, codes_of, tally);
+#else
+    u32 codes_of[COLUMNS][kWords];
+#if OUT == 1
+    float decoded[kChunk][COLUMNS];
+#endif
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        float v[kChunk];
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) v[k] = element(mine[k], c);
+        encode(v, s[c], is_far(amax[c], s[c]), tensor, static_cast<u32>(block + c), part, stream,
+               codes_of[c], tally);
+#if OUT == 1
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) decoded[k][c] = v[k];
+#endif
+    }
+#endif
+#if OUT == 3
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        wide = wide || outside(amax[c], s[c], anchor);
+        const Table table = table_of(s[c], anchor);
+        u32 four[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+#if PAIRS
+            four[w] = look_up(codes_of[c / 2][w] >> (c % 2 * 16), table);
+#else
+            four[w] = look_up(codes_of[c][w / 2] >> (w % 2 * 16), table);
+#endif
+        }
+        if (column + c < columns && start < pitch1)
+            *reinterpret_cast<uint4*>(codes1 + (column + c) * pitch1 + start) =
+                uint4{four[0], four[1], four[2], four[3]};
+    }
+    if (__any_sync(~0u, wide) && threadIdx.x % 32 == 0) atomicOr(flag, 1u);
+#elif OUT == 1
+    float* to = values1 + start * columns + column;
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k, to += columns) {
+#if WHOLE
+        *reinterpret_cast<float2*>(to) = float2{decoded[k][0], decoded[k][1]};  // COLUMNS is 2
+#else
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            if (start + k < rows && column + c < columns) to[c] = decoded[k][c];
+#endif
+    }
+#else
+    const i64 octet_row = line * (BLOCK * BITS / 8) + part * (kWords * 4);
+    store_octets(codes_of, codes1 + octet_row * columns + column, columns, real);
+    if (part == 0) {
+#if WHOLE
+        u32 four = 0;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) four |= s[c].stored << (8 * c);
+        if (COLUMNS == 4)
+            *reinterpret_cast<u32*>(scales1 + block) = four;
+        else
+            *reinterpret_cast<u16*>(scales1 + block) = static_cast<u16>(four);
+#else
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            if (c < real) scales1[block + c] = static_cast<u8>(s[c].stored);
+#endif
+    }
+#endif
+    add_counts(tally, counters + 2 * kSlots);
+}

@@ -1,0 +1,164 @@
+// Blocks down columns: COLUMNS chunks per thread.
+
+constexpr int kPanel = kThreads / 32 * kChunk;  // positions of a thread block: 128
+
+// x (outer, length, inner) blocked along `length`. A warp holds 16 rows of 32 * COLUMNS columns; the
+// warps of a block exchange maxima. Whole: length is a multiple of 128, inner of COLUMNS, and x is
+// aligned to a thread's columns.
+extern "C" __global__ void __launch_bounds__(kThreads, (IN == 0 && WORDS) || HADAMARD || SEARCH || OUT == 1 ? 1 : 2)
+quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
+                 float* __restrict__ values, const Tensor* __restrict__ tensor_of,
+                 u32* __restrict__ maximum, u64* __restrict__ counters, u32 key0, u32 key1,
+                 u32 high0, u32 high1, SIGNS i64 outer, i64 length, i64 inner) {
+    const Stream stream = {key0, key1, high0, high1};
+    const i64 across = (inner + 32 * COLUMNS - 1) / (32 * COLUMNS);
+#if HADAMARD
+    const Signs signs = {sign0, sign1, sign2, sign3};
+#endif
+    const i64 coded = coded_length(length);
+    const i64 tiles = (coded + BLOCK - 1) / BLOCK, panels = (tiles * BLOCK + kPanel - 1) / kPanel;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const i64 image = blockIdx.x / (across * panels), rest = blockIdx.x % (across * panels);
+    const i64 column = (rest % across * 32 + lane) * COLUMNS;
+    const i64 start = rest / across * kPanel + warp * kChunk;  // first position of the chunk
+    const i64 tile = start / BLOCK;
+#if NEEDS_TENSOR && OUT != 2
+    const Tensor tensor = *tensor_of;
+#else
+    const Tensor tensor = {1, 1, 0, 1};
+#endif
+    u32 raw[kChunk][kPairs];
+    const Raw* from = x + (image * length + start) * inner + column;
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+#if WHOLE
+        uint2 two = {0, 0};
+        if (column < inner) {
+            if (kPairs == 2)
+                two = __ldg(reinterpret_cast<const uint2*>(from + k * inner));
+            else
+                two.x = __ldg(reinterpret_cast<const u32*>(from + k * inner));
+        }
+        raw[k][0] = two.x, raw[k][kPairs - 1] = kPairs == 2 ? two.y : two.x;
+#else
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += 4 / sizeof(Raw)) {
+            const bool real = start + k < length;
+            u32 word = real && column + c < inner ? from[k * inner + c] : 0;
+            if (sizeof(Raw) == 2 && real && column + c + 1 < inner)
+                word |= static_cast<u32>(from[k * inner + c + 1]) << 16;
+            raw[k][c * sizeof(Raw) / 4] = word;
+        }
+#endif
+    }
+    Tally tally = {0, 0};
+#if HADAMARD || SEARCH
+    float kept[COLUMNS][kChunk];  // as float, for what needs them more than once
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) kept[c][k] = element(raw[k], c);
+#if HADAMARD
+        turn_warps(kept[c], signs, warp, lane);
+#endif
+    }
+#define VALUE(k, c) kept[c][k]
+#else
+#define VALUE(k, c) element(raw[k], c)
+#endif
+    u32 amax[COLUMNS];
+    u32 most = 0;
+#if PAIRS
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) {
+        const u32 pair = pair_maximum<kChunk, kPairs>(&raw[0][p]);
+        amax[2 * p] = low_float(pair), amax[2 * p + 1] = high_float(pair);
+    }
+#else
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        float v[kChunk];
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) v[k] = VALUE(k, c);
+        amax[c] = chunk_maximum(v);
+        if (OUT == 2 && UE4M3) most = larger(most, finite_maximum(v));
+    }
+#endif
+#if BLOCK > 16
+    __shared__ u32 shared[kThreads / 32][COLUMNS][32];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) shared[warp][c][lane] = amax[c];
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+        for (int p = 0; p < kParts; ++p)
+            amax[c] = larger(amax[c], shared[warp / kParts * kParts + p][c][lane]);
+#endif
+#if ROWS > 1
+    constexpr int kLanes = ROWS / COLUMNS;  // lanes of a tile's rows, which lie side by side here
+#pragma unroll
+    for (int c = 1; c < COLUMNS; ++c) amax[0] = larger(amax[0], amax[c]);
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2)
+        amax[0] = larger(amax[0], __shfl_xor_sync(~0u, amax[0], step));
+#pragma unroll
+    for (int c = 1; c < COLUMNS; ++c) amax[c] = amax[0];
+#endif
+#if OUT == 2
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c)
+        if (!UE4M3) most = larger(most, amax[c] < kExponent ? amax[c] : 0);
+    add_maximum(most, maximum);
+#else
+    const u32 part = static_cast<u32>(start % BLOCK) / kChunk;
+    const i64 blocks = (image * tiles + tile) * ((inner + ROWS - 1) / ROWS) + column / ROWS;
+#if SEARCH && ROWS > 1
+    const Scale s = best_scale<COLUMNS, ROWS, 1>(kept, lane / kLanes * kLanes, amax[0], tensor);
+#endif
+    const bool inside = tile < tiles;  // else: warps beyond the last block
+    [[maybe_unused]] u32 stored[COLUMNS];
+#if PAIRS
+    Scale s[COLUMNS];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) s[c] = block_scale(amax[c], tensor), stored[c] = s[c].stored;
+    u32 codes_of[kPairs][4];
+    encode_columns(raw, s, amax, codes_of, tally);
+#else
+    u32 codes_of[COLUMNS][kWords];
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+        float v[kChunk];
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) v[k] = VALUE(k, c);
+#if SEARCH && ROWS == 1
+        const Scale s = best_scale<1, 1, 1>(reinterpret_cast<const float(&)[1][kChunk]>(kept[c]), 0,
+                                            amax[c], tensor);
+#elif !SEARCH
+        const Scale s = block_scale(amax[c], tensor);
+#endif
+        stored[c] = s.stored;
+        const u32 block = static_cast<u32>(ROWS > 1 ? blocks : blocks + c);
+        const u32 place = ROWS > 1 ? static_cast<u32>((column + c) % ROWS) * kParts + part : part;
+        encode(v, s, is_far(amax[c], s), tensor, block, place, stream, codes_of[c], tally);
+#if OUT == 1
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k)
+            if (start + k < coded && column + c < inner)
+                values[(image * coded + start + k) * inner + column + c] = v[k];
+#endif
+    }
+#endif
+#if OUT == 0
+    const i64 row = (image * tiles + tile) * (BLOCK * BITS / 8) + part * (kWords * 4);
+    store_octets(codes_of, codes + row * inner + column, inner, inside ? inner - column : 0);
+    if (part == 0 && inside) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            if (column + c < inner && (column + c) % ROWS == 0)
+                scales[ROWS > 1 ? blocks : blocks + c] = static_cast<u8>(stored[c]);
+    }
+#endif
+    add_counts(tally, counters);
+#endif
+}

@@ -1,0 +1,65 @@
+// Codes of neighbouring columns, and how their bytes lie beside each other.
+
+#if DOWN || BOTH
+constexpr int kPairs = COLUMNS * sizeof(Raw) / 4;  // 32-bit words of a thread's columns
+
+#if PAIRS
+// 16 rows of a thread's columns -> nibbles of four rows each, the even column in the low half.
+__device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs], const Scale (&s)[COLUMNS],
+                                               const u32 (&amax)[COLUMNS], u32 (&nibbles)[kPairs][4],
+                                               Tally& tally) {
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) {
+        const Scale &a = s[2 * p], &b = s[2 * p + 1];
+        const bool far = is_far(amax[2 * p], a) || is_far(amax[2 * p + 1], b);
+        const u32 scale = bits_of(a.apply) >> 16 | bits_of(b.apply);
+        const u32 live = (a.live & 0xFFFFu) | (b.live & 0xFFFF0000u);
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            u32 n = 0, signs = 0;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const u32 x = raw[4 * q + k][p];
+                n |= round_pair(x, scale, far) << (4 * k);
+                signs |= x >> (12 - 4 * k) & (0x00080008u << (4 * k));
+            }
+            nibbles[p][q] = (saturate(n, live, tally) | signs) & live;
+        }
+        forget_zeros<kChunk, kPairs>(&raw[0][p], live, tally);
+    }
+}
+
+// Byte b of each column's codes.
+__device__ __forceinline__ u32 octets_of(const u32 (&nibbles)[kPairs][4], int b) {
+    return __byte_perm(nibbles[0][b / 2], nibbles[kPairs - 1][b / 2], 0x6420 + b % 2 * 0x1111);
+}
+#else
+__device__ __forceinline__ u32 octets_of(const u32 (&packed)[COLUMNS][kWords], int b) {
+    const u32 pick = b % 4 | (b % 4 + 4) << 4;
+    const u32 low = __byte_perm(packed[0][b / 4], packed[1][b / 4], pick);
+    if (COLUMNS == 2) return low & 0xFFFFu;
+    return __byte_perm(low, __byte_perm(packed[COLUMNS - 2][b / 4], packed[COLUMNS - 1][b / 4], pick), 0x5410);
+}
+#endif
+
+// Byte b of the columns' codes -> row b of bytes, `inner` to a row. `real`: how many columns are.
+template <class Codes>
+__device__ __forceinline__ void store_octets(const Codes& codes, u8* to, i64 inner, i64 real) {
+#pragma unroll
+    for (int b = 0; b < kWords * 4; ++b, to += inner) {
+        const u32 octets = octets_of(codes, b);
+#if WHOLE
+        if (real > 0) {
+            if (COLUMNS == 4)
+                *reinterpret_cast<u32*>(to) = octets;
+            else
+                *reinterpret_cast<u16*>(to) = static_cast<u16>(octets);
+        }
+#else
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            if (c < real) to[c] = static_cast<u8>(octets >> (8 * c));
+#endif
+    }
+}
+#endif

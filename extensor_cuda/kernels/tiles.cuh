@@ -1,0 +1,69 @@
+// Tiles of several rows, blocked along rows: a chunk per thread.
+
+constexpr int kWarps = ROWS / 16;  // warps of a tile's rows; each holds 16 rows of two chunks
+
+// x (images, rows, length), tiles of (ROWS, BLOCK), blocks numbered along the rows.
+extern "C" __global__ void __launch_bounds__(kThreads)
+quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
+               float* __restrict__ values, const Tensor* __restrict__ tensor_of,
+               u32* __restrict__ maximum, u64* __restrict__ counters, u32 key0, u32 key1, u32 high0,
+               u32 high1, i64 images, i64 rows, i64 length) {
+    const Stream stream = {key0, key1, high0, high1};
+    const i64 across = (length + BLOCK - 1) / BLOCK, strips = (across * kParts + 1) / 2;
+    const i64 bands = (rows + ROWS - 1) / ROWS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const i64 place = static_cast<i64>(blockIdx.x) * (kThreads / 32 / kWarps) + warp / kWarps;
+    const i64 band = place / strips, start = (place % strips * 2 + lane % 2) * kChunk;
+    const int inner = warp % kWarps * 16 + lane / 2;  // row of the tile
+    const i64 row = band % bands * ROWS + inner, line = band / bands * rows + row;
+    const bool inside = band < images * bands && start < across * BLOCK;
+    const bool real = inside && row < rows;
+#if NEEDS_TENSOR && OUT != 2
+    const Tensor tensor = *tensor_of;
+#else
+    const Tensor tensor = {1, 1, 0, 1};
+#endif
+    float v[1][kChunk];
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k)
+        v[0][k] = real && start + k < length ? widen(x[line * length + start + k]) : 0.0f;
+    u32 amax = across_lanes(chunk_maximum(v[0]));
+#pragma unroll
+    for (int step = 2; step < 32; step *= 2) amax = larger(amax, __shfl_xor_sync(~0u, amax, step));
+#if ROWS > 16
+    __shared__ u32 shared[kThreads / 32][2];
+    if (lane < 2) shared[warp][lane] = amax;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) amax = larger(amax, shared[warp / kWarps * kWarps + w][lane % 2]);
+#endif
+#if OUT == 2
+    add_maximum(UE4M3 ? finite_maximum(v[0]) : amax < kExponent ? amax : 0, maximum);
+#else
+    Tally tally = {0, 0};
+#if SEARCH
+    const Scale s = best_scale<1, ROWS, 2>(v, lane % 2, amax, tensor);
+#else
+    const Scale s = block_scale(amax, tensor);
+#endif
+    const i64 block = band * across + start / BLOCK;
+    const u32 part = static_cast<u32>(inner * kParts + start % BLOCK / kChunk);
+    u32 packed[kWords];
+    encode(v[0], s, is_far(amax, s), tensor, static_cast<u32>(block), part, stream, packed, tally);
+    if (real) {
+#if OUT == 0
+        u32* to = reinterpret_cast<u32*>(codes) + (line * across * kParts + start / kChunk) * kWords;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) to[w] = packed[w];
+#else
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k)
+            if (start + k < length) values[line * length + start + k] = v[0][k];
+#endif
+    }
+#if OUT == 0
+    if (inside && part == 0) scales[block] = static_cast<u8>(s.stored);
+#endif
+    add_counts(tally, counters);
+#endif
+}

@@ -1,0 +1,343 @@
+"""Every layer against torch: outputs, gradients, and twenty steps of training.
+
+A layer that `extensor.nn` offers and no case here makes fails `test_every_layer_has_a_peer`, which
+needs no torch. Weights and the input are both trained, so that layers without weights take part.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor import nn
+from extensor.optim import SGD
+
+Made = tuple[Callable[..., Any], list[Any]]
+"""A function of torch's tensors, and its parameters in the order of ours."""
+Peer = tuple[Callable[[], nn.Module], Callable[[Any], Made], tuple[int, ...]]
+
+TOKENS, IMAGE, FLAT = (2, 5, 12), (2, 4, 6, 7), (3, 4)
+
+
+def same(name: str, *args: Any, **options: Any) -> Callable[[Any], Made]:
+    """Torch's layer of a name, with its parameters in torch's order."""
+
+    def make(torch: Any) -> Made:
+        layer = getattr(torch.nn, name)(*args, **options)
+        return layer, list(layer.parameters())
+
+    return make
+
+
+def chain(*parts: Callable[[Any], Made]) -> Callable[[Any], Made]:
+    def make(torch: Any) -> Made:
+        made = [part(torch) for part in parts]
+        layer = torch.nn.Sequential(*(layer for layer, _ in made))
+        return layer, [p for _, parameters in made for p in parameters]
+
+    return make
+
+
+def attention(causal: bool, bias: bool = True) -> Callable[[Any], Made]:
+    def make(torch: Any) -> Made:
+        layer = torch.nn.MultiheadAttention(12, 4, bias=bias, batch_first=True)
+        order = [layer.in_proj_weight, layer.in_proj_bias]
+        order += [layer.out_proj.weight, layer.out_proj.bias]
+        hidden = torch.triu(torch.full((5, 5), -math.inf), 1) if causal else None
+        return (
+            lambda z: layer(z, z, z, attn_mask=None if hidden is None else hidden.to(z.dtype))[0],
+            [p for p in order if p is not None],
+        )
+
+    return make
+
+
+def llama_attention(torch: Any) -> Made:
+    """Grouped queries and rotation, from torch's functions and complex numbers."""
+    f = torch.nn.functional
+    qkv, out = torch.nn.Parameter(torch.zeros(20, 12)), torch.nn.Parameter(torch.zeros(12, 12))
+
+    def turned(x: Any) -> Any:
+        angle = torch.arange(5)[:, None].double() * 100.0 ** -torch.arange(1).double()
+        z = torch.complex(*x.double().chunk(2, -1)) * torch.exp(1j * angle)
+        return torch.cat([z.real, z.imag], -1).to(x.dtype)
+
+    def run(x: Any) -> Any:
+        parts = (x @ qkv.T).split([12, 4, 4], -1)
+        q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in parts)
+        k, v = turned(k).repeat_interleave(3, 1), v.repeat_interleave(3, 1)
+        mixed = f.scaled_dot_product_attention(turned(q), k, v, is_causal=True)
+        return mixed.transpose(1, 2).flatten(2) @ out.T
+
+    return run, [qkv, out]
+
+
+def block(torch: Any) -> Made:
+    layer = torch.nn.TransformerEncoderLayer(
+        12, 4, 48, 0.0, "gelu", batch_first=True, norm_first=True
+    )
+    attended = layer.self_attn
+    parts = (layer.norm1, attended, attended.out_proj, layer.norm2, layer.linear1, layer.linear2)
+    return layer, [
+        parameter
+        for part in parts
+        for parameter in (
+            (part.in_proj_weight, part.in_proj_bias)
+            if part is attended
+            else (part.weight, part.bias)
+        )
+    ]
+
+
+def swiglu_feed_forward(torch: Any) -> Made:
+    up, down = torch.nn.Linear(12, 20, bias=False), torch.nn.Linear(10, 12, bias=False)
+
+    def run(x: Any) -> Any:
+        gate, value = up(x).chunk(2, -1)
+        return down(torch.nn.functional.silu(gate) * value)
+
+    return run, [up.weight, down.weight]
+
+
+def recurrent(name: str) -> Callable[[Any], Made]:
+    """Two layers, both ways; our cells hold weight, bias, weight, bias, torch's ww bb."""
+
+    def make(torch: Any) -> Made:
+        layer = getattr(torch.nn, name)(12, 4, num_layers=2, bidirectional=True, batch_first=True)
+        cells = [list(layer.parameters())[i : i + 4] for i in range(0, 16, 4)]
+        return lambda z: layer(z)[0], [cell[i] for cell in cells for i in (0, 2, 1, 3)]
+
+    return make
+
+
+PEERS: dict[str, Peer] = {
+    "linear": (lambda: nn.Linear(12, 3, rng=0), same("Linear", 12, 3), TOKENS),
+    "linear no bias": (
+        lambda: nn.Linear(4, 3, False, rng=0), same("Linear", 4, 3, bias=False), FLAT,
+    ),
+    "conv": (lambda: nn.Conv2d(4, 5, 3, rng=0), same("Conv2d", 4, 5, 3), IMAGE),
+    "conv options": (
+        lambda: nn.Conv2d(4, 6, (3, 2), (2, 1), (2, 1), (1, 2), 2, False, rng=0),
+        same("Conv2d", 4, 6, (3, 2), (2, 1), (2, 1), (1, 2), 2, False),
+        (2, 4, 9, 8),
+    ),
+    "depthwise": (
+        lambda: nn.depthwise_conv2d(4, 3, multiplier=2, rng=0),
+        same("Conv2d", 4, 8, 3, groups=4),
+        IMAGE,
+    ),
+    "separable": (
+        lambda: nn.SeparableConv2d(4, 6, 3, stride=2, padding=1, rng=0),
+        chain(
+            same("Conv2d", 4, 4, 3, stride=2, padding=1, groups=4), same("Conv2d", 4, 6, 1)
+        ),
+        IMAGE,
+    ),
+    "max pool": (lambda: nn.MaxPool2d(3, 2, 1), same("MaxPool2d", 3, 2, 1), IMAGE),
+    "avg pool": (lambda: nn.AvgPool2d((2, 3)), same("AvgPool2d", (2, 3)), IMAGE),
+    "avg pool padded": (lambda: nn.AvgPool2d(3, 2, 1), same("AvgPool2d", 3, 2, 1), IMAGE),
+    "global avg pool": (
+        lambda: nn.GlobalAvgPool2d(), chain(same("AdaptiveAvgPool2d", 1), same("Flatten")), IMAGE,
+    ),
+    "flatten": (lambda: nn.Flatten(), same("Flatten"), IMAGE),
+    "flatten later": (lambda: nn.Flatten(2), same("Flatten", 2), IMAGE),
+    "layer norm": (lambda: nn.LayerNorm((5, 12)), same("LayerNorm", (5, 12)), TOKENS),
+    "layer norm no bias": (
+        lambda: nn.LayerNorm(12, bias=False), same("LayerNorm", 12, bias=False), TOKENS,
+    ),
+    "rms norm": (lambda: nn.RMSNorm(12, 1e-3), same("RMSNorm", 12, 1e-3), TOKENS),
+    "group norm": (lambda: nn.GroupNorm(2, 4), same("GroupNorm", 2, 4), IMAGE),
+    "group norm flat": (lambda: nn.GroupNorm(2, 4), same("GroupNorm", 2, 4), FLAT),
+    "instance norm": (
+        lambda: nn.InstanceNorm(4), same("InstanceNorm2d", 4, affine=True), IMAGE,
+    ),
+    "batch norm": (lambda: nn.BatchNorm2d(4), same("BatchNorm2d", 4), IMAGE),
+    "dropout of nothing": (lambda: nn.Dropout(0.0), same("Dropout", 0.0), TOKENS),
+    "dropout2d of nothing": (lambda: nn.Dropout2d(0.0), same("Dropout2d", 0.0), IMAGE),
+    "embedding": (lambda: nn.Embedding(7, 3, rng=0), same("Embedding", 7, 3), (4, 5)),
+    "attention": (lambda: nn.MultiheadAttention(12, 4, rng=0), attention(False), TOKENS),
+    "attention causal": (
+        lambda: nn.MultiheadAttention(12, 4, causal=True, bias=False, rng=0),
+        attention(True, bias=False),
+        TOKENS,
+    ),
+    "attention grouped rotary": (
+        lambda: nn.MultiheadAttention(12, 6, 2, causal=True, rotary=100.0, bias=False, rng=0),
+        llama_attention,
+        TOKENS,
+    ),
+    "feed forward": (
+        lambda: nn.FeedForward(12, 20, rng=0),
+        chain(same("Linear", 12, 20), same("GELU"), same("Linear", 20, 12)),
+        TOKENS,
+    ),
+    "feed forward swiglu": (
+        lambda: nn.FeedForward(12, 10, "swiglu", False, rng=0), swiglu_feed_forward, TOKENS,
+    ),
+    "transformer block": (lambda: nn.TransformerBlock(12, 4, rng=0), block, TOKENS),
+    "lstm": (
+        lambda: nn.LSTM(12, 4, num_layers=2, bidirectional=True, batch_first=True, rng=0),
+        recurrent("LSTM"),
+        TOKENS,
+    ),
+    "gru": (
+        lambda: nn.GRU(12, 4, num_layers=2, bidirectional=True, batch_first=True, rng=0),
+        recurrent("GRU"),
+        TOKENS,
+    ),
+    "sequential": (
+        lambda: nn.Sequential(nn.Linear(4, 5, rng=0), nn.Tanh(), nn.Linear(5, 2, rng=1)),
+        chain(same("Linear", 4, 5), same("Tanh"), same("Linear", 5, 2)),
+        FLAT,
+    ),
+    "relu": (lambda: nn.ReLU(), same("ReLU"), FLAT),
+    "relu6": (lambda: nn.ReLU6(), same("ReLU6"), FLAT),
+    "sigmoid": (lambda: nn.Sigmoid(), same("Sigmoid"), FLAT),
+    "tanh": (lambda: nn.Tanh(), same("Tanh"), FLAT),
+    "silu": (lambda: nn.SiLU(), same("SiLU"), FLAT),
+    "mish": (lambda: nn.Mish(), same("Mish"), FLAT),
+    "selu": (lambda: nn.SELU(), same("SELU"), FLAT),
+    "hard sigmoid": (lambda: nn.HardSigmoid(), same("Hardsigmoid"), FLAT),
+    "hard swish": (lambda: nn.HardSwish(), same("Hardswish"), FLAT),
+    "hard tanh": (lambda: nn.HardTanh(), same("Hardtanh"), FLAT),
+    "softplus": (lambda: nn.Softplus(), same("Softplus"), FLAT),
+    "elu": (lambda: nn.ELU(0.5), same("ELU", 0.5), FLAT),
+    "gelu": (lambda: nn.GELU(), same("GELU"), FLAT),
+    "gelu tanh": (lambda: nn.GELU("tanh"), same("GELU", "tanh"), FLAT),
+    "leaky relu": (lambda: nn.LeakyReLU(0.2), same("LeakyReLU", 0.2), FLAT),
+    "prelu": (lambda: nn.PReLU(0.1), same("PReLU", 1, 0.1), FLAT),
+    "softmax": (lambda: nn.Softmax(0), same("Softmax", 0), FLAT),
+    "log softmax": (lambda: nn.LogSoftmax(), same("LogSoftmax", -1), FLAT),
+}  # fmt: skip
+
+BASES = {nn.Module, nn.ModuleList}
+"""What computes nothing: the base class, and a list that cannot be called."""
+
+
+def test_every_layer_has_a_peer() -> None:
+    made = {type(part) for make, _, _ in PEERS.values() for part in make().modules()}
+    offered = {
+        thing
+        for name in nn.__all__
+        if inspect.isclass(thing := getattr(nn, name)) and issubclass(thing, nn.Module)
+    }
+    assert len(offered) > 35
+    missing = {layer.__name__ for layer in offered - BASES - made}
+    assert not missing, f"layers that nothing compares with torch: {sorted(missing)}"
+
+
+def as_dtype(p: Any, values: np.ndarray) -> None:
+    p.data, p.dtype = p.backend.xp.asarray(values), et.ExTensor(values).dtype
+
+
+class Pair:
+    """Our layer and torch's with the same weights, off their round initial values."""
+
+    def __init__(self, torch: Any, case: str, dtype: Any, training: bool = True) -> None:
+        make, peer, self.shape = PEERS[case]
+        self.torch, self.integers = torch, case == "embedding"
+        self.mine = make().train(training)
+        self.theirs, parameters = peer(torch)
+        if isinstance(self.theirs, torch.nn.Module):
+            self.theirs.train(training)
+            self.theirs.to(torch.float64 if dtype == np.float64 else torch.float32)
+        self.pairs = list(zip(self.mine.parameters(), parameters, strict=True))
+        rng = np.random.default_rng(0)
+        for p, q in self.pairs:
+            as_dtype(p, (p.numpy() + 0.5 * rng.random(p.shape)).astype(dtype))
+            q.data = torch.tensor(p.numpy().reshape(tuple(q.shape)))
+
+    def inputs(self, rng: np.random.Generator, dtype: Any) -> tuple[Any, Any]:
+        if self.integers:
+            tokens = rng.integers(0, 7, self.shape)
+            return et.ExTensor(tokens), self.torch.tensor(tokens)
+        values = rng.standard_normal(self.shape).astype(dtype)
+        return (
+            et.ExTensor(values, requires_grad=True),
+            self.torch.tensor(values, requires_grad=True),
+        )
+
+    def backward(self, rng: np.random.Generator, x: Any, z: Any) -> tuple[Any, Any]:
+        y, want = self.mine(x), self.theirs(z)
+        y = y[0] if isinstance(y, tuple) else y
+        g = rng.standard_normal(y.shape).astype(y.numpy().dtype)
+        for _, q in self.pairs:
+            q.grad = None
+        self.mine.zero_grad()
+        y.backward(et.ExTensor(g))
+        want.backward(self.torch.tensor(g))
+        return y, want
+
+
+def torch_or_skip() -> Any:
+    return pytest.importorskip("torch", reason="torch is the oracle: pip install -e .[peers]")
+
+
+@pytest.mark.parametrize("case", PEERS)
+@pytest.mark.parametrize("training", [True, False])
+def test_outputs_and_gradients_as_torch(case: str, training: bool) -> None:
+    """In float32: sums of up to 100 terms near 1, each side 2**-24 a term."""
+    pair = Pair(torch_or_skip(), case, np.float32, training)
+    rng = np.random.default_rng(1)
+    x, z = pair.inputs(rng, np.float32)
+    y, want = pair.backward(rng, x, z)
+    np.testing.assert_allclose(y.numpy(), want.detach().numpy(), rtol=2e-5, atol=5e-6)
+    both = pair.pairs if pair.integers else [(x, z), *pair.pairs]
+    for p, q in both:
+        got = p.grad.numpy().reshape(tuple(q.shape))
+        np.testing.assert_allclose(got, q.grad.numpy(), rtol=1e-4, atol=5e-5)
+    if case == "batch norm":
+        for name in ("running_mean", "running_var"):
+            got, wanted = (getattr(side, name) for side in (pair.mine, pair.theirs))
+            np.testing.assert_allclose(got.numpy(), wanted.numpy(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", PEERS)
+def test_twenty_steps_as_torch(case: str) -> None:
+    """Forward, backward and SGD in float64, where nothing but a mistake can differ by 1e-8.
+
+    (Adam would scale up rounding where a gradient is zero in exact arithmetic: the keys' bias.)
+    """
+    torch = torch_or_skip()
+    pair = Pair(torch, case, np.float64)
+    rng = np.random.default_rng(2)
+    x, z = pair.inputs(rng, np.float64)
+    trained = pair.pairs if pair.integers else [*pair.pairs, (x, z)]
+    ours = SGD([p for p, _ in trained], lr=0.002)
+    reference = torch.optim.SGD([q for _, q in trained], lr=0.002)
+    for _ in range(20):
+        if pair.integers:
+            x, z = pair.inputs(rng, np.float64)
+        x.grad = z.grad = None
+        y, want = pair.backward(rng, x, z)
+        np.testing.assert_allclose(y.numpy(), want.detach().numpy(), rtol=1e-8, atol=1e-9)
+        ours.step()
+        reference.step()
+        for p, q in trained:
+            got = p.numpy().reshape(tuple(q.shape))
+            np.testing.assert_allclose(got, q.detach().numpy(), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", ["Dropout", "Dropout2d"])
+def test_dropout_as_torch_with_the_same_draws(case: str) -> None:
+    """What was kept decides everything else: values and gradients are then torch's product."""
+    torch = torch_or_skip()
+    layer = getattr(nn, case)(0.25, rng=0)
+    values = np.random.default_rng(0).standard_normal((8, 16, 3, 3)) + 10.0
+    x, z = et.ExTensor(values, requires_grad=True), torch.tensor(values, requires_grad=True)
+    for _ in range(20):
+        y = layer(x)
+        want = z * torch.tensor(y.numpy() != 0) / (1.0 - 0.25)
+        # the factor is float32(1) / float32(0.75), within 2**-24 of 4 / 3
+        np.testing.assert_allclose(y.numpy(), want.detach().numpy(), rtol=2.0**-23)
+        x.grad = z.grad = None
+        y.square().sum().backward()
+        want.square().sum().backward()
+        assert x.grad is not None
+        np.testing.assert_allclose(x.grad.numpy(), z.grad.numpy(), rtol=2.0**-21)

@@ -1,0 +1,75 @@
+"""float32 rows times weights in blocks, against the exact product."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from extensor.quant.spec import QuantSpec
+from tests.product_cases import BACKEND, CORE, MXFP4, NVFP4, ZEROS, check, exact, quantized, short
+
+WEIGHTS = [
+    MXFP4,
+    *(QuantSpec("mxfp4", tile=(1, n)) for n in (16, 64, 128, 256, 384)),
+    QuantSpec("mxfp4", tile=(16, 32)),
+    NVFP4,
+    QuantSpec("int4"),
+    QuantSpec("int4", symmetric=False),
+    QuantSpec("int4", tile="channel", scale_dtype="float16"),
+    QuantSpec("mxfp8_e4m3"),
+    QuantSpec("mxfp8_e5m2"),
+    QuantSpec("fp8_e4m3"),
+    QuantSpec("fp8_e4m3", tile=(1, 10)),
+    QuantSpec("mxint8"),
+    QuantSpec("int8"),
+    ZEROS,
+]
+
+
+@pytest.mark.parametrize("spec", WEIGHTS, ids=short)
+def test_weight_only(variant: str, spec: QuantSpec) -> None:
+    rng = np.random.default_rng(0)
+    shapes = ((1, 1, 1), (1, 7, 33), (2, 70, 300), (3, 33, 1100), (5, 66, 128), (8, 9, 257))
+    # Slices of x end at 8192, 4096 and 2048; 65 rows leave a task of one.
+    for m, n, k in (*shapes, (1, 5, 8200), (2, 65, 4100), (17, 3, 2500), (32, 6, 256)):
+        w = quantized((n, k), spec, k)
+        x = (rng.standard_normal((m, k)) * np.exp2(rng.integers(-6, 7, (m, k)))).astype(np.float32)
+        path = BACKEND.path("weight_matmul", x, w)
+        kernels = variant if variant != "amx" else "avx512_vnni"  # tiles take no float32 rows
+        assert path.startswith(f"core ({kernels})" if CORE else "generic: ")
+        check(BACKEND.weight_matmul(x, w), x.astype(np.float64), exact(w), k, (m, n, k))
+        wide = np.repeat(x, 2, axis=1)[:, ::2]
+        assert np.array_equal(BACKEND.weight_matmul(wide, w), BACKEND.weight_matmul(x, w))
+
+
+def test_weights_ignore_what_is_left_in_memory(variant: str) -> None:
+    """Lanes beyond the end of a row meet no scale of an earlier product."""
+    for spec in (MXFP4, NVFP4, QuantSpec("int4", symmetric=False), QuantSpec("mxfp8_e4m3")):
+        before, w = quantized((9, 2000), spec, 0), quantized((9, 33), spec, 1)
+        for scales in (before.scales, w.scales[4:5]):
+            scales[:] = np.nan if scales.dtype.kind == "f" else 255 if spec.is_mx else 0x7F
+        assert np.isnan(BACKEND.weight_matmul(np.ones((1, 2000), np.float32), before)).all()
+        got = BACKEND.weight_matmul(np.ones((5, 33), np.float32), w)
+        assert np.isnan(got[:, 4]).all(), spec
+        assert not np.isnan(np.delete(got, 4, axis=1)).any(), spec
+
+
+def test_weights_at_the_ends_of_the_scales(variant: str) -> None:
+    """A block's largest and smallest scales, subnormal ones too, are those of the format."""
+    k = 32 * 19  # some scales in vectors, some alone
+    for name in ("mxfp4", "mxint8", "mxfp8_e4m3", "mxfp8_e5m2"):
+        w = quantized((6, k), QuantSpec(name), 0)
+        for low, high, x in ((0, 5, 2.0**58), (230, 240, 2.0**-60)):
+            w.scales[:] = np.random.default_rng(1).integers(low, high, w.scales.shape)
+            a = np.full((2, k), x, np.float32)
+            check(BACKEND.weight_matmul(a, w), a.astype(np.float64), exact(w), k, (name, low))
+    w = quantized((6, k), NVFP4, 0)
+    a = np.ones((3, k), np.float32)
+    w.scales[:] = np.arange(w.scales.size).reshape(w.scales.shape) % 0x7F
+    check(BACKEND.weight_matmul(a, w), a.astype(np.float64), exact(w), k, "ue4m3")
+    for spec, nan in ((NVFP4, 0x7F), (MXFP4, 255)):
+        w = quantized((6, k), spec, 0)
+        w.codes[:] = 0x22  # ones: infinite scales would show
+        w.scales[4, 5], w.scales[5, -1] = nan, nan
+        got = BACKEND.weight_matmul(a, w)
+        assert np.array_equal(np.isnan(got), np.arange(6) >= np.full((3, 1), 4)), spec

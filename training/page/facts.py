@@ -1,0 +1,95 @@
+"""What a run's folder says: its settings, its records, its layers beside float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from extensor import ExTensor
+from extensor.inspect import LayerRow, compare_layers
+from extensor.io import CheckpointError
+from extensor.nn import apply_recipe
+from training.callbacks import LAST, METRICS, TELEMETRY
+from training.config import RunConfig
+from training.data import DataError
+from training.ptq import restored
+from training.rundir import CONFIG, UsageError, read_config, read_result
+from training.snapshot import Operands, operands
+
+__all__ = ["Facts", "read_facts"]
+
+LAYER_BATCH = 200
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the folder says.
+
+    ``rows`` compares the layers with float32, ``seen`` holds their operands; both are empty, and
+    ``missing`` says why, where there is no checkpoint or no data.
+    """
+
+    config: RunConfig
+    result: dict[str, Any] | None
+    epochs: list[dict[str, Any]]
+    telemetry: list[dict[str, Any]]
+    rows: Sequence[LayerRow]
+    seen: Operands
+    missing: str | None
+
+
+def read_facts(folder: Path) -> Facts:
+    """All that the folder of a run says.
+
+    Raises:
+        UsageError: if the folder holds no run, or its files cannot be read.
+    """
+    if not (folder / CONFIG).is_file():
+        raise UsageError(
+            f"{folder}: wanted the folder of a run, but {CONFIG} is not there; the way out: the "
+            "--out of a run of `python -m training MODEL`"
+        )
+    config = read_config(folder)
+    rows, seen, missing = _layers(folder)
+    return Facts(
+        config,
+        read_result(folder),
+        _json_lines(folder / METRICS),
+        _json_lines(folder / TELEMETRY),
+        rows,
+        seen,
+        missing,
+    )
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file; a last line that is being written does not count yet."""
+    if not path.is_file():
+        return []
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise UsageError(f"{path}:{number}: not a record: {error}") from error
+    return found
+
+
+def _layers(folder: Path) -> tuple[Sequence[LayerRow], Operands, str | None]:
+    """Each layer beside float32 and its operands, from the checkpoint and the data."""
+    if not (folder / LAST).is_file():
+        return (), {}, "the run has no checkpoint yet: its first epoch is not done"
+    try:
+        trainer = restored(folder)
+    except (UsageError, DataError, CheckpointError) as error:
+        return (), {}, str(error)
+    reference = trainer.fresh_model()
+    reference.load_state_dict(trainer.model.state_dict())
+    apply_recipe(reference, "fp32")
+    batch = next(trainer.task.test(min(LAYER_BATCH, trainer.task.eval_batch)))
+    inputs = ExTensor.from_numpy(batch.inputs).to(trainer.config.device)
+    rows = compare_layers(trainer.model, reference, inputs, isolated=True).rows
+    return rows, operands(trainer), None
