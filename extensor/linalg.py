@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from extensor.ops.factor import (
+    eig,
+    eigh,
+    eigvals,
+    eigvalsh,
+    matrix_norm,
+    matrix_rank,
+    pinv,
+    qr,
+    svd,
+    svdvals,
+    vector_norm,
+)
 from extensor.ops.linalg import matmul, outer, tensordot
 from extensor.ops.matrix import (
     cholesky,
     cross,
     det,
     diagonal,
-    eig,
-    eigh,
-    eigvals,
-    eigvalsh,
     inv,
-    matrix_norm,
     matrix_power,
-    matrix_rank,
-    pinv,
-    qr,
     slogdet,
     solve,
-    svd,
-    svdvals,
     trace,
-    vector_norm,
 )
 from extensor.ops.standard import matrix_transpose, vecdot
 
