@@ -144,6 +144,9 @@ def can_cast(from_: DTypeLike | ExTensor, to: DTypeLike, /) -> bool:
         return False
 
 
+_HOST = 1  # DLPack's kDLCPU
+
+
 def asarray(
     obj: Any,
     /,
@@ -164,16 +167,19 @@ def asarray(
         TypeError: for data or a dtype that is not understood.
         ValueError: if ``copy`` is False and there is no way without one.
     """
+    where = registry.get(device).name
     if isinstance(obj, ExTensor):
-        made = obj
+        made, where = obj, device or obj.device
+    elif isinstance(obj, np.ndarray) and copy is not True:
+        made = ExTensor.from_numpy(obj, device="cpu")  # ml_dtypes' bfloat16 has no DLPack
     elif hasattr(obj, "__dlpack__") and copy is not True and not isinstance(obj, np.generic):
-        made = ExTensor.from_dlpack(obj, device=device, copy=copy)
+        on_host = obj.__dlpack_device__()[0] == _HOST
+        made = ExTensor.from_dlpack(obj, device="cpu" if on_host else where, copy=copy)
     elif copy is False:
         raise ValueError(f"asarray: a {type(obj).__name__} cannot be taken without a copy")
     else:
         return ExTensor(obj, dtype, device=device)
-    result = made if dtype is None else made.astype(dtype)
-    result = result if device is None else result.to(device)
+    result = (made if dtype is None else made.astype(dtype)).to(where)
     if copy is False and result is not made:
         raise ValueError("asarray: another dtype or device cannot be had without a copy")
     return result.clone() if copy and result is obj else result

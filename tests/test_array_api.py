@@ -320,6 +320,16 @@ def test_the_remaining_arguments() -> None:
     assert et.astype(x, "float32", device="cpu").dtype is et.float32
 
 
+def test_numpy_arrays_are_taken_as_they_are() -> None:
+    narrow = np.ones(2, et.bfloat16.numpy)
+    assert et.asarray(narrow).dtype is et.bfloat16
+    assert np.shares_memory(et.asarray(narrow, copy=False, device="cpu").numpy(), narrow)
+    with pytest.raises(TypeError, match="byte order"):
+        et.asarray(np.ones(2, ">f4"))
+    with pytest.raises(ValueError, match="cannot be had without a copy"):
+        et.asarray(np.ones(2), dtype="float32", copy=False)
+
+
 def test_integers_wrap_around_in_the_dtype_they_are_summed_in() -> None:
     x = et.asarray([100, 100, -73], dtype="int8")
     assert et.sum(x).item() == 127 and et.sum(x, dtype="int8").item() == 127

@@ -232,7 +232,7 @@ def vector_norm(
     keepdims: bool = False,
     ord: float = 2,
 ) -> ExTensor:
-    """The norm sum(|x|**ord)**(1/ord) over ``axis``, all axes if None.
+    """The norm ``sum(abs(x)**ord)**(1/ord)`` over ``axis``, all axes if None.
 
     Args:
         x: any shape.
