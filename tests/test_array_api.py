@@ -308,6 +308,9 @@ def test_the_remaining_arguments() -> None:
     assert et.tril(x, k=2**70).tolist() == x.tolist() and not et.any(et.triu(x, k=2**70))
     assert et.linspace(0, 2j, 3).tolist() == [0, 1j, 2j]
     assert et.clip(x).tolist() == x.tolist() and et.clip(x) is not x
+    wide = et.asarray([1.5], dtype="float64")
+    assert et.clip(et.asarray([1.0, 2.0]), max=wide).dtype is et.float32
+    assert et.clip(et.asarray([1.0, 2.0]), wide).tolist() == [1.5, 2.0]
     assert et.isin(x, 3, invert=True).tolist() == [[True] * 3, [False, True, True]]
     own, shared = et.reshape(x, (3, 2), copy=True), et.reshape(x, (6,), copy=False)
     x[0, 0] = 9

@@ -234,6 +234,7 @@ def clip(x: ExTensor, min: Operand | None = None, max: Operand | None = None) ->
     """Give x, not below ``min`` and not above ``max``; the gradient passes strictly between them.
 
     NaN stays NaN, and a bound that is NaN gives NaN. Without bounds it is a copy.
+    The dtype is x's, but for floats that bound integers.
 
     Raises:
         ValueError: for numbers with min > max.
@@ -250,7 +251,8 @@ def clip(x: ExTensor, min: Operand | None = None, max: Operand | None = None) ->
     if max is not None:
         bound = as_tensor("clip", max, x)
         result = where((result < bound) | (result != result), result, bound)
-    return result
+    # A bound of a wider dtype does not widen x.
+    return result.astype(x.dtype) if result.dtype.kind == x.dtype.kind else result
 
 
 @primitive(
