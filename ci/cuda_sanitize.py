@@ -60,6 +60,7 @@ def inner() -> None:
             backend.operand(x, spec, stream)
             backend.dequantize(q)
             count += 1
+    count += pairs(backend, rng) + training(backend, rng)
     for rows, columns, depth in ((128, 256, 512), (192, 200, 288)):
         a, b = (
             backend.xp.asarray(rng.standard_normal((n, depth)).astype("float32"))
@@ -71,6 +72,52 @@ def inner() -> None:
         count += 1
     backend.xp.cuda.runtime.deviceSynchronize()
     print(f"{count} cases run")
+
+
+def pairs(backend: Any, rng: Any) -> int:
+    """Rows and columns in one reading, packed, decoded and rebased."""
+    from extensor.random import Stream
+    from extensor_cuda.kernels import pair
+
+    count = 0
+    for name, rounding in (("mxfp4", "nearest_even"), ("mxfp4", "stochastic"), ("nvfp4", "")):
+        along = QuantSpec(name, axis=1, rbits=8)
+        along = along.replace(rounding=rounding or "nearest_even")
+        specs, stream = (along, along.replace(axis=0)), Stream(1, 2, 3, 4)
+        streams = (stream, stream) if rounding == "stochastic" else (None, None)
+        for shape in ((256, 512), (70, 19)):
+            for dtype in ("float32", "bfloat16"):
+                x = backend.xp.asarray(rng.standard_normal(shape).astype("float32")).astype(dtype)
+                backend.quantize_pair(x, specs, streams)
+                backend.operand_pair(x, specs, streams)
+                if name == "mxfp4":
+                    plan = pair.pair_plan(specs, shape)
+                    assert isinstance(plan, pair.PairPlan)
+                    amax = backend.xp.asarray(8, dtype="float32")
+                    pair.rebase_pair(x, plan, streams, backend.xp, amax)
+                count += 1
+    return count
+
+
+def training(backend: Any, rng: Any) -> int:
+    """Losses, norms, and optimizers' steps on arrays that vectors fit and do not fit."""
+    xp = backend.xp
+    for rows, length in ((33, 70), (5, 4096)):
+        x, g = (xp.asarray(rng.standard_normal((rows, length)).astype("float32")) for _ in "xg")
+        labels = xp.arange(rows)
+        _, kept = backend.cross_entropy(x, labels, 0.1)
+        backend.cross_entropy_grad(x[:, :1], x, labels, kept, 0.1)
+        y, mean, rstd = backend.layer_norm(x, x[0], x[1], 1e-5)
+        backend.layer_norm_grad(g, x, x[0], mean, rstd)
+        y, rstd = backend.rms_norm(y, x[0], 1e-5)
+        backend.rms_norm_grad(g, x, x[0], rstd)
+    parts = [tuple(xp.ones(n, dtype="float32") for _ in range(4)) for n in (0, 3, 40_001)]
+    names = ("take1", "keep2", "take2", "widen", "eps", "rate", "keep", "decay")
+    backend.all_finite_each([part[1] for part in parts])
+    backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3)
+    factors = {"rate": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": 1.0}
+    backend.sgd_each([part[:3] for part in parts], [factors] * 3)
+    return 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:

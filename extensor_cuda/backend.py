@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from extensor.backends import registry
-from extensor.backends.generic import GenericBackend
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
@@ -23,6 +22,7 @@ from extensor.random import Stream
 from extensor_cuda import gemm
 from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.training import CudaTraining
 
 __all__ = ["CudaBackend", "make_backend"]
 
@@ -98,7 +98,7 @@ class _Forked:
         )
 
 
-class CudaBackend(GenericBackend):
+class CudaBackend(CudaTraining):
     """cupy, with fused quantizers and tensor-core products of blocked matrices."""
 
     def __init__(self, xp: Any) -> None:
@@ -111,7 +111,7 @@ class CudaBackend(GenericBackend):
     def path(self, method: str, *args: Any) -> str:
         """Which code ``method(*args)`` takes: "fused kernel", or "host: " and the reason.
 
-        "generic: " and the reason for a product that runs on cupy; "two calls: " and the reason for
+        "generic: " and the reason for what runs on cupy; "two calls: " and the reason for
         a pair that is not read once.
 
         A product's way depends on the values, so that `block_matmul` is run to tell: see
@@ -130,10 +130,12 @@ class CudaBackend(GenericBackend):
             "quantize_pair": self._pair_reason,
             "operand_pair": self._pair_reason,
         }
+        if method in (training := self._training_reasons()):
+            reason = training[method](*args)
+            return "fused kernel" if reason is None else f"generic: {reason}"
         if method not in reasons:
-            raise ValueError(
-                f"path: wanted one of {', '.join(reasons)}, block_matmul, got {method!r}"
-            )
+            known = ", ".join((*reasons, *training, "block_matmul"))
+            raise ValueError(f"path: wanted one of {known}, got {method!r}")
         reason = reasons[method](*args)
         if reason is not None and method.endswith("_pair"):
             return f"two calls: {reason}"

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytest.register_assert_rewrite("tests.kernels", "tests.product_cases")
+
 PROCESS_WIDE = (
     "set_level(", "set_gemm_level(", "set_threads(", "tracemalloc.", "gc.disable(", "setrlimit(",
     "subprocess.", "threading.active_count(", "parse_train(",
@@ -31,6 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
     device = config.getoption("--device")
     if device is not None:
         os.environ["EXTENSOR_DEVICE"] = device
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked ``host`` are of the CPU's memory or kernels and stay there."""
+    device = item.config.getoption("--device")
+    if device is not None:
+        os.environ["EXTENSOR_DEVICE"] = "cpu" if item.get_closest_marker("host") else device
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,7 +32,7 @@ from extensor.config import num_threads
 __all__ = ["GPU_PACKAGES", "Make", "arguments", "command", "gpu_of", "measure", "write"]
 
 ROOT = Path(__file__).parents[2]
-RESULTS = Path(os.environ.get("EXTENSOR_RESULTS", Path(__file__).parent / "results"))
+RESULTS = Path(__file__).parent / "results"
 GPU_PACKAGES = ("numpy", "torch", "cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")
 VARIABLES = ("OMP_NUM_THREADS", "EXTENSOR_CORE")
 """Environment variables that a record's command repeats."""

@@ -6,13 +6,23 @@ Straight into a blocked dtype, values are made in float32 and quantized.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from extensor.autograd import dlpack
 from extensor.backends import registry
-from extensor.dtypes import DType, DTypeLike, as_dtype, complex64, compute_dtype, float32, int64
+from extensor.dtypes import (
+    DType,
+    DTypeLike,
+    as_dtype,
+    complex64,
+    compute_dtype,
+    dtype_of,
+    float32,
+    int64,
+)
 from extensor.quant.array import QuantArray
 
 if TYPE_CHECKING:
@@ -42,14 +52,16 @@ def as_shape(shape: ShapeLike, what: str = "shape") -> tuple[int, ...]:
 
 
 def as_data(data: Any, dtype: DType | None, xp: Any = np) -> Any:
-    """A fresh raw array from lists, numbers or arrays; a QuantArray is taken as it is.
+    """A fresh raw array of ``xp`` from lists, numbers or arrays; a QuantArray's parts move to it.
 
     Raises:
         TypeError: for data that is not numbers.
         ValueError: for lists of unequal lengths.
     """
     if isinstance(data, QuantArray):
-        return data
+        if all(isinstance(part, xp.ndarray) for part in data.parts.values()):
+            return data
+        return replace(data, **{name: xp.asarray(part) for name, part in data.parts.items()})
     if not hasattr(data, "dtype") and not _holds_arrays(data):
         try:
             numbers = np.array(data).dtype.kind in "biufc"
@@ -288,6 +300,7 @@ class CreationMethods:
         from extensor.autograd.apply import wrap
 
         backend = registry.get(device)
+        dtype_of(array)  # a GPU's copy would change the byte order
         tensor = wrap(backend.xp.asarray(array), backend)
         if requires_grad:
             tensor.requires_grad = True

@@ -407,8 +407,18 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         Raises:
             RuntimeError: if the tensor is part of a graph being recorded.
             TypeError: for a blocked tensor, or a value of a wider kind of dtype.
+            ValueError: for a value that does not broadcast to the selection, or a tensor whose
+                values share memory.
         """
         self._check_write()
+        shared = any(
+            n > 1 and not step for n, step in zip(self.shape, self.data.strides, strict=True)
+        )
+        if shared:  # numpy marks such arrays read-only, cupy does not
+            raise ValueError(
+                "write: this tensor is read-only: broadcast_to made its values share memory; "
+                "write to x.clone()"
+            )
         source = value.data if isinstance(value, ExTensor) else np.asarray(value)
         if isinstance(source, QuantArray):
             source = value.dequantize().data
@@ -421,6 +431,8 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         indices = raw_key(key)
         try:
             self.data[indices] = source
+        except IndexError as error:
+            raise IndexError(f"index of a tensor of shape {self.shape}: {error}") from error
         except ValueError as error:
             raise ValueError(
                 f"write: wanted values that broadcast to the selection of a tensor of shape "
@@ -446,9 +458,14 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
 
         Raises:
             RuntimeError: if the tensor requires a gradient and gradients are being recorded.
-            TypeError, ValueError: for a blocked tensor, or another dtype or shape.
+            TypeError, ValueError: for a blocked tensor, or another device, dtype or shape.
         """
         self._check_write()
+        if not isinstance(array, self.backend.xp.ndarray):
+            raise TypeError(
+                f"assign_: wanted an array of device {self.device}, got {type(array).__name__}; "
+                "x.copy_(et.ExTensor(values)) takes values from anywhere"
+            )
         if array.shape != self.data.shape:
             raise ValueError(f"assign_: wanted shape {self.shape}, got {tuple(array.shape)}")
         if array.dtype != self.data.dtype:

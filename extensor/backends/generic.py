@@ -6,7 +6,7 @@ subclasses it and overrides what is hot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from extensor.backends import dense, layers, training, windows
@@ -21,6 +21,8 @@ __all__ = ["GenericBackend"]
 
 class GenericBackend:
     """Implements `extensor.backends.protocol.Backend` on the array module ``xp``."""
+
+    steps_together = False
 
     def __init__(self, name: str, xp: Any) -> None:
         self.name = name
@@ -192,6 +194,16 @@ class GenericBackend:
         """See the protocol."""
         return training.softmax_grad(g, out, axis, self.xp)
 
+    def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
+        """See the protocol."""
+        return training.cross_entropy(x, labels, smoothing, self.xp)
+
+    def cross_entropy_grad(
+        self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
+    ) -> Array:
+        """See the protocol."""
+        return training.cross_entropy_grad(weight, x, labels, kept, smoothing, self.xp)
+
     def layer_norm(
         self, x: Array, weight: Array, bias: Array, eps: float
     ) -> tuple[Array, Array, Array]:
@@ -223,6 +235,28 @@ class GenericBackend:
         """See the protocol."""
         training.adam(weight, grad, mean, square, factors, self.xp)
 
+    def adam_each(
+        self,
+        parts: Sequence[tuple[Array, Array, Array, Array]],
+        factors: Sequence[Mapping[str, float]],
+    ) -> None:
+        """See the protocol."""
+        for part, mine in zip(parts, factors, strict=True):
+            weight, grad, mean, square = (a.reshape(-1) for a in part)
+            grad = grad + weight * mine["decay"] if mine["decay"] else grad
+            self.adam(weight, grad, mean, square, mine)
+
+    def sgd_each(
+        self,
+        parts: Sequence[tuple[Array, Array, Array | None]],
+        factors: Sequence[Mapping[str, float]],
+    ) -> None:
+        """See the protocol."""
+        for part, mine in zip(parts, factors, strict=True):
+            rate, momentum, decay = mine["rate"], mine["momentum"], mine["decay"]
+            weight, grad, buffer = (None if a is None else a.reshape(-1) for a in part)
+            self.sgd(weight, grad, buffer, rate, momentum, decay, bool(mine["nesterov"]))
+
     def relu(self, x: Array) -> Array:
         """See the protocol."""
         return layers.relu(x, self.xp)
@@ -242,6 +276,10 @@ class GenericBackend:
     def all_finite(self, x: Array) -> bool:
         """See the protocol."""
         return layers.all_finite(x, self.xp)
+
+    def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
+        """See the protocol."""
+        return [self.all_finite(x) for x in arrays]
 
     def channel_sum(self, x: Array) -> Array:
         """See the protocol."""

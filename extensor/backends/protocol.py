@@ -8,7 +8,7 @@ them on the array module; a backend overrides the hot ones, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +46,8 @@ class Backend(Protocol):
 
     name: str
     xp: Any
+    steps_together: bool
+    """Whether `adam_each` and `sgd_each` are faster than parameter after parameter."""
 
     def quantize(
         self,
@@ -219,6 +221,19 @@ class Backend(Protocol):
         """Gradient of softmax, whose output is ``out``."""
         ...
 
+    def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
+        """-log softmax(x)[label] of rows (N, C), labels (N,) in 0..C - 1; what its gradient needs.
+
+        The target is 1 - smoothing at the label plus smoothing / C everywhere.
+        """
+        ...
+
+    def cross_entropy_grad(
+        self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
+    ) -> Array:
+        """Gradient of cross_entropy in x times ``weight``, () or (N, 1); it gave ``kept``."""
+        ...
+
     def layer_norm(
         self, x: Array, weight: Array, bias: Array, eps: float
     ) -> tuple[Array, Array, Array]:
@@ -250,6 +265,29 @@ class Backend(Protocol):
         """One step of Adam in place, on vectors; see `extensor.backends.training.adam`."""
         ...
 
+    def adam_each(
+        self,
+        parts: Sequence[tuple[Array, Array, Array, Array]],
+        factors: Sequence[Mapping[str, float]],
+    ) -> None:
+        """`adam` on each (weight, grad, mean, square), with the factors of each.
+
+        Arrays are float32, C-contiguous and of one size in each part, whatever their shapes. A
+        factor ``decay`` times the weight is added to the gradient first, which is not written.
+        """
+        ...
+
+    def sgd_each(
+        self,
+        parts: Sequence[tuple[Array, Array, Array | None]],
+        factors: Sequence[Mapping[str, float]],
+    ) -> None:
+        """`sgd` on each (weight, grad, buffer), arrays as for `adam_each`.
+
+        Factors are rate, momentum, decay and nesterov.
+        """
+        ...
+
     def relu(self, x: Array) -> Array:
         """max(x, 0), NaN for NaN."""
         ...
@@ -268,6 +306,10 @@ class Backend(Protocol):
 
     def all_finite(self, x: Array) -> bool:
         """Whether no value of a float array is NaN or infinite."""
+        ...
+
+    def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
+        """`all_finite` of each array."""
         ...
 
     def channel_sum(self, x: Array) -> Array:

@@ -17,6 +17,8 @@ from extensor.backends.protocol import Array
 
 __all__ = [
     "adam",
+    "cross_entropy",
+    "cross_entropy_grad",
     "gelu",
     "gelu_grad",
     "layer_norm",
@@ -59,6 +61,36 @@ def softmax(x: Array, axis: int, xp: Any) -> Array:
 def softmax_grad(g: Array, out: Array, axis: int, xp: Any) -> Array:
     """Gradient of softmax, whose output is ``out``: out (g - sum(g out))."""
     return out * (g - (g * out).sum(axis=axis, keepdims=True))
+
+
+def cross_entropy(x: Array, labels: Array, smoothing: float, xp: Any) -> tuple[Array, Array]:
+    """-log softmax(x)[label] of rows (N, C), without overflow, and the softmax.
+
+    The target is 1 - smoothing at the label plus smoothing / C everywhere.
+    """
+    with np.errstate(all="ignore"):
+        shifted = x - x.max(axis=1, keepdims=True)
+        p = xp.exp(shifted)
+        total = p.sum(axis=1, keepdims=True)
+        log_total = xp.log(total)
+        p /= total
+        losses = log_total[:, 0] - shifted[xp.arange(len(labels)), labels]
+        if smoothing:
+            uniform = log_total[:, 0] - shifted.mean(axis=1)
+            losses = losses * (1 - smoothing) + uniform * smoothing
+        return losses, p
+
+
+def cross_entropy_grad(
+    weight: Array, x: Array, labels: Array, p: Array, smoothing: float, xp: Any
+) -> Array:
+    """(softmax - target) weight, of which there is one, (), or one a row, (N, 1)."""
+    d = p.copy()
+    d[xp.arange(len(labels)), labels] -= d.dtype.type(1 - smoothing)
+    if smoothing:
+        d -= d.dtype.type(smoothing / d.shape[1])
+    d *= weight
+    return d
 
 
 def layer_norm(

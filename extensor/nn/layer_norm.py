@@ -42,6 +42,7 @@ class LayerNorm(Module):
         self.eps = eps
         self.weight = Parameter(np.ones(self.shape, np.float32))
         self.bias = Parameter(np.zeros(self.shape, np.float32)) if bias else None
+        self._zeros: ExTensor | None = None  # stands for a bias, made once on the weight's device
 
     def forward(self, x: ExTensor) -> ExTensor:
         """The same shape."""
@@ -52,8 +53,19 @@ class LayerNorm(Module):
                 f"LayerNorm: wanted an input of shape (..., {', '.join(map(str, self.shape))}), "
                 f"got {x.shape}"
             )
-        bias = ExTensor.zeros_like(self.weight) if self.bias is None else self.bias
-        return layer_norm(x, self.weight, bias, self.eps)
+        return layer_norm(x, self.weight, self._shift(), self.eps)
+
+    def _shift(self) -> ExTensor:
+        if self.bias is not None:
+            return self.bias
+        like = self.weight
+        if (
+            self._zeros is None
+            or self._zeros.backend is not like.backend
+            or self._zeros.dtype is not like.dtype
+        ):
+            self._zeros = ExTensor.zeros_like(like)
+        return self._zeros
 
     def extra_repr(self) -> str:
         """Its shape."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from extensor.optim.optimizer import Array, Optimizer, Option, check_betas, check_range
@@ -75,13 +75,29 @@ class Adam(Optimizer):
     ) -> None:
         """Move one stretch, in place."""
         _, two = scratch
-        lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
-        decay = options["weight_decay"]
-        if decay and not self.decoupled:
+        factors = self._factors(options, step)
+        if decay := factors["decay"]:
             backend.xp.multiply(weight, decay, out=two)
             two += grad
             grad = two
-        factors = {
+        backend.adam(weight, grad, state["mean"], state["square"], factors)
+
+    def update_each(
+        self,
+        backend: Any,
+        parts: Sequence[tuple[Array, Array, Mapping[str, Array], int]],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Move whole parameters, in place, in one call."""
+        arrays = [(w, g, state["mean"], state["square"]) for w, g, state, _ in parts]
+        factors = {step: self._factors(options, step) for *_, step in parts}
+        backend.adam_each(arrays, [factors[step] for *_, step in parts])
+
+    def _factors(self, options: Mapping[str, Any], step: int) -> dict[str, float]:
+        """What a step multiplies by; ``decay`` is that of an L2 gradient."""
+        lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
+        decay = options["weight_decay"]
+        return {
             "keep": 1.0 - lr * decay if self.decoupled else 1.0,
             "take1": 1.0 - beta1,
             "keep2": beta2,
@@ -89,5 +105,5 @@ class Adam(Optimizer):
             "widen": 1.0 / math.sqrt(1.0 - beta2**step),
             "eps": options["eps"],
             "rate": lr / (1.0 - beta1**step),
+            "decay": 0.0 if self.decoupled else decay,
         }
-        backend.adam(weight, grad, state["mean"], state["square"], factors)

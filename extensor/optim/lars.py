@@ -31,6 +31,8 @@ class LARS(SGD):
         ValueError: for an option out of range.
     """
 
+    fused = False  # `prepare` comes first
+
     def __init__(
         self,
         params: Iterable[Any],

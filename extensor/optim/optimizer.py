@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from extensor.autograd.tensor import ExTensor
 from extensor.backends.registry import get as get_backend
 from extensor.errors import layout_error, unknown_name
 from extensor.optim.states import STATES, Stored, state_stream
+from extensor.optim.together import check_finite, moves_together, step_together
 from extensor.quant.array import QuantArray
 
 __all__ = ["Optimizer", "Option", "ParamGroup"]
@@ -92,7 +93,7 @@ class Optimizer(ABC):
     squares: ClassVar[tuple[str, ...]] = ("square",)
     """Slots whose values are 0 or more and whose roots divide."""
 
-    fused = False  # whether `update` is one call of a backend's kernel
+    fused = False  # whether `update` is one call of a backend's kernel, and `update_each` too
 
     def __init__(
         self, params: Iterable[Any], *, states: str = "float32", **defaults: Option
@@ -187,6 +188,25 @@ class Optimizer(ABC):
             step: how many updates this parameter has had, this one included.
         """
 
+    def update_each(
+        self,
+        backend: Any,
+        parts: Sequence[tuple[Array, Array, Mapping[str, Array], int]],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Move whole parameters, in place; of a ``fused`` optimizer in one call of the backend.
+
+        Args:
+            backend: the backend of the arrays.
+            parts: weight, gradient, state by slot and step of each: C-contiguous float32 arrays
+                of one size, whatever their shapes.
+            options: the group's options.
+        """
+        for part, grads, state, step in parts:
+            weight, grad = part.reshape(-1), grads.reshape(-1)
+            scratch = backend.xp.empty_like(weight), backend.xp.empty_like(weight)
+            self.update(backend, weight, grad, state, scratch, options, step)
+
     def prepare(
         self,
         xp: Any,
@@ -210,7 +230,7 @@ class Optimizer(ABC):
             FloatingPointError: if a gradient holds NaN or Inf; `MXGradScaler.step` skips and counts
                 such steps instead.
             ValueError: for options that were changed to something out of range, or that need
-                state which was not kept.
+                state which was not kept; for a gradient of another shape, or of no floats.
 
         Nothing is updated after an error.
         """
@@ -234,13 +254,20 @@ class Optimizer(ABC):
                     "start; make a new optimizer with these options"
                 )
         for _, member, grad in ready:
-            if not member.param.backend.all_finite(grad.data):
-                raise FloatingPointError(
-                    f"step: wanted finite gradients, got NaN or infinity in that of {member.name}; "
-                    "skip the step, or leave that to MXGradScaler().step(optimizer)"
+            if grad.shape != member.param.shape or not grad.dtype.is_float:
+                raise ValueError(
+                    f"step: wanted a float gradient of shape {member.param.shape} for "
+                    f"{member.name}, got {grad.dtype.name} of shape {grad.shape}"
                 )
-        for group, member, grad in ready:
-            self._step_one(member, grad, group.options)
+        check_finite([(member, grad) for _, member, grad in ready])
+        for group in self.groups:
+            mine = [(member, grad) for owner, member, grad in ready if owner is group]
+            how = [moves_together(self, member, grad) for member, grad in mine]
+            together = [part for part, with_others in zip(mine, how, strict=True) if with_others]
+            step_together(self, together, group.options)
+            for (member, grad), with_others in zip(mine, how, strict=True):
+                if not with_others:
+                    self._step_one(member, grad, group.options)
 
     def _step_one(self, member: _Member, grad: ExTensor, options: Mapping[str, Any]) -> None:
         param, xp = member.param, member.param.backend.xp

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from extensor.optim.optimizer import Array, Optimizer, Option, check_range
@@ -74,3 +74,19 @@ class SGD(Optimizer):
         buffer = state["momentum"] if options["momentum"] else None
         factors = (options["lr"], options["momentum"], options["weight_decay"])
         backend.sgd(weight, grad, buffer, *factors, options["nesterov"])
+
+    def update_each(
+        self,
+        backend: Any,
+        parts: Sequence[tuple[Array, Array, Mapping[str, Array], int]],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Move whole parameters, in place, in one call."""
+        arrays = [(w, g, state.get("momentum")) for w, g, state, _ in parts]
+        factors = {
+            "rate": options["lr"],
+            "momentum": options["momentum"],
+            "decay": options["weight_decay"],
+            "nesterov": options["nesterov"],
+        }
+        backend.sgd_each(arrays, [factors] * len(parts))

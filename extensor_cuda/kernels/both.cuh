@@ -21,7 +21,8 @@ struct Table {
 
 __device__ __forceinline__ Table table_of(const Scale& s, int anchor) {
     // Beyond the window lie only blocks of zeros, or a matrix whose flag is raised.
-    const int shift = max(min(static_cast<int>(s.stored) - anchor + TOP, TOP), TOP - SPAN);
+    const int below = max(min(static_cast<int>(s.stored) - anchor, 0), -WINDOW_SPAN);
+    const int shift = below + WINDOW_TOP;
     Table table;
     table.low = shift >= -13 ? 0x3E3C3800u + static_cast<u32>(shift) * 0x04040400u
                              : shift == -14 ? 0x06040200u : 0x03020100u;
@@ -33,13 +34,15 @@ __device__ __forceinline__ Table table_of(const Scale& s, int anchor) {
 // The four codes in the low half of a word -> four bytes.
 __device__ __forceinline__ u32 look_up(u32 codes, const Table& table) {
     // A selector with its top bit set repeats the byte's sign instead: 0x40 or 0 a byte here.
-    const u32 positive = __byte_perm(0x40u, 0, codes & 0x8888u);
+    // (__byte_perm would clear that bit.)
+    u32 positive;
+    asm("prmt.b32 %0, %1, %1, %2;" : "=r"(positive) : "r"(0x40u), "r"(codes & 0x8888u));
     return __byte_perm(table.low, table.high, codes & 0x7777u) | (~(positive << 1) & 0x80808080u);
 }
 
 __device__ __forceinline__ bool outside(u32 amax, const Scale& s, int anchor) {
     const int byte = static_cast<int>(s.stored);
-    return amax && s.live && (byte > anchor || byte < anchor - SPAN);
+    return amax && s.live && (byte > anchor || byte < anchor - WINDOW_SPAN);
 }
 #endif
 
@@ -66,7 +69,7 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
 #if OUT == 3
     const int anchor = min(max(exponent_byte(*maximum), 0), 254);
     bool wide = false;
-    if (blockIdx.x == 0 && threadIdx.x == 0) *exponent = anchor - 127 - TOP;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *exponent = anchor - 127 - WINDOW_TOP;
 #endif
 
     u32 raw[COLUMNS][sizeof(Raw) * kChunk / 4];

@@ -98,7 +98,7 @@ def _tile(plan: PairPlan, dtype: str, out: str) -> tuple[int, int, int]:
 def pair_source(plan: PairPlan, dtype: str, out: str, whole: bool, stats: bool) -> Source:
     """The program; ``out`` is "codes", "values" or "rebased"."""
     tall, _, each = _tile(plan, dtype, out)
-    extra = {"BOTH": 1, "TALL": tall, "COLUMNS": each, "TOP": TOP, "SPAN": SPAN}
+    extra = {"BOTH": 1, "TALL": tall, "COLUMNS": each, "WINDOW_TOP": TOP, "WINDOW_SPAN": SPAN}
     words = plan.along.spec.rounding == "stochastic" or plan.along.spec.ties != "even"
     extra["RESIDENT"] = 3 if whole and not words and out != "values" else 2
     return kernels.quantize_source(plan.along, dtype, out, whole, stats, tuple(extra.items()))

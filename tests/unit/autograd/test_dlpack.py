@@ -16,6 +16,7 @@ import extensor as et
 DENSE = ["bool", "int8", "uint64", "float16", "float32", "float64"]
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("name", DENSE)
 def test_numpy_both_ways_without_a_copy(name: str) -> None:
     x = et.ones((3, 2), name)
@@ -26,6 +27,7 @@ def test_numpy_both_ways_without_a_copy(name: str) -> None:
     assert back.dtype is x.dtype
 
 
+@pytest.mark.host
 def test_copy_is_a_copy() -> None:
     array = np.arange(3.0)
     assert not np.shares_memory(et.from_dlpack(array, copy=True).numpy(), array)
@@ -34,6 +36,7 @@ def test_copy_is_a_copy() -> None:
     assert not np.shares_memory(np.from_dlpack(x, copy=True), x.numpy())
 
 
+@pytest.mark.host
 def test_torch_both_ways_without_a_copy() -> None:
     torch = pytest.importorskip("torch")
     for name in ("float32", "int64", "bfloat16"):
@@ -85,6 +88,7 @@ def test_refusals_say_the_way_out() -> None:
         et.from_dlpack([1.0])
 
 
+@pytest.mark.host
 def test_array_follows_numpy_2() -> None:
     x = et.ExTensor([1.0, 2.0])
     assert np.shares_memory(np.asarray(x), x.data)

@@ -97,7 +97,7 @@ def test_requires_grad_is_for_float_leaves() -> None:
 WRITES = [
     lambda t: t.__setitem__(0, 5.0),
     lambda t: t.copy_(et.zeros(t.shape, t.dtype)),
-    lambda t: t.assign_(np.zeros(t.shape)),
+    lambda t: t.assign_(et.zeros(t.shape, t.dtype).data),
 ]
 
 

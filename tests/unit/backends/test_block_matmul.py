@@ -295,6 +295,7 @@ def test_the_core_checks_what_it_is_given() -> None:
 # --- tensors ------------------------------------------------------------------------------------
 
 
+@pytest.mark.host
 def test_matmul_of_tensors_goes_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     a, b = (et.from_numpy(rng.standard_normal((n, 96)).astype(np.float32)) for n in (5, 7))

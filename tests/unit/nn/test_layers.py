@@ -135,8 +135,8 @@ def test_dropout_keeps_the_dtype():
 
 def test_batch_norm_in_evaluation_uses_the_running_statistics():
     layer = nn.BatchNorm2d(2, eps=1e-3).eval()
-    layer.running_mean.assign_(np.array([1.0, -1.0], np.float32))
-    layer.running_var.assign_(np.array([4.0, 0.25], np.float32))
+    layer.running_mean.copy_(ExTensor([1.0, -1.0]))
+    layer.running_var.copy_(ExTensor([4.0, 0.25]))
     x = tensor((3, 2, 2, 2))
     mean, var = np.array([1.0, -1.0]), np.array([4.0, 0.25])
     want = (x.numpy() - mean[:, None, None]) / np.sqrt(var + 1e-3)[:, None, None]

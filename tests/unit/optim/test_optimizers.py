@@ -148,6 +148,7 @@ def test_gradients_are_not_written(case):
     np.testing.assert_array_equal(p.grad.numpy(), g)
 
 
+@pytest.mark.host
 def test_memory_of_any_order_and_gradients_of_any_order():
     values, g = np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(3, 2).T
     p, q = param(values), param(values)
@@ -400,3 +401,40 @@ def test_momentum_cannot_be_switched_on_later():
 def test_the_base_class_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         Optimizer([P], lr=0.1)
+
+
+class Together(type(ExTensor([0.0], device="cpu").backend)):  # type: ignore[misc]
+    """The CPU's backend, saying that it likes many parameters at once."""
+
+    steps_together = True
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Adam, {"weight_decay": 0.1}),
+        (AdamW, {}),
+        (SGD, {"lr": 0.1, "weight_decay": 0.1}),
+        (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    ],
+)
+def test_many_parameters_at_once_move_as_one_by_one(kind, options):
+    rng = np.random.default_rng(0)
+    shapes = ((3, 4), (5,), (), (0, 2))
+    values = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    together, alone = ([param(v) for v in values] for _ in range(2))
+    own = together[0].backend
+    for t in together:
+        t.backend = Together(own.core, own.core_missing)
+    for t in together[1:]:
+        t.backend = together[0].backend
+    optimizers = kind(together, **options), kind(alone, **options)
+    for _ in range(3):
+        for p, q in zip(together, alone, strict=True):
+            p.grad = q.grad = ExTensor(rng.standard_normal(p.shape).astype(np.float32))
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(together, alone, strict=True):
+        assert bits(p.data) == bits(q.data)
+        assert p._version == q._version

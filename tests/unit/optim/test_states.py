@@ -106,11 +106,11 @@ def test_slow_averages_move(states: str) -> None:
         optimizer.step()
         exact = 0.999 * exact + 0.001 * size * size
     member = optimizer.groups[0].members[0]
-    got = STATES[states].unpack(CPU, member.arrays["square"], True)
+    got = STATES[states].unpack(p.backend, member.arrays["square"], True)
     # 2,500 steps of 1/1000 leave a twelfth of the peak, and the mean follows. A root's noise adds
     # its variance to the square: 1/1000 of the step to 1/8 each time, 5% for every 1,000 steps
     assert exact < 0.05
-    assert got.mean() == pytest.approx(exact, rel=0.05 if states == "bfloat16" else 0.2)
+    assert float(got.mean()) == pytest.approx(exact, rel=0.05 if states == "bfloat16" else 0.2)
     nearest = np.float32(0.4)
     for _ in range(2500):
         nearest = ml_dtypes.bfloat16(np.float32(0.999) * np.float32(nearest))

@@ -1,0 +1,168 @@
+"""Fused training kernels on a GPU against torch's: AdamW, norms and cross-entropy.
+
+    python ci/bench/cuda_training.py [--rounds N]
+
+AdamW is one step on the shapes of GPT-2 small (124 million float32 parameters in 148 tensors):
+the whole of ``optimizer.step()``, its check for finite gradients included, and the update alone,
+beside ``torch.optim.AdamW(fused=True).step()``. Norms are of 16384 rows of 4096 float32 values,
+forward and backward; cross-entropy is of 2048 rows of 50257. CUDA events around single calls, the
+contestants taking turns, medians.
+``seen`` counts the time from an idle GPU to the step's end, Python included. Needs a GPU, torch and
+the extra ``cuda13``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ci.bench.contest import GPU_PACKAGES, gpu_of, write
+from ci.bench.cuda_quantize import measure
+from extensor import ExTensor
+from extensor.backends import registry
+from extensor.optim import AdamW
+from extensor_cuda.kernels import cross_entropy, norm
+from extensor_cuda.kernels import optimizer as kernels
+
+LAYERS, WIDTH, VOCAB, CONTEXT = 12, 768, 50257, 1024
+ROWS, LENGTH = 16384, 4096
+Call = Callable[[int], Any]
+
+
+def gpt2_shapes() -> list[tuple[int, ...]]:
+    """Parameters of GPT-2 small, head tied."""
+    block: list[tuple[int, ...]] = [(WIDTH,), (WIDTH,), (3 * WIDTH, WIDTH), (3 * WIDTH,)]
+    block += [(WIDTH, WIDTH), (WIDTH,), (WIDTH,), (WIDTH,), (4 * WIDTH, WIDTH), (4 * WIDTH,)]
+    block += [(WIDTH, 4 * WIDTH), (WIDTH,)]
+    return [(VOCAB, WIDTH), (CONTEXT, WIDTH), *block * LAYERS, (WIDTH,), (WIDTH,)]
+
+
+def shared(xp: Any, x: torch.Tensor) -> Any:
+    return xp.from_dlpack(x.detach())
+
+
+def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], Any]]]:
+    """Contestants by events, and by the clock."""
+    theirs = [torch.randn(s, device="cuda", requires_grad=True) for s in gpt2_shapes()]
+    for p in theirs:
+        p.grad = torch.randn_like(p)
+    fused = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.1, fused=True)
+    each = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.1, foreach=True)
+    ours = []
+    for p in theirs:
+        mine = ExTensor(shared(xp, p).copy(), device="cuda", requires_grad=True)
+        assert p.grad is not None
+        mine.grad = ExTensor(shared(xp, p.grad), device="cuda")
+        ours.append(mine)
+    step = AdamW(ours, lr=1e-3, weight_decay=0.1)
+    count = sum(p.numel() for p in theirs)
+    moments = [(xp.zeros(p.size, np.float32), xp.zeros(p.size, np.float32)) for p in ours]
+    parts = [
+        (p.data.reshape(-1), p.grad.data.reshape(-1), *m)  # type: ignore[union-attr]
+        for p, m in zip(ours, moments, strict=True)
+    ]
+    factors = [step._factors({**step.groups[0].options}, 5)] * len(parts)
+    moved = 28 * count
+    calls: dict[str, tuple[int, Call]] = {
+        "torch AdamW fused": (moved, lambda turn: fused.step()),
+        "torch AdamW foreach": (moved, lambda turn: each.step()),
+        "AdamW, update alone": (moved, lambda turn: kernels.adam(parts, factors, xp)),
+        "AdamW step": (moved + 4 * count, lambda turn: step.step()),
+    }
+    return calls, {"torch AdamW fused, seen": fused.step, "AdamW step, seen": step.step}
+
+
+def norms(xp: Any) -> dict[str, tuple[int, Call]]:
+    """LayerNorm and RMSNorm, both ways."""
+    x, g = (torch.randn(ROWS, LENGTH, device="cuda") for _ in range(2))
+    w, b = (torch.randn(LENGTH, device="cuda") for _ in range(2))
+    mx, mg, mw, mb = (shared(xp, t) for t in (x, g, w, b))
+    _, mean, rstd = norm.norm(mx, mw, mb, 1e-5, True, xp)
+    _, _, scale = norm.norm(mx, mw, None, 1e-6, False, xp)
+    made, saved_mean, saved_rstd = torch.native_layer_norm(x, [LENGTH], w, b, 1e-5)
+    del made
+    size = 4 * ROWS * LENGTH
+    back = torch.ops.aten.native_layer_norm_backward
+    functional = torch.nn.functional
+    kept = (saved_mean, saved_rstd, w, b, [True, True, True])
+    return {
+        "torch layer_norm": (2 * size, lambda turn: functional.layer_norm(x, [LENGTH], w, b)),
+        "layer_norm": (2 * size, lambda turn: norm.norm(mx, mw, mb, 1e-5, True, xp)),
+        "torch layer_norm backward": (3 * size, lambda turn: back(g, x, [LENGTH], *kept)),
+        "layer_norm backward": (3 * size, lambda turn: norm.grad(mg, mx, mw, mean, rstd, xp)),
+        "torch rms_norm": (2 * size, lambda turn: functional.rms_norm(x, [LENGTH], w, 1e-6)),
+        "rms_norm": (2 * size, lambda turn: norm.norm(mx, mw, None, 1e-6, False, xp)),
+        "rms_norm backward": (3 * size, lambda turn: norm.grad(mg, mx, mw, None, scale, xp)),
+    }
+
+
+def losses(xp: Any) -> dict[str, tuple[int, Call]]:
+    """Cross-entropy of as many scores as GPT-2 has tokens, both ways."""
+    x = torch.randn(2048, VOCAB, device="cuda")
+    labels = torch.randint(0, VOCAB, (2048,), device="cuda")
+    mx, ml = shared(xp, x), shared(xp, labels)
+    one = xp.asarray(1 / 2048, dtype=np.float32)
+    _, kept = cross_entropy.losses(mx, ml, 0.0, xp)
+    leaf = x.requires_grad_()
+    size = 4 * x.numel()
+
+    def theirs(turn: int) -> None:
+        leaf.grad = None
+        torch.nn.functional.cross_entropy(leaf, labels).backward()
+
+    def ours(turn: int) -> None:
+        cross_entropy.losses(mx, ml, 0.0, xp)
+        cross_entropy.grad(one, mx, ml, kept, 0.0, xp)
+
+    return {
+        "torch cross_entropy, both ways": (3 * size, theirs),
+        "cross_entropy, both ways": (3 * size, ours),
+    }
+
+
+def seen(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median milliseconds from an idle GPU to an idle GPU."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values[3:]) for name, values in times.items()}
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description="fused training kernels against torch's")
+    parser.add_argument("--rounds", type=int, default=20)
+    chosen = parser.parse_args()
+    xp = registry.get("cuda").xp
+    rows: list[dict[str, Any]] = []
+    with xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        calls, clocked = adam(xp)
+        calls |= norms(xp) | losses(xp)
+        for name, milliseconds in measure(calls, chosen.rounds).items():
+            median = statistics.median(milliseconds)
+            rate = round(calls[name][0] / median / 1e9, 3)
+            rows.append(
+                {"name": name, "milliseconds": round(median, 4), "terabytes_per_second": rate}
+            )
+        for name, median in seen(clocked, chosen.rounds).items():
+            rows.append({"name": name, "milliseconds": round(median, 4)})
+    for row in rows:
+        print(f"{row['name']:32s}", *list(row.values())[1:])
+    command = " ".join(["python", "ci/bench/cuda_training.py", *sys.argv[1:]])
+    write("cuda-training", command, rows, about=gpu_of(xp), packages=GPU_PACKAGES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Softmax and cross-entropy of rows of scores, one launch each way, without storing the softmax.
+
+With u = 2**-24, n classes, p the softmax and d the row's maximum less its scores:
+
+    losses    |error| <= (sum p d + n + 8) u + 4 u (|log sum| + |d of the label|), and with
+              smoothing s also s (n + 3) u mean(d)
+    gradient  |error| <= ((d + sum p d + n + 16) u p + 4 u (p + target)) |weight|, from exact scores
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor_cuda.jit import Source, launch
+
+__all__ = ["grad", "loss_source", "losses"]
+
+Array = Any
+_THREADS = 256
+_ALONE = 1024  # classes up to which a warp has a row
+
+
+@lru_cache(maxsize=2)
+def loss_source(warps: int) -> Source:
+    """The program in which so many warps, 1 or 8, have a row."""
+    return Source.read(Path(__file__).parent / "cross_entropy.cu", {"WARPS": warps})
+
+
+def _launch(kernel: str, shape: tuple[int, int], *arguments: Any) -> None:
+    rows, classes = shape
+    warps = 1 if classes <= _ALONE else 8
+    blocks = -(-rows // (_THREADS // 32 // warps))
+    launch(loss_source(warps), kernel, blocks, _THREADS, *arguments)
+
+
+def losses(x: Array, labels: Array, smoothing: float, xp: Any) -> tuple[Array, Array]:
+    """Losses (N,), and what the gradient needs of each row.
+
+    Args:
+        x: float32 (N, C), C-contiguous, not empty.
+        labels: int64 (N,) in 0..C - 1.
+        smoothing: in 0..1.
+        xp: cupy.
+    """
+    out = xp.empty(len(x), dtype=np.float32)
+    kept = xp.empty((len(x), 2), dtype=np.float32)
+    sizes = map(np.int64, x.shape)
+    _launch("losses", x.shape, x, labels, out, kept, np.float32(smoothing), *sizes)
+    return out, kept
+
+
+def grad(weight: Array, x: Array, labels: Array, kept: Array, smoothing: float, xp: Any) -> Array:
+    """Gradient in x; ``weight`` is float32 () or (N, 1), the rest as `losses` took and gave it."""
+    out = xp.empty_like(x)
+    step = np.int64(weight.ndim > 0)
+    sizes = map(np.int64, x.shape)
+    arrays = weight, x, labels, kept, out
+    _launch("losses_grad", x.shape, *arrays, np.float32(smoothing), step, *sizes)
+    return out

@@ -1,0 +1,131 @@
+// One step of Adam or of gradient descent on all parameters in one launch, and whether gradients are
+// finite; operation by operation as extensor/backends/{training,layers}.py has it, so the same bits.
+//
+// No headers, no macros. Compiled with --fmad=false.
+
+typedef unsigned int u32;
+typedef long long i64;
+
+constexpr int kThreads = 256, kPart = 16384;  // elements of a block
+
+// One parameter: its arrays, its length, the first block that works on it, and its factors.
+struct Tensor {
+    float *weight;
+    const float *grad;
+    float *first, *second;  // moments; of gradient descent: the buffer, or null
+    i64 count, start;
+    float take1, keep2, take2, widen, eps, rate, keep, decay;  // rate: of gradient descent lr
+    float momentum;
+    u32 nesterov;
+};
+
+__device__ __forceinline__ const Tensor& tensor_of(const Tensor* tensors, int number) {
+    int low = 0, high = number - 1;  // the last whose start is not above this block
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (tensors[middle].start <= static_cast<i64>(blockIdx.x))
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return tensors[low];
+}
+
+struct Adam {
+    float take1, keep2, take2, widen, eps, rate, keep, decay;
+    __device__ explicit Adam(const Tensor& t)
+        : take1(t.take1), keep2(t.keep2), take2(t.take2), widen(t.widen), eps(t.eps), rate(t.rate),
+          keep(t.keep), decay(t.decay) {}
+    __device__ void operator()(float& weight, float grad, float& mean, float& square) const {
+        if (decay != 0) grad = __fadd_rn(__fmul_rn(weight, decay), grad);
+        mean = __fadd_rn(mean, __fmul_rn(__fsub_rn(grad, mean), take1));
+        square = __fadd_rn(__fmul_rn(square, keep2), __fmul_rn(__fmul_rn(grad, grad), take2));
+        const float below = __fadd_rn(__fmul_rn(__fsqrt_rn(square), widen), eps);
+        weight = __fsub_rn(__fmul_rn(weight, keep), __fmul_rn(__fdiv_rn(mean, below), rate));
+    }
+};
+
+struct Descent {
+    float rate, decay, momentum;
+    bool nesterov, keeps;
+    __device__ explicit Descent(const Tensor& t)
+        : rate(t.rate), decay(t.decay), momentum(t.momentum), nesterov(t.nesterov), keeps(t.first) {}
+    __device__ void operator()(float& weight, float grad, float& buffer, float&) const {
+        if (decay != 0) grad = __fadd_rn(__fmul_rn(weight, decay), grad);
+        if (keeps) {
+            buffer = __fadd_rn(__fmul_rn(buffer, momentum), grad);
+            grad = nesterov ? __fadd_rn(__fmul_rn(buffer, momentum), grad) : buffer;
+        }
+        weight = __fsub_rn(weight, __fmul_rn(grad, rate));
+    }
+};
+
+__device__ __forceinline__ bool aligned(const void* p) {
+    return reinterpret_cast<unsigned long long>(p) % 16 == 0;  // null too
+}
+
+template <class Rule>
+__device__ __forceinline__ void step(const Tensor* tensors, int number) {
+    const Tensor t = tensor_of(tensors, number);
+    const Rule rule(t);
+    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
+    const i64 left = t.count - begin;
+    const int count = left < kPart ? static_cast<int>(left) : kPart;
+    float *weight = t.weight + begin, *first = t.first ? t.first + begin : nullptr;
+    float* second = t.second ? t.second + begin : nullptr;
+    const float* grad = t.grad + begin;
+    int done = 0;
+    if (aligned(weight) && aligned(grad) && aligned(first) && aligned(second)) {
+        done = count / 4 * 4;
+#pragma unroll 2
+        for (int i = threadIdx.x * 4; i < done; i += kThreads * 4) {
+            float4 w = *reinterpret_cast<float4*>(weight + i), m = {}, s = {};
+            const float4 g = __ldcs(reinterpret_cast<const float4*>(grad + i));
+            if (first) m = *reinterpret_cast<float4*>(first + i);
+            if (second) s = *reinterpret_cast<float4*>(second + i);
+            rule(w.x, g.x, m.x, s.x), rule(w.y, g.y, m.y, s.y);
+            rule(w.z, g.z, m.z, s.z), rule(w.w, g.w, m.w, s.w);
+            *reinterpret_cast<float4*>(weight + i) = w;
+            if (first) *reinterpret_cast<float4*>(first + i) = m;
+            if (second) *reinterpret_cast<float4*>(second + i) = s;
+        }
+    }
+    for (int i = done + threadIdx.x; i < count; i += kThreads) {
+        float m = first ? first[i] : 0, s = second ? second[i] : 0;
+        rule(weight[i], grad[i], m, s);
+        if (first) first[i] = m;
+        if (second) second[i] = s;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) adam(const Tensor* tensors, int number) {
+    step<Adam>(tensors, number);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) sgd(const Tensor* tensors, int number) {
+    step<Descent>(tensors, number);
+}
+
+// flags[i] is raised where the gradient of tensor i holds NaN or infinity.
+extern "C" __global__ void __launch_bounds__(kThreads)
+finite(const Tensor* tensors, int number, u32* flags) {
+    const Tensor& t = tensor_of(tensors, number);
+    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
+    const i64 left = t.count - begin;
+    const int count = left < kPart ? static_cast<int>(left) : kPart;
+    const float* grad = t.grad + begin;
+    u32 most = 0;  // largest magnitude, as bits
+    int done = 0;
+    if (aligned(grad)) {
+        done = count / 4 * 4;
+#pragma unroll 4
+        for (int i = threadIdx.x * 4; i < done; i += kThreads * 4) {
+            const uint4 g = *reinterpret_cast<const uint4*>(grad + i);
+            most = max(most, max(max(g.x & 0x7FFFFFFFu, g.y & 0x7FFFFFFFu),
+                                 max(g.z & 0x7FFFFFFFu, g.w & 0x7FFFFFFFu)));
+        }
+    }
+    for (int i = done + threadIdx.x; i < count; i += kThreads)
+        most = max(most, __float_as_uint(grad[i]) & 0x7FFFFFFFu);
+    if (__any_sync(~0u, most >= 0x7F800000u) && threadIdx.x % 32 == 0) atomicOr(flags + (&t - tensors), 1u);
+}
