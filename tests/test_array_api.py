@@ -265,9 +265,7 @@ def test_special_values_of_two(name: str) -> None:
     with np.errstate(all="ignore"):
         wanted = getattr(np, BINARY[name])(a, b)
         got = getattr(et, name)(et.ExTensor(a), et.ExTensor(b))
-    if (
-        name == "floor_divide"
-    ):  # beside infinities numpy has Python's NaN and -1, not the standard's
+    if name == "floor_divide":  # beside infinities numpy has Python's NaN and -1
         with np.errstate(all="ignore"):
             wanted = np.where(np.isinf(a) | np.isinf(b), a / b, wanted)
     if got.device != "cpu" and name in CUPY_DIFFERS:
