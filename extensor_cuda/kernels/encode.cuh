@@ -37,9 +37,9 @@ __device__ __forceinline__ u32 round_magnitude(float y, u32 word, float& value) 
 #if WORDS && RBITS == 8
     const u32 spacing = exponent - (static_cast<u32>(MANTISSA) << 23);
     const float below = __fadd_ru(magnitude, -float_of(word + spacing - (127u << 23)));
-    const float sum = __fadd_ru(below, float_of(anchor + 128));
-    const u32 steps = bits_of(sum) - anchor;
-    value = __fsub_rn(sum, float_of(anchor));
+    const float sum = __fadd_ru(below, float_of(anchor + 129));  // one more: in the anchor's binade
+    const u32 steps = bits_of(sum) - (anchor + 1);
+    value = __fsub_rn(sum, float_of(anchor + 1));
 #elif WORDS
     const float sum = __fadd_rz(magnitude, float_of(anchor));
     const float rest = __fsub_rn(magnitude, __fsub_rn(sum, float_of(anchor)));  // exact
