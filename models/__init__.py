@@ -28,7 +28,7 @@ def config(model: str, variant: str | None = None, **changes: Any) -> Any:
     """A model's configuration: a row of its CONFIGS, the first by default, with changes.
 
     Raises:
-        ValueError: on an unknown model or variant (near ones are listed), or values the
+        ValueError: on an unknown model, variant or setting (near ones are listed), or values the
             configuration refuses.
     """
     if model not in names():
@@ -37,10 +37,27 @@ def config(model: str, variant: str | None = None, **changes: Any) -> Any:
     variant = next(iter(rows)) if variant is None else variant
     if variant not in rows:
         raise ValueError(unknown_name(f"variant of {model}", variant, rows))
+    known = [field.name for field in dataclasses.fields(rows[variant])]
+    for name in changes:
+        if name not in known:
+            raise ValueError(unknown_name(f"setting of {model}", name, known))
     return dataclasses.replace(rows[variant], **changes)
 
 
 def build(model: str, config: Any, rng: np.random.Generator) -> Module:
-    """A model with fresh weights drawn from ``rng``."""
+    """A model with fresh weights drawn from ``rng``.
+
+    Raises:
+        ValueError: on an unknown model.
+        TypeError: on a configuration of another model.
+    """
+    if model not in names():
+        raise ValueError(unknown_name("model", model, names()))
+    wanted = type(next(iter(import_module(f"models.{model}.configs").CONFIGS.values())))
+    if not isinstance(config, wanted):
+        raise TypeError(
+            f"build: wanted a {wanted.__name__} for {model}, got {type(config).__name__}; "
+            f"models.config({model!r}) makes one"
+        )
     made: Module = import_module(f"models.{model}.model").build(config, rng)
     return made

@@ -143,9 +143,11 @@ def focal(
     z: Array, t: Array, gamma: float = 2.0, alpha: float | None = 0.25, reduction: str = "mean"
 ) -> Any:
     p = sigmoid(z)
-    right = np.where(t == 1, p, 1 - p)
-    weight = 1.0 if alpha is None else np.where(t == 1, alpha, 1 - alpha)
-    return reduced(-weight * (1 - right) ** gamma * np.log(right), reduction)
+    right = t * p + (1 - t) * (1 - p)
+    # equation 5 where the targets are 0 and 1; for soft ones the cross entropy stands for -log p_t
+    loss = -np.log(right) if t.dtype.kind == "i" else bce(p, t, "none")
+    weight = 1.0 if alpha is None else t * alpha + (1 - t) * (1 - alpha)
+    return reduced(weight * (1 - right) ** gamma * loss, reduction)
 
 
 def huber(p: Array, t: Array, delta: float = 1.0, reduction: str = "mean") -> Any:

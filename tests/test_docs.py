@@ -5,23 +5,27 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import extensor.cli as extensor_cli
+from extensor.autograd.primitive import FUNCTIONS, OPS, PRIMITIVES
+from training import cli
+
 ROOT = Path(__file__).resolve().parent.parent
-RUNNABLE = (
-    "README.md",
-    "docs/guide.md",
-    "docs/how-to/look-at-a-run.md",
-    "docs/how-to/quantize-a-model.md",
-    "docs/index.md",
-    "docs/recipes.md",
-    "docs/tutorial-gpt.md",
-    "docs/tutorial-lenet.md",
-)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SHELL = re.compile(r"^```bash\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+    if "_build" not in path.parts
+)
+RUNNABLE = [page for page in PAGES if BLOCK.search((ROOT / page).read_text(encoding="utf-8"))]
 SHOWN = "# => "
 
 
@@ -42,8 +46,19 @@ def run_block(source: str, line: int, page: str, names: dict[str, Any]) -> int:
     return compared
 
 
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """What a page declares is gone after it."""
+    tables = (OPS, PRIMITIVES, FUNCTIONS)
+    before = [dict(table) for table in tables]
+    yield
+    for table, held in zip(tables, before, strict=True):
+        for name in table.keys() - held.keys():
+            del table[name]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("page", RUNNABLE)
-def test_examples_run(page: str) -> None:
+def test_examples_run(page: str, registry: None) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     names: dict[str, Any] = {"__name__": "docs"}
     blocks = list(BLOCK.finditer(text))
@@ -53,6 +68,40 @@ def test_examples_run(page: str) -> None:
         line = text.count("\n", 0, block.start(1))
         compared += run_block(block.group(1), line, page, names)
     assert page != "docs/guide.md" or compared > 15
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of each `extensor ...` and `python -m training ...` of a page's shell blocks."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    joined = [block.replace("\\\n", " ") for block in SHELL.findall(text)]
+    lines = [line for block in joined for line in block.splitlines()]
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [w for w in found if w[:1] == ["extensor"] or w[:3] == ["python", "-m", "training"]]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_commands_are_understood(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`extensor` runs them; of training, everything but the training itself."""
+    done: list[str] = []
+    for name, result in (("train", None), ("compare", 0), ("write", ""), ("ptq", None)):
+        monkeypatch.setattr(
+            cli, name, lambda *args, name=name, result=result, **kw: done.append(name) or result
+        )
+    monkeypatch.setattr(cli, "write_page", lambda args: done.append("report"))
+    monkeypatch.chdir(tmp_path)
+    np.savez(tmp_path / "weights.npz", layer=np.ones((4, 64), np.float32))
+    for words in commands(page):
+        call = extensor_cli.main if words[0] == "extensor" else cli.main
+        assert call(words[1:] if words[0] == "extensor" else words[3:]) == 0, words
+    assert len(done) == sum(words[0] == "python" for words in commands(page))
+
+
+def test_a_command_that_does_not_exist_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["lenet", "--recipies", "mxfp4"])
+    assert cli.main(["lennet"]) == 2
 
 
 def test_a_wrong_example_is_noticed() -> None:

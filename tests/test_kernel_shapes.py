@@ -1,6 +1,6 @@
 """The core against the generic methods for every format on every class of arrays, and from threads.
 
-tests/test_every_kernel.py compares rules and options on a few shapes; here every format meets
+tests/kernels compares rules and options on a few shapes; here every format meets
 ragged, empty, one-element, huge, strided, misaligned and read-only arrays at every instruction
 set, by table and by hypothesis.
 """
@@ -251,6 +251,75 @@ def test_arrays_beyond_the_caches(level: str, name: str, tile: tuple[int, int] |
     for whole, (top, bottom) in zip(stored(x), halves, strict=True):
         for part, first, second in zip(whole, top, bottom, strict=True):
             assert part.tobytes() == first.tobytes() + second.tobytes(), (level, name, tile)
+
+
+KINDS = ("normal", "many binades", "zeros", "far scales", "special")
+ROWS: tuple[dict[str, Any], ...] = (
+    {},
+    {"rounding": "stochastic"},
+    {"rounding": "stochastic", "rbits": 8},
+    {"transform": Hadamard(16)},
+    {"transform": Hadamard(32)},
+    {"rounding": "stochastic", "transform": Hadamard(16)},
+)
+
+
+def long_rows(shape: tuple[int, int], kind: str, dtype: str) -> np.ndarray:
+    """Rows of many whole blocks of 32: the ways that code sixteen of them at a time."""
+    rng = np.random.default_rng(KINDS.index(kind))
+    x = rng.standard_normal(shape).astype(F)
+    match kind:
+        case "many binades":
+            x *= np.exp2(rng.integers(-24, 8, shape)).astype(F)
+        case "zeros":
+            x[rng.random(shape) < 0.6] = 0
+            x[rng.random(shape) < 0.1] *= F(-0.0)
+        case "far scales":
+            x *= np.ldexp(F(1), rng.integers(-140, 120, (shape[0], 1))).astype(F)
+        case "special":
+            x.reshape(-1)[rng.integers(0, x.size, x.size // 500)] = np.nan
+            x.reshape(-1)[rng.integers(0, x.size, x.size // 500)] = np.inf
+    with np.errstate(over="ignore"):
+        return x.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4"])
+def test_long_rows_of_every_float(name: str, kind: str, dtype: str) -> None:
+    """Rows, stochastic rows and transformed rows; columns and both: as the generic methods."""
+    before = CORE.level() if CORE else ""
+    try:
+        for shape in ((16, 1024), (5, 1000), (33, 130)):
+            x = long_rows(shape, kind, dtype)
+            for options in ROWS:
+                spec = QuantSpec(name, **options)
+                stream = Stream(7) if spec.rounding == "stochastic" else None
+                wanted = GENERIC.quantize(x, spec, stream)
+                for level in LEVELS:
+                    if CORE:
+                        CORE.set_level(level)
+                    got = BACKEND.quantize(x, spec, stream)
+                    assert_stored(got, wanted, (level, shape, options))
+            both = QuantSpec(name), QuantSpec(name, axis=0)
+            pair = [GENERIC.quantize(x, spec) for spec in both]
+            for level in LEVELS:
+                if CORE:
+                    CORE.set_level(level)
+                found = [*BACKEND.quantize_pair(x, both), BACKEND.quantize(x, both[1])]
+                for got, wanted in zip(found, [*pair, pair[1]], strict=True):
+                    assert_stored(got, wanted, (level, shape, "both"))
+    finally:
+        if CORE:
+            CORE.set_level(before)
+
+
+def assert_stored(
+    got: tuple[QuantArray, QuantStats], wanted: tuple[QuantArray, QuantStats], what: object
+) -> None:
+    assert got[0].codes.tobytes() == wanted[0].codes.tobytes(), what
+    assert np.asarray(got[0].scales).tobytes() == np.asarray(wanted[0].scales).tobytes(), what
+    assert got[1] == wanted[1], what
 
 
 @pytest.mark.parametrize("name", [n for n, row in FORMATS.items() if not row.outliers])

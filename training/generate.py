@@ -17,6 +17,7 @@ import models
 from extensor import ExTensor, no_grad
 from extensor.io import load_checkpoint
 from extensor.nn import Module, apply_recipe
+from training.callbacks import LAST
 from training.rundir import UsageError
 from training.runs import RUNS
 from training.text.tokenizers import Tokenizer, TokenizerError, from_state
@@ -29,7 +30,8 @@ class GenerateArgs:
     """What to write, and with which model."""
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint of a language model's run, such as runs/gpt/checkpoint.safetensors."""
+    """A checkpoint of a language model's run, such as runs/gpt/checkpoint.safetensors, or the run's
+    folder."""
     prompt: str = "\n"
     """The text to go on from; of a long one the model sees what its context holds."""
     tokens: int = 500
@@ -60,27 +62,41 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
         UsageError: if the file is missing, or a checkpoint of something else.
         CheckpointError: if it is damaged.
     """
+    path = path / LAST if path.is_dir() else path
     if not path.is_file():
         raise UsageError(
-            f"{path}: not there; the way out: a checkpoint.safetensors that "
-            "`python -m training gpt` wrote"
+            f"{path}: not there; the way out: the {LAST} or the folder of a run of "
+            "`python -m training gpt`"
         )
     checkpoint = load_checkpoint(path)
     run, task = checkpoint.metadata.get("config"), checkpoint.metadata.get("task")
-    causal = run and run["model"] in RUNS and RUNS[run["model"]].task == "causal"
-    if not run or not task or not causal:
-        held = f"a run of {run['model']!r}" if run else "no run"
+    kind = run.get("model") if isinstance(run, dict) else None
+    causal = kind in RUNS and RUNS[kind].task == "causal"
+    if run is None or not causal or not isinstance(task, dict):
+        held = f"a run of {kind!r}" if kind else "no run"
         raise UsageError(
             f"{path}: wanted the checkpoint of a language model, got one that holds {held}; the "
             "way out: one that `python -m training gpt` wrote"
         )
-    config = models.config(run["model"], run["variant"], **checkpoint.metadata["model"])
-    model = models.build(run["model"], config, np.random.default_rng(run["seed"]))
-    prefix = "model."
-    weights = checkpoint.tensors.items()
-    model.load_state_dict({k.removeprefix(prefix): v for k, v in weights if k.startswith(prefix)})
-    apply_recipe(model, run["recipe"], run["seed"])
-    return model.eval(), from_state(task["tokenizer"]), run["context"]
+    try:
+        config = models.config(run["model"], run["variant"], **checkpoint.metadata["model"])
+        tokenizer = from_state(task.get("tokenizer"))
+        if tokenizer.size != config.vocab:
+            raise TokenizerError(
+                f"wanted a tokenizer of the model's {config.vocab} tokens, got one of "
+                f"{tokenizer.size}"
+            )
+        model = models.build(run["model"], config, np.random.default_rng(run["seed"]))
+        parts = [(*name.partition("."), values) for name, values in checkpoint.tensors.items()]
+        model.load_state_dict({name: values for top, _, name, values in parts if top == "model"})
+        apply_recipe(model, run["recipe"], run["seed"])
+        return model.eval(), tokenizer, run["context"]
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else error
+        raise UsageError(
+            f"{path}: {what}; the way out: the checkpoint as its run wrote it, and the version of "
+            "extensor that wrote it"
+        ) from error
 
 
 def choose(scores: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:

@@ -306,6 +306,12 @@ class Trainer:
                 f"{path}: wanted a checkpoint of this run, got one that differs in "
                 f"{', '.join(differ)}; the way out: the checkpoint that this run wrote"
             )
+        if metadata.get("task") != json.loads(json.dumps(self.task.state())):
+            raise ValueError(
+                f"{path}: wanted a checkpoint of this run's data, got one of another tokenizer; "
+                f"the way out: {self.config.dataset} as it was when the run began (the same "
+                "Python for python_source, the same package tokenizers for bpe)"
+            )
         parts: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
         for name, value in tensors.items():
             part, _, rest = name.partition(".")

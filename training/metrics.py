@@ -11,6 +11,16 @@ import numpy as np
 __all__ = ["ClassScores", "Scores", "TokenScores", "confusion_matrix", "perplexity", "top_k_hits"]
 
 
+def _check_classes(what: str, numbers: np.ndarray, classes: int) -> None:
+    if not np.issubdtype(numbers.dtype, np.integer):
+        raise ValueError(f"{what}: wanted whole numbers, got {numbers.dtype}")
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= classes):
+        raise ValueError(
+            f"{what}: wanted 0..{classes - 1} for {classes} classes, got "
+            f"{int(numbers.min())}..{int(numbers.max())}"
+        )
+
+
 def top_k_hits(scores: np.ndarray, labels: np.ndarray, k: int) -> int:
     """How many rows have their label among the k largest scores.
 
@@ -22,11 +32,17 @@ def top_k_hits(scores: np.ndarray, labels: np.ndarray, k: int) -> int:
         k: 1..C.
 
     Raises:
-        ValueError: if k is out of range.
+        ValueError: if k or a label is out of range, or the shapes do not match.
     """
+    if scores.ndim != 2 or labels.shape != scores.shape[:1]:
+        raise ValueError(
+            f"top_k_hits: wanted scores (N, C) and labels (N,), got shapes {scores.shape} and "
+            f"{labels.shape}"
+        )
     classes = scores.shape[1]
     if not 1 <= k <= classes:
         raise ValueError(f"k: wanted 1..{classes}, got {k}")
+    _check_classes("top_k_hits: labels", labels, classes)
     if k == 1:
         return int((scores.argmax(axis=1) == labels).sum())
     own = scores[np.arange(len(labels)), labels][:, None]
@@ -41,7 +57,18 @@ def perplexity(loss: float) -> float:
 
 
 def confusion_matrix(predicted: np.ndarray, labels: np.ndarray, classes: int) -> np.ndarray:
-    """Counts (classes, classes), rows the true label, columns the predicted one."""
+    """Counts (classes, classes), rows the true label, columns the predicted one.
+
+    Raises:
+        ValueError: for numbers that are no classes, or arrays of different lengths.
+    """
+    if predicted.shape != labels.shape or labels.ndim != 1:
+        raise ValueError(
+            f"confusion_matrix: wanted predictions (N,) and labels (N,), got shapes "
+            f"{predicted.shape} and {labels.shape}"
+        )
+    _check_classes("confusion_matrix: predictions", predicted, classes)
+    _check_classes("confusion_matrix: labels", labels, classes)
     flat = np.bincount(labels * classes + predicted, minlength=classes * classes)
     return flat.reshape(classes, classes)
 

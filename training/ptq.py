@@ -115,7 +115,7 @@ def ptq(args: PtqArgs, console: Console) -> None:
         console.print(f"{name:<16} {metric.show((rows[-1].value or math.nan) / metric.scale)}")
         if args.save:
             save_quantized(args.folder / f"{name}.safetensors", made, {"run": config.as_dict()})
-    seen = f"{sum(len(x) for (x,) in calibration)} training {trainer.task.unit}"
+    seen = f"{sum(len(x) for (x,) in calibration)} training {trainer.task.inputs}"
     settings = {"run": config.as_dict(), "calibration": args.calibration, "keep": args.kept}
     write_results(args.folder, config.label, metric, [dense, *rows], seen, settings, console)
 
@@ -163,7 +163,7 @@ def calibration_set(trainer: Trainer, count: int) -> list[tuple[ExTensor, ...]]:
             break
     if left:
         raise UsageError(
-            f"--calibration: wanted at most the {count - left} training {task.unit} of an epoch, "
+            f"--calibration: wanted at most the {count - left} training {task.inputs} of an epoch, "
             f"got {count}"
         )
     whole = np.concatenate(parts)

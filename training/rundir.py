@@ -73,7 +73,9 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
             )
         return
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--out {folder}: wanted a folder, got a file; {OTHER_OUT}")
+        raise UsageError(
+            f"--out {folder}: wanted a folder, got a file; the way out: another --out, or delete it"
+        )
     if (folder / CONFIG).exists():
         if read_config(folder) != config:
             raise UsageError(f"--out {folder}: holds a run with another configuration; {OTHER_OUT}")

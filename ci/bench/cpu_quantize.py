@@ -43,6 +43,7 @@ GOALS = {
     "hadamard16": 0.5,
     "hadamard32": 0.5,
     "dequantize": 0.75,
+    "both": 0.5,
 }
 TORCHAO = """
 import json, statistics, sys, time
@@ -100,6 +101,16 @@ def contestants(backend: CpuBackend, words: list[str]) -> dict[str, Call]:
                     calls[label] = (
                         stored + array.itemsize,
                         partial(backend.dequantize, q, dtype),
+                    )
+                    continue
+                if work == "both":
+                    pair = spec, QuantSpec(name, axis=0).resolve(2)
+                    reason = backend.path("quantize_pair", array, pair)
+                    if not reason.startswith("core"):
+                        raise SystemExit(f"{label}: wanted the core, got {reason}")
+                    calls[label] = (
+                        2 * stored + array.itemsize * (2 if spec.row.tensor_scale else 1),
+                        partial(backend.quantize_pair, array, pair),
                     )
                     continue
                 stream = Stream(1) if work == "stochastic" else None

@@ -8,7 +8,7 @@ namespace EXTENSOR_ISA {
 // Rows [offset, offset + rows) of tile `tile`, of which `real` lie in the array; columns
 // [j, j + lanes) of image `image`.
 struct ColumnPiece {
-    const float* panel;
+    PanelValues panel;
     int64_t image, tile, offset, rows, real, j, lanes;
 
     int64_t vectors() const { return ceil_div(lanes, VL); }
@@ -82,9 +82,10 @@ void code_any(const Call& call, const ColumnPiece& p, const Scales (&s)[4], Pane
     const Grid& grid = call.scaler.grid;
     const vf element_scale = splat(call.plan.element_scale), tensor_scale = splat(call.scaler.tensor_scale);
     Tally tally;
+    const float* panel = p.panel.widened(p.rows);
     const auto at = [&](int64_t i, int64_t k, vu& code) {
         return quantize_vector<Words, Divide, Codes>(
-            load(p.panel + i * kWide + k * VL), Words ? words(i, static_cast<int>(k)) : vu{}, s[k],
+            load(panel + i * kWide + k * VL), Words ? words(i, static_cast<int>(k)) : vu{}, s[k],
             element_scale, tensor_scale, grid, tally, code);
     };
     if constexpr (Codes) {
@@ -144,7 +145,12 @@ void code_piece(const Call& call, const ColumnPiece& p, const vu (&amax)[4], con
         if (coder && call.scaler.bounded() && p.rows % group_rows(grid.bits) == 0 && all_lanes(plain)) {
             const vf apply[4] = {s[0].apply, s[1].apply, s[2].apply, s[3].apply};
             TileCounts counts;
-            coder(p.panel, p.rows, p.vectors(), apply, call.plan.element_scale, all_lanes(bounded),
+#if EXTENSOR_LANES == 16
+            if (p.panel.halves)
+                HalfPanelCoder(call.plan).code(p.panel.halves, p.rows, s, all_lanes(bounded), out, ahead, counts);
+            else
+#endif
+            coder(p.panel.wide, p.rows, p.vectors(), apply, call.plan.element_scale, all_lanes(bounded),
                   words, out, ahead, counts);
             tally.saturated[0] += static_cast<int32_t>(counts.saturated);
             tally.flushed[0] += static_cast<int32_t>(counts.flushed);

@@ -28,6 +28,23 @@ struct Ahead {
     }
 };
 
+// The values of a panel. Those of a bfloat16 array may stay as they are in `halves`; `wide` is room
+// for them then, filled by the ways that want float32.
+struct PanelValues {
+    float* wide;
+    const bfloat16* halves = nullptr;
+
+    PanelValues from(int64_t row) const {
+        return {wide + row * kWide, halves ? halves + row * kWide : nullptr};
+    }
+
+    const float* widened(int64_t rows) const {
+        if (halves)
+            for (int64_t i = 0; i < rows * kWide; i += VL) store(wide + i, load(halves + i));
+        return wide;
+    }
+};
+
 // ---- filling ----
 
 template <class T>
@@ -55,6 +72,19 @@ inline void fill_panel(Source x, int64_t stride, int64_t rows, int64_t deep, int
         default: fill_rows(static_cast<const float16*>(x.at), stride, rows, lanes, to);
     }
     if (rows < deep) std::memset(to + rows * kWide, 0, static_cast<size_t>((deep - rows) * kWide * 4));
+}
+
+// The same, of bfloat16 as it is.
+inline void fill_halves(const bfloat16* x, int64_t stride, int64_t rows, int64_t deep, int64_t lanes,
+                        bfloat16* to) {
+    if (lanes < kWide || rows < deep) std::memset(to, 0, static_cast<size_t>(deep * kWide * 2));
+    if (lanes == kWide) {
+        for (int64_t i = 0; i < rows; ++i, x += stride, to += kWide)
+            std::memcpy(to, x, static_cast<size_t>(kWide * 2));
+        return;
+    }
+    for (int64_t i = 0; i < rows; ++i, x += stride, to += kWide)
+        std::memcpy(to, x, static_cast<size_t>(lanes * 2));
 }
 
 // ---- the transform ----
@@ -90,14 +120,34 @@ INLINE void column_maxima(const float* panel, int64_t rows, int64_t vectors, vu 
     }
 }
 
+// As above, of either kind of values.
+INLINE void column_maxima(const PanelValues& panel, int64_t rows, int64_t vectors, vu (&m)[4]) {
+#if EXTENSOR_LANES == 16
+    if (panel.halves) {
+        __m512i most[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        for (int64_t i = 0; i < rows * kWide; i += kWide)
+            for (int half = 0; half < 2; ++half)
+                most[half] = _mm512_max_epu16(
+                    most[half], _mm512_and_si512(_mm512_loadu_si512(panel.halves + i + 2 * VL * half),
+                                                 _mm512_set1_epi16(0x7FFF)));
+        for (int k = 0; k < 4; ++k) {
+            const __m256i mine = _mm512_extracti64x4_epi64(k % 2 ? _mm512_shuffle_i64x2(most[k / 2], most[k / 2], 0x4E) : most[k / 2], 0);
+            m[k] = bits_of(widen(reinterpret_cast<vh>(mine), bfloat16{}));
+        }
+        return;
+    }
+#endif
+    column_maxima(panel.wide, rows, vectors, m);
+}
+
 INLINE uint32_t larger_of(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // The largest magnitude below infinity in all columns.
-inline uint32_t finite_panel_maximum(const float* panel, int64_t rows) {
+inline uint32_t finite_panel_maximum(const PanelValues& panel, int64_t rows) {
     vu m[4];
     column_maxima(panel, rows, 4, m);
     const auto all = [&] { return largest_lane(larger(larger(m[0], m[1]), larger(m[2], m[3]))); };
-    if (all() >= kExponentMask) column_maxima<true>(panel, rows, 4, m);
+    if (all() >= kExponentMask) column_maxima<true>(panel.widened(rows), rows, 4, m);
     return all();
 }
 
@@ -143,7 +193,10 @@ struct ByteRows {
     INLINE void line(__m512i bytes) {
         const __m512i order =
             _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-        bytes = _mm512_permutexvar_epi32(order, bytes);
+        ordered(_mm512_permutexvar_epi32(order, bytes));
+    }
+
+    INLINE void ordered(__m512i bytes) {
         if (lanes >= 64)
             store_line(to, bytes, past);
         else
@@ -205,7 +258,7 @@ struct PanelWords {
 };
 
 // See panels_avx512.hpp.
-template <int Index>
+template <int Index, class T>
 struct PanelJoin;
 
 // Codes of whole groups of rows of a floating-point grid, all of whose blocks are plain (see
@@ -216,10 +269,10 @@ void code_panel(const float* panel, int64_t rows, int64_t vectors, const vf (&ap
                 const Ahead& ahead, TileCounts& counts) {
     constexpr Element e = kElements[Index];
 #if EXTENSOR_LANES == 16
-    if constexpr (!Words && PanelJoin<Index>::kCovers) {
+    if constexpr (!Words && PanelJoin<Index, float>::kCovers) {
         if (element_scale == 1)
-            return bounded ? PanelJoin<Index>::template code<true>(panel, rows, apply, out, ahead, counts)
-                           : PanelJoin<Index>::template code<false>(panel, rows, apply, out, ahead, counts);
+            return bounded ? PanelJoin<Index, float>::template code<true>(panel, rows, apply, out, ahead, counts)
+                           : PanelJoin<Index, float>::template code<false>(panel, rows, apply, out, ahead, counts);
     }
 #endif
     constexpr int group = group_rows(e.bits), bytes = group_bytes(e.bits);
@@ -265,3 +318,17 @@ inline PanelCoder panel_coder(int element) {
 #if EXTENSOR_LANES == 16
 #include "panels_avx512.hpp"
 #endif
+
+namespace EXTENSOR_ISA {
+
+// Whether a call codes panels of bfloat16 without widening them, blocks without numbers apart.
+inline bool takes_halves([[maybe_unused]] const Call& call) {
+#if EXTENSOR_LANES == 16
+    return call.job.type == FloatType::bfloat16 && call.job.codes && !call.words() && !divides(call.plan) &&
+           !call.plan.hadamard && call.plan.element_scale == 1 && HalfPanelCoder(call.plan).code;
+#else
+    return false;
+#endif
+}
+
+}  // namespace EXTENSOR_ISA

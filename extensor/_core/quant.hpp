@@ -178,6 +178,9 @@ void specialize(const Call& call, Body body) {
 // From the maxima of `whole` tiles to what scales.hpp makes scales of; see inside.cpp.
 void settle(Call& call, const Totals& totals, int64_t whole);
 
+// Largest finite magnitudes of an array, whatever its blocks: one for each of `parts` stretches.
+void survey_values(const QuantJob& job, int64_t parts, uint32_t* finite);
+
 void quantize_rows(Call& call);
 void quantize_columns(Call& call);
 

@@ -43,7 +43,10 @@ void for_pieces(const Call& call, const Cut& cut, int64_t rows, Counts* counts, 
         const int64_t last = least(first + cut.per_task * cut.unit, rows);
         const int64_t left = task % cut.chunks * cut.chunk, right = least(left + cut.chunk, job.inner);
         const Source x = call.source().from(image * job.length * job.inner);
-        float* panel = scratch_of<float>(Slot::padded, cut.deep * kWide);
+        PanelValues panel = {scratch_of<float>(Slot::padded, cut.deep * kWide)};
+        bfloat16* halves =
+            takes_halves(call) ? scratch_of<bfloat16>(Slot::halves, cut.deep * kWide) : nullptr;
+        panel.halves = halves;
         Tally tally;
         for (int64_t unit = first; unit < last; unit += cut.unit) {
             const int64_t bottom = least(unit + cut.unit, rows);
@@ -52,13 +55,17 @@ void for_pieces(const Call& call, const Cut& cut, int64_t rows, Counts* counts, 
                     const int64_t deep = least(cut.deep, bottom - top);
                     const int64_t real = most(0, least(deep, job.length - top));
                     ColumnPiece p = {panel, image, 0, 0, 0, 0, j, least(kWide, right - j)};
-                    fill_panel(x.from(top * job.inner + j), job.inner, real, deep, p.lanes, panel);
-                    if (call.plan.hadamard) transform_columns(call.plan, least(deep, job.coded - top), panel);
+                    const Source corner = x.from(top * job.inner + j);
+                    if (halves)
+                        fill_halves(static_cast<const bfloat16*>(corner.at), job.inner, real, deep, p.lanes, halves);
+                    else
+                        fill_panel(corner, job.inner, real, deep, p.lanes, panel.wide);
+                    if (call.plan.hadamard) transform_columns(call.plan, least(deep, job.coded - top), panel.wide);
                     Ahead ahead;
                     if (j + kWide < right && real == deep)
                         ahead = {static_cast<const char*>(x.from(top * job.inner + j + kWide).at),
                                  job.inner * bytes_each, kWide * bytes_each};
-                    for (int64_t at = top; at < top + deep; at += p.rows, p.panel += p.rows * kWide) {
+                    for (int64_t at = top; at < top + deep; at += p.rows, p.panel = p.panel.from(p.rows)) {
                         p.tile = at / job.tile_length, p.offset = at % job.tile_length;
                         p.rows = least(job.tile_length - p.offset, top + deep - at);
                         p.real = most(0, least(p.rows, job.coded - at));
@@ -85,7 +92,10 @@ void run(Call& call) {
     };
 
     if (stored) std::memset(totals.maxima, 0, static_cast<size_t>(runs * width) * 4);
-    if (stored || call.scaler.needs_global()) {
+    if (values && !stored && call.scaler.needs_global() && !call.plan.hadamard) {
+        survey_values(job, cut.count, totals.finite);
+        settle(call, totals, 0);
+    } else if (stored || call.scaler.needs_global()) {
         for_pieces(call, cut, job.coded, totals.counts,
                    [&](int64_t task, const ColumnPiece& p, const Ahead& ahead, Tally&) {
             for (int64_t i = 0; i < p.rows; ++i) ahead.row(i);
@@ -103,7 +113,7 @@ void run(Call& call) {
             vu all = {};
             for (int64_t k = 0; k < p.vectors(); ++k) all = larger(all, m[k]);
             if (values && !all_lanes(reinterpret_cast<vu>(all < kExponentMask)))
-                column_maxima<true>(p.panel, p.real, p.vectors(), finite);
+                column_maxima<true>(p.panel.widened(p.real), p.real, p.vectors(), finite);
             else
                 for (int k = 0; k < 4; ++k) finite[k] = m[k] & reinterpret_cast<vu>(m[k] < kExponentMask);
             for (int64_t k = 0; k < p.vectors(); ++k) {

@@ -10,7 +10,7 @@ namespace {
 // Rows [top, top + rows) of a panel from column j on, zeros below them down to `deep`; `tiles` tiles
 // of each row are the array's. `more`: the panel to its right comes next.
 struct RowPiece {
-    const float* panel;
+    PanelValues panel;
     int64_t image, top, rows, deep, j, tiles;
     bool more;
 };
@@ -73,11 +73,17 @@ private:
 };
 
 // Maxima of all tiles of a panel, one per row of the panel and tile.
-void panel_row_maxima(const QuantJob& job, const float* panel, int64_t deep, uint32_t* maxima) {
+void panel_row_maxima(const QuantJob& job, const PanelValues& panel, int64_t deep, uint32_t* maxima) {
     const int64_t across = tiles_across(job);
-    for (int64_t t = 0; t < deep * across; t += VL)
-        store(maxima + t, job.tile_length == 16 ? tile_maxima<16>(panel + t * 16)
-                                                : tile_maxima<32>(panel + t * 32));
+    const auto all = [&](const auto* x) {
+        for (int64_t t = 0; t < deep * across; t += VL)
+            store(maxima + t, job.tile_length == 16 ? tile_maxima<16>(x + t * 16) : tile_maxima<32>(x + t * 32));
+    };
+#if EXTENSOR_LANES == 16
+    panel.halves ? all(panel.halves) : all(panel.wide);
+#else
+    all(panel.wide);
+#endif
     if (job.tile_rows > 1) combine(maxima, 1, deep, job.tile_rows, across, across, 1);
 }
 
@@ -94,6 +100,25 @@ const uint32_t* panel_row_words(const Call& call, const RowPiece& p) {
             philox_run(philox, to, r * calls, calls, block, tiles_across(job));
     return words;
 }
+
+#if EXTENSOR_LANES == 16
+// Codes of plain tiles of bfloat16, to nearest: within 16 bits where each counts from a normal number.
+void code_half_rows(const Call& call, const RowPiece& p, const float* apply, const uint32_t* stored,
+                    bool bounded, uint8_t* packed, TileCounts& counts) {
+    const int64_t tile = call.job.tile_length, total = p.deep * tiles_across(call.job);
+    const HalfTileCoder<false> half(call.plan.scale == Scale::e8m0 && tile == 32 ? call.plan.element : -1);
+    const TileCoder<false, bfloat16> coder(call.plan.element, tile);
+    for (int64_t t = 0; t < total; t += VL) {
+        const bfloat16* x = p.panel.halves + t * tile;
+        uint8_t* to = packed + t * tile * call.scaler.grid.bits / 8;
+        const Scales s = {load(apply + t), vf{}, vu{}, load(stored + t)};
+        if (half.code && all_lanes(half.covered(s, half.from)))
+            half.code(x, s, nullptr, to, counts);
+        else
+            coder.code(x, apply + t, nullptr, bounded, VL, to, counts);
+    }
+}
+#endif
 
 template <bool Words, bool Codes>
 void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima,
@@ -126,12 +151,18 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
     if constexpr (Codes) {
         // The panel's rows follow one another: one run of whole tiles.
         if (coder.code && all_lanes(plain) && p.deep * kWide % coder.batch == 0) {
-            coder.code(p.panel, apply, words, all_lanes(bounded), p.deep * across, packed, counts);
+#if EXTENSOR_LANES == 16
+            if (p.panel.halves)
+                code_half_rows(call, p, apply, stored, all_lanes(bounded), packed, counts);
+            else
+#endif
+            coder.code(p.panel.wide, apply, words, all_lanes(bounded), p.deep * across, packed, counts);
             done = true;
         }
     }
     for (int64_t r = 0; r < p.rows; ++r) ahead.row(r);
     const int64_t first = p.image * job.rows + p.top;
+    const float* panel = done ? nullptr : p.panel.widened(p.deep);
     for (int64_t r = 0; !done && r < p.rows; ++r) {
         float* out = Codes ? nullptr : job.values + (first + r) * job.coded + p.j;
         uint8_t codes[kWide];
@@ -140,7 +171,7 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
             const Scales s = {splat(apply[t]), splat(decode[t]), splat(live[t]), vu{}};
             vu code;
             const vf value = quantize_vector<Words, false, Codes>(
-                load(p.panel + r * kWide + i), Words ? load(words + r * kWide + i) : vu{}, s,
+                load(panel + r * kWide + i), Words ? load(words + r * kWide + i) : vu{}, s,
                 element_scale, tensor_scale, grid, tally, code);
             if constexpr (Codes)
                 store_codes(codes + i, code);
@@ -153,9 +184,16 @@ void code_panel_rows(const Call& call, const RowPiece& p, const uint32_t* maxima
         const RowStore rows(call, p, packed);
         uint8_t* to = job.codes + first * call.packed + p.j * grid.bits / 8;
         for (int64_t r = 0; r < p.rows; ++r, to += call.packed) rows.row(r, to);
-        int64_t block = first_block(call, p);
-        for (int64_t r = 0; r < p.rows; r += job.tile_rows, block += call.tiles)
-            store_scales(job.scales, block, stored + r * across, p.tiles, call.plan.scale);
+        // Scales of a byte, as all that `fits` lets through.
+        for (int64_t t = 0; t < total; t += VL) store_codes(packed + t, load(stored + t));
+        auto* scales = static_cast<uint8_t*>(job.scales) + first_block(call, p);
+        const auto few = [&](auto tiles) {
+            for (int64_t r = 0; r < p.rows; r += job.tile_rows, scales += call.tiles)
+                std::memcpy(scales, packed + r * across, static_cast<size_t>(tiles));
+        };
+        p.tiles == 2   ? few(std::integral_constant<int64_t, 2>())
+        : p.tiles == 4 ? few(std::integral_constant<int64_t, 4>())
+                       : few(p.tiles);
     }
     tally.saturated[0] += static_cast<int32_t>(counts.saturated);
     tally.flushed[0] += static_cast<int32_t>(counts.flushed);
@@ -188,6 +226,7 @@ struct Cut {
             while (multiple % part && multiple <= kDeep) multiple += deep;
             deep = multiple;
         }
+        while (2 * deep <= 32) deep *= 2;  // what a panel costs beside its values
         units = ceil_div(rows, deep);
         chunk = round_up(most(kTask / deep, 1), 2 * kWide);
         chunks = ceil_div(columns, chunk);
@@ -217,7 +256,7 @@ bool fits_down(const Call& call, const Cut& cut) {
 
 // One panel of a task, and what its two readers make of it.
 struct Panel {
-    const float *along, *down;  // the panel, transformed for each
+    PanelValues along, down;  // the panel, transformed for each
     int64_t image, top, deep, real, j, lanes;
     bool more;
     Ahead ahead;
@@ -232,7 +271,7 @@ struct Panel {
         for (int64_t at = 0; at < deep && top + at < round_up(job.coded, job.tile_length);
              at += job.tile_length) {
             const int64_t left = most(0, least(job.tile_length, job.coded - top - at));
-            const ColumnPiece p = {down + at * kWide, image, (top + at) / job.tile_length, 0,
+            const ColumnPiece p = {down.from(at), image, (top + at) / job.tile_length, 0,
                                    job.tile_length, left, j, lanes};
             vu m[4];
             column_maxima(p.panel, left, p.vectors(), m);
@@ -254,15 +293,20 @@ void for_panels(const Call* along, const Call* down, const Cut& cut, Body body) 
         const Source x = any.source().from((image * cut.rows + top) * cut.columns);
         const bool transforms = down && down->plan.hadamard;
         float* panel = scratch_of<float>(Slot::padded, cut.deep * kWide * (transforms ? 2 : 1));
+        const bool keeps = (!along || takes_halves(*along)) && (!down || takes_halves(*down));
+        bfloat16* halves = keeps ? scratch_of<bfloat16>(Slot::halves, cut.deep * kWide) : nullptr;
         for (int64_t j = left; j < right; j += kWide) {
-            Panel p = {panel, panel, image, top, cut.deep, real, j, least(kWide, right - j),
+            Panel p = {{panel, halves}, {panel, halves}, image, top, cut.deep, real, j, least(kWide, right - j),
                        j + kWide < right, {}};
-            fill_panel(x.from(j), cut.columns, real, cut.deep, p.lanes, panel);
+            if (halves)
+                fill_halves(static_cast<const bfloat16*>(x.from(j).at), cut.columns, real, cut.deep, p.lanes, halves);
+            else
+                fill_panel(x.from(j), cut.columns, real, cut.deep, p.lanes, panel);
             if (transforms) {
                 float* turned = panel + cut.deep * kWide;
                 std::memcpy(turned, panel, static_cast<size_t>(cut.deep * kWide) * 4);
                 transform_columns(down->plan, least(cut.deep, down->job.coded - top), turned);
-                p.down = turned;
+                p.down.wide = turned;
             }
             if (p.more)
                 p.ahead = {static_cast<const char*>(x.from(j + kWide).at), cut.columns * each,
@@ -296,6 +340,15 @@ void set_globals(Call* along, Call* down, const Cut& cut, uint32_t* finite) {
     const bool rows = along && along->scaler.needs_global();
     const bool columns = down && down->scaler.needs_global();
     if (!rows && !columns) return;
+    const Call& any = along ? *along : *down;
+    const auto values = [](const Call* call) { return !call || call->plan.scale == Scale::ue4m3; };
+    if (values(along) && values(down) && !(down && down->plan.hadamard)) {
+        survey_values(any.job, cut.count, finite);
+        const float amax = as_float(finite_maximum(reinterpret_cast<float*>(finite), cut.count, 1));
+        for (Call* call : {along, down})
+            if (call) call->scaler.set_global(amax);
+        return;
+    }
     for_panels(along, down, cut, [&](int64_t task, const Panel& p) {
         for (int64_t r = 0; r < p.real; ++r) p.ahead.row(r);
         uint32_t* mine = finite + 2 * task;

@@ -306,7 +306,7 @@ int64_t stream(const Call& call, const Piece& p, Tally& tally) {
     const Philox philox(call.stream);
 #if EXTENSOR_LANES == 16
     const bool halves = call.plan.scale == Scale::e8m0 && (!Words || call.plan.rbits == 32);
-    const HalfTileCoder<Words> half(halves ? call.plan.element : -1);
+    const HalfTileCoder<Words, T> half(halves ? call.plan.element : -1);
     TileWords words(philox, 0);
 #endif
     const int64_t groups = coded_in(job, p) / Tile / VL;
@@ -357,7 +357,7 @@ int64_t stream(const Call& call, const Piece& p, Tally& tally) {
         uint8_t* codes = to + g * VL * Tile * grid.bits / 8;
         store_codes(static_cast<uint8_t*>(job.scales) + p.first * call.tiles + group.start, s.stored);
 #if EXTENSOR_LANES == 16
-        if constexpr (kFloatType<T> == FloatType::bfloat16 && Tile == 32) {
+        if constexpr (Tile == 32) {
             if (half.code && all_lanes(half.covers(s, now.amax))) {
                 words.block = static_cast<uint32_t>(p.first * call.tiles + group.start);
                 half.code(now.values, s, &words, codes, counts);
@@ -486,6 +486,17 @@ void run(Call& call, const RowTasks& tasks, const Totals& totals) {
 }
 
 }  // namespace
+
+void survey_values(const QuantJob& job, int64_t parts, uint32_t* finite) {
+    const int64_t count = job.outer * job.rows * job.length * job.inner;
+    const int64_t each = round_up(ceil_div(count, parts), 64);
+    threads::run(parts, 2 * count, [&](int64_t part) {
+        const int64_t n = least(each, count - part * each);
+        if (n > 0)
+            finite[part] = Source{job.x, job.type}.from(part * each).visit(
+                [&](const auto* x) { return finite_run_maximum(x, n); });
+    });
+}
 
 void quantize_rows(Call& call) {
     const RowTasks tasks(call);

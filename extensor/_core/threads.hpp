@@ -25,7 +25,7 @@ void run(int64_t tasks, int64_t work, F&& body) {
 // block for the next call. Contents are left over from earlier use.
 enum class Slot {
     padded, planes, weights, offsets, partial, maxima, packed_a, packed_b, points,
-    copied,
+    copied, halves,
     // of kernels that call the quantizer, which uses the ones above
     tile_padded, tile_planes, tile_weights, tile_offsets, tile_patches, tile_values, tile_counts,
     count

@@ -114,11 +114,29 @@ struct TileWords {
 
 // ---- codes ----
 
+// 32 values in 16 bits, in order.
+INLINE __m512i load_halves(const bfloat16* x) { return _mm512_loadu_si512(x); }
+
+// Float32 without its lower half, the last place one where that is not zero: what is to nearest at an
+// earlier place is as before. Four of x, four of x + VL, and so on.
+INLINE __m512i load_halves(const float* x) {
+    const auto half = [](const float* from) {
+        const __m512i bits = _mm512_loadu_si512(from);
+        const __mmask16 rest = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0xFFFF));
+        const __m512i upper = _mm512_srai_epi32(bits, 16);
+        return _mm512_mask_or_epi32(upper, rest, upper, _mm512_set1_epi32(1));
+    };
+    return _mm512_packs_epi32(half(x), half(x + VL));
+}
+
 // Codes of tiles of 32 whose scales are powers of two, to nearest even or by random words.
-template <int Index, bool Words>
+template <int Index, bool Words, class T = bfloat16>
 struct HalfCoder {
     static constexpr Element e = kElements[Index];
-    static constexpr bool kCovered = e.is_float && (e.bits == 8 || (e.bits == 4 && e.mantissa_bits == 1));
+    static constexpr bool kFour = e.bits == 4 && e.mantissa_bits == 1;
+    static constexpr bool kCovered = kFloatType<T> == FloatType::bfloat16
+                                         ? e.is_float && (kFour || e.bits == 8)
+                                         : kFloatType<T> == FloatType::float32 && e.is_float && kFour && !Words;
     // The exponent that a scaled value's bits count from. Four-bit codes come from a table of half
     // (to nearest: of quarter) binades, by random words from the least number on whose fraction
     // fits 16 bits; else a code is what rounding leaves, from the binade below the smallest normal
@@ -126,12 +144,12 @@ struct HalfCoder {
     static constexpr int kFrom = e.bits == 8 ? e.min_exponent - 1 : Words ? -10 : -2;
     static constexpr int kDrop = 7 - e.mantissa_bits;
 
-    // 32 codes of one tile, each in 16 bits, in order.
-    static INLINE __m512i codes(const bfloat16* x, uint32_t start, const float* apply, const TileWords* words,
+    // 32 codes, each in 16 bits, in the order of load_halves; of 16 values each are `first` and `second`. With words: of one
+    // tile.
+    static INLINE __m512i codes(const T* x, __m512i from, vf first, vf second, const TileWords* words,
                                 int64_t tile, int64_t& saturated, int64_t& flushed) {
-        const __m512i v = _mm512_loadu_si512(x), ones = _mm512_set1_epi16(0x7FFF);
+        const __m512i v = load_halves(x), ones = _mm512_set1_epi16(0x7FFF);
         const __m512i magnitude = _mm512_and_si512(v, ones);
-        const __m512i from = _mm512_set1_epi32(static_cast<int>(start));
         const __m512i d = _mm512_subs_epu16(magnitude, from);
         const __mmask32 some = _mm512_test_epi16_mask(v, ones);
         __m512i n, word = {};
@@ -145,7 +163,8 @@ struct HalfCoder {
             other = _mm512_mask_cmplt_epu16_mask(some, magnitude, from);
             other = _mm512_mask_cmple_epu16_mask(other, word, _mm512_set1_epi16(255));
         }
-        if (__builtin_expect(other != 0, 0)) return wide_codes(x, splat(*apply), words, tile, saturated, flushed);
+        if (__builtin_expect(other != 0, 0))
+            return wide_codes(x, first, second, words, tile, saturated, flushed);
         const __m512i top = _mm512_set1_epi16(e.max_code);
         if constexpr (!Words)
             n = nearest(d);
@@ -183,31 +202,34 @@ struct HalfCoder {
     static INLINE __m512i random_quarters(__m512i v, __m512i d, __m512i word, __mmask32 some) {
         alignas(64) static constexpr uint16_t kBelow[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0,  0,  0,  0,  0,  0,  0,
                                                             0, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13};
-        const __m512i below = _mm512_permutexvar_epi16(_mm512_srli_epi16(d, 6), _mm512_load_si512(kBelow));
+        alignas(64) static constexpr uint16_t kPlaces[32] = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7,
+                                                             8, 8, 9, 9, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10};
+        const __m512i half_binade = _mm512_srli_epi16(d, 6);
+        const __m512i below = _mm512_permutexvar_epi16(half_binade, _mm512_load_si512(kBelow));
         const __m512i significand =
             _mm512_ternarylogic_epi32(v, _mm512_set1_epi16(0x7F), _mm512_set1_epi16(0x80), 0xEA);
-        const __m512i places = _mm512_min_epu16(_mm512_srli_epi16(d, 7), _mm512_set1_epi16(10));
+        const __m512i places = _mm512_permutexvar_epi16(half_binade, _mm512_load_si512(kPlaces));
         const __m512i fraction = _mm512_sllv_epi16(significand, places);
         const __mmask32 up = _mm512_mask_cmpgt_epu16_mask(some, fraction, word);
         return _mm512_mask_add_epi16(below, up, below, _mm512_set1_epi16(1));
     }
 
     // The same codes by way of float32.
-    static __m512i wide_codes(const bfloat16* x, vf apply, const TileWords* words, int64_t tile,
+    static __m512i wide_codes(const T* x, vf first, vf second, const TileWords* words, int64_t tile,
                               int64_t& saturated, int64_t& flushed) {
         const Coder<Index, Words> coder{.element_scale = 1};
         TileCounts counts;
         uint32_t drawn[32 + 2 * VL] = {};
         if constexpr (Words) words->all(static_cast<uint32_t>(tile), drawn);
-        const vu a = coder(load(x), apply, load(drawn), counts);
-        const vu b = coder(load(x + VL), apply, load(drawn + VL), counts);
+        const vu a = coder(load(x), first, load(drawn), counts);
+        const vu b = coder(load(x + VL), second, load(drawn + VL), counts);
         saturated += counts.saturated;
         flushed += counts.flushed;
         return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(a))),
                                   _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(b)), 1);
     }
 
-    static void code(const bfloat16* x, const Scales& s, const TileWords* words, uint8_t* to, TileCounts& counts) {
+    static void code(const T* x, const Scales& s, const TileWords* words, uint8_t* to, TileCounts& counts) {
         alignas(64) uint32_t starts[VL];
         alignas(64) float apply[VL];
         EXTENSOR_ISA::store(starts, ((s.stored + static_cast<uint32_t>(kFrom)) << 7) * 0x10001u);
@@ -218,7 +240,8 @@ struct HalfCoder {
             __m512i c[4];
 #pragma GCC unroll 4
             for (int k = 0; k < 4; ++k)
-                c[k] = codes(x + 32 * k, starts[t + k], apply + t + k, words, t + k, saturated, flushed);
+                c[k] = codes(x + 32 * k, _mm512_set1_epi32(static_cast<int>(starts[t + k])), splat(apply[t + k]),
+                             splat(apply[t + k]), words, t + k, saturated, flushed);
             store(to, c);
         }
         counts.saturated += saturated;
@@ -226,6 +249,7 @@ struct HalfCoder {
     }
 
     static INLINE void store(uint8_t* to, const __m512i (&c)[4]) {
+        if constexpr (sizeof(T) == 4) return RunCoder<Index, 32, false, T>::store(to, c);
         const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
         if constexpr (e.bits == 4) {
             const __m512i weights = _mm512_set1_epi32(16 << 16 | 1);
@@ -245,9 +269,9 @@ struct HalfCoder {
 };
 
 // The coder of VL tiles of 32 for an element of the table, or null where there is none.
-template <bool Words>
+template <bool Words, class T = bfloat16>
 struct HalfTileCoder {
-    void (*code)(const bfloat16* x, const Scales& s, const TileWords* words, uint8_t* to,
+    void (*code)(const T* x, const Scales& s, const TileWords* words, uint8_t* to,
                  TileCounts& counts) = nullptr;
     int from = 0;
 
@@ -258,8 +282,11 @@ struct HalfTileCoder {
 
     // Whether a tile's bits count from a normal bfloat16 on. All ones or zero in each lane.
     INLINE vu covers(const Scales& s, vu amax) const {
-        return reinterpret_cast<vu>(s.stored > static_cast<uint32_t>(-from)) |
-               reinterpret_cast<vu>(amax == 0u);
+        return covered(s, from) | reinterpret_cast<vu>(amax == 0u);
+    }
+
+    static INLINE vu covered(const Scales& s, int from) {
+        return reinterpret_cast<vu>(s.stored > static_cast<uint32_t>(-from));
     }
 
 private:
@@ -270,7 +297,7 @@ private:
 
     template <size_t Index>
     void take() {
-        using Coded = HalfCoder<Index, Words>;
+        using Coded = HalfCoder<Index, Words, T>;
         if constexpr (Coded::kCovered) code = &Coded::code, from = Coded::kFrom;
     }
 };

@@ -431,6 +431,8 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         indices = raw_key(key)
         try:
             self.data[indices] = source
+        except IndexError as error:
+            raise IndexError(f"index of a tensor of shape {self.shape}: {error}") from error
         except ValueError as error:
             raise ValueError(
                 f"write: wanted values that broadcast to the selection of a tensor of shape "

@@ -14,6 +14,7 @@ kept: products with fewer than `_LEAST` rows or columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from extensor.backends.cpu_core import CoreBackend, ready
@@ -38,7 +39,7 @@ class CpuDense(CoreBackend):
     def matmul(self, a: Array, b: Array, bias: Array | None = None) -> Array:
         """See the protocol."""
         if b.ndim == 2 and a.ndim > 2:
-            rows = self.matmul(a.reshape(-1, a.shape[-1]), b, bias)
+            rows = self.matmul(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b, bias)
             return rows.reshape(*a.shape[:-1], b.shape[-1])
         if self._matmul_reason(a, b, bias):
             return super().matmul(a, b, bias)

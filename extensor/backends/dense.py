@@ -6,6 +6,7 @@ compared with them. All arrays are of one float dtype.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ __all__ = ["attention", "attention_grad", "matmul"]
 def matmul(a: Array, b: Array, bias: Array | None, xp: Any) -> Array:
     """A b of (..., M, K) and (..., K, N), plus a bias (N,)."""
     if b.ndim == 2 and a.ndim > 2:  # one product instead of one per leading index
-        rows = a.reshape(-1, a.shape[-1])
+        rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
         return matmul(rows, b, bias, xp).reshape(*a.shape[:-1], b.shape[-1])
     out = a @ b
     if bias is not None:
@@ -87,7 +88,7 @@ def attention_grad(
 def _scores(q: Array, k: Array, causal: bool, scale: float, xp: Any) -> Array:
     """(B, Hkv, H / Hkv, T, S); -inf where a query does not see a key."""
     queries, keys = q.shape[-2], k.shape[-2]
-    split = q.reshape(k.shape[0], k.shape[1], -1, queries, q.shape[-1])
+    split = q.reshape(*k.shape[:2], q.shape[1] // k.shape[1], queries, q.shape[-1])
     scores = xp.matmul(split, k[:, :, None].swapaxes(-1, -2))
     scores *= scale
     if causal:

@@ -6,6 +6,7 @@ compared with them. Images are (N, C, ...).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
@@ -60,7 +61,7 @@ def all_finite(x: Array, xp: Any) -> bool:
 def channel_sum(x: Array, xp: Any) -> Array:
     """Sums over all but the second axis, (N, C, ...) -> (C,)."""
     # Along the contiguous axes first: numpy sums them several times as fast.
-    return x.reshape(*x.shape[:2], -1).sum(axis=2).sum(axis=0)
+    return x.reshape(*x.shape[:2], math.prod(x.shape[2:])).sum(axis=2).sum(axis=0)
 
 
 def batch_norm(

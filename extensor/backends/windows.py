@@ -129,7 +129,8 @@ def max_pool2d_grad(g: Array, index: Array, shape: tuple[int, ...], xp: Any) -> 
     n, c, h, w = shape
     out = xp.zeros(n * c * h * w, dtype=g.dtype)
     plane = xp.arange(n * c, dtype=xp.int64)[:, None] * (h * w)
-    xp.add.at(out, (plane + xp.asarray(index).reshape(n * c, -1)).reshape(-1), g.reshape(-1))
+    within = xp.asarray(index).reshape(n * c, g.shape[2] * g.shape[3])
+    xp.add.at(out, (plane + within).reshape(-1), g.reshape(-1))
     return out.reshape(shape)
 
 

@@ -67,7 +67,7 @@ class MultiheadAttention(Module):
 
     Raises:
         ValueError: for sizes that do not go together; when called, for an input that is not
-            (..., T, width).
+            (..., T, width), or holds no tokens.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class MultiheadAttention(Module):
     def forward(self, x: ExTensor) -> ExTensor:
         """(..., T, width) -> the same."""
         tensors_only("MultiheadAttention", x)
-        if x.ndim < 2 or x.shape[-1] != self.width:
+        if x.ndim < 2 or x.shape[-1] != self.width or not x.shape[-2]:
             raise ValueError(
-                f"MultiheadAttention: wanted an input of shape (..., T, {self.width}), got "
-                f"{x.shape}"
+                f"MultiheadAttention: wanted an input of shape (..., T, {self.width}) with T of 1 "
+                f"or more, got {x.shape}"
             )
         projected = self.qkv(x)
         if self.rotary is None:

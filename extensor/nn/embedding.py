@@ -46,7 +46,8 @@ class Embedding(Module):
         if index.size and not 0 <= int(index.data.min()) <= int(index.data.max()) < self.count:
             raise ValueError(
                 f"Embedding: wanted numbers in 0..{self.count - 1}, got "
-                f"{int(index.data.min())}..{int(index.data.max())}"
+                f"{int(index.data.min())}..{int(index.data.max())}; the way out: numbers of the "
+                "vocabulary that the layer was made for, or a layer of more vectors"
             )
         return take(self.weight, index, axis=0)
 

@@ -29,6 +29,11 @@ PreHook = Callable[["Module", tuple[Any, ...]], None]
 """Called with (module, positional arguments) before each forward."""
 
 
+def _check_hook(hook: Any) -> None:
+    if not callable(hook):
+        raise TypeError(f"hook: wanted a function of a module and a value, got {hook!r:.80}")
+
+
 class Module:
     """Base class of layers and models: subclasses set attributes and define ``forward``.
 
@@ -56,10 +61,22 @@ class Module:
         return output
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, (Module, Parameter, Buffer)) and hasattr(Module, name):
-            raise AttributeError(
-                f"{type(self).__name__}.{name}: every module has an attribute of that name; "
-                "choose another"
+        if isinstance(value, (Module, Parameter, Buffer)):
+            if hasattr(Module, name):
+                raise AttributeError(
+                    f"{type(self).__name__}.{name}: every module has an attribute of that name; "
+                    "choose another"
+                )
+            if not name or "." in name:
+                raise AttributeError(
+                    f"{type(self).__name__}.{name}: wanted a name without dots, got {name!r}: in "
+                    "paths they separate a module from its parts, so two could be of one name"
+                )
+        elif value is not None and isinstance(vars(self).get(name), (Module, Parameter, Buffer)):
+            raise TypeError(
+                f"{type(self).__name__}.{name}: wanted a Parameter, Buffer or Module in place of "
+                f"one, got {type(value).__name__}; make one with nn.Parameter(...), or write the "
+                "values with copy_"
             )
         if isinstance(value, (list, tuple, dict, set)):
             items = value.values() if isinstance(value, dict) else value
@@ -159,7 +176,12 @@ class Module:
         return self
 
     def register_forward_hook(self, hook: Hook) -> Callable[[], None]:
-        """Call ``hook(module, output)`` after each forward; returns what removes it again."""
+        """Call ``hook(module, output)`` after each forward; returns what removes it again.
+
+        Raises:
+            TypeError: for what cannot be called.
+        """
+        _check_hook(hook)
         self._hooks = (*self._hooks, hook)
 
         def remove() -> None:
@@ -170,7 +192,12 @@ class Module:
         return remove
 
     def register_forward_pre_hook(self, hook: PreHook) -> Callable[[], None]:
-        """Call ``hook(module, args)`` before each forward; returns what removes it again."""
+        """Call ``hook(module, args)`` before each forward; returns what removes it again.
+
+        Raises:
+            TypeError: for what cannot be called.
+        """
+        _check_hook(hook)
         self._pre_hooks = (*self._pre_hooks, hook)
 
         def remove() -> None:

@@ -85,8 +85,9 @@ def quantize_model(
     layers = {path: layer for path, layer in gemm_layers(made) if path in chosen}
     if not layers:
         raise ValueError(
-            f"quantize_model: no layer to quantize; layers with products: "
-            f"{[path for path, _ in gemm_layers(made)]}, kept by {[r.match for r in recipe.rules]}"
+            "quantize_model: no layer to quantize: wanted a Linear or Conv2d that no rule keeps, "
+            f"got layers {[path for path, _ in gemm_layers(made)]} and rules "
+            f"{[r.match for r in recipe.rules]}"
         )
     for path, layer in layers.items():
         _check_layer(path, layer)

@@ -186,7 +186,8 @@ def _packed_forward(
 ) -> Any:
     rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     out, stats = backend.attention(*_parts(rows, heads, groups), causal, scale)
-    return _side_by_side(out, heads).reshape(*x.shape[:-1], -1), stats
+    mixed = _side_by_side(out, heads)
+    return mixed.reshape(*x.shape[:-1], mixed.shape[-1]), stats
 
 
 def _packed_fused(
@@ -243,8 +244,8 @@ def _packed_samples(rng: np.random.Generator) -> Iterator[Sample]:
     samples=_packed_samples,
     errors=(
         BadInput((np.zeros((3, 8)), 2), ValueError, "a multiple of 6"),
-        BadInput((np.zeros(12), 2), ValueError, "two axes"),
-        BadInput((np.zeros((0, 12)), 2), ValueError, "one token"),
+        BadInput((np.zeros(12), 2), ValueError, "with T of 1 or more, got shape (12,)"),
+        BadInput((np.zeros((0, 12)), 2), ValueError, "with T of 1 or more, got shape (0, 12)"),
         BadInput((np.zeros((3, 12)), 3, 2), ValueError, "a multiple of the key heads"),
         BadInput((np.zeros((3, 12)), 0), ValueError, "1 head or more"),
         BadInput((np.zeros((3, 12)), 2), ValueError, "finite", {"scale": math.nan}),
@@ -285,7 +286,10 @@ def packed_attention(
             f"{groups}"
         )
     if x.ndim < 2 or not x.shape[-2]:
-        raise ValueError(f"{name}: wanted two axes or more and one token, got shape {x.shape}")
+        raise ValueError(
+            f"{name}: wanted (..., T, a multiple of {heads + 2 * groups}) with T of 1 or more, got "
+            f"shape {x.shape}"
+        )
     every = heads + 2 * groups
     if not x.shape[-1] or x.shape[-1] % every:
         raise ValueError(f"{name}: wanted (..., T, a multiple of {every}), got shape {x.shape}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ def _add_rows(xp: Any, out: Any, index: Any, rows: Any) -> None:
     starts = xp.concatenate(
         [xp.zeros(1, dtype=position.dtype), xp.nonzero(position[1:] != position[:-1])[0] + 1]
     )
-    flat = rows.reshape(count, -1)[order]
+    flat = rows.reshape(count, math.prod(out.shape[1:]))[order]
     sums = xp.add.reduceat(flat, starts, axis=0)
     out[position[starts]] += sums.reshape(len(starts), *out.shape[1:])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ def _left_vjp(g: ExTensor, out: None, a: ExTensor, b: ExTensor) -> ExTensor:
 
 def _right_vjp(g: ExTensor, out: None, a: ExTensor, b: ExTensor) -> ExTensor:
     if b.ndim == 2 and a.ndim > 2:
-        a, g = a.reshape(-1, a.shape[-1]), g.reshape(-1, g.shape[-1])
+        a, g = _as_rows(a), _as_rows(g)
     return apply("matmul", a.swapaxes(-1, -2), g)
 
 
@@ -35,7 +36,7 @@ def _fused_vjp(backend: Any, g: Any, out: None, inputs: Any, needs: Any) -> Any:
     if not needs[1]:
         return left, None
     if b.ndim == 2 and a.ndim > 2:
-        a, g = a.reshape(-1, a.shape[-1]), g.reshape(-1, g.shape[-1])
+        a, g = _as_rows(a), _as_rows(g)
     return left, backend.matmul(a.swapaxes(-1, -2), g)
 
 
@@ -96,7 +97,8 @@ def _linear(backend: Any, x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _as_rows(x: Any) -> Any:
-    return x.reshape(x.size // x.shape[-1], x.shape[-1])
+    """(..., n) -> (rows, n), of an array or a tensor; -1 would not do where n is 0."""
+    return x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 def _linear_fused(backend: Any, g: Any, out: None, inputs: Any, needs: Any) -> Any:
@@ -122,9 +124,11 @@ def _linear_samples(rng: np.random.Generator) -> list[Sample]:
 @primitive(
     forward=_linear,
     vjps=(
-        lambda g, out, x, weight, bias=None: apply("matmul", _rows(g), weight).reshape(x.shape),
-        lambda g, out, x, weight, bias=None: apply("matmul", _rows(g).swapaxes(0, 1), _rows(x)),
-        lambda g, out, x, weight, bias: _rows(g).sum(axis=0),
+        lambda g, out, x, weight, bias=None: apply("matmul", _as_rows(g), weight).reshape(x.shape),
+        lambda g, out, x, weight, bias=None: apply(
+            "matmul", _as_rows(g).swapaxes(0, 1), _as_rows(x)
+        ),
+        lambda g, out, x, weight, bias: _as_rows(g).sum(axis=0),
     ),
     fused_vjp=_linear_fused,
     reads="inputs",
@@ -154,10 +158,6 @@ def linear(x: ExTensor, weight: ExTensor, bias: ExTensor | None = None) -> ExTen
     if given and given[0].shape != shape[:1]:
         raise ValueError(f"linear: wanted a bias of shape {shape[:1]}, got {given[0].shape}")
     return apply("linear", x, weight, *given)
-
-
-def _rows(x: ExTensor) -> ExTensor:
-    return x.reshape((x.size // x.shape[-1], x.shape[-1]))
 
 
 @composite(
@@ -209,6 +209,11 @@ def tensordot(a: ExTensor, b: ExTensor, axes: Any = 2) -> ExTensor:
     """
     tensors_only("tensordot", a, b)
     if isinstance(axes, int):
+        if not 0 <= axes <= min(a.ndim, b.ndim):
+            raise ValueError(
+                f"tensordot: axes: wanted 0..{min(a.ndim, b.ndim)} for shapes {a.shape} and "
+                f"{b.shape}, got {axes}"
+            )
         first = list(range(a.ndim - axes, a.ndim))
         second = list(range(axes))
     else:
@@ -222,8 +227,8 @@ def tensordot(a: ExTensor, b: ExTensor, axes: Any = 2) -> ExTensor:
         )
     rows = [i for i in range(a.ndim) if i not in first]
     columns = [i for i in range(b.ndim) if i not in second]
-    inner_size = int(np.prod(summed, dtype=int))
-    left = a.permute((*rows, *first)).reshape((-1, inner_size) if a.size else (0, inner_size))
-    right = b.permute((*second, *columns)).reshape((inner_size, -1) if b.size else (inner_size, 0))
-    shape = tuple(a.shape[i] for i in rows) + tuple(b.shape[i] for i in columns)
-    return matmul(left, right).reshape(shape)
+    inner_size = math.prod(summed)
+    high, wide = [a.shape[i] for i in rows], [b.shape[i] for i in columns]
+    left = a.permute((*rows, *first)).reshape((math.prod(high), inner_size))
+    right = b.permute((*second, *columns)).reshape((inner_size, math.prod(wide)))
+    return matmul(left, right).reshape((*high, *wide))

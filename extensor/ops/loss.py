@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +25,11 @@ Reduction = Literal["mean", "sum", "none"]
 
 def _reduced(name: str, losses: ExTensor, reduction: str) -> ExTensor:
     if reduction == "mean":
+        if not losses.size:
+            raise ValueError(
+                f"{name}: no values to average over in shape {losses.shape}; leave an empty batch "
+                "out, or ask for reduction='sum'"
+            )
         return losses.mean()
     if reduction == "sum":
         return losses.sum()
@@ -41,13 +47,30 @@ def _same_shape(name: str, prediction: Any, target: Any) -> None:
         )
 
 
+def _raw(x: ExTensor) -> Any:
+    return x.dequantize().data if x.is_blocked else x.data
+
+
+def _within(name: str, what: str, x: ExTensor, hint: str) -> None:
+    """Refuse values outside 0..1; NaN passes, and is seen in the loss."""
+    data = _raw(x)
+    if data.size and (bool((data < 0).any()) or bool((data > 1).any())):
+        got = f"{float(data.min())!r}..{float(data.max())!r}"
+        raise ValueError(f"{name}: wanted {what} in 0..1, got {got}{hint}")
+
+
+_SOFT = "; a label of another range is divided by its largest value first"
+
+
 def _two(rng: np.random.Generator) -> list[Sample]:
     a = rng.normal(size=(3, 4))
     b = a + rng.choice([-1.0, 1.0], (3, 4)) * rng.choice([0.3, 0.7, 1.6], (3, 4))
     return [Sample((a, b), {"reduction": how}) for how in ("mean", "sum", "none")]
 
 
+_EMPTY = np.zeros((0, 2))
 _PAIR_ERRORS = (
+    BadInput((_EMPTY, _EMPTY), ValueError, "no values to average over in shape (0, 2); leave an"),
     BadInput((np.zeros((2, 3)), np.zeros((2, 1))), ValueError, "of one shape"),
     BadInput((np.zeros(3), np.zeros(3)), ValueError, "'mean', 'sum'", {"reduction": "avg"}),
 )
@@ -84,12 +107,23 @@ def huber(
 
     Source: Huber, Ann. Math. Statist. 35 (1964).
     """
-    _same_shape("huber", prediction, target)
-    if not delta > 0:
-        raise ValueError(f"huber: delta: wanted a number above 0, got {delta!r}")
+    return _huber("huber", "delta", prediction, target, delta, reduction)
+
+
+def _huber(
+    name: str,
+    option: str,
+    prediction: ExTensor,
+    target: ExTensor,
+    delta: float,
+    reduction: str,
+) -> ExTensor:
+    _same_shape(name, prediction, target)
+    if not 0.0 < delta < math.inf:
+        raise ValueError(f"{name}: {option}: wanted a finite number above 0, got {delta!r}")
     size = (prediction - target).abs()
     losses = where(size <= delta, size * size * 0.5, (size - 0.5 * delta) * delta)
-    return _reduced("huber", losses, reduction)
+    return _reduced(name, losses, reduction)
 
 
 @composite(
@@ -103,9 +137,7 @@ def smooth_l1(
     prediction: ExTensor, target: ExTensor, beta: float = 1.0, reduction: Reduction = "mean"
 ) -> ExTensor:
     """``d**2 / (2 beta)`` up to ``|d| = beta``, ``|d| - beta / 2`` beyond: `huber` over beta."""
-    if not beta > 0:
-        raise ValueError(f"smooth_l1: beta: wanted a number above 0, got {beta!r}")
-    return huber(prediction, target, beta, reduction) * (1 / beta)
+    return _huber("smooth_l1", "beta", prediction, target, beta, reduction) * (1 / beta)
 
 
 def _bits(rng: np.random.Generator) -> list[Sample]:
@@ -124,28 +156,36 @@ def binary_cross_entropy(
     """-(y log p + (1 - y) log(1 - p)) of probabilities p; each logarithm is at least -100.
 
     Raises:
-        ValueError: for predictions outside 0..1; for scores use
+        ValueError: for predictions or targets outside 0..1; for scores use
             `binary_cross_entropy_with_logits`, which is also more accurate.
     """
-    _same_shape("binary_cross_entropy", prediction, target)
-    data = prediction.dequantize().data if prediction.is_blocked else prediction.data
-    if data.size and (bool((data < 0).any()) or bool((data > 1).any())):
-        raise ValueError(
-            "binary_cross_entropy: wanted predictions in 0..1; for scores use "
-            "binary_cross_entropy_with_logits"
-        )
+    name = "binary_cross_entropy"
+    _same_shape(name, prediction, target)
+    _within(name, "predictions", prediction, f"; for scores use {name}_with_logits")
+    _within(name, "targets", target, _SOFT)
     yes = clip(prediction.log(), min=-100.0)
     no = clip((-prediction).log1p(), min=-100.0)
     losses = -(target * yes + (1.0 - target) * no)
     return _reduced("binary_cross_entropy", losses, reduction)
 
 
-@composite(samples=_two, errors=_PAIR_ERRORS)
+@composite(
+    samples=lambda rng: [
+        Sample((rng.normal(size=(3, 4)), rng.uniform(0.1, 0.9, (3, 4))), {"reduction": how})
+        for how in ("mean", "sum", "none")
+    ],
+    errors=(*_PAIR_ERRORS, BadInput((np.zeros(2), np.array([1.0, 2.0])), ValueError, "in 0..1")),
+)
 def binary_cross_entropy_with_logits(
     prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean"
 ) -> ExTensor:
-    """`binary_cross_entropy` of sigmoid(prediction), without overflow: softplus(x) - x y."""
+    """`binary_cross_entropy` of sigmoid(prediction), without overflow: softplus(x) - x y.
+
+    Raises:
+        ValueError: for targets outside 0..1.
+    """
     _same_shape("binary_cross_entropy_with_logits", prediction, target)
+    _within("binary_cross_entropy_with_logits", "targets", target, _SOFT)
     losses = softplus(prediction) - prediction * target
     return _reduced("binary_cross_entropy_with_logits", losses, reduction)
 
@@ -161,6 +201,17 @@ def _check_labels(name: str, x: ExTensor, labels: Any) -> None:
         raise ValueError(
             f"{name}: wanted scores (N, C, ...) and labels (N, ...), got shapes {x.shape} and "
             f"{labels.shape}"
+        )
+    if not x.shape[1]:
+        raise ValueError(f"{name}: wanted scores of one class or more, got shape {x.shape}")
+
+
+def _check_classes(name: str, labels: Any, classes: int, hint: str) -> None:
+    """Refuse labels (an array) that are no class numbers."""
+    if bool(((labels < 0) | (labels >= classes)).any()):  # one wait for a GPU
+        raise ValueError(
+            f"{name}: labels: wanted 0..{classes - 1} for {classes} classes, got "
+            f"{int(labels.min())}..{int(labels.max())}{hint}"
         )
 
 
@@ -179,12 +230,8 @@ def _cross_entropy(
     classes = rows.shape[1]
     kept = None if ignore is None else flat != ignore
     safe = flat if kept is None else xp.where(kept, flat, 0)
-    if bool(((safe < 0) | (safe >= classes)).any()):  # one wait for a GPU
-        hint = "" if ignore is not None else "; say ignore_index=... if some are to be left out"
-        raise ValueError(
-            f"cross_entropy: labels: wanted 0..{classes - 1} for {classes} classes, got "
-            f"{int(safe.min())}..{int(safe.max())}{hint}"
-        )
+    hint = "" if ignore is not None else "; say ignore_index=... if some are to be left out"
+    _check_classes("cross_entropy", safe, classes, hint)
     losses, p = backend.cross_entropy(rows, safe, smoothing)
     if kept is not None:
         losses = xp.where(kept, losses, 0)
@@ -303,12 +350,12 @@ def cross_entropy(
         scores: (N, C, ...), a score for each class.
         labels: (N, ...), integers in 0..C - 1, or ``ignore_index``.
         label_smoothing: s in 0..1; the target is 1 - s at the label plus s / C everywhere.
-        ignore_index: rows with this label count neither in the sum nor in the mean; the mean of
-            no rows is NaN.
+        ignore_index: rows with this label count neither in the sum nor in the mean.
         reduction: "mean", "sum", or "none" for (N, ...).
 
     Raises:
-        TypeError, ValueError: for labels that are no class numbers, or shapes that do not match.
+        TypeError, ValueError: for labels that are no class numbers, shapes that do not match, or a
+            mean over no rows.
     """
     _check_labels("cross_entropy", scores, labels)
     if not 0.0 <= label_smoothing <= 1.0:
@@ -330,34 +377,61 @@ def cross_entropy(
 @composite(
     samples=lambda rng: [Sample((np.log(rng.uniform(0.1, 1, (4, 3))), np.array([0, 2, 1, 1])))],
     errors=(
-        BadInput((_LOGITS, np.array([0, 3])), IndexError, "wanted positions"),
+        BadInput((_LOGITS, np.array([0, 3])), ValueError, "nll: labels: wanted 0..2 for 3 classes"),
+        BadInput((_LOGITS, np.array([0, -1])), ValueError, "got -1..0"),
         BadInput((_LOGITS, np.array([0.0, 1.0])), TypeError, "integer class numbers"),
     ),
 )
 def nll(log_probabilities: ExTensor, labels: ExTensor, reduction: Reduction = "mean") -> ExTensor:
-    """-log_probabilities[label], (N, C, ...) and (N, ...): `cross_entropy` after log_softmax."""
+    """-log_probabilities[label], (N, C, ...) and (N, ...): `cross_entropy` after log_softmax.
+
+    Raises:
+        TypeError, ValueError: for labels that are no class numbers, or shapes that do not match.
+    """
     _check_labels("nll", log_probabilities, labels)
+    _check_classes("nll", labels.data, log_probabilities.shape[1], "")
     picked = log_probabilities.gather(labels.expand_dims(1), 1).squeeze(1)
     return _reduced("nll", -picked, reduction)
 
 
 @composite(
     samples=lambda rng: [
-        Sample((np.array([-2.0, 0.5, 2.0]), np.array([1.0, -1.0, 1.0]))),
+        Sample((np.array([-2.0, 0.5, 2.0]), np.array([1, -1, 1]))),
     ],
-    errors=_PAIR_ERRORS,
+    errors=(
+        BadInput((np.zeros((2, 3)), np.ones((2, 1))), ValueError, "of one shape"),
+        BadInput((np.zeros(3), np.ones(3)), ValueError, "'mean', 'sum'", {"reduction": "avg"}),
+        BadInput((np.zeros(2), np.array([0.0, 1.0])), ValueError, "targets of -1 and 1, got 0.0"),
+    ),
 )
 def hinge(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean") -> ExTensor:
-    """max(0, 1 - prediction * target), for targets of -1 and 1."""
+    """max(0, 1 - prediction * target), for targets of -1 and 1.
+
+    Raises:
+        ValueError: for other targets.
+    """
     _same_shape("hinge", prediction, target)
+    data = _raw(target)
+    other = data[(data != 1) & (data != -1) & (data == data)]
+    if other.size:
+        raise ValueError(
+            f"hinge: wanted targets of -1 and 1, got {other[0].item()!r}; of labels 0 and 1 make "
+            "2 * labels - 1"
+        )
     return _reduced("hinge", clip(1.0 - prediction * target, min=0.0), reduction)
 
 
 @composite(
     samples=lambda rng: [
-        Sample((rng.normal(size=(3, 4)), rng.integers(0, 2, (3, 4)).astype(np.float64)))
+        Sample((rng.normal(size=(3, 4)), rng.integers(0, 2, (3, 4)))),
+        Sample((rng.normal(size=(3, 4)), rng.uniform(0.1, 0.9, (3, 4)), 3.0, None)),
     ],
-    errors=_PAIR_ERRORS,
+    errors=(
+        *_PAIR_ERRORS,
+        BadInput((np.zeros(2), np.array([-1.0, 1.0])), ValueError, "targets in 0..1"),
+        BadInput((np.zeros(2), np.zeros(2), -1.0), ValueError, "gamma: wanted a number, 0 or more"),
+        BadInput((np.zeros(2), np.zeros(2), 2.0, 1.5), ValueError, "alpha: wanted a number in"),
+    ),
 )
 def focal(
     prediction: ExTensor,
@@ -368,9 +442,20 @@ def focal(
 ) -> ExTensor:
     """Focal loss of scores for targets 0 and 1: alpha_t (1 - p_t)**gamma * -log p_t.
 
+    Targets between are soft: p_t and alpha_t lie between, and -log p_t is
+    `binary_cross_entropy_with_logits`.
+
+    Raises:
+        ValueError: for targets outside 0..1, gamma below 0, or alpha outside 0..1.
+
     Source: Lin et al., arXiv 1708.02002, equation 5; alpha None leaves the factor out.
     """
     _same_shape("focal", prediction, target)
+    _within("focal", "targets", target, _SOFT)
+    if not 0.0 <= gamma < math.inf:
+        raise ValueError(f"focal: gamma: wanted a number, 0 or more, got {gamma!r}")
+    if alpha is not None and not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"focal: alpha: wanted a number in 0..1 or None, got {alpha!r}")
     loss = softplus(prediction) - prediction * target
     p = sigmoid(prediction)
     missed = p + target - 2.0 * p * target  # 1 - p_t
@@ -384,7 +469,16 @@ def focal(
     samples=lambda rng: [
         Sample((np.log(rng.uniform(0.1, 1, (3, 4))), rng.uniform(0.1, 1, (3, 4)))),
     ],
-    errors=_PAIR_ERRORS,
+    errors=(
+        *_PAIR_ERRORS,
+        BadInput((np.zeros(2), np.array([-0.5, 1.5])), ValueError, "wanted targets in 0..1"),
+        BadInput(
+            (np.zeros((0, 2)), np.zeros((0, 2))),
+            ValueError,
+            "no values",
+            {"reduction": "batchmean"},
+        ),
+    ),
 )
 def kl_div(
     log_prediction: ExTensor, target: ExTensor, reduction: Reduction | str = "mean"
@@ -392,10 +486,16 @@ def kl_div(
     """The divergence target * (log target - log_prediction), 0 where the target is 0.
 
     ``reduction="batchmean"`` divides the sum by the first axis: the divergence proper.
+
+    Raises:
+        ValueError: for targets outside 0..1, which are no probabilities.
     """
     _same_shape("kl_div", log_prediction, target)
+    _within("kl_div", "targets", target, "; probabilities are wanted, not their logarithms")
     safe = where(target > 0, target, 1.0)
     losses = target * (safe.log() - log_prediction)
     if reduction == "batchmean":
+        if not losses.size:
+            return _reduced("kl_div", losses, "mean")  # says what is wrong
         return losses.sum() * (1 / target.shape[0])
     return _reduced("kl_div", losses, reduction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +34,10 @@ def _window(name: str, x: ExTensor, kernel: Pair, stride: Pair | None, padding: 
             "would make windows of nothing but padding"
         )
     if min(window.output_size((x.shape[2], x.shape[3]))) < 1:
-        raise ValueError(f"{name}: the window {window} does not fit an image of {x.shape[2:]}")
+        raise ValueError(
+            f"{name}: the window {window} does not fit an image of {x.shape[2:]}; use more padding "
+            "or a smaller kernel"
+        )
     return window
 
 
@@ -88,8 +92,8 @@ def max_pool2d(
 
 
 def _gather(backend: Any, x: Any, index: Any) -> Any:
-    flat = x.reshape(*x.shape[:2], -1)
-    where = backend.xp.asarray(index).reshape(*index.shape[:2], -1)
+    flat = x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
+    where = backend.xp.asarray(index).reshape(*index.shape[:2], math.prod(index.shape[2:]))
     return backend.xp.take_along_axis(flat, where, axis=2).reshape(index.shape)
 
 

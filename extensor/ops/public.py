@@ -23,15 +23,26 @@ from extensor.ops.activation import (
 from extensor.ops.arithmetic import (
     add,
     astype,
+    clip,
+    clone,
+    divide,
+    floor_divide,
+    maximum,
+    minimum,
+    multiply,
+    negative,
+    power,
+    remainder,
+    subtract,
+    where,
+)
+from extensor.ops.attention import packed_attention, scaled_dot_product_attention
+from extensor.ops.comparison import (
     bitwise_and,
     bitwise_invert,
     bitwise_or,
     bitwise_xor,
-    clip,
-    clone,
-    divide,
     equal,
-    floor_divide,
     greater,
     greater_equal,
     less,
@@ -40,17 +51,8 @@ from extensor.ops.arithmetic import (
     logical_not,
     logical_or,
     logical_xor,
-    maximum,
-    minimum,
-    multiply,
-    negative,
     not_equal,
-    power,
-    remainder,
-    subtract,
-    where,
 )
-from extensor.ops.attention import packed_attention, scaled_dot_product_attention
 from extensor.ops.conv import conv2d
 from extensor.ops.creation import (
     arange,

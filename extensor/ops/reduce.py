@@ -161,7 +161,9 @@ def _prod_vjp(
     """Products of all the others, from products of what comes before and after: no division."""
     kept = [a for a in range(x.ndim) if a not in axis]
     order = (*kept, *axis)
-    flat = x.permute(order).reshape((*(x.shape[a] for a in kept), -1))
+    flat = x.permute(order).reshape((*(x.shape[a] for a in kept), _count(x.shape, axis)))
+    if not x.size:
+        return x * 0.0
     parts = [flat[..., i] for i in range(flat.shape[-1])]
     before, after = [parts[0] * 0.0 + 1.0], [parts[-1] * 0.0 + 1.0]
     for part in parts[:-1]:

@@ -65,7 +65,12 @@ def _resolved(x: ExTensor, wanted: tuple[Any, ...]) -> tuple[int, ...]:
     sizes = list(as_shape(tuple(1 if i in unknown else n for i, n in enumerate(wanted)), "reshape"))
     for i in unknown:
         rest = math.prod(sizes)
-        sizes[i] = x.size // rest if rest else 0
+        if not rest:
+            raise ValueError(
+                f"reshape: wanted sizes other than 0 beside -1, which could be any here, got "
+                f"{wanted} for a tensor of shape {x.shape}; write the size out"
+            )
+        sizes[i] = x.size // rest
     if math.prod(sizes) != x.size:
         raise ValueError(
             f"reshape: wanted a shape of {x.size} elements for a tensor of shape {x.shape}, "
@@ -170,9 +175,10 @@ def permute(x: ExTensor, axes: Sequence[int]) -> ExTensor:
     """Give x with its axes in another order.
 
     Raises:
-        ValueError: unless ``axes`` names each axis once.
+        TypeError, ValueError: unless ``axes`` names each axis once.
     """
     tensors_only("permute", x)
+    axes = (axes,) if isinstance(axes, int) else axes
     order = tuple(axis_index("permute", a, x.ndim) for a in axes)
     if sorted(order) != list(range(x.ndim)):
         raise ValueError(

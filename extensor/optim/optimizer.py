@@ -230,7 +230,7 @@ class Optimizer(ABC):
             FloatingPointError: if a gradient holds NaN or Inf; `MXGradScaler.step` skips and counts
                 such steps instead.
             ValueError: for options that were changed to something out of range, or that need
-                state which was not kept.
+                state which was not kept; for a gradient of another shape, or of no floats.
 
         Nothing is updated after an error.
         """
@@ -252,6 +252,12 @@ class Optimizer(ABC):
                 raise ValueError(
                     f"step: the options now need {sorted(missing)}, which was not kept from the "
                     "start; make a new optimizer with these options"
+                )
+        for _, member, grad in ready:
+            if grad.shape != member.param.shape or not grad.dtype.is_float:
+                raise ValueError(
+                    f"step: wanted a float gradient of shape {member.param.shape} for "
+                    f"{member.name}, got {grad.dtype.name} of shape {grad.shape}"
                 )
         check_finite([(member, grad) for _, member, grad in ready])
         for group in self.groups:

@@ -9,6 +9,7 @@ code with them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,8 @@ def dequantize(q: QuantArray, xp: Any = np) -> Array:
     """Stored array -> float32 of ``q.shape``; a Hadamard transform is undone."""
     if q.spec.row.outliers:
         return outlier.dequantize(q, xp)
+    if not math.prod(q.shape):  # no blocks, though a static scale may be there
+        return xp.zeros(q.shape, np.float32)
     values = decode_array(q, xp)
     if q.spec.transform:
         values = inverse_hadamard(values, q.spec.transform, q.shape[q.spec.axis], xp)

@@ -37,7 +37,7 @@ class LeNet(nn.Module):
         """Images (N, C, H, W) float32 to logits (N, classes)."""
         x = self.pool(relu(self.conv1(x)))
         x = self.pool(relu(self.conv2(x)))
-        x = x.reshape(x.shape[0], -1)
+        x = x.flatten(1)
         x = relu(self.fc1(x))
         x = relu(self.fc2(x))
         return self.fc3(x)

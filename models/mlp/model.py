@@ -27,7 +27,7 @@ class MLP(nn.Module):
 
     def forward(self, x: ExTensor) -> ExTensor:
         """Images (N, C, H, W) float32 to logits (N, classes)."""
-        x = x.reshape(x.shape[0], -1)
+        x = x.flatten(1)
         *hidden, last = self.layers
         for layer in hidden:
             x = relu(layer(x))

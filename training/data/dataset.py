@@ -125,8 +125,17 @@ def batches(
         augment: what is done to images first; None for nothing.
         seed: what its random numbers are a function of, as of the next.
         epoch: the epoch.
+
+    Raises:
+        ValueError: for a batch size below 1, or indices of no images.
     """
+    if batch_size < 1:
+        raise ValueError(f"batch_size: wanted 1 or more, got {batch_size}")
     order = np.arange(len(split)) if order is None else order
+    if order.size and not 0 <= int(order.min()) <= int(order.max()) < len(split):
+        raise ValueError(
+            f"order: wanted indices in 0..{len(split) - 1}, got {order.min()}..{order.max()}"
+        )
     normalize = Normalize(dataset.mean, dataset.std)
     for index in range(start, -(-len(order) // batch_size)):
         chosen = order[index * batch_size : (index + 1) * batch_size]

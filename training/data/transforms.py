@@ -253,6 +253,8 @@ class Compose(Transform):
     """
 
     def __init__(self, transforms: Sequence[Transform] = ()) -> None:
+        if not isinstance(transforms, Sequence):
+            raise TypeError(f"Compose: wanted a list of transforms, got {transforms!r:.80}")
         for transform in transforms:
             if not isinstance(transform, Transform):
                 raise TypeError(f"Compose: wanted transforms, got {transform!r:.80}")

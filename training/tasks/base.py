@@ -78,6 +78,7 @@ class Task(ABC):
     Attributes:
         metric: what runs are compared by.
         unit: what is counted: "images" or "tokens".
+        inputs: what a batch is made of: "images" or "windows".
         kind: the kind of data, "images" or "text".
         augmentations: what ``--augment`` may name.
         validates: whether training data is held out for validation.
@@ -88,6 +89,7 @@ class Task(ABC):
 
     metric: ClassVar[Metric]
     unit: ClassVar[str]
+    inputs: ClassVar[str]
     kind: ClassVar[str]
     augmentations: ClassVar[Collection[str]] = ("none",)
     own: ClassVar[tuple[str, ...]] = ()

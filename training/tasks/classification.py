@@ -53,7 +53,7 @@ class Classification(Task):
         far=15.0,
         baselines=("fp32", "bf16"),
     )
-    unit, kind = "images", "images"
+    unit, inputs, kind = "images", "images", "images"
     augmentations = AUGMENTATIONS
     eval_batch = 500
 

@@ -54,7 +54,7 @@ class Causal(Task):
         far=0.5,
         baselines=("bf16", "fp32"),
     )
-    unit, kind = "tokens", "text"
+    unit, inputs, kind = "tokens", "windows", "text"
     augmentations = ("none", "noise")
     own = ("epoch_steps", "context", "tokenizer", "vocab_size")
     eval_batch = 64

@@ -191,16 +191,32 @@ def _package() -> Any:
 TOKENIZERS: dict[str, type[Characters] | type[BytePairs]] = {"char": Characters, "bpe": BytePairs}
 """By the name that ``--tokenizer`` takes."""
 
+PARTS = {"char": "letters", "bpe": "json"}
+"""What the state of each holds beside its kind."""
 
-def from_state(state: dict[str, Any]) -> Tokenizer:
+
+def from_state(state: Any) -> Tokenizer:
     """The tokenizer that `Tokenizer.state` was asked of.
 
     Raises:
-        TokenizerError: for a state of no known kind.
+        TokenizerError: for a state of no known kind, or a damaged one.
     """
-    kind = state.get("kind")
+    kind = state.get("kind") if isinstance(state, dict) else None
+    if kind not in PARTS:
+        raise TokenizerError(unknown_name("tokenizer", str(kind), TOKENIZERS))
+    text = state.get(PARTS[kind])
+    if not isinstance(text, str):
+        raise TokenizerError(
+            f"tokenizer {kind!r}: wanted text under {PARTS[kind]!r}, got {text!r:.80}; the "
+            "state is cut off or of another kind"
+        )
     if kind == "char":
-        return Characters(state["letters"])
-    if kind == "bpe":
-        return BytePairs(_package().Tokenizer.from_str(state["json"]))
-    raise TokenizerError(unknown_name("tokenizer", str(kind), TOKENIZERS))
+        return Characters(text)
+    library = _package().Tokenizer
+    try:
+        return BytePairs(library.from_str(text))
+    except Exception as error:  # the package raises nothing narrower
+        raise TokenizerError(
+            f"tokenizer 'bpe': wanted the JSON of the package tokenizers, got {text!r:.80} "
+            f"({error}); the state is cut off, or written by a newer version of the package"
+        ) from error

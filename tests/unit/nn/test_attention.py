@@ -181,7 +181,7 @@ def test_a_causal_block_does_not_see_what_follows() -> None:
         (lambda: nn.FeedForward(8, 0), "hidden: wanted 1 or more, got 0"),
         (
             lambda: nn.MultiheadAttention(8, 2)(et.zeros((3, 7))),
-            "wanted an input of shape (..., T, 8), got (3, 7)",
+            "wanted an input of shape (..., T, 8) with T of 1 or more, got (3, 7)",
         ),
     ],
 )

@@ -253,13 +253,13 @@ def test_transforms_must_match() -> None:
 
 def test_planted_wrong_axis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantizing wgrad's operands along rows, a classic mistake, fails the oracle above."""
-    from extensor.ops import operands
+    import extensor.ops.quantized as module
 
-    honest = operands.values
+    honest = module._operand
     monkeypatch.setattr(
-        operands,
-        "values",
-        lambda b, x, c, slot, axis: honest(b, x, c, slot, -1 if slot == "wgrad.x" else axis),
+        module,
+        "_operand",
+        lambda b, x, c, slot, axis: honest(b, x, c, slot, 1 if slot == "wgrad.x" else axis),
     )
     with pytest.raises(AssertionError):
         test_matmul_is_three_gemms_of_dequantized_operands("mxfp4", 42, 20, 70)

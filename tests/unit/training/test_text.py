@@ -319,7 +319,7 @@ def test_draws_follow_the_softmax() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere: not there; the way out: a checkpoint.safetensors"),
+        (["nowhere"], "nowhere: not there; the way out: the checkpoint.safetensors or the folder"),
         (["x", "--tokens", "-1"], "--tokens: wanted a whole number, 0 or more, got -1"),
         (["x", "--temperature", "-1"], "--temperature: wanted a number, 0 or more, got -1.0"),
         (["x", "--temperature", "nan"], "--temperature: wanted a number, 0 or more, got nan"),

@@ -1,0 +1,61 @@
+"""Products and attention: within the bounds of any order of sums.
+
+Blocked products have tests of their own for bounds, variants and special blocks (unit/backends).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from extensor.backends import cpu
+from extensor.quant.spec import QuantSpec
+from tests import dense_cases
+from tests.kernels.inputs import CORE, GENERIC, UNIT, VIEWS, Check, assert_bytes, plain
+
+
+def check_product(name: str) -> Check:
+    def check(backend: cpu.CpuBackend) -> None:
+        for spec in (QuantSpec("mxfp4"), QuantSpec("nvfp4"), QuantSpec("mxfp8_e4m3")):
+            x = plain((7, 150), 1)
+            a, b = (GENERIC.quantize(plain((n, 150), n), spec)[0] for n in (7, 40))
+            left = a if name == "block_matmul" else x
+            dense = GENERIC.dequantize(a) if name == "block_matmul" else x
+            weights = GENERIC.dequantize(b)
+            got = getattr(backend, name)(left, b)
+            gamma = 154 * UNIT / (1 - 154 * UNIT)  # each side adds to the order and decoding
+            bound = 2 * gamma * (np.abs(dense).astype(np.float64) @ np.abs(weights).T)
+            assert (np.abs(got - getattr(GENERIC, name)(left, b)) <= bound).all(), spec
+
+    return check
+
+
+def check_operand_matmul(backend: cpu.CpuBackend) -> None:
+    for m, n, k in ((70, 130, 90), (3, 4, 5)):
+        a, b = (
+            GENERIC.operand(plain(s, 1), QuantSpec("mxfp4", axis=1))[0] for s in ((m, k), (n, k))
+        )
+        down = np.ascontiguousarray(a.T).T, np.ascontiguousarray(b.T)
+        for left, right in ((a, b.T), down, (a, down[1]), (down[0], b.T)):
+            gamma = (k + 20) * UNIT / (1 - (k + 20) * UNIT)
+            bound = 2 * gamma * (np.abs(left).astype(np.float64) @ np.abs(right))
+            error = np.abs(
+                backend.operand_matmul(left, right) - GENERIC.operand_matmul(left, right)
+            )
+            assert (error <= bound).all()
+
+
+def check_attention_grad(backend: cpu.CpuBackend) -> None:
+    for case, exact, bounds in dense_cases.attention_grad_cases():
+        into = tuple(np.full(a.shape, np.nan, np.float32) for a in case[1:4])
+        path = backend.path("attention_grad", *case, into)
+        assert CORE is None or path.startswith("core ("), path
+        backend.attention_grad(*case, into)
+        for got, wanted, bound in zip(into, exact, bounds, strict=True):
+            assert (np.abs(got - wanted) <= bound).all(), (case[1].shape, path)
+        for view in (VIEWS["strided"], VIEWS["misaligned"], VIEWS["transposed"]):
+            other = tuple(np.empty((*a.shape[:-1], a.shape[-1] + 3), np.float32) for a in into)
+            parts = tuple(a[..., : b.shape[-1]] for a, b in zip(other, into, strict=True))
+            seen = [view(a) if isinstance(a, np.ndarray) else a for a in case]
+            backend.attention_grad(*seen, parts)
+            for one, two in zip(parts, into, strict=True):
+                assert_bytes(one.copy(), two, (case[1].shape, path))
