@@ -18,7 +18,7 @@ from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
 from models.lenet.model import build as build_lenet
 from tests.oracle.compare import same_bytes
-from tests.test_every_kernel import norm_cases, norm_grad_cases
+from tests.kernels.training import norm_cases, norm_grad_cases
 from tests.unit.cuda.test_compile import properties
 
 CPU = GenericBackend("cpu", np)
