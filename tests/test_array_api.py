@@ -248,7 +248,7 @@ BINARY = {
 }  # fmt: skip
 
 CUPY_DIFFERS = ("floor_divide", "maximum", "minimum", "remainder")
-"""cupy: which of 0 and -0 is larger; quotients and remainders of infinities, by zero, and huge ones."""
+"""cupy: which of 0 and -0 is larger; quotients and remainders of infinities, of huge ones, by 0."""
 
 
 def _same(got: et.ExTensor, wanted: Any) -> None:
