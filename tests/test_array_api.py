@@ -248,7 +248,7 @@ BINARY = {
 }  # fmt: skip
 
 CUPY_DIFFERS = ("floor_divide", "maximum", "minimum", "remainder")
-"""cupy: which of 0 and -0 is larger; quotients and remainders of infinities, of huge ones, by 0."""
+"""cupy: which of 0 and -0 is larger; quotients and remainders by 0, of infinities, huge ones."""
 
 
 def _same(got: et.ExTensor, wanted: Any) -> None:
