@@ -137,7 +137,8 @@ def _prepare(
     common = reduce(promote, [inputs[i].dtype for i in promoted])
     if primitive.to_float and not common.is_inexact:
         common = float32
-    compute = common if primitive.moves else compute_dtype(common)
+    wide = compute_dtype(common)
+    compute = common if primitive.moves or primitive.halves else wide
     if compute.is_complex and MODE.enabled and any(t.requires_grad for t in inputs):
         raise TypeError(
             f"{name}: complex numbers have no gradients here, and an input requires one; compute "
@@ -146,7 +147,8 @@ def _prepare(
     for i in promoted:
         if inputs[i].dtype is not compute:
             arrays[i] = arrays[i].astype(compute.numpy)
-    return inputs, arrays, compute.numpy, None if compute is common else common.numpy
+    rounds = wide is not common and not primitive.moves
+    return inputs, arrays, compute.numpy, common.numpy if rounds else None
 
 
 def _broadcast_message(name: str, arrays: list[Any]) -> str:
