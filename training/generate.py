@@ -22,7 +22,7 @@ from training.rundir import UsageError
 from training.runs import RUNS
 from training.text.tokenizers import Tokenizer, TokenizerError, from_state
 
-__all__ = ["GenerateArgs", "choose", "load_language_model", "write"]
+__all__ = ["GenerateArgs", "choose", "go_on", "load_language_model", "write"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +137,30 @@ def write(args: GenerateArgs) -> str:
         tokens: list[Any] = tokenizer.encode(args.prompt).tolist()
     except TokenizerError as error:
         raise UsageError(f"--prompt: {error}") from error
-    start, rng = len(tokens), np.random.default_rng(args.seed)
+    rng = np.random.default_rng(args.seed)
+    new = go_on(model, tokens, context, args.tokens, args.temperature, args.top_k, rng)
+    return tokenizer.decode(new)
+
+
+def go_on(
+    model: Module,
+    tokens: list[int],
+    context: int,
+    count: int,
+    temperature: float,
+    top_k: int,
+    rng: np.random.Generator,
+    device: str = "cpu",
+) -> list[int]:
+    """The ``count`` tokens that a model draws after others; `choose` says how.
+
+    Raises:
+        UsageError: if the model's scores are not finite.
+    """
+    tokens, start = list(tokens), len(tokens)
     with no_grad():
-        for _ in range(args.tokens):
-            seen = np.array([tokens[-context:]], np.int64)
-            scores = model(ExTensor.from_numpy(seen)).numpy()[0, -1]
-            tokens.append(choose(scores, args.temperature, args.top_k, rng))
-    return tokenizer.decode(tokens[start:])
+        for _ in range(count):
+            seen = ExTensor.from_numpy(np.array([tokens[-context:]], np.int64)).to(device)
+            scores = model(seen).to("cpu").numpy()[0, -1]
+            tokens.append(choose(scores, temperature, top_k, rng))
+    return tokens[start:]

@@ -99,12 +99,17 @@ def compare_layers(
 
     Raises:
         ValueError: if the models have different layers, or a layer gives other shapes or runs
-            another number of times.
+            another number of times; for an empty batch.
         TypeError: if ``batch`` is no tensor or tuple of tensors.
     """
     inputs = batch if isinstance(batch, tuple) else (batch,)
     if not inputs or not all(isinstance(x, ExTensor) for x in inputs):
         raise TypeError(f"batch: wanted an ExTensor or a tuple of them, got {batch!r:.80}")
+    if any(not x.size for x in inputs):
+        raise ValueError(
+            f"batch: wanted values to compare, got shapes {[x.shape for x in inputs]}; nothing "
+            "would look perfect"
+        )
     layers, wanted = _layers(model), _layers(reference)
     if layers.keys() != wanted.keys():
         only = sorted(layers.keys() ^ wanted.keys())

@@ -56,6 +56,7 @@ def _page(facts: Facts) -> str:
         _section(
             "Training", charts.curves(facts), "nothing is recorded yet: the first epoch is not done"
         ),
+        _section("Answers", facts.answers, facts.missing or ""),
         _section("Layers, worst first", layers.worst(facts), facts.missing or ""),
         _section(
             "Operands on their grids",

