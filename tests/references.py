@@ -184,13 +184,29 @@ def scatter_add(x: Array, indices: Array, source: Array, axis: int = -1) -> Arra
     return out
 
 
+def take_along_axis(x: Array, indices: Array, axis: int = -1) -> Array:
+    shape = list(x.shape)
+    shape[axis] = indices.shape[axis]
+    return np.take_along_axis(x, np.broadcast_to(indices, shape), axis)
+
+
 def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
     x = x.sum(tuple(range(x.ndim - len(shape))))
     return x.sum(tuple(i for i, n in enumerate(shape) if n != x.shape[i]), keepdims=True)
 
 
-def topk(x: Array, k: int, axis: int = -1) -> list[Array]:
-    order = np.flip(np.argsort(x, axis), axis).take(range(k), axis)
+def ordered(function: Any) -> Any:
+    """Sorting of values that all differ: descending is the reverse."""
+
+    def run(x: Array, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
+        found = function(x, axis)
+        return np.flip(found, axis) if descending else found
+
+    return run
+
+
+def topk(x: Array, k: int, axis: int = -1, largest: bool = True) -> list[Array]:
+    order = np.argsort(x if not largest else -x, axis).take(range(k), axis)
     return [np.take_along_axis(x, order, axis), order]
 
 
@@ -221,7 +237,7 @@ SELU = 1.0507009873554805, 1.6732632423543772
 REFERENCES: dict[str, Callable[..., Any]] = {
     "argmax": np.argmax,
     "argmin": np.argmin,
-    "argsort": np.argsort,
+    "argsort": ordered(np.argsort),
     "astype": lambda x, dtype: x.astype(dtype),
     "avg_pool2d": lambda x, k, s=None, p=0: pool(x, k, s, p, 0.0, np.mean),
     "avg_pool2d_grad": lambda g, shape, window: adjoint(lambda x: average(x, window), shape, g),
@@ -262,7 +278,9 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "hinge": lambda p, t, reduction="mean": reduced(np.maximum(0.0, 1 - t * p), reduction),
     "huber": huber,
     "inner": np.inner,
-    "kl_div": lambda p, t: (t * (np.log(t) - p)).mean(),
+    "kl_div": lambda p, t, how="mean": (
+        (t * (np.log(t) - p)).sum() / len(t) if how == "batchmean" else (t * (np.log(t) - p)).mean()
+    ),
     "l1": lambda p, t, reduction: reduced(np.abs(p - t), reduction),
     "log_softmax": lambda x, axis=-1: np.log(softmax(x, axis)),
     "matrix_transpose": lambda x: x.swapaxes(-1, -2),
@@ -272,12 +290,14 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     ).reshape(index.shape),
     "max_pool2d_grad": max_pool2d_grad,
     "maximum": np.maximum,
-    "median": np.median,
+    "median": lambda x, axis=None, keepdims=False: np.median(x, axis, keepdims=keepdims),
     "minimum": np.minimum,
     "moveaxis": np.moveaxis,
     "mse": lambda p, t, reduction: reduced((p - t) ** 2, reduction),
     "nextafter": np.nextafter,
-    "nll": lambda logs, labels: -logs[np.arange(len(labels)), labels].mean(),
+    "nll": lambda logs, labels, reduction="mean": reduced(
+        -logs[np.arange(len(labels)), labels], reduction
+    ),
     "outer": np.outer,
     "pad": lambda x, widths, value=0.0: np.pad(x, widths, constant_values=value),
     "percentile": percentile,
@@ -293,7 +313,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "selu": lambda x: SELU[0] * np.where(x > 0, x, SELU[1] * (np.exp(np.minimum(x, 0)) - 1)),
     "smooth_l1": smooth_l1,
     "softmax": softmax,
-    "sort": np.sort,
+    "sort": ordered(np.sort),
     "split": np.split,
     "squeeze": np.squeeze,
     "stack": np.stack,
@@ -301,9 +321,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "swapaxes": np.swapaxes,
     "swiglu": swiglu,
     "take": lambda x, indices, axis=0: np.take(x, indices, axis),
-    "take_along_axis": lambda x, indices: np.take_along_axis(
-        x, np.broadcast_to(indices, (*x.shape[:-1], indices.shape[-1])), -1
-    ),
+    "take_along_axis": take_along_axis,
     "tensordot": np.tensordot,
     "tile": np.tile,
     "topk": topk,
