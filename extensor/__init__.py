@@ -24,6 +24,8 @@ from extensor.dtypes import (
     DType,
     bfloat16,
     bool_,
+    complex64,
+    complex128,
     float16,
     float32,
     float64,
@@ -52,7 +54,7 @@ from extensor.ops import public as _public
 from extensor.ops.public import *
 
 if TYPE_CHECKING:
-    from extensor import inspect, io, nn, optim, testing
+    from extensor import fft, inspect, io, linalg, nn, optim, testing
     from extensor.inspect import compare_layers
     from extensor.nn.stored import load_quantized, quantize_model, save_quantized
     from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
@@ -86,8 +88,11 @@ __all__ = [
     "bool_",
     "can_cast",
     "compare_layers",
+    "complex64",
+    "complex128",
     "e",
     "enable_grad",
+    "fft",
     "finfo",
     "float16",
     "float32",
@@ -105,6 +110,7 @@ __all__ = [
     "is_grad_enabled",
     "isdtype",
     "layer_context",
+    "linalg",
     "load_quantized",
     "nan",
     "newaxis",
@@ -136,6 +142,8 @@ bool = bool_
 e, inf, nan, pi, newaxis = math.e, math.inf, math.nan, math.pi, None
 
 _LAZY = {
+    "fft": "extensor.fft",
+    "linalg": "extensor.linalg",
     "inspect": "extensor.inspect",
     "io": "extensor.io",
     "nn": "extensor.nn",

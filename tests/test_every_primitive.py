@@ -96,6 +96,7 @@ def test_only_what_has_no_slope_is_without_gradient() -> None:
     named = {
         "floor_divide": "steps",
         "nextafter": "the next float of the dtype is no function of real numbers",
+        **dict.fromkeys(("imag", "real_part"), "of complex numbers"),
         **dict.fromkeys(("block_matmul", "dequantize"), "of codes"),
         **dict.fromkeys(("quantize", "quantized_matmul", "quantized_conv2d"), "straight-through"),
         **dict.fromkeys(("stored_matmul", "stored_conv2d"), "straight-through"),

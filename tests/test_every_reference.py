@@ -74,6 +74,12 @@ VARIED_ELSEWHERE = {
     **{name: {"dtype"} for name in SUMS},  # the samples are differentiated in float64: below
     "batch_norm": {"moments"},  # is told mean and variance: running ones in test_every_layer.py
     "diff": {"append", "prepend"},  # tensors by keyword: below
+    "astype": {"copy", "device"},  # about memory, as the next: below
+    "reshape": {"copy"},
+    "cholesky": {"upper"},  # these three below
+    "matrix_norm": {"keepdims"},
+    "vector_norm": {"keepdims"},
+    "trace": {"dtype"},
 }
 
 
@@ -114,3 +120,34 @@ def test_diff_takes_what_comes_before_and_after() -> None:
     x, before, after = rng.normal(size=(3, 4)), rng.normal(size=(3, 2)), rng.normal(size=(3, 1))
     got = et.diff(et.ExTensor(x), prepend=et.ExTensor(before), append=et.ExTensor(after), n=2)
     np.testing.assert_array_equal(got.numpy(), np.diff(x, 2, prepend=before, append=after))
+
+
+def test_options_of_linear_algebra() -> None:
+    x = np.random.default_rng(0).normal(size=(2, 3, 3))
+    square = x @ x.swapaxes(-1, -2) + np.eye(3)
+    for got, want in (
+        (et.linalg.cholesky(et.ExTensor(square), upper=True), _upper(square)),
+        (et.linalg.matrix_norm(et.ExTensor(x), keepdims=True), _norm(x, (-2, -1))),
+        (et.linalg.vector_norm(et.ExTensor(x), axis=1, keepdims=True), _norm(x, 1)),
+        (et.linalg.trace(et.ExTensor(x), dtype="float32"), x.trace(0, 1, 2).astype(np.float32)),
+    ):
+        np.testing.assert_allclose(
+            got.numpy(), want, rtol=1e-12 if got.dtype is et.float64 else 4e-7
+        )
+        assert got.numpy().dtype == want.dtype
+
+
+def _upper(x: np.ndarray) -> np.ndarray:
+    return np.linalg.cholesky(x).swapaxes(-1, -2)
+
+
+def _norm(x: np.ndarray, axis: Any) -> np.ndarray:
+    return np.sqrt((x * x).sum(axis, keepdims=True))
+
+
+def test_copies_are_made_when_asked_for_and_only_then() -> None:
+    x = et.zeros((2, 3))
+    assert et.astype(x, et.float32, copy=False, device="cpu") is x
+    for made in (et.astype(x, et.float32, copy=True), et.reshape(x, (6,), copy=True)):
+        assert not np.shares_memory(made.numpy(), x.numpy())
+    assert np.shares_memory(et.reshape(x, (6,), copy=False).numpy(), x.numpy())

@@ -49,7 +49,9 @@ class Row:
     """One recipe over its seeds, in the metric's scale; the gap is what the metric says it is.
 
     A value that is not finite is None, and so is a mean over it. ``sd`` is None with one seed,
-    ``gap`` without runs of a baseline (named in ``baseline``), shares in float32.
+    ``gap`` without runs of a baseline (named in ``baseline``), shares in float32. ``gap_sd`` is the
+    standard deviation of the gaps seed by seed: runs of one seed share first weights and batches,
+    so it is smaller than the spread of either. None where the seeds are not the same.
     """
 
     recipe: str
@@ -59,6 +61,7 @@ class Row:
     mean: float | None
     sd: float | None
     gap: float | None
+    gap_sd: float | None
     baseline: str | None
     saturated: float | None
     flushed: float | None
@@ -76,8 +79,9 @@ def summarize(
 ) -> list[Row]:
     """Rows in the order of ``recipes``; recipes without a finished run have none."""
     failures = list(failed)
-    grouped = {name: [f.result for f in finished if f.recipe == name] for name in recipes}
-    grouped = {name: results for name, results in grouped.items() if results}
+    runs = {name: [f for f in finished if f.recipe == name] for name in recipes}
+    grouped = {name: [f.result for f in mine] for name, mine in runs.items() if mine}
+    seeds = {name: [f.seed for f in mine] for name, mine in runs.items()}
     values = {
         name: [None if r[metric.key] is None else metric.scale * r[metric.key] for r in results]
         for name, results in grouped.items()
@@ -89,9 +93,12 @@ def summarize(
     for name, results in grouped.items():
         mean, numbers = means[name], values[name]
         whole = [number for number in numbers if number is not None]
-        gap = None
+        gap = gap_sd = None
         if baseline is not None and mean is not None:
             gap = metric.difference(mean, known[baseline])
+            if name != baseline and len(whole) > 1 and seeds[name] == seeds[baseline]:
+                pairs = zip(whole, (v for v in values[baseline] if v is not None), strict=True)
+                gap_sd = statistics.stdev(metric.difference(a, b) for a, b in pairs)
         rows.append(
             Row(
                 recipe=name,
@@ -101,6 +108,7 @@ def summarize(
                 mean=mean,
                 sd=None if mean is None or len(numbers) < 2 else statistics.stdev(whole),
                 gap=gap,
+                gap_sd=gap_sd,
                 baseline=baseline,
                 saturated=_mean(r["saturated"] for r in results),
                 flushed=_mean(r["flushed"] for r in results),
@@ -144,12 +152,17 @@ def _value(metric: Metric, row: Row) -> str:
     return "not finite" if row.mean is None else f"{row.mean:.{metric.digits}f}{spread}"
 
 
+def _gap(row: Row) -> str:
+    spread = "" if row.gap_sd is None else f" ± {row.gap_sd:.2f}"
+    return "-" if row.gap is None else f"{row.gap:+.2f}{spread}"
+
+
 def _cells(metric: Metric, row: Row) -> tuple[str, ...]:
     trouble = f" ({row.failed} failed)" if row.failed else ""
     return (
         row.recipe,
         _value(metric, row),
-        "-" if row.gap is None else f"{row.gap:+.2f}",
+        _gap(row),
         percent(row.saturated),
         percent(row.flushed),
         f"{row.seconds_per_epoch:.1f}",
@@ -174,7 +187,7 @@ def markdown(args: CompareArgs, rows: Sequence[Row]) -> str:
     lines = [f"# {_title(args)}", ""]
     lines.append(f"{args.optimizer}, peak learning rate {args.lr:g}, batch {args.batch_size}, ")
     lines[-1] += f"{args.schedule} schedule. Mean ± standard deviation over seeds of test "
-    lines[-1] += f"{metric.key} after the last epoch; gap in {gap}."
+    lines[-1] += f"{metric.key} after the last epoch; gap in {gap}, its spread seed by seed."
     lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(_cells(metric, row)) + " |" for row in rows]
     lines += ["", f"![test {metric.key}](compare.png)", ""]

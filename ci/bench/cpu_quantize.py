@@ -4,7 +4,9 @@
 
 One matrix of 16384 x 4096 normal values, float32 or bfloat16; medians of single calls, each after
 one of the same kind that is not timed, the contestants in turns. Bytes are those read and written,
-NVFP4's input counted twice (the tensor's maximum, then codes); the bandwidth beside them is that of
+NVFP4's input counted twice (the tensor's maximum, then codes: nothing takes the maximum from the
+caller); "both" is rows and columns of one array (`quantize_pair`), its input counted once and its
+two results; the bandwidth beside them is that of
 a float32 copy of the same matrix in the same run, by numpy or torch, whichever is faster.
 ``--only`` picks rows by words in their names; rows of one day go into one file,
 ci/bench/results/<date>-cpu-quantize.json. ``--torchao`` names an interpreter that has torchao; its

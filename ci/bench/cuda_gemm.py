@@ -12,31 +12,22 @@ and command beside the figures.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 from collections.abc import Callable
-from datetime import date
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import torch
 
+from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import gemm as blocked
-from extensor_cuda.kernels.gemm import Config, gemm
+from extensor_cuda.kernels.gemm import Config, configure, gemm
 
-RESULTS = Path(__file__).parent / "results"
 INPUTS, CALLS, WARMUP = 3, 4, 3
-CONFIGS = {
-    "E5M2, promoted, tile 192": Config(out="bfloat16"),
-    "E5M2, not promoted, tile 256": Config(tile_n=256, promote=0, out="bfloat16"),
-    "bf16, tile 192": Config("bf16", "bf16", promote=0, out="bfloat16"),
-}
+PROMOTED, UNPROMOTED, BF16 = "E5M2, promoted", "E5M2, not promoted", "bf16"
 
 Call = Callable[[int], Any]
 
@@ -55,16 +46,17 @@ def contestants(size: int, backend: Any) -> dict[str, Call]:
         fp8.append([[v.to(t) for v in values] for t in (torch.float8_e4m3fn, torch.float8_e5m2)])
     ones = torch.ones(size, 1, device="cuda"), torch.ones(1, size, device="cuda")
     out = xp.empty((size, size), dtype=ml_dtypes.bfloat16)
+    exponent = xp.zeros(1, dtype=xp.int32)
 
-    def torch_fp8(turn: int) -> Any:
+    def torch_fp8(turn: int, fast: bool) -> Any:
         x, y = fp8[turn % INPUTS][0]
-        return torch._scaled_mm(x, y.T, *ones, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return torch._scaled_mm(x, y.T, *ones, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     def ours(turn: int, config: Config) -> None:
         tensors = raw[turn % INPUTS] if config.a == "bf16" else fp8[turn % INPUTS][1]
         plain = torch.int16 if config.a == "bf16" else torch.uint8
         a, b = (xp.from_dlpack(t.view(plain)) for t in tensors)
-        gemm(a, b, out, config)
+        gemm(a, b, out, config, *([] if config.a == "bf16" else [exponent, exponent]))
 
     def storage(turn: int) -> Any:
         a, b = stored[turn % INPUTS]
@@ -72,9 +64,11 @@ def contestants(size: int, backend: Any) -> dict[str, Call]:
 
     made: dict[str, Call] = {
         "torch bf16": lambda turn: raw[turn % INPUTS][0] @ raw[turn % INPUTS][1].T,
-        "torch FP8, row scales": torch_fp8,
+        "torch FP8, row scales": partial(torch_fp8, fast=True),
+        "torch FP8, row scales, promoted": partial(torch_fp8, fast=False),
     }
-    for name, config in CONFIGS.items():
+    for name, kind, promote in ((PROMOTED, "e5m2", 4), (UNPROMOTED, "e5m2", 0), (BF16, "bf16", 0)):
+        config = configure(kind, size, size, "bfloat16", promote)
         made[name] = partial(ours, config=config)
     return made | {"mxfp4 storage, promoted": storage}
 
@@ -98,39 +92,25 @@ def measure(calls: dict[str, Call], rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the Hopper GEMM against torch's")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192, 16384])
     parser.add_argument("--rounds", type=int, default=11)
     chosen = parser.parse_args()
     backend = registry.get("cuda")
-    runtime, rows = backend.xp.cuda.runtime, {}
+    rows = []
     for size in chosen.sizes:
         with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
             times = measure(contestants(size, backend), chosen.rounds)
         for name, milliseconds in times.items():
             row = {
+                "size": size,
+                "name": name,
                 "milliseconds": round(milliseconds, 4),
                 "teraflops": round(2 * size**3 / milliseconds / 1e9, 1),
                 "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
             }
-            rows[f"{size} {name}"] = row
-            print(f"{size:6d} {name:32s}", *row.values())
-    words = ["--sizes", *map(str, chosen.sizes), "--rounds", str(chosen.rounds)]
-    record = {
-        "what": "square products of normal data, bfloat16 results, against torch",
-        "command": " ".join(["python", "ci/bench/cuda_gemm.py", *words]),
-        "date": date.today().isoformat(),
-        "gpu": runtime.getDeviceProperties(0)["name"].decode(),
-        "driver": runtime.driverGetVersion(),
-        "versions": {
-            "python": platform.python_version(),
-            **{n: version(n) for n in ("torch", "cupy-cuda13x", "cuda-core", "nvidia-cuda-nvrtc")},
-        },
-        "results": rows,
-    }
-    chosen.output.mkdir(parents=True, exist_ok=True)
-    path = chosen.output / f"{date.today().isoformat()}-cuda-gemm.json"
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            rows.append(row)
+            print(*row.values(), flush=True)
+    write("cuda-gemm", command(), rows, about=gpu_of(backend.xp), packages=GPU_PACKAGES)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ AdamW is one step on the shapes of GPT-2 small (124 million float32 parameters i
 the whole of ``optimizer.step()``, its check for finite gradients included, and the update alone,
 beside ``torch.optim.AdamW(fused=True).step()``. Norms are of 16384 rows of 4096 float32 values,
 forward and backward; cross-entropy is of 2048 rows of 50257. CUDA events around single calls, the
-contestants taking turns, medians.
-``seen`` counts the time from an idle GPU to the step's end, Python included. Needs a GPU, torch and
-the extra ``cuda13``.
+contestants taking turns, medians. ``seen`` counts the time from an idle GPU to the step's end,
+Python included. Needs a GPU, torch and the extra ``cuda13``.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from sphinx.application import Sphinx
 
 ROOMS = {
     "extensor": "Tensors and operations",
+    "extensor.linalg": "Matrices",
+    "extensor.fft": "Fourier transforms",
     "extensor.nn": "Layers",
     "extensor.nn.init": "Initializers",
     "extensor.optim": "Optimizers and schedules",

@@ -226,7 +226,6 @@ struct Cut {
             while (multiple % part && multiple <= kDeep) multiple += deep;
             deep = multiple;
         }
-        while (2 * deep <= 32) deep *= 2;  // what a panel costs beside its values
         units = ceil_div(rows, deep);
         chunk = round_up(most(kTask / deep, 1), 2 * kWide);
         chunks = ceil_div(columns, chunk);

@@ -76,7 +76,7 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     try:
         out = primitive.forward(backend, *arrays, **params)
     except ValueError as error:
-        if not primitive.broadcasts:
+        if not primitive.broadcasts or isinstance(error, np.linalg.LinAlgError):
             raise
         raise ValueError(_broadcast_message(name, arrays)) from error
     saved = None
@@ -135,13 +135,20 @@ def _prepare(
     if not promoted:
         return inputs, arrays, None, None
     common = reduce(promote, [inputs[i].dtype for i in promoted])
-    if primitive.to_float and not common.is_float:
+    if primitive.to_float and not common.is_inexact:
         common = float32
-    compute = common if primitive.moves else compute_dtype(common)
+    wide = compute_dtype(common)
+    compute = common if primitive.moves or primitive.halves else wide
+    if compute.is_complex and MODE.enabled and any(t.requires_grad for t in inputs):
+        raise TypeError(
+            f"{name}: complex numbers have no gradients here, and an input requires one; compute "
+            "with x.detach(), or keep real and imaginary parts as two real tensors"
+        )
     for i in promoted:
         if inputs[i].dtype is not compute:
             arrays[i] = arrays[i].astype(compute.numpy)
-    return inputs, arrays, compute.numpy, None if compute is common else common.numpy
+    rounds = wide is not common and not primitive.moves
+    return inputs, arrays, compute.numpy, common.numpy if rounds else None
 
 
 def _broadcast_message(name: str, arrays: list[Any]) -> str:

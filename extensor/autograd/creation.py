@@ -13,7 +13,16 @@ import numpy as np
 
 from extensor.autograd import dlpack
 from extensor.backends import registry
-from extensor.dtypes import DType, DTypeLike, as_dtype, compute_dtype, dtype_of, float32, int64
+from extensor.dtypes import (
+    DType,
+    DTypeLike,
+    as_dtype,
+    complex64,
+    compute_dtype,
+    dtype_of,
+    float32,
+    int64,
+)
 from extensor.quant.array import QuantArray
 
 if TYPE_CHECKING:
@@ -55,7 +64,7 @@ def as_data(data: Any, dtype: DType | None, xp: Any = np) -> Any:
         return replace(data, **{name: xp.asarray(part) for name, part in data.parts.items()})
     if not hasattr(data, "dtype") and not _holds_arrays(data):
         try:
-            numbers = np.array(data).dtype.kind in "biuf"
+            numbers = np.array(data).dtype.kind in "biufc"
         except ValueError:
             raise ValueError(
                 f"ExTensor(data): wanted nested lists of equal lengths, got {data!r:.80}"
@@ -68,7 +77,8 @@ def as_data(data: Any, dtype: DType | None, xp: Any = np) -> Any:
     if dtype is None and not hasattr(data, "dtype"):
         array = np.array(data)
         # Python numbers have no width of their own; numpy's choice of float64 is not ours.
-        dtype = float32 if array.dtype == np.float64 and not _holds_arrays(data) else None
+        narrow = {np.dtype(np.float64): float32, np.dtype(np.complex128): complex64}
+        dtype = None if _holds_arrays(data) else narrow.get(array.dtype)
         data = array
     return xp.array(data, dtype=dtype.numpy if dtype else None)
 
@@ -106,29 +116,27 @@ class CreationMethods:
     @staticmethod
     def full(
         shape: ShapeLike,
-        fill_value: float,
+        fill_value: Any,
         dtype: DTypeLike | None = None,
         *,
         device: str | None = None,
         requires_grad: bool = False,
     ) -> ExTensor:
-        """Filled with ``fill_value``; float32 if not told, int64 or bool for such a value."""
-        if dtype is None:
-            dtype = (
-                "bool"
-                if isinstance(fill_value, bool)
-                else int64
-                if type(fill_value) is int
-                else float32
-            )
-        kind = as_dtype(dtype)
-        xp = registry.get(device).xp
-        number = fill_value.item() if isinstance(fill_value, np.generic) else fill_value
-        if not isinstance(number, (int, float)):
+        """Filled with a number or what a tensor of no axes holds.
+
+        If not told, float32, int64, bool or complex64 for such a number, the tensor's own dtype.
+        """
+        number = fill_value
+        if getattr(fill_value, "shape", None) == ():  # numpy's scalars, too
+            number = fill_value.item()
+            dtype = dtype or (None if isinstance(fill_value, np.generic) else fill_value.dtype)
+        if not isinstance(number, (int, float, complex)):
             raise TypeError(f"full: wanted a number, got {fill_value!r}")
+        kind = as_dtype(type(number) if dtype is None else dtype)
+        xp = registry.get(device).xp
         try:
             fill = np.asarray(number, dtype=_made_in(kind))
-        except (ValueError, OverflowError):  # NaN, Inf or too large for an integer
+        except (ValueError, TypeError, OverflowError):  # NaN, Inf, too large, or complex
             raise ValueError(
                 f"full: wanted a number that {kind.name} can hold, got {fill_value!r}"
             ) from None
@@ -225,8 +233,8 @@ class CreationMethods:
 
     @staticmethod
     def linspace(
-        start: float,
-        stop: float,
+        start: complex,
+        stop: complex,
         num: int,
         dtype: DTypeLike | None = None,
         *,
@@ -235,7 +243,8 @@ class CreationMethods:
         requires_grad: bool = False,
     ) -> ExTensor:
         """``num`` equally spaced values from start to stop, the stop left out without endpoint."""
-        kind = as_dtype(float32 if dtype is None else dtype)
+        real = not any(isinstance(v, complex) for v in (start, stop))
+        kind = as_dtype((float32 if real else complex64) if dtype is None else dtype)
         (count,) = as_shape(num, "num")
         made = _made_in(kind)
         data = registry.get(device).xp.linspace(start, stop, count, endpoint=endpoint, dtype=made)
@@ -344,7 +353,7 @@ class CreationMethods:
     @staticmethod
     def full_like(
         x: ExTensor,
-        fill_value: float,
+        fill_value: Any,
         dtype: DTypeLike | None = None,
         *,
         device: str | None = None,

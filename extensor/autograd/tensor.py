@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ExTensor", "raw_key"]
 
-_ORDER = {"bool": 0, "int": 1, "float": 2}
+_ORDER = {"bool": 0, "int": 1, "float": 2, "complex": 3}
 
 
 class ExTensor(OpMethods, CreationMethods, BlockedMethods):

@@ -6,7 +6,7 @@ subclasses it and overrides what is hot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from extensor.backends import dense, layers, training, windows
@@ -86,6 +86,45 @@ class GenericBackend:
     def operand_matmul(self, a: Array, b: Array) -> Array:
         """See the protocol."""
         return self.matmul(a, b)
+
+    def product_operands(
+        self,
+        x: Array,
+        specs: Sequence[QuantSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+        memory: dict[str, Any] | None = None,
+    ) -> list[tuple[Any, QuantStats | Callable[[], QuantStats]]]:
+        """See the protocol."""
+        made: Sequence[tuple[Array, QuantStats]]
+        if len(specs) == 2:
+            made = self.operand_pair(x, (specs[0], specs[1]), (streams[0], streams[1]))
+        else:
+            made = [self.operand(x, specs[0], streams[0])]
+        return [
+            (values if spec.axis == 1 else values.T, stats)
+            for spec, (values, stats) in zip(specs, made, strict=True)
+        ]
+
+    def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
+        """See the protocol."""
+        x = x.astype(self.xp.float32, copy=False)
+        values = x if dtype == "float32" else self.bfloat16_values(x)
+        return values if axis == 1 else values.T
+
+    def keeps_operands(
+        self,
+        x: Array,
+        specs: Sequence[QuantSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+    ) -> bool:
+        """See the protocol: these are float32 values, so no."""
+        return False
+
+    def operand_product(self, a: Any, b: Any, dtype: str = "float32") -> Array:
+        """See the protocol."""
+        return self.operand_matmul(a, b.T)
 
     def operand_conv2d(
         self,

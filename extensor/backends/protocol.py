@@ -8,7 +8,7 @@ them on the array module; a backend overrides the hot ones, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -107,6 +107,48 @@ class Backend(Protocol):
 
     def operand_matmul(self, a: Array, b: Array) -> Array:
         """Float32 a b of (M, K) and (K, N), as `operand` gives them: (M, N), summed in float32."""
+        ...
+
+    def product_operands(
+        self,
+        x: Array,
+        specs: Sequence[QuantSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+        memory: dict[str, Any] | None = None,
+    ) -> list[tuple[Any, QuantStats | Callable[[], QuantStats]]]:
+        """A matrix under one spec, or under one along its rows and one down its columns.
+
+        Each as `operand_product` takes it: what a spec blocks along is contracted, and last.
+        ``work`` is the number of multiplications of the product, 0 where its other operand is not
+        quantized. The counts may be a function that waits for them. ``memory`` is the tensor's own
+        from call to call, for what a kernel wants to know of it beforehand; it decides no value.
+        """
+        ...
+
+    def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
+        """A matrix rounded to ``dtype``, bfloat16 or float32, as `operand_product` takes it.
+
+        It is contracted along ``axis``, which becomes the last. ``work`` is the number of
+        multiplications of the product, 0 where its other operand is not of this dtype.
+        """
+        ...
+
+    def keeps_operands(
+        self,
+        x: Array,
+        specs: Sequence[QuantSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+    ) -> bool:
+        """Whether `product_operands` makes these two at once, and small enough to be kept."""
+        ...
+
+    def operand_product(self, a: Any, b: Any, dtype: str = "float32") -> Array:
+        """A b^T of (M, K) and (N, K) from `product_operands`: (M, N), summed in float32.
+
+        In float32, or rounded to ``dtype``, where a kernel writes that.
+        """
         ...
 
     def operand_conv2d(

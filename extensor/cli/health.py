@@ -135,6 +135,8 @@ def _training_path_sheet(backend: CpuBackend) -> Sheet:
         ("gelu_grad", x, x, x),
         ("softmax", x, -1),
         ("softmax_grad", x, x, -1),
+        ("cross_entropy", x, line, 0.0),
+        ("cross_entropy_grad", line, x, line, (), 0.0),
         ("layer_norm", x, w, w, 1e-5),
         ("layer_norm_grad", x, x, w, mean, mean),
         ("rms_norm", x, w, 1e-6),

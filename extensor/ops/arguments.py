@@ -11,7 +11,8 @@ import numpy as np
 from extensor.autograd.apply import wrap
 from extensor.autograd.primitive import BadInput, Sample
 from extensor.autograd.tensor import ExTensor
-from extensor.dtypes import scalar_dtype
+from extensor.dtypes import LEVEL_HALF, scalar_dtype
+from extensor.errors import AxisError
 
 __all__ = [
     "Axis",
@@ -27,7 +28,7 @@ __all__ = [
     "unary_samples",
 ]
 
-Operand = ExTensor | float | np.ndarray[Any, Any]
+Operand = ExTensor | float | complex | np.ndarray[Any, Any]
 """What a binary operation takes beside a tensor: a tensor, a Python number, a numpy array."""
 
 Axis = int | Sequence[int] | None
@@ -53,11 +54,10 @@ def pair(name: str, a: Any, b: Any) -> tuple[ExTensor, ExTensor]:
 def _beside(name: str, value: Any, x: ExTensor) -> ExTensor:
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, (bool, int, float, complex)):
         dtype = scalar_dtype(value, x.dtype)
         # Beside a 16-bit float the number stays float32 inside, so that the result rounds once.
-        made = np.float32 if dtype.is_float and dtype is not x.dtype else None
-        stored = dtype.numpy if x.dtype.level != 2 else made or np.float32
+        stored = np.float32 if dtype.level == LEVEL_HALF else dtype.numpy
         tensor = wrap(x.backend.xp.asarray(value, dtype=stored), x.backend)
         tensor.dtype = dtype
         return tensor
@@ -76,7 +76,7 @@ def as_tensor(name: str, value: Any, like: ExTensor | None = None) -> ExTensor:
         return value
     if like is not None and not isinstance(value, (list, tuple)):
         return _beside(name, value, like)
-    if isinstance(value, (int, float, list, tuple, np.ndarray, np.generic)):
+    if isinstance(value, (int, float, complex, list, tuple, np.ndarray, np.generic)):
         return ExTensor(value, device=like.device if like is not None else None)
     raise TypeError(f"{name}: wanted an ExTensor, got {type(value).__name__}")
 
@@ -99,14 +99,14 @@ def axis_index(name: str, axis: Any, ndim: int) -> int:
     """An axis in 0..ndim - 1.
 
     Raises:
-        TypeError, ValueError: if it is no int, or out of range.
+        TypeError, AxisError: if it is no int, or out of range.
     """
     try:
         index = operator.index(axis)
     except TypeError:
         raise TypeError(f"{name}: axis: wanted an int, got {axis!r}") from None
     if not -ndim <= index < ndim:
-        raise ValueError(
+        raise AxisError(
             f"{name}: axis: wanted {-ndim}..{ndim - 1} for a tensor of {ndim} axes, got {index}"
         )
     return index % ndim

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.apply import apply
+from extensor.autograd.mode import MODE
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import DType, DTypeLike, as_dtype, dtype_of
@@ -135,15 +136,26 @@ def negative(x: ExTensor) -> ExTensor:
 _STEPS = "a step function: its derivative is zero wherever there is one"
 
 
+@quiet
+def _floor_divide(backend: Any, a: Any, b: Any) -> Any:
+    xp = backend.xp
+    whole = xp.floor_divide(a, b)
+    if whole.dtype.kind in "iu":
+        return whole
+    # Beside an infinity the standard has the floor of the quotient with its sign, numpy NaN or -1.
+    infinite = xp.isinf(a) | xp.isinf(b)
+    return xp.where(infinite, a / b, whole).astype(whole.dtype, copy=False)
+
+
 @primitive(
-    forward=quiet(lambda backend, a, b: backend.xp.floor_divide(a, b)),
+    forward=_floor_divide,
     no_vjp=_STEPS,
     broadcasts=True,
     samples=pairs(np.floor_divide, 0.5, 2.0),
     errors=BAD_BROADCAST,
 )
 def floor_divide(a: Operand, b: Operand) -> ExTensor:
-    """The largest whole number not above a / b."""
+    """The largest whole number not above a / b; a / b itself if one is infinite."""
     return apply("floor_divide", *pair("floor_divide", a, b))
 
 
@@ -203,9 +215,6 @@ def minimum(a: Operand, b: Operand) -> ExTensor:
     return apply("minimum", *pair("minimum", a, b))
 
 
-_BOUNDS = "clip: wanted min, max or both; got neither"
-
-
 def _clip_samples(rng: np.random.Generator) -> list[Sample]:
     x = np.array([[-2.0, -0.5, 0.3], [0.9, 1.5, 3.0]])
     return [
@@ -216,22 +225,20 @@ def _clip_samples(rng: np.random.Generator) -> list[Sample]:
 
 @composite(
     samples=_clip_samples,
-    errors=(
-        BadInput((np.zeros(3),), ValueError, "neither"),
-        BadInput((np.zeros(3), 2.0, 1.0), ValueError, "min <= max"),
-    ),
+    errors=(BadInput((np.zeros(3), 2.0, 1.0), ValueError, "min <= max"),),
 )
 def clip(x: ExTensor, min: Operand | None = None, max: Operand | None = None) -> ExTensor:
     """Give x, not below ``min`` and not above ``max``; the gradient passes strictly between them.
 
-    NaN stays NaN, and a bound that is NaN gives NaN.
+    NaN stays NaN, and a bound that is NaN gives NaN. Without bounds it is a copy.
+    The dtype is x's, but for floats that bound integers.
 
     Raises:
-        ValueError: without bounds, or for numbers with min > max.
+        ValueError: for numbers with min > max.
     """
     tensors_only("clip", x)
     if min is None and max is None:
-        raise ValueError(_BOUNDS)
+        return clone(x)
     if isinstance(min, (int, float)) and isinstance(max, (int, float)) and min > max:
         raise ValueError(f"clip: wanted min <= max, got {min} and {max}")
     result = x
@@ -241,7 +248,8 @@ def clip(x: ExTensor, min: Operand | None = None, max: Operand | None = None) ->
     if max is not None:
         bound = as_tensor("clip", max, x)
         result = where((result < bound) | (result != result), result, bound)
-    return result
+    # A bound of a wider dtype does not widen x.
+    return result.astype(x.dtype) if result.dtype.kind == x.dtype.kind else result
 
 
 @primitive(
@@ -292,7 +300,7 @@ def _cast(backend: Any, x: Any, dtype: DType) -> Any:
         if not (limits.min <= low.item() and high.item() <= limits.max):
             raise ValueError(
                 f"astype: wanted values within {dtype.name}'s {limits.min}..{limits.max}, got "
-                f"{x.min()}..{x.max()}; clip them or take a wider dtype"
+                f"{x.min()}..{x.max()}, an overflow; clip them or take a wider dtype"
             )
     return x.astype(dtype.numpy)
 
@@ -308,22 +316,41 @@ def _cast(backend: Any, x: Any, dtype: DType) -> Any:
         BadInput((np.array([1, np.nan]), "int32"), ValueError, "within int32's"),
         BadInput((np.array([np.inf]), "uint8"), ValueError, "within uint8's"),
         BadInput((np.array([2.0**63]), "int64"), ValueError, "within int64's"),
-        BadInput((np.array([256, 0]), "uint8"), ValueError, r"0..255, got 0..256; clip"),
+        BadInput((np.array([256, 0]), "uint8"), ValueError, "0..255, got 0..256, an overflow"),
     ),
 )
-def astype(x: ExTensor, dtype: DTypeLike) -> ExTensor:
-    """Give x in another dtype, rounded to nearest even; x itself if it has it.
+def astype(
+    x: ExTensor, dtype: DTypeLike, *, copy: bool = True, device: str | None = None
+) -> ExTensor:
+    """Give x in another dtype, rounded to nearest even.
 
     Floats become integers by dropping the fraction.
 
+    Args:
+        x: any shape.
+        dtype: dense or blocked.
+        copy: give memory of its own even where x has the dtype; ``x.astype`` gives x there.
+        device: of the result; x's own if None.
+
     Raises:
         ValueError: if an integer dtype cannot hold a value (NaN and Inf too).
-        TypeError: for an element grid without a scale.
+        TypeError: for an element grid without a scale, and from complex numbers to real ones.
     """
     tensors_only("astype", x)
     wanted = as_dtype(dtype)
+    if device is not None and device != x.device:
+        return astype(x.to(device), wanted, copy=False)
     if wanted is x.dtype:
-        return x
+        return clone(x) if copy else x
+    if wanted.is_complex and x.requires_grad and MODE.enabled:
+        raise TypeError(
+            f"astype: {wanted.name} tensors have no gradients here, and x requires one; use "
+            "x.detach()"
+        )
+    if x.dtype.is_complex and not wanted.is_complex and wanted.kind != "bool":
+        raise TypeError(
+            f"astype: {wanted.name} would lose the imaginary part; use et.real(x) or et.imag(x)"
+        )
     if wanted.is_blocked or x.dtype.is_blocked:
         return x.astype(wanted)
     return apply("astype", x, dtype=wanted)

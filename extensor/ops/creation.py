@@ -40,7 +40,8 @@ def _matrix(name: str, x: ExTensor, k: int) -> ExTensor:
     tensors_only(name, x)
     if x.ndim < 2:
         raise ValueError(f"{name}: wanted a tensor of two axes or more, got shape {x.shape}")
-    return apply(name, x, k=k)
+    reach = max(x.shape[-2:])  # diagonals further out are all alike, and may not fit 64 bits
+    return apply(name, x, k=min(max(k, -reach), reach))
 
 
 @primitive(

@@ -1,10 +1,24 @@
-"""Operands of GEMMs that are not quantized."""
+"""What the GEMMs of a quantized layer multiply: operands as the layer's recipe wants them.
+
+A matrix is contracted along its rows (axis -1) or its columns (axis -2); a stack of matrices, one
+for each group of a convolution, likewise. Every function counts what it quantized in the context.
+"""
 
 from __future__ import annotations
 
-from extensor.backends.protocol import Array, Backend
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
-__all__ = ["dense"]
+from extensor.autograd.mode import MODE
+from extensor.backends.protocol import Array, Backend
+from extensor.quant.context import LayerContext
+from extensor.quant.recipe import SLOTS, Gemm
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+
+__all__ = ["Slots", "dense", "of_forward", "of_products", "placed", "values"]
 
 
 def dense(backend: Backend, x: Array, dtype: str) -> Array:
@@ -17,3 +31,91 @@ def dense(backend: Backend, x: Array, dtype: str) -> Array:
     """
     x = x.astype(backend.xp.float32, copy=False)
     return x if dtype == "float32" else backend.bfloat16_values(x)
+
+
+@lru_cache(maxsize=1024)
+def _along(spec: QuantSpec, axis: int, ndim: int) -> QuantSpec:
+    """The spec along one axis, counted from the last, of ``ndim``."""
+    return spec.replace(axis=axis + ndim).resolve(ndim)
+
+
+def placed(
+    context: LayerContext, slot: str, spec: QuantSpec, axis: int, ndim: int
+) -> tuple[QuantSpec, Stream | None]:
+    """The slot's spec along ``axis`` (-1: rows, -2: columns); its stream if it is stochastic."""
+    along = _along(spec, axis, ndim)
+    stream = context.stream(slot, axis == -2) if along.rounding == "stochastic" else None
+    return along, stream
+
+
+def values(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
+    """The values of a matrix, or of each group's, that GEMM ``slot`` contracts along ``axis``."""
+    wanted = context.operand(slot)
+    if isinstance(wanted, str):
+        return dense(backend, x, wanted)
+    made, stats = backend.operand(x, *placed(context, slot, wanted, axis, x.ndim))
+    context.record(slot, stats)
+    return made
+
+
+Slots = Sequence[tuple[str, int]]
+"""Slots of a recipe, each with the axis along which its GEMM contracts the matrix."""
+
+
+def _specs(
+    context: LayerContext, slots: Slots
+) -> tuple[list[QuantSpec], list[Stream | None]] | None:
+    """Slots' specs and streams; None if one is dense."""
+    specs, streams = [], []
+    for slot, axis in slots:
+        wanted = context.operand(slot)
+        if isinstance(wanted, str):
+            return None
+        spec, stream = placed(context, slot, wanted, axis, 2)
+        specs.append(spec)
+        streams.append(stream)
+    return specs, streams
+
+
+def of_products(
+    backend: Backend, x: Array, context: LayerContext, slots: Slots, sizes: tuple[int, int, int]
+) -> list[Any]:
+    """What GEMMs of M, N and K multiply of matrix x, one per slot, for `Backend.operand_product`.
+
+    A backend may read x once for rows and columns.
+    """
+    specs = _specs(context, slots)
+    if specs is None:
+        if len(slots) > 1:
+            return [of_products(backend, x, context, [slot], sizes)[0] for slot in slots]
+        slot, axis = slots[0]
+        gemm, dtype = _gemm(context, slot), str(context.operand(slot))
+        work = math.prod(sizes) if gemm.a == gemm.b else 0
+        return [backend.dense_operand(x, axis % 2, dtype, work)]
+    gemms = [_gemm(context, slot) for slot, _ in slots]
+    mixed = any(isinstance(operand, str) for gemm in gemms for operand in (gemm.a, gemm.b))
+    work, memory = 0 if mixed else math.prod(sizes), context.memory(slots[0][0])
+    made = backend.product_operands(x, *specs, work, memory)
+    for (slot, _), (_, counts) in zip(slots, made, strict=True):
+        context.record(slot, counts)
+    return [operand for operand, _ in made]
+
+
+def of_forward(
+    backend: Backend, x: Array, context: LayerContext, slots: Slots, sizes: tuple[int, int, int]
+) -> tuple[Any, Any]:
+    """A forward operand and the backward one of the same matrix, or None to make that later.
+
+    They are made together where a backend reads x once for both and what it keeps is small.
+    """
+    if MODE.enabled and all(isinstance(context.operand(slot), QuantSpec) for slot in SLOTS):
+        specs = _specs(context, slots)
+        if specs is not None and backend.keeps_operands(x, *specs, math.prod(sizes)):
+            first, second = of_products(backend, x, context, slots, sizes)
+            return first, second
+    return of_products(backend, x, context, slots[:1], sizes)[0], None
+
+
+def _gemm(context: LayerContext, slot: str) -> Gemm:
+    gemm: Gemm = getattr(context.layer, slot.partition(".")[0])
+    return gemm

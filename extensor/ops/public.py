@@ -119,6 +119,7 @@ from extensor.ops.loss import (
     smooth_l1,
 )
 from extensor.ops.norm import batch_norm, layer_norm, rms_norm
+from extensor.ops.parts import conj, imag, real
 from extensor.ops.pool import avg_pool2d, global_avg_pool2d, max_pool2d
 from extensor.ops.reduce import (
     all,
@@ -236,6 +237,7 @@ __all__ = [
     "clone",
     "concat",
     "concatenate",
+    "conj",
     "conv2d",
     "copysign",
     "cos",
@@ -278,6 +280,7 @@ __all__ = [
     "hinge",
     "huber",
     "hypot",
+    "imag",
     "inner",
     "isfinite",
     "isin",
@@ -339,6 +342,7 @@ __all__ = [
     "randn",
     "randn_like",
     "ravel",
+    "real",
     "reciprocal",
     "relu",
     "relu6",

@@ -22,7 +22,6 @@ The gradient is straight-through: the float op's VJP at the dequantized operands
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,14 +30,12 @@ from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.protocol import Array, Backend, Window
+from extensor.ops import operands
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import conv_window
-from extensor.ops.operands import dense as _dense
 from extensor.quant.context import LayerContext, RecipeState
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
 from extensor.quant.recipes import get_recipe
-from extensor.quant.spec import QuantSpec
-from extensor.random import Stream
 
 __all__ = ["layer_context", "quantized_conv2d", "quantized_matmul"]
 
@@ -56,79 +53,17 @@ def layer_context(layer: LayerRecipe, seed: int = 0) -> LayerContext:
     return context
 
 
-@lru_cache(maxsize=1024)
-def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
-    """The spec along one axis of a matrix."""
-    return spec.replace(axis=axis).resolve(2)
-
-
-def _stream(context: LayerContext, slot: str, spec: QuantSpec, axis: int) -> Stream | None:
-    return context.stream(slot, axis == 0) if spec.rounding == "stochastic" else None
-
-
-def _operand(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
-    """The values of matrix x that GEMM ``slot`` multiplies, contracted along ``axis``."""
-    wanted = context.operand(slot)
-    if isinstance(wanted, str):
-        return _dense(backend, x, wanted)
-    spec = _placed(wanted, axis)
-    values, stats = backend.operand(x, spec, _stream(context, slot, spec, axis))
-    context.record(slot, stats)
-    return values
-
-
-def _gradient_operands(
-    backend: Backend, g: Array, context: LayerContext, needs: tuple[bool, bool]
-) -> tuple[Array | None, Array | None]:
-    """What dgrad and wgrad make of a gradient (M, N): its rows and its columns, read once."""
-    slots = (("dgrad.g", 1), ("wgrad.g", 0))
-    wanted = [context.operand(slot) for slot, _ in slots]
-    if not all(needs) or any(isinstance(operand, str) for operand in wanted):
-        values = (
-            _operand(backend, g, context, slot, axis) if need else None
-            for (slot, axis), need in zip(slots, needs, strict=True)
-        )
-        return next(values), next(values)
-    first, second = (
-        _placed(spec, axis)
-        for spec, (_, axis) in zip(wanted, slots, strict=True)
-        if isinstance(spec, QuantSpec)
-    )
-    streams = (
-        _stream(context, "dgrad.g", first, 1),
-        _stream(context, "wgrad.g", second, 0),
-    )
-    along, down = backend.operand_pair(g, (first, second), streams)
-    context.record("dgrad.g", along[1])
-    context.record("wgrad.g", down[1])
-    return along[0], down[0]
-
-
 def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
     """A GEMM's product times its output scale."""
     return out if gemm.output_scale == 1.0 else out * xp.float32(gemm.output_scale)
 
 
-def _product(backend: Backend, a: Array, b: Array, gemm: Gemm) -> Array:
+def _product(backend: Backend, a: Any, b: Any, gemm: Gemm, dtype: str) -> Array:
+    """A b^T of what `operands.of_products` gave."""
     # Rounded operands may fit bfloat16 tiles, which is looked for; float32 ones do not.
-    multiply = backend.matmul if "float32" in (gemm.a, gemm.b) else backend.operand_matmul
-    return _scaled(multiply(a, b), gemm, backend.xp)
-
-
-def _fprop(backend: Backend, x: Array, w: Array, context: LayerContext) -> Array:
-    a = _operand(backend, x, context, "fprop.x", 1)
-    b = _operand(backend, w, context, "fprop.w", 1)
-    return _product(backend, a, b.T, context.layer.fprop)
-
-
-def _dgrad(backend: Backend, a: Array, w: Array, context: LayerContext) -> Array:
-    b = _operand(backend, w, context, "dgrad.w", 0)
-    return _product(backend, a, b, context.layer.dgrad)
-
-
-def _wgrad(backend: Backend, a: Array, x: Array, context: LayerContext) -> Array:
-    b = _operand(backend, x, context, "wgrad.x", 0)
-    return _product(backend, a.T, b, context.layer.wgrad)
+    if "float32" in (gemm.a, gemm.b):
+        return _scaled(backend.matmul(a, b.T), gemm, backend.xp)
+    return _scaled(backend.operand_product(a, b, dtype), gemm, backend.xp)
 
 
 def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
@@ -148,9 +83,20 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
 # --- matrix product -----------------------------------------------------------------------------
 
 
-def _matmul_forward(backend: Backend, x: Array, w: Array, context: LayerContext) -> Array:
+_X: operands.Slots = [("fprop.x", -1), ("wgrad.x", -2)]
+_W: operands.Slots = [("fprop.w", -1), ("dgrad.w", -2)]
+_G: operands.Slots = [("dgrad.g", -1), ("wgrad.g", -2)]
+
+
+def _matmul_forward(
+    backend: Backend, x: Array, w: Array, context: LayerContext
+) -> tuple[Array, tuple[Any, Any]]:
     rows = x.reshape(-1, x.shape[-1])
-    return _fprop(backend, rows, w, context).reshape(*x.shape[:-1], w.shape[0])
+    sizes = (len(rows), *w.shape)
+    a, x_down = operands.of_forward(backend, rows, context, _X, sizes)
+    b, w_down = operands.of_forward(backend, w, context, _W, sizes)
+    out = _product(backend, a, b, context.layer.fprop, x.dtype.name)
+    return out.reshape(*x.shape[:-1], w.shape[0]), (x_down, w_down)
 
 
 def _matmul_vjp(
@@ -160,12 +106,25 @@ def _matmul_vjp(
     inputs: tuple[Array, Array],
     needs: tuple[bool, bool],
     context: LayerContext,
+    saved: tuple[Any, Any],
 ) -> tuple[Array | None, Array | None]:
     x, w = inputs
+    x_down, w_down = saved
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
-    along, down = _gradient_operands(backend, rows, context, needs)
-    dx = None if along is None else _dgrad(backend, along, w, context).reshape(x.shape)
-    dw = None if down is None else _wgrad(backend, down, x.reshape(-1, x.shape[-1]), context)
+    sizes, layer, dtype = (len(rows), *w.shape), context.layer, x.dtype.name
+    wanted = [slot for slot, need in zip(_G, needs, strict=True) if need]
+    gradients = operands.of_products(backend, rows, context, wanted, sizes)  # read once for both
+    dx = dw = None
+    if needs[0]:
+        if w_down is None:
+            (w_down,) = operands.of_products(backend, w, context, _W[1:], sizes)
+        dx = _product(backend, gradients[0], w_down, layer.dgrad, dtype)
+        dx = dx if dx.shape == x.shape else dx.reshape(x.shape)  # a leaf's gradient is no view
+    if needs[1]:
+        if x_down is None:
+            x = x.reshape(-1, x.shape[-1])
+            (x_down,) = operands.of_products(backend, x, context, _X[1:], sizes)
+        dw = _product(backend, gradients[-1], x_down, layer.wgrad, dtype)
     return dx, dw
 
 
@@ -180,6 +139,8 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     fused_vjp=_matmul_vjp,
     once=_ONCE,
     reads="inputs",
+    halves=True,
+    saves=True,
     samples=_matmul_samples,
     errors=(
         BadInput(
@@ -234,31 +195,6 @@ def _stacked(x: Array, groups: int) -> Array:
     return x.reshape(shape)
 
 
-@lru_cache(maxsize=1024)
-def _along(spec: QuantSpec, axis: int, ndim: int) -> QuantSpec:
-    """The spec along one axis, counted from the last, of ``ndim``."""
-    return spec.replace(axis=axis + ndim).resolve(ndim)
-
-
-def _slot(
-    context: LayerContext, slot: str, spec: QuantSpec, axis: int, ndim: int
-) -> tuple[QuantSpec, Stream | None]:
-    """The slot's spec along ``axis`` (-1: rows, -2: columns); its stream if it is stochastic."""
-    placed = _along(spec, axis, ndim)
-    stream = context.stream(slot, axis == -2) if placed.rounding == "stochastic" else None
-    return placed, stream
-
-
-def _values(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
-    """The values of a matrix, or of each group's, that GEMM ``slot`` contracts along ``axis``."""
-    wanted = context.operand(slot)
-    if isinstance(wanted, str):
-        return _dense(backend, x, wanted)
-    values, stats = backend.operand(x, *_slot(context, slot, wanted, axis, x.ndim))
-    context.record(slot, stats)
-    return values
-
-
 def _conv_forward(
     backend: Backend,
     x: Array,
@@ -270,13 +206,13 @@ def _conv_forward(
 ) -> Array:
     gemm, start = context.layer.fprop, bias[0] if bias else None
     early = start if gemm.output_scale == 1.0 else None  # added where the sums begin
-    kernels = _values(backend, _stacked(w, groups), context, "fprop.w", -1)
+    kernels = operands.values(backend, _stacked(w, groups), context, "fprop.w", -1)
     wanted = context.operand("fprop.x")
     if isinstance(wanted, str):
-        a = _dense(backend, x, wanted)
+        a = operands.dense(backend, x, wanted)
         out = backend.conv2d(a, kernels.reshape(w.shape), window, groups, early)
     else:
-        spec, stream = _slot(context, "fprop.x", wanted, -2, 2 if groups == 1 else 3)
+        spec, stream = operands.placed(context, "fprop.x", wanted, -2, 2 if groups == 1 else 3)
         out, stats = backend.operand_conv2d(x, kernels, spec, stream, w.shape, window, early)
         context.record("fprop.x", stats)
     out = _scaled(out, gemm, backend.xp)
@@ -311,13 +247,15 @@ def _conv_dgrad(
     groups: int,
 ) -> Array:
     gemm, (n, _, ho, wo) = context.layer.dgrad, g.shape
-    kernels = _values(backend, _stacked(w, groups), context, "dgrad.w", -2)
+    kernels = operands.values(backend, _stacked(w, groups), context, "dgrad.w", -2)
     rows = kernels.shape[-2] * groups  # a transform may have padded the output channels
     wanted = context.operand("dgrad.g")
     if isinstance(wanted, str):
-        values = _dense(backend, g, wanted)
+        values = operands.dense(backend, g, wanted)
     else:
-        matrix = _values(backend, _pixels_last(g, groups, backend.xp), context, "dgrad.g", -2)
+        matrix = operands.values(
+            backend, _pixels_last(g, groups, backend.xp), context, "dgrad.g", -2
+        )
         values = backend.xp.swapaxes(matrix.reshape(rows, n, ho, wo), 0, 1)
     kernels = kernels.reshape(rows, *w.shape[1:])
     out = backend.conv2d_grad_x(values, kernels, shape, window, groups)
@@ -336,17 +274,17 @@ def _conv_wgrad(
     gemm, (n, _, ho, wo), xp = context.layer.wgrad, g.shape, backend.xp
     wanted_g, wanted_x = context.operand("wgrad.g"), context.operand("wgrad.x")
     if isinstance(wanted_g, str):
-        values = _dense(backend, g, wanted_g)
+        values = operands.dense(backend, g, wanted_g)
         matrix = None if isinstance(wanted_x, str) else _pixels_last(values, groups, xp)
     else:
-        matrix = _values(backend, _pixels_last(g, groups, xp), context, "wgrad.g", -1)
+        matrix = operands.values(backend, _pixels_last(g, groups, xp), context, "wgrad.g", -1)
         values = g
     if isinstance(wanted_x, str):
-        a = _dense(backend, x, wanted_x)
+        a = operands.dense(backend, x, wanted_x)
         if matrix is not None:
             values = xp.swapaxes(matrix.reshape(shape[0], n, ho, wo), 0, 1)
         return _scaled(backend.conv2d_grad_w(values, a, shape, window, groups), gemm, xp)
-    spec, stream = _slot(context, "wgrad.x", wanted_x, -1, 2 if groups == 1 else 3)
+    spec, stream = operands.placed(context, "wgrad.x", wanted_x, -1, 2 if groups == 1 else 3)
     assert matrix is not None
     out, stats = backend.operand_conv2d_grad_w(matrix, x, spec, stream, shape, window)
     context.record("wgrad.x", stats)

@@ -11,9 +11,10 @@ import numpy as np
 
 from extensor.autograd.apply import apply
 from extensor.autograd.creation import ShapeLike, as_shape
-from extensor.autograd.primitive import BadInput, Sample, composite, primitive
+from extensor.autograd.primitive import FUNCTIONS, BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import NO_TENSOR, Axis, axis_index, axis_tuple, broadcasts, tensors_only
+from extensor.ops.arithmetic import clone
 
 __all__ = [
     "broadcast_to", "concatenate", "expand_dims", "flatten", "flip", "pad", "permute", "ravel",
@@ -40,14 +41,26 @@ __all__ = [
         BadInput((np.zeros((2, 3)), "six"), TypeError, "tuple of ints"),
     ),
 )
-def reshape(x: ExTensor, shape: int | Sequence[int]) -> ExTensor:
+def reshape(x: ExTensor, shape: int | Sequence[int], *, copy: bool | None = None) -> ExTensor:
     """Give x with another shape of as many elements, in row-major order; one axis may be -1.
 
+    Args:
+        x: any shape.
+        shape: an int or ints.
+        copy: True for memory of its own, False to refuse one, None to copy only if it must.
+
     Raises:
-        TypeError, ValueError: for a shape that is no ints, or of another number of elements.
+        TypeError, ValueError: for a shape that is no ints, or of another number of elements, and
+            for ``copy=False`` where the order of x in memory takes a copy.
     """
     tensors_only("reshape", x)
     wanted = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
+    if copy is not None:
+        made = reshape(x, wanted)
+        viewed = made._version is x._version
+        if copy is False and not viewed:
+            raise ValueError(f"reshape: {x.shape} as {wanted} cannot be had without a copy")
+        return clone(made) if copy and viewed else made
     try:
         if x.dtype.is_blocked or not x.data.size:
             wanted = _resolved(x, wanted)
@@ -280,13 +293,15 @@ def _concatenate_vjp(index: int, g: ExTensor, out: None, *inputs: ExTensor, axis
         BadInput(([np.zeros((2, 3)), np.zeros((2, 4))], 0), ValueError, "equal but for axis 0"),
     ),
 )
-def concatenate(tensors: Sequence[ExTensor], axis: int = 0) -> ExTensor:
-    """Tensors one after the other along ``axis``.
+def concatenate(tensors: Sequence[ExTensor], axis: int | None = 0) -> ExTensor:
+    """Tensors one after the other along ``axis``; all their values, flattened, if None.
 
     Raises:
         ValueError: for no tensors, or shapes that differ off the axis.
     """
     parts = _parts("concatenate", tensors)
+    if axis is None:
+        parts, axis = [ravel(part) for part in parts], 0
     at = axis_index("concatenate", axis, parts[0].ndim)
     rests = {(*p.shape[:at], -1, *p.shape[at + 1 :]) for p in parts}
     if len(rests) > 1:
@@ -369,16 +384,34 @@ def tile(x: ExTensor, repeats: int | Sequence[int]) -> ExTensor:
     samples=lambda rng: [
         Sample((np.array([1.0, 2.0]), 2), expected=np.array([1.0, 1.0, 2.0, 2.0])),
         Sample((rng.normal(size=(2, 3)), 2, 1)),
+        Sample((rng.normal(size=(2, 3)), np.array([2, 0, 1]), 1)),
     ],
-    errors=(BadInput((np.zeros(3), -1), ValueError, "0 or more"),),
+    errors=(
+        BadInput((np.zeros(3), -1), ValueError, "0 or more"),
+        BadInput((np.zeros(3), np.array([1, 2])), ValueError, "one count for each of 3"),
+    ),
 )
-def repeat(x: ExTensor, repeats: int, axis: int | None = None) -> ExTensor:
-    """Each value ``repeats`` times in place along ``axis``; of x.ravel() if None."""
+def repeat(x: ExTensor, repeats: int | ExTensor, axis: int | None = None) -> ExTensor:
+    """Each value ``repeats`` times in place along ``axis``; of x.ravel() if None.
+
+    Raises:
+        TypeError, ValueError: for counts that are no integers, negative, or (a vector of them)
+            not as many as there are values, and for a bad axis.
+    """
     tensors_only("repeat", x)
-    (count,) = as_shape(repeats, "repeat")
     flat = ravel(x) if axis is None else x
     at = 0 if axis is None else axis_index("repeat", axis, x.ndim)
     before, size, after = flat.shape[:at], flat.shape[at], flat.shape[at + 1 :]
+    if isinstance(repeats, ExTensor):
+        counts = as_shape(repeats.tolist() if repeats.ndim else repeats.item(), "repeat")
+        if len(counts) not in (1, size):
+            raise ValueError(f"repeat: wanted one count for each of {size}, got {len(counts)}")
+        if len(counts) != 1:
+            places = ExTensor(np.repeat(np.arange(size), np.asarray(counts, int)), device=x.device)
+            taken: ExTensor = FUNCTIONS["take"](flat, places, at)
+            return taken
+        repeats = counts[0]
+    (count,) = as_shape(repeats, "repeat")
     wide = broadcast_to(expand_dims(flat, at + 1), (*before, size, count, *after))
     return reshape(wide, (*before, size * count, *after))
 
@@ -387,23 +420,45 @@ def repeat(x: ExTensor, repeats: int, axis: int | None = None) -> ExTensor:
     samples=lambda rng: [
         Sample((np.arange(4.0), 1), expected=np.array([3.0, 0.0, 1.0, 2.0])),
         Sample((rng.normal(size=(2, 3)), -1, 1)),
+        Sample((rng.normal(size=(2, 3)), (1, -1), (0, 1))),
     ],
-    errors=(BadInput((np.zeros((2, 3)), 1, 2), ValueError, "wanted -2..1"),),
+    errors=(
+        BadInput((np.zeros((2, 3)), 1, 2), ValueError, "wanted -2..1"),
+        BadInput((np.zeros((2, 3)), (1, 2), 1), ValueError, "as many shifts as axes"),
+    ),
 )
-def roll(x: ExTensor, shift: int, axis: int | None = None) -> ExTensor:
-    """Give x moved by ``shift`` along ``axis``, what leaves coming in at the other end."""
+def roll(
+    x: ExTensor, shift: int | Sequence[int], axis: int | Sequence[int] | None = None
+) -> ExTensor:
+    """Give x moved by ``shift`` along ``axis``, what leaves coming in at the other end.
+
+    Args:
+        x: any shape.
+        shift: places to move, one for all axes or one for each.
+        axis: one or several; None moves the values of x.ravel().
+
+    Raises:
+        TypeError, ValueError: for shifts that are no ints, or not as many as axes, or a bad axis.
+    """
     tensors_only("roll", x)
-    if not isinstance(shift, (int, np.integer)):
-        raise TypeError(f"roll: shift: wanted an int, got {shift!r}")
     if axis is None:
         return reshape(roll(ravel(x), shift, 0), x.shape)
-    at = axis_index("roll", axis, x.ndim)
-    size = x.shape[at]
-    cut = -shift % size if size else 0
-    if cut == 0:
-        return x
-    before = (slice(None),) * at
-    return concatenate([x[(*before, slice(cut, None))], x[(*before, slice(0, cut))]], at)
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    shifts = tuple(shift) if isinstance(shift, (tuple, list)) else (shift,) * len(axes)
+    if len(shifts) != len(axes):
+        raise ValueError(f"roll: wanted as many shifts as axes, got {shift!r} and {axis!r}")
+    moved = x
+    for places, one in zip(shifts, axes, strict=True):
+        if not isinstance(places, (int, np.integer)):
+            raise TypeError(f"roll: shift: wanted ints, got {shift!r}")
+        at = axis_index("roll", one, x.ndim)
+        size = x.shape[at]
+        cut = -places % size if size else 0
+        if cut:
+            before = (slice(None),) * at
+            parts = [moved[(*before, slice(cut, None))], moved[(*before, slice(0, cut))]]
+            moved = concatenate(parts, at)
+    return moved
 
 
 @primitive(

@@ -26,7 +26,8 @@ from extensor.ops.arguments import (
 )
 from extensor.ops.arithmetic import clone, multiply, power, subtract, where
 from extensor.ops.indexing import gather
-from extensor.ops.reduce import cumsum, sum
+from extensor.ops.parts import conj
+from extensor.ops.reduce import cumsum, in_dtype, sum
 from extensor.ops.shape import broadcast_to, concatenate, permute, swapaxes
 
 __all__ = [
@@ -170,8 +171,7 @@ def _running(
     if axis is None and x.ndim != 1:
         raise ValueError(f"{name}: wanted an axis for a tensor of {x.ndim} axes, got None")
     at = axis_index(name, 0 if axis is None else axis, x.ndim)
-    total = function(x if dtype is None else x.astype(dtype), at)
-    total = total if dtype is None else total.astype(dtype)
+    total = in_dtype(x, dtype, lambda t: function(t, at))
     if not include_initial:
         return total
     shape = (*x.shape[:at], 1, *x.shape[at + 1 :])
@@ -277,6 +277,8 @@ def diff(
     at = axis_index("diff", axis, x.ndim)
     if n < 0:
         raise ValueError(f"diff: n: wanted 0 or more, got {n}")
+    if n == 0:
+        return x
     parts = [part for part in (prepend, x, append) if part is not None]
     whole = concatenate(parts, at) if len(parts) > 1 else x
     before = (slice(None),) * at
@@ -417,6 +419,8 @@ def take_along_axis(x: ExTensor, indices: ExTensor, /, *, axis: int = -1) -> ExT
 def vecdot(x1: ExTensor, x2: ExTensor, /, *, axis: int = -1) -> ExTensor:
     """Dot products of vectors along ``axis`` (counted from the last), the rest broadcasting.
 
+    Those of complex numbers take the conjugate of x1.
+
     Raises:
         ValueError: for vectors of two lengths, or an axis that is not negative or out of range.
     """
@@ -426,4 +430,6 @@ def vecdot(x1: ExTensor, x2: ExTensor, /, *, axis: int = -1) -> ExTensor:
     first, second = (axis_index("vecdot", axis, x.ndim) for x in (x1, x2))
     if x1.shape[first] != x2.shape[second]:
         raise ValueError(f"vecdot: wanted equal lengths along {axis}, got {x1.shape}, {x2.shape}")
-    return sum(multiply(x1, x2), axis)
+    left = conj(x1) if x1.dtype.is_complex else x1
+    products = multiply(left, x2)
+    return sum(products, axis, dtype=products.dtype)

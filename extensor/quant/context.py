@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from extensor.quant.array import QuantStats
 from extensor.quant.fixed import FixedScale
 from extensor.quant.recipe import SLOTS, LayerRecipe, Operand, Recipe
 from extensor.random import Stream
 
-__all__ = ["LayerContext", "RecipeState"]
+__all__ = ["Counts", "LayerContext", "RecipeState"]
+
+Counts = QuantStats | Callable[[], QuantStats]
+"""What quantizing counted, or, where a GPU is still at it, what waits for that."""
+
+_MOST_PENDING = 4096
 
 CALL_SHIFT = 12
 """A stream numbers its tensor with 24 bits: 4096 layers, each used up to 4096 times in a step."""
@@ -33,15 +39,38 @@ class RecipeState:
     step: int = 0
     layers: dict[str, LayerContext] = field(default_factory=dict)
     _counts: dict[tuple[str, str], QuantStats] = field(default_factory=dict)
+    _memories: dict[tuple[str, int, str], dict[str, Any]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
 
     @property
     def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:
-        """Counts by (layer path, slot) since the last reset."""
+        """Counts by (layer path, slot) since the last reset; waits for a GPU that still counts."""
+        self._settle()
         return self._counts
 
     def reset_telemetry(self) -> None:
         """Forget the counts."""
         self._counts.clear()
+        self._pending.clear()
+
+    def record(self, key: tuple[str, str], counts: Counts) -> None:
+        """Add to the counts of a (layer path, slot), without waiting for a GPU."""
+        if isinstance(counts, QuantStats):
+            self._add(key, counts)
+            return
+        self._pending.append((key, counts))
+        if len(self._pending) >= _MOST_PENDING:
+            self._settle()
+
+    def _settle(self) -> None:
+        for key, counts in self._pending:
+            self._add(key, counts())
+        self._pending.clear()
+
+    def _add(self, key: tuple[str, str], stats: QuantStats) -> None:
+        self._counts[key] = self._counts.get(key, QuantStats()) + stats
 
 
 @dataclass
@@ -77,7 +106,10 @@ class LayerContext:
         tensor = self.index + (self.call << CALL_SHIFT)
         return Stream(self.state.seed, self.state.step, tensor, SLOTS.index(slot), column)
 
-    def record(self, slot: str, stats: QuantStats) -> None:
+    def memory(self, slot: str) -> dict[str, Any]:
+        """What a backend keeps of the slot's tensor from step to step; it decides no value."""
+        return self.state._memories.setdefault((self.path, self.call, slot), {})
+
+    def record(self, slot: str, counts: Counts) -> None:
         """Add to the slot's counts."""
-        key = (self.path, slot)
-        self.state._counts[key] = self.state._counts.get(key, QuantStats()) + stats
+        self.state.record((self.path, slot), counts)

@@ -54,9 +54,9 @@ def losses(x: Array, labels: Array, smoothing: float, xp: Any) -> tuple[Array, A
 
 
 def grad(weight: Array, x: Array, labels: Array, kept: Array, smoothing: float, xp: Any) -> Array:
-    """Gradient in x; ``weight`` is float32 () or (N, 1), the rest as `losses` took and gave it."""
+    """Gradient in x; ``weight`` is float32 of 1 or N values, the rest as of `losses`."""
     out = xp.empty_like(x)
-    step = np.int64(weight.ndim > 0)
+    step = np.int64(weight.size > 1)
     sizes = map(np.int64, x.shape)
     arrays = weight, x, labels, kept, out
     _launch("losses_grad", x.shape, *arrays, np.float32(smoothing), step, *sizes)

@@ -26,13 +26,21 @@ struct Tally {
 };
 
 // |y| on the grid continued without a top: its code; `value` is the number that the code means.
-// WORDS: up exactly when frac * 2**32 > word; else to nearest even.
+// WORDS: up exactly when frac * 2**32 > word; else to nearest even. RBITS 8: `word` holds the bits of
+// the float 128 + w, w = (byte + 1/2) / 256, and the code is ceil(|y| / spacing - w): two additions
+// that round up, the first in steps of 2**-16 spacing or less, of which w and every code are multiples.
 __device__ __forceinline__ u32 round_magnitude(float y, u32 word, float& value) {
     const float magnitude = fabsf(y);
     const u32 exponent = IS_FLOAT ? larger(bits_of(y) & kExponent, kLowest) : kLowest;
     // The sum's last place is the grid's spacing, so the addition itself rounds.
     const u32 anchor = exponent + (static_cast<u32>(23 - MANTISSA) << 23);
-#if WORDS
+#if WORDS && RBITS == 8
+    const u32 spacing = exponent - (static_cast<u32>(MANTISSA) << 23);
+    const float below = __fadd_ru(magnitude, -float_of(word + spacing - (127u << 23)));
+    const float sum = __fadd_ru(below, float_of(anchor + 129));  // one more: in the anchor's binade
+    const u32 steps = bits_of(sum) - (anchor + 1);
+    value = __fsub_rn(sum, float_of(anchor + 1));
+#elif WORDS
     const float sum = __fadd_rz(magnitude, float_of(anchor));
     const float rest = __fsub_rn(magnitude, __fsub_rn(sum, float_of(anchor)));  // exact
     const u32 spacing = exponent - (static_cast<u32>(MANTISSA) << 23);
@@ -73,8 +81,8 @@ __device__ __forceinline__ void random_words(u32 block, u32 part, const Stream& 
 #elif RBITS == 8
     philox(part, block, stream, draw);
 #pragma unroll
-    for (int k = 0; k < kChunk; ++k)  // byte * 2**24 + 2**23
-        word[k] = __byte_perm(draw[k / 4], 0x00800000u, (k % 4) << 12 | 0x0654);
+    for (int k = 0; k < kChunk; ++k)  // 128 + (byte + 1/2) / 256
+        word[k] = __byte_perm(draw[k / 4], 0x43000080u, 0x7604 | (k % 4) << 4);
 #else
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) word[k] = TIE_WORD;

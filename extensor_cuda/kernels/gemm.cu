@@ -4,7 +4,7 @@
 // One producer warp loads tiles of 128 bytes along K with the tensor memory accelerator into a ring
 // of shared-memory stages; two consumer warpgroups multiply 64 rows each with wgmma. A cluster of two
 // blocks stands on neighbouring rows and shares the tile of B, each loading half of it for both.
-// Blocks are persistent: while one warpgroup writes a tile, the other one multiplies.
+// Blocks are persistent: a tile goes out through shared memory, by TMA, while the next one is multiplied.
 //
 // PROMOTE: the tensor core's FP8 accumulator keeps about 13 fraction bits (extensor_cuda/gemm_model.py),
 // so that every PROMOTE stages the partial sum is added to float32 registers. The order of all
@@ -24,8 +24,6 @@ struct alignas(64) TensorMap {
 };
 
 struct Epilogue {
-    void* out;              // float32 or bfloat16, rows `pitch` elements apart
-    i64 pitch;
     const int* row_exponent;     // C is multiplied by 2^(row + column); null: 0
     const int* column_exponent;
     const float* bias;           // one per column; null: none
@@ -34,6 +32,7 @@ struct Epilogue {
     const u32* row_flag;         // null, or what decides whether this kernel runs at all
     const u32* column_flag;
     u32* amax;                   // null, or the largest magnitude of C, as float bits
+    u32* runs;                   // null, or a count of the launches that were not ended by flags
     int row_step, column_step;   // 1: an exponent per row or column; 0: one for all
     int flag_wanted;             // 0: run if no flag is set; 1: run if one is; -1: always
     int rows, columns, stages_of_k;
@@ -43,8 +42,10 @@ constexpr int kTileM = 128, kTileN = TILE_N, kRowBytes = 128;
 constexpr int kABytes = kTileM * kRowBytes, kBBytes = kTileN * kRowBytes;
 constexpr int kStage = kABytes + kBBytes, kStages = STAGES, kCluster = CLUSTER;
 constexpr int kRegisters = kTileN / 2;  // accumulators of a thread: 64 * N / 128
-constexpr int kWarps = 8, kPatch = 16 * 128;  // a consumer warp stages 16 rows of 128 bytes
-constexpr int kGroup = 8 / (kCluster > 1 ? 2 : 1) * 2;  // rows of tiles that are walked together
+constexpr int kWarps = 8, kPatch = 16 * 128;  // a consumer warp's results leave in 16 rows of 128 bytes
+constexpr int kPatches = PATCHES;             // of these a warp has
+constexpr int kTable = 64 + kTileN;           // exponents of a warpgroup's rows, and of the columns
+constexpr int kGroup = GROUP / kCluster;      // rows of tiles that are walked together
 
 #if KIND == 2
 typedef int Sum;
@@ -195,67 +196,89 @@ typedef u16 Out;
 #else
 typedef float Out;
 #endif
-constexpr int kPerUnit = 16 / sizeof(Out), kChunk = 128 / sizeof(Out);
+constexpr int kChunk = 128 / sizeof(Out);  // columns of a patch
 
 __device__ __forceinline__ float widen(u16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
 __device__ __forceinline__ float widen(float v) { return v; }
 
-// Where a warp's staging patch holds a 16-byte unit: free of bank conflicts both ways.
+// Where a patch holds a 16-byte unit: TMA's swizzle of 128 bytes.
 __device__ __forceinline__ u32 place(int row, int unit) {
-    return static_cast<u32>(row * 128 + ((OUT_BF16 ? unit ^ (row & 7) : unit ^ (row & 3) << 1) << 4));
+    return static_cast<u32>(row * 128 + ((unit ^ (row & 7)) << 4));
 }
 
-// A warp writes its 16 rows of a tile.
-__device__ __forceinline__ void write_tile(const Sum (&sum)[kRegisters], const Epilogue& e, int row0,
-                                           int column0, u8* patch, int lane, bool vector) {
+// Begins to copy the exponents that a warpgroup's part of a tile needs.
+__device__ __forceinline__ void fetch_exponents(int* table, const Epilogue& e, int row0, int column0) {
+    const int thread = threadIdx.x % 128;
+#pragma unroll
+    for (int i = thread; i < kTable; i += 128) {
+        const bool row = i < 64;
+        const int* from = row ? e.row_exponent : e.column_exponent;
+        const int at = row ? min(row0 + i, e.rows - 1) * e.row_step
+                           : min(column0 + i - 64, e.columns - 1) * e.column_step;
+        if (from)
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(table + i)),
+                         "l"(from + at)
+                         : "memory");
+        else
+            table[i] = 0;
+    }
+}
+
+__device__ __forceinline__ void await_exponents(int warpgroup) {
+    asm volatile("cp.async.wait_all;\nbar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
+
+// What multiplies a sum: two powers of two for all of C, or exponents of its own row and column.
+struct Factors {
+    float first, second;
+    const int* table;
+};
+
+// A warp writes its 16 rows of a tile. kNear: the exponents' powers and their products are floats.
+template <bool kNear>
+__device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const Epilogue& e,
+                                           const TensorMap* map, const Factors& factors, int row0,
+                                           int column0, u8* patches, u32& turn, int lane) {
     const int row = lane / 4, pair = lane % 4;
+    const int* columns = factors.table + 64;
     int row_exponent[2];
+    float row_factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int at = min(row0 + row + 8 * h, e.rows - 1);
-        row_exponent[h] = e.row_exponent ? e.row_exponent[i64(at) * e.row_step] : 0;
+        row_exponent[h] = VECTORS ? factors.table[threadIdx.x / 32 % 4 * 16 + row + 8 * h] : 0;
+        row_factor[h] = VECTORS ? power_of_two(kNear ? row_exponent[h] : 0) : factors.first;
     }
-    Out* out = static_cast<Out*>(e.out);
-    const Out* residual = static_cast<const Out*>(e.residual);
-    float largest = 0.0f;
+    u32 largest = 0;
 #pragma unroll
-    for (int start = 0; start < kTileN; start += kChunk) {
-        constexpr int kLanes = kChunk / 32;
-        int column_exponent[kLanes];
-        float bias[kLanes];
-        bool plain = abs(row_exponent[0]) <= 60 && abs(row_exponent[1]) <= 60;
-#pragma unroll
-        for (int i = 0; i < kLanes; ++i) {
-            const int at = min(column0 + start + 32 * i + lane, e.columns - 1);
-            column_exponent[i] = e.column_exponent ? e.column_exponent[i64(at) * e.column_step] : 0;
-            bias[i] = e.bias ? e.bias[at] : 0.0f;
-            plain = plain && abs(column_exponent[i]) <= 60;
-        }
-        plain = __all_sync(~0u, plain);
-        const float row_factor[2] = {power_of_two(plain ? row_exponent[0] : 0),
-                                     power_of_two(plain ? row_exponent[1] : 0)};
+    for (int from = 0; from < kTileN; from += kChunk) {
+        const int start = min(from, kTileN - kChunk);  // the last patch may write columns again
+        u8* patch = patches + turn * kPatch;
+        if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPatches - 1) : "memory");
+        __syncwarp();
 #pragma unroll
         for (int j = 0; j < kChunk / 8; ++j) {
-            if (start + 8 * j >= kTileN) break;
+            const int within = start + 8 * j + 2 * pair;
             float v[4];
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const int from = (8 * j + 2 * pair + c) % 32;
-                const int ec = __shfl_sync(~0u, column_exponent[8 * j / 32], from);
-                const float b = e.bias ? __shfl_sync(~0u, bias[8 * j / 32], from) : 0.0f;
+                const int exponent = VECTORS ? columns[within + c] : 0;
+                const float factor = VECTORS ? power_of_two(kNear ? exponent : 0) : factors.second;
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const float raw = static_cast<float>(sum[(start / 8 + j) * 4 + 2 * h + c]);
-                    float y = plain ? raw * row_factor[h] * power_of_two(ec)
-                                    : scaled(raw, row_exponent[h] + ec);
-                    y = activate(e.bias ? y + b : y);
-                    const int r = row0 + row + 8 * h, k = column0 + start + 8 * j + 2 * pair + c;
+                    float y = kNear ? raw * row_factor[h] * factor
+                                    : scaled(raw, row_exponent[h] + exponent);
+#if EXTRAS
+                    const int r = row0 + row + 8 * h, k = column0 + within + c;
+                    if (e.bias) y += e.bias[min(k, e.columns - 1)];
+                    y = activate(y);
                     if (r < e.rows && k < e.columns) {
-                        if (residual) y += widen(residual[r * e.residual_pitch + k]);
+                        if (e.residual)
+                            y += widen(static_cast<const Out*>(e.residual)[r * e.residual_pitch + k]);
                         // NaN stays: comparisons as integers order it above infinity
-                        largest = __uint_as_float(max(__float_as_uint(largest),
-                                                      __float_as_uint(y) & 0x7FFFFFFFu));
+                        largest = max(largest, __float_as_uint(y) & 0x7FFFFFFFu);
                     }
+#endif
                     v[2 * h + c] = y;
                 }
             }
@@ -274,51 +297,47 @@ __device__ __forceinline__ void write_tile(const Sum (&sum)[kRegisters], const E
 #endif
             }
         }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int r = i * 4 + lane / 8, unit = lane % 8;
-            const int column = column0 + start + unit * kPerUnit;
-            if (start + unit * kPerUnit >= kTileN || row0 + r >= e.rows || column >= e.columns)
-                continue;
-            const uint4 words = *reinterpret_cast<const uint4*>(patch + place(r, unit));
-            Out* to = out + (row0 + r) * e.pitch + column;
-            if (vector && column + kPerUnit <= e.columns) {
-                *reinterpret_cast<uint4*>(to) = words;
-            } else {
-                const u32 word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-                for (int k = 0; k < kPerUnit; ++k) {
-                    if (column + k >= e.columns) break;
-#if OUT_BF16
-                    to[k] = static_cast<u16>(word[k / 2] >> (16 * (k % 2)));
-#else
-                    to[k] = __uint_as_float(word[k]);
-#endif
-                }
-            }
+        if (lane == 0) {
+            if (row0 < e.rows && column0 + start < e.columns)
+                asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+                             "r"(column0 + start), "r"(row0), "r"(shared_address(patch))
+                             : "memory");
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
-        __syncwarp();
+        turn = turn + 1 == kPatches ? 0 : turn + 1;
     }
+#if EXTRAS
     if (e.amax) {
-        const u32 top = __reduce_max_sync(~0u, __float_as_uint(largest));
+        const u32 top = __reduce_max_sync(~0u, largest);
         if (lane == 0) atomicMax(e.amax, top);
     }
+#endif
+}
+
+__device__ __forceinline__ bool are_near(const int* table, int lane) {
+    bool near = true;
+#pragma unroll
+    for (int i = lane; i < kTable; i += 32) near = near && abs(table[i]) <= 60;
+    return __all_sync(~0u, near);
 }
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1)
 gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-     const __grid_constant__ Epilogue e) {
+     const __grid_constant__ TensorMap c_map, const __grid_constant__ Epilogue e) {
     if (e.flag_wanted >= 0) {
         const u32 flag = (e.row_flag ? *e.row_flag : 0) | (e.column_flag ? *e.column_flag : 0);
         if ((flag != 0) != (e.flag_wanted != 0)) return;
     }
+    if (e.runs && blockIdx.x == 0 && threadIdx.x == 0) atomicAdd(e.runs, 1u);
     extern __shared__ u8 raw_memory[];
     u8* memory = raw_memory + (1024 - (shared_address(raw_memory) & 1023)) % 1024;
     const u32 base = shared_address(memory);
     u8* patches = memory + kStages * kStage;
-    const u32 full = base + kStages * kStage + kWarps * kPatch, empty = full + 8 * kStages;
-    const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
+    int* tables = reinterpret_cast<int*>(patches + kWarps * kPatches * kPatch);
+    const u32 full = shared_address(tables + (VECTORS ? 4 * kTable : 0)), empty = full + 8 * kStages;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
     const int rank = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
 
     if (threadIdx.x == 0) {
@@ -363,11 +382,28 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        const bool vector = (reinterpret_cast<u64>(e.out) & 15) == 0 && e.pitch % kPerUnit == 0;
         const int warp = threadIdx.x / 32;
-        u8* patch = patches + warp * kPatch;
+        u8* patch = patches + warp * kPatches * kPatch;
+        u32 turn = 0;
+        int* table = tables + warpgroup * 2 * kTable;
+        Factors factors = {1.0f, 1.0f, table};
+        if (!VECTORS) {
+            int exponent = (e.row_exponent ? *e.row_exponent : 0) + (e.column_exponent ? *e.column_exponent : 0);
+            exponent = min(max(exponent, -252), 254);
+            factors.first = power_of_two(exponent >> 1);
+            factors.second = power_of_two(exponent - (exponent >> 1));
+        }
+        bool behind = SKEW && warpgroup == 1;  // the second warpgroup starts SKEW stages late
+        bool ahead = SKEW && warpgroup == 0;
         for (int index = blockIdx.x / kCluster; index < tiles; index += step) {
             const Tile tile = tile_of(index, tall, wide);
+            const int row = (tile.row * kCluster + rank) * kTileM + warpgroup * 64;
+            const int column = tile.column * kTileN;
+            if (VECTORS) fetch_exponents(table, e, row, column);
+            if (behind) {
+                asm volatile("bar.sync 3, 256;" ::: "memory");
+                behind = false;
+            }
             Sum part[kRegisters];
 #if PROMOTE
             float sum[kRegisters];
@@ -389,6 +425,10 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                         more = 1;
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                    if (ahead && (k + 1 == SKEW || k + 1 == e.stages_of_k)) {
+                        asm volatile("bar.arrive 3, 256;" ::: "memory");
+                        ahead = false;
+                    }
                     finish<1>(part);
                     if (last >= 0) release(empty + 8 * last, lane);
                     last = stage;
@@ -401,13 +441,26 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 for (int i = 0; i < kRegisters; ++i) sum[i] += part[i];
 #endif
             }
-            const int row = (tile.row * kCluster + rank) * kTileM + warp * 16;
 #if PROMOTE
-            write_tile(sum, e, row, tile.column * kTileN, patch, lane, vector);
+#define TOTAL sum
 #else
-            write_tile(part, e, row, tile.column * kTileN, patch, lane, vector);
+#define TOTAL part
+#endif
+            const int first = row + warp % 4 * 16;
+#if VECTORS
+            await_exponents(warpgroup);
+            factors.table = table;
+            if (are_near(table, lane))
+                write_rows<true>(TOTAL, e, &c_map, factors, first, column, patch, turn, lane);
+            else
+                write_rows<false>(TOTAL, e, &c_map, factors, first, column, patch, turn, lane);
+            // The other table next: slower warps may still read this one.
+            table = table == tables + warpgroup * 2 * kTable ? table + kTable : table - kTable;
+#else
+            write_rows<true>(TOTAL, e, &c_map, factors, first, column, patch, turn, lane);
 #endif
         }
+        if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
     // A block's shared memory must stay while its neighbour may still write to it.
     if (kCluster > 1) cluster_sync();

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from extensor_cuda import jit
 
-__all__ = ["Config", "Flags", "gemm", "gemm_source"]
+__all__ = ["Config", "Flags", "configure", "empty_rows", "gemm", "gemm_source"]
 
 TILE_M, ROW_BYTES, THREADS = 128, 128, 384
 ACTIVATIONS = ("none", "relu", "silu", "gelu")
 _SHARED = 227 * 1024
-_PATCHES, _SLACK = 8 * 16 * 128, 1024
+_WARPS, _PATCH, _SLACK = 8, 16 * 128, 1024
 _STEP = {"e4m3": 32, "e5m2": 32, "s8": 32, "bf16": 16}  # elements of K in one wgmma
 _FOLDER = Path(__file__).parent
 
@@ -32,6 +34,12 @@ class Config:
         stages: of the ring; None: as many as fit.
         out: "float32" or "bfloat16".
         activation: applied to the sum with its bias.
+        patches: of 16 rows of 128 bytes, in which a warp's results leave while it goes on.
+        group: rows of blocks that are walked together, for the second-level cache.
+        skew: stages by which the second warpgroup starts late, so that they promote in turn.
+        vectors: exponents of each row or column; else one for all of an operand.
+        extras: bias, residual, amax or an activation.
+        guard: a barrier that is never reached ends the kernel with an error.
     """
 
     a: str = "e5m2"
@@ -42,19 +50,29 @@ class Config:
     stages: int | None = None
     out: str = "float32"
     activation: str = "none"
-    guard: bool = False  # a barrier that is never reached ends the kernel with an error
+    patches: int = 1
+    group: int = 8
+    skew: int = 0
+    vectors: bool = False
+    extras: bool = False
+    guard: bool = False
 
     @property
     def depth(self) -> int:
         """Stages of the ring."""
-        fits = (_SHARED - _PATCHES - _SLACK - 256) // ((TILE_M + self.tile_n) * ROW_BYTES)
+        fits = (_SHARED - self._beside) // ((TILE_M + self.tile_n) * ROW_BYTES + 16)
         return min(fits, 8) if self.stages is None else self.stages
+
+    @property
+    def _beside(self) -> int:
+        """Bytes of shared memory beside the ring."""
+        tables = 4 * 4 * (64 + self.tile_n) if self.vectors else 0
+        return _WARPS * self.patches * _PATCH + tables + _SLACK
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory."""
-        ring = self.depth * ((TILE_M + self.tile_n) * ROW_BYTES + 16)
-        return ring + _PATCHES + _SLACK
+        return self.depth * ((TILE_M + self.tile_n) * ROW_BYTES + 16) + self._beside
 
 
 def _wgmma(a: str, b: str, n: int) -> str:
@@ -73,6 +91,36 @@ def _wgmma(a: str, b: str, n: int) -> str:
     )
 
 
+# (columns of a tile, patches, what a column costs) as measured on an H100; and with no promotion.
+_TILES = ((128, 2, 1.08), (176, 3, 1.05), (192, 3, 1.0))
+_WIDE_TILES = ((192, 3, 1.05), (256, 1, 1.0))
+
+
+@lru_cache(maxsize=1024)
+def configure(
+    kind: str, m: int, n: int, out: str, promote: int | None = None, blocks: int = 132
+) -> Config:
+    """The program for a product's size: the tile that fills the last round of blocks best.
+
+    Args:
+        kind: element type of both operands.
+        m: rows of the result.
+        n: its columns.
+        out: its type.
+        promote: as in `Config`; None: every 512 elements for FP8, never for the others.
+        blocks: multiprocessors of the GPU.
+    """
+    if promote is None:
+        promote = 4 if kind in ("e4m3", "e5m2") else 0
+
+    def cost(tile: tuple[int, int, float]) -> float:
+        tiles = -(-m // TILE_M) * -(-n // tile[0])
+        return -(-tiles // blocks) * tile[0] * tile[2]
+
+    tile_n, patches, _ = min(_TILES if promote else _WIDE_TILES, key=cost)
+    return Config(kind, kind, tile_n, promote, out=out, patches=patches, group=8)
+
+
 @lru_cache(maxsize=256)
 def gemm_source(config: Config) -> jit.Source:
     """The GEMM's program."""
@@ -86,6 +134,11 @@ def gemm_source(config: Config) -> jit.Source:
         "KIND": {"s8": 2, "bf16": 1}.get(config.a, 0),
         "OUT_BF16": int(config.out == "bfloat16"),
         "ACTIVATION": ACTIVATIONS.index(config.activation),
+        "PATCHES": config.patches,
+        "GROUP": config.group,
+        "SKEW": config.skew,
+        "VECTORS": int(config.vectors),
+        "EXTRAS": int(config.extras),
         "GUARD": int(config.guard),
     }
     pairs = tuple((name, str(value)) for name, value in sorted(macros.items()))
@@ -97,8 +150,6 @@ class _Epilogue(ctypes.Structure):
     """As in gemm.cu."""
 
     _fields_ = (
-        ("out", ctypes.c_void_p),
-        ("pitch", ctypes.c_longlong),
         ("row_exponent", ctypes.c_void_p),
         ("column_exponent", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -107,6 +158,7 @@ class _Epilogue(ctypes.Structure):
         ("row_flag", ctypes.c_void_p),
         ("column_flag", ctypes.c_void_p),
         ("amax", ctypes.c_void_p),
+        ("runs", ctypes.c_void_p),
         ("row_step", ctypes.c_int),
         ("column_step", ctypes.c_int),
         ("flag_wanted", ctypes.c_int),
@@ -167,18 +219,28 @@ def _function(config: Config, device: int) -> tuple[Any, Any]:
     return function, module
 
 
+@lru_cache(maxsize=64)
+def _multiprocessors(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
 @lru_cache(maxsize=4096)
-def _tensor_map(pointer: int, rows: int, bytes_of_row: int, pitch: int, box: int) -> bytes:
-    """The descriptor of a matrix of bytes, loaded in boxes of ``box`` rows of 128 bytes."""
+def _tensor_map(
+    pointer: int, rows: int, columns: int, pitch: int, box: int, kind: str = "UINT8"
+) -> bytes:
+    """The descriptor of a matrix, moved in boxes of ``box`` rows of 128 bytes."""
     driver = _driver()
+    width = ROW_BYTES // {"UINT8": 1, "BFLOAT16": 2, "FLOAT32": 4}[kind]
     value = _check(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
             2,
             pointer,
-            [driver.cuuint64_t(bytes_of_row), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
             [driver.cuuint64_t(pitch)],
-            [driver.cuuint32_t(ROW_BYTES), driver.cuuint32_t(box)],
+            [driver.cuuint32_t(width), driver.cuuint32_t(box)],
             [driver.cuuint32_t(1), driver.cuuint32_t(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
@@ -188,6 +250,14 @@ def _tensor_map(pointer: int, rows: int, bytes_of_row: int, pitch: int, box: int
         "cuTensorMapEncodeTiled",
     )
     return ctypes.string_at(value.getPtr(), 128)
+
+
+def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Any:
+    """A matrix whose rows lie a multiple of 16 bytes apart, as TMA wants them."""
+    item = np.dtype(dtype).itemsize
+    pitch = -(-columns * item // 16) * 16 // item
+    array = xp.empty((rows, pitch), dtype=dtype)
+    return array if pitch == columns else array[:, :columns]
 
 
 def _pointer(array: Any) -> int | None:
@@ -205,6 +275,7 @@ def gemm(
     residual: Any = None,
     flags: Flags | None = None,
     amax: Any = None,
+    runs: Any = None,
     blocks: int | None = None,
 ) -> None:
     """Launch out = activation(a b^T 2^(row + column exponent) + bias) + residual; does not wait.
@@ -212,7 +283,7 @@ def gemm(
     Args:
         a: (M, K) codes, one byte an element (bf16: two), rows a multiple of 16 bytes apart.
         b: (N, K) codes, likewise.
-        out: (M, N) float32 or bfloat16, contiguous along N.
+        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart.
         config: the program; its types say what the codes mean.
         row_exponent: int32, (M,) or (1,): added to the exponent of a row of the product.
         column_exponent: int32, (N,) or (1,), likewise for columns.
@@ -220,6 +291,7 @@ def gemm(
         residual: as out.
         flags: on the device, whether to run; None: always.
         amax: uint32 of shape (): raised to the bits of the largest magnitude written.
+        runs: uint32 of shape (): counts the launches that no flag ended.
         blocks: of the grid; None: one per multiprocessor.
 
     Raises:
@@ -229,8 +301,9 @@ def gemm(
     import cupy
 
     (m, k), n, size = a.shape, b.shape[0], a.dtype.itemsize
-    for name, operand in (("a", a), ("b", b)):
-        if operand.strides[1] != size or operand.strides[0] % 16 or operand.data.ptr % 16:
+    for name, operand in (("a", a), ("b", b), ("out", out)):
+        item = operand.dtype.itemsize
+        if operand.strides[1] != item or operand.strides[0] % 16 or operand.data.ptr % 16:
             raise ValueError(
                 f"gemm: wanted {name} with contiguous rows a multiple of 16 bytes apart, got "
                 f"strides {operand.strides} at address {operand.data.ptr:#x}; copy it into rows "
@@ -238,25 +311,29 @@ def gemm(
             )
     if b.shape[1] != k or out.shape != (m, n):
         raise ValueError(f"gemm: a {a.shape}, b {b.shape} and out {out.shape} do not fit")
+    exponents = [x for x in (row_exponent, column_exponent) if x is not None]
+    vectors = any(x.size > 1 for x in exponents)
+    extras = config.activation != "none" or any(x is not None for x in (bias, residual, amax))
+    if (vectors, extras) != (config.vectors, config.extras):
+        config = replace(config, vectors=vectors, extras=extras)
     device = cupy.cuda.runtime.getDevice()
     function, _ = _function(config, device)
     maps = [
         _tensor_map(x.data.ptr, x.shape[0], k * size, x.strides[0], box)
         for x, box in ((a, TILE_M), (b, config.tile_n // config.cluster))
     ]
+    maps.append(_tensor_map(out.data.ptr, m, n, out.strides[0], 16, config.out.upper()))
     flags = flags or Flags(wanted=-1)
-    item = out.dtype.itemsize
     epilogue = _Epilogue(
-        _pointer(out),
-        out.strides[0] // item,
         _pointer(row_exponent),
         _pointer(column_exponent),
         _pointer(bias),
         _pointer(residual),
-        0 if residual is None else residual.strides[0] // item,
+        0 if residual is None else residual.strides[0] // out.dtype.itemsize,
         _pointer(flags.row),
         _pointer(flags.column),
         _pointer(amax),
+        _pointer(runs),
         int(row_exponent is not None and row_exponent.size > 1),
         int(column_exponent is not None and column_exponent.size > 1),
         flags.wanted,
@@ -264,26 +341,12 @@ def gemm(
         n,
         -(-k * size // ROW_BYTES),
     )
-    count = cupy.cuda.Device(device).attributes["MultiProcessorCount"]
     tiles = -(-m // (TILE_M * config.cluster)) * -(-n // config.tile_n)
-    grid = min((blocks or count) // config.cluster, tiles) * config.cluster
+    grid = min((blocks or _multiprocessors(device)) // config.cluster, tiles) * config.cluster
     buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
     addresses = [ctypes.addressof(buffer) for buffer in buffers] + [ctypes.addressof(epilogue)]
-    parameters = (ctypes.c_void_p * 3)(*addresses)
+    parameters = (ctypes.c_void_p * 4)(*addresses)
+    sizes = (grid, 1, 1, THREADS, 1, 1, config.shared)
     stream = cupy.cuda.get_current_stream().ptr
-    _check(
-        _driver().cuLaunchKernel(
-            function,
-            grid,
-            1,
-            1,
-            THREADS,
-            1,
-            1,
-            config.shared,
-            stream,
-            ctypes.addressof(parameters),
-            0,
-        ),
-        "cuLaunchKernel",
-    )
+    result = _driver().cuLaunchKernel(function, *sizes, stream, ctypes.addressof(parameters), 0)
+    _check(result, "cuLaunchKernel")

@@ -2,7 +2,8 @@
 //
 // A thread owns a chunk, 16 neighbouring positions of one block: one Philox call at 8 random bits,
 // whole 32-bit words of codes at 4, 6 and 8 bits. `quantize_rows` blocks along the last axis
-// (contiguous), `quantize_columns` along an axis before it. Both read the values once.
+// (contiguous), `quantize_tiles` there in tiles of several rows, `quantize_columns` along an axis
+// before it, `quantize_both` a matrix both ways. All read the values once.
 //
 // No headers. Everything about the format, the scale rule and the rounding comes as macros (see
 // quantize.py), so that each cubin holds one straight path. Compiled with --fmad=false: every float

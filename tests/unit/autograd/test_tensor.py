@@ -31,7 +31,7 @@ def test_construction() -> None:
         et.ExTensor(x)
 
 
-@pytest.mark.parametrize("bad", ["abc", ["a"], None, [None], {1}, 1j, [object()]])
+@pytest.mark.parametrize("bad", ["abc", ["a"], None, [None], {1}, [object()]])
 def test_what_is_not_numbers_is_refused(bad: object) -> None:
     with pytest.raises(TypeError, match=r"wanted numbers, nested lists of them or an array, got"):
         et.ExTensor(bad)
@@ -60,7 +60,7 @@ def test_full_refuses_a_number_that_the_dtype_cannot_hold(value: float, dtype: s
         et.ExTensor(np.array([0, value])).astype(dtype)
 
 
-@pytest.mark.parametrize("value", ["a", None, [1], 1j])
+@pytest.mark.parametrize("value", ["a", None, [1]])
 def test_full_takes_a_number(value: object) -> None:
     with pytest.raises(TypeError, match="full: wanted a number, got"):
         et.full((2,), value)  # type: ignore[arg-type]

@@ -10,15 +10,18 @@ import pytest
 
 from extensor_cuda import jit
 from extensor_cuda.gemm_model import accumulate
-from extensor_cuda.kernels.gemm import Config, Flags, gemm, gemm_source
+from extensor_cuda.kernels.gemm import Config, Flags, empty_rows, gemm, gemm_source
 from tests.unit.cuda.test_compile import properties
 
 COMPILED = (
     Config(out="bfloat16"),
+    Config(vectors=True),
     Config("e4m3", "e5m2", tile_n=128, cluster=2),
     Config(tile_n=256, promote=0, out="bfloat16"),
     Config("bf16", "bf16", tile_n=192, promote=0, out="bfloat16", activation="silu"),
     Config("s8", "s8", tile_n=256, promote=0),
+    Config(out="bfloat16", cluster=2, patches=3, skew=2),
+    Config(tile_n=176, extras=True, activation="silu"),
 )
 SHAPES = ((1, 7, 16), (300, 200, 1000), (128, 192, 4096), (513, 770, 2050))
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -63,12 +66,13 @@ def operand(rng: Any, rows: int, k: int, kind: str, xp: Any) -> tuple[Any, np.nd
     "config",
     [
         Config(),
-        Config(cluster=2),
+        Config(cluster=2, patches=3),
+        Config(tile_n=176, cluster=2, patches=2, skew=2),
         Config("e4m3", "e5m2", tile_n=160),
         Config("s8", "s8", tile_n=256, promote=0),
         Config("bf16", "bf16", tile_n=192, promote=0),
     ],
-    ids=lambda c: f"{c.a}-{c.b}-{c.tile_n}-{c.cluster}",
+    ids=lambda c: f"{c.a}-{c.b}-{c.tile_n}-{c.cluster}-{c.patches}",
 )
 def test_products_with_tails_exponents_bias_and_residual(
     hopper: Any, config: Config, shape: tuple[int, int, int]
@@ -78,7 +82,8 @@ def test_products_with_tails_exponents_bias_and_residual(
     a, va = operand(rng, m, k, config.a, hopper)
     b, vb = operand(rng, n, k, config.b, hopper)
     rows, columns = (rng.integers(-70, 41, size).astype(np.int32) for size in (m, n))
-    out = hopper.full((m, n), np.nan, dtype=np.float32)
+    out = empty_rows(hopper, m, n, np.float32)
+    out[...] = np.nan
     gemm(a, b, out, config, hopper.asarray(rows), hopper.asarray(columns))
     want = va @ vb.T * np.exp2(rows[:, None].astype(float)) * np.exp2(columns[None].astype(float))
     got = out.get()
@@ -90,14 +95,36 @@ def test_products_with_tails_exponents_bias_and_residual(
         np.testing.assert_array_equal(got, want.astype(np.float32))
 
 
+@pytest.mark.parametrize("out_type", ["float32", "bfloat16"])
+def test_one_exponent_for_all_with_bias_activation_residual_and_amax(
+    hopper: Any, out_type: str
+) -> None:
+    rng = np.random.default_rng(2)
+    m, n, k = 200, 328, 640
+    (a, va), (b, vb) = (operand(rng, rows, k, "e5m2", hopper) for rows in (m, n))
+    bias = rng.standard_normal(n).astype(np.float32)
+    dtype = np.float32 if out_type == "float32" else ml_dtypes.bfloat16
+    residual = rng.standard_normal((m, n)).astype(dtype)
+    out, amax = empty_rows(hopper, m, n, dtype), hopper.zeros((), dtype=np.uint32)
+    exponents = (hopper.asarray([e], dtype=np.int32) for e in (-9, 5))
+    config = Config(out=out_type, activation="relu", cluster=2, patches=3)
+    gemm(a, b, out, config, *exponents, hopper.asarray(bias), hopper.asarray(residual), amax=amax)
+    wide = (va @ vb.T / 16).astype(np.float32) + bias
+    want = np.maximum(wide, 0) + residual.astype(np.float32)
+    np.testing.assert_array_equal(out.get(), want.astype(dtype))
+    assert amax.get().view(np.float32) == np.abs(want).max()
+
+
 def test_flags_decide_on_the_device(hopper: Any) -> None:
     rng = np.random.default_rng(0)
     a, _ = operand(rng, 64, 128, "e5m2", hopper)
     for flag, wanted, runs in ((0, 0, True), (1, 0, False), (1, 1, True), (0, 1, False)):
         out = hopper.full((64, 64), np.nan, dtype=np.float32)
         flags = Flags(row=hopper.asarray(flag, dtype=np.uint32), wanted=wanted)
-        gemm(a, a, out, Config(), flags=flags)
+        count = hopper.zeros((), dtype=np.uint32)
+        gemm(a, a, out, Config(), flags=flags, runs=count)
         assert bool(hopper.isfinite(out).all()) is runs
+        assert int(count) == runs
 
 
 def test_a_pitch_that_does_not_fit_is_refused(hopper: Any) -> None:

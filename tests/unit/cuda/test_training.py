@@ -17,8 +17,8 @@ from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
 from models.lenet.model import build as build_lenet
+from tests.kernels.training import norm_cases, norm_grad_cases
 from tests.oracle.compare import same_bytes
-from tests.test_every_kernel import norm_cases, norm_grad_cases
 from tests.unit.cuda.test_compile import properties
 
 CPU = GenericBackend("cpu", np)

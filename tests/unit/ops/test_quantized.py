@@ -6,6 +6,8 @@ contraction axis with the public `quantize`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -253,14 +255,16 @@ def test_transforms_must_match() -> None:
 
 def test_planted_wrong_axis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantizing wgrad's operands along rows, a classic mistake, fails the oracle above."""
-    import extensor.ops.quantized as module
+    from extensor.ops import operands
 
-    honest = module._operand
-    monkeypatch.setattr(
-        module,
-        "_operand",
-        lambda b, x, c, slot, axis: honest(b, x, c, slot, 1 if slot == "wgrad.x" else axis),
-    )
+    honest = operands.of_products
+
+    def planted(backend: Any, x: Any, context: Any, slots: Any, sizes: Any) -> list[Any]:
+        if slots == [("wgrad.x", -2)]:
+            return [honest(backend, x, context, [("wgrad.x", -1)], sizes)[0].T]
+        return honest(backend, x, context, slots, sizes)
+
+    monkeypatch.setattr(operands, "of_products", planted)
     with pytest.raises(AssertionError):
         test_matmul_is_three_gemms_of_dequantized_operands("mxfp4", 42, 20, 70)
 

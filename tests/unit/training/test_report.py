@@ -57,6 +57,16 @@ def test_rows_are_mean_sd_and_gap_in_points() -> None:
     assert (one.sd, one.diverged, one.failed, one.runs) == (None, 1, 1, 1)
 
 
+def test_the_gap_spreads_seed_by_seed() -> None:
+    runs = [run("fp32", 0, 0.9), run("fp32", 1, 0.8), run("mxfp4", 0, 0.89), run("mxfp4", 1, 0.78)]
+    fp32, mxfp4 = summarize(args().metric, runs, ["fp32", "mxfp4"])
+    assert fp32.gap_sd is None
+    assert mxfp4.gap == pytest.approx(-1.5)
+    assert mxfp4.gap_sd == pytest.approx(math.sqrt(0.5))  # of -1 and -2, whatever the seeds' own
+    _, other = summarize(args().metric, [*runs[:2], runs[3]], ["fp32", "mxfp4"])
+    assert other.gap_sd is None, "seeds 0 and 1 against seed 1"
+
+
 def test_without_fp32_there_is_no_gap() -> None:
     (row,) = summarize(args().metric, RUNS, ["mxfp4"])
     assert row.gap is None
@@ -64,7 +74,7 @@ def test_without_fp32_there_is_no_gap() -> None:
 
 def test_markdown_has_a_line_per_recipe() -> None:
     text = markdown(args(), summarize(args().metric, RUNS, args().names))
-    assert "| mxfp4 | 97.50 ± 0.71 | -1.00 | 1.00% | 4.00% | 2.5 | 1 | 0/2 |" in text
+    assert "| mxfp4 | 97.50 ± 0.71 | -1.00 ± 0.00 | 1.00% | 4.00% | 2.5 | 1 | 0/2 |" in text
     assert "| mxfp4_one | 10.00 | -88.50 | 1.00% | 4.00% | 2.0 | 0 | 1/1 |" in text
     assert "`mxfp4`: " in text
 

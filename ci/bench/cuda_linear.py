@@ -1,0 +1,155 @@
+"""A linear layer's forward and backward under recipes on a GPU, against torch in bfloat16.
+
+    python ci/bench/cuda_linear.py [--sizes 8192x8192x8192 ...] [--rounds N]
+
+x (M, K), w (N, K) and the gradient (M, N) are normal bfloat16 data. torch: F.linear and its
+backward, three products. Ours: `et.quantized_matmul` and its backward: six operands quantized from
+bfloat16 (under the largest magnitude of the call before, gradients rounded stochastically, values
+counted), three products, three bfloat16 results; "captured" replays the same from a CUDA graph.
+"products" are ours without quantizing, "quantizers" the rest. CUDA events around four calls, the
+contestants taking turns in one process, medians over the rounds, three inputs in turn. Needs a
+Hopper GPU, torch and the extra ``cuda13``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import torch
+
+from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
+from ci.bench.cuda_gemm import INPUTS, Call, measure
+from extensor.autograd.apply import wrap
+from extensor.backends import registry
+from extensor.ops.quantized import layer_context, quantized_matmul
+from extensor.quant.recipes import get_recipe
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda import operands
+
+SIZES = ["8192x8192x8192", "16384x4096x4096", "4096x4096x4096"]
+
+
+def contestants(sizes: tuple[int, int, int], backend: Any) -> dict[str, Call]:
+    """Calls that take their number and choose their input by it."""
+    m, n, k = sizes
+    xp, theirs, ours = backend.xp, [], []
+    for seed in range(INPUTS):
+        torch.manual_seed(seed)
+        tensors = [
+            torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+            for shape in ((m, k), (n, k), (m, n))
+        ]
+        theirs.append(tensors)
+        ours.append([xp.from_dlpack(t.view(torch.int16)).view(ml_dtypes.bfloat16) for t in tensors])
+    contexts = {
+        name: layer_context(get_recipe(name).layers, seed=1)
+        for name in ("mxfp4", "mxfp8_nvidia", "bf16")
+    }
+    rows, columns = (
+        QuantSpec("mxfp4", axis=axis, scale_rule="rceil").resolve(2) for axis in (1, 0)
+    )
+    noisy = [spec.replace(rounding="stochastic") for spec in (rows, columns)]
+    streams = [Stream(1, 0, 0, 2, False), Stream(1, 0, 0, 4, True)]
+
+    def torch_step(turn: int) -> Any:
+        x, w, g = theirs[turn % INPUTS]
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        torch.nn.functional.linear(x, w).backward(g)
+        return x.grad, w.grad
+
+    def our_step(turn: int, recipe: str) -> Any:
+        x, w, g = (wrap(array, backend) for array in ours[turn % INPUTS])
+        x.requires_grad, w.requires_grad = True, True
+        quantized_matmul(x, w, contexts[recipe]).backward(g)
+        return x.grad, w.grad
+
+    memories: list[dict[str, Any]] = [{}, {}, {}]
+    nothing = [None, None]
+
+    def quantizers(turn: int) -> Any:
+        x, w, g = ours[turn % INPUTS]
+        both = [
+            operands.make(a, [rows, columns], nothing, xp, memories[i])
+            for i, a in enumerate((x, w))
+        ]
+        return both, operands.make(g, noisy, streams, xp, memories[2])
+
+    x, w, g = ours[0]
+    made: list[Any] = [
+        operands.make(a, [s], [None], xp)[0][0] for a in (x, w) for s in (rows, columns)
+    ]
+    pair: list[Any] = [operand for operand, _ in operands.make(g, noisy, streams, xp)]
+
+    def products(turn: int) -> Any:
+        sides = ((made[0], made[2]), (pair[0], made[3]), (pair[1], made[1]))
+        return [operands.multiply(a, b, "bfloat16", xp) for a, b in sides]
+
+    steps: dict[str, Call] = {"torch bf16": torch_step}
+    for name in contexts:
+        steps[f"{name} recipe"] = partial(our_step, recipe=name)
+        steps[f"{name} recipe, captured"] = captured(steps[f"{name} recipe"], xp)
+    return steps | {
+        "mxfp4 recipe, products": products,
+        "mxfp4 recipe, quantizers": quantizers,
+        "rows of x": lambda i: operands.make(ours[i % INPUTS][0], [rows], [None], xp, memories[0]),
+        "columns of x": lambda i: operands.make(
+            ours[i % INPUTS][0], [columns], [None], xp, memories[0]
+        ),
+        "rows and columns of x": lambda i: operands.make(
+            ours[i % INPUTS][0], [rows, columns], nothing, xp, memories[0]
+        ),
+        "the same, nothing known of it": lambda i: operands.make(
+            ours[i % INPUTS][0], [rows, columns], nothing, xp
+        ),
+        "rows and columns of g": lambda i: operands.make(
+            ours[i % INPUTS][2], noisy, streams, xp, memories[2]
+        ),
+    }
+
+
+def captured(call: Call, xp: Any) -> Call:
+    """The same from CUDA graphs, one for each input, with memory of their own."""
+    pool, stream, graphs = xp.cuda.MemoryPool(), xp.cuda.Stream(non_blocking=True), []
+    xp.cuda.Device().synchronize()
+    with xp.cuda.using_allocator(pool.malloc), stream:
+        for turn in range(INPUTS):
+            call(turn)
+            stream.synchronize()
+            stream.begin_capture()
+            kept = call(turn)
+            graphs.append((stream.end_capture(), kept))
+    return lambda turn: graphs[turn % INPUTS][0].launch()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a linear layer's step against torch's")
+    parser.add_argument("--sizes", nargs="+", default=SIZES)
+    parser.add_argument("--rounds", type=int, default=11)
+    chosen = parser.parse_args()
+    backend: Any = registry.get("cuda")
+    rows = []
+    for text in chosen.sizes:
+        m, n, k = map(int, text.split("x"))
+        before = backend.fallbacks
+        with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            times = measure(contestants((m, n, k), backend), chosen.rounds)
+        falls = backend.fallbacks - before
+        for name, milliseconds in times.items():
+            row = {
+                "size": text,
+                "name": name,
+                "milliseconds": round(milliseconds, 4),
+                "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
+                "products_out_of_window": falls,
+            }
+            rows.append(row)
+            print(*row.values(), flush=True)
+    write("cuda-linear", command(), rows, about=gpu_of(backend.xp), packages=GPU_PACKAGES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+// Values -> the operands of a product on Hopper's tensor cores: MXFP4 along rows, down columns, or
+// both in one pass, as E5M2 codes under one power of two for the whole tensor (see rebase.cu for
+// why that is exact), contraction contiguous. What the blocks round to is byte for byte what
+// quantize.cu stores, which shares these headers.
+//
+// The power of two comes from the largest magnitude that the tensor had before, in `history`, where
+// the last block of threads leaves the one found now: `anchor` is the scale byte of a block that held
+// it, plus MARGIN. It changes no value while all blocks of numbers lie within the window below it. One
+// that does not raises the flag: then the codes are not used, and the same kernel with WIDE writes
+// the values as bfloat16 instead. Formats that do not fit FP8 are written as bfloat16 at once; there
+// the flag says that a value had to be rounded, which takes a scale near the least there is.
+//
+// A block of threads has a tile of kRows x 128 in shared memory. No headers but ours; the macros
+// are quantize.cu's and ALONG, DOWN_TOO, WIDE, LIFT, SPAN, MARGIN, RESIDENT.
+
+#include "input.cuh"
+#include "scale.cuh"
+#include "encode.cuh"
+#include "pairs.cuh"
+
+constexpr int kRows = sizeof(Raw) == 2 && !WIDE ? 128 : 64, kColumns = 128, kTileThreads = 2 * kRows;
+constexpr int kRowWords = kColumns * sizeof(Raw) / 4;  // of the tile in shared memory
+constexpr int kOut = WIDE ? 2 : 1, kUnits = kOut;      // bytes a value; 16-byte units a chunk
+constexpr int kTurnedUnits = kRows * kOut / 16;        // units of a column of the tile
+constexpr int kMask = kTurnedUnits < 8 ? kTurnedUnits - 1 : 7;
+constexpr int kRead = sizeof(Raw) * kChunk / 4;        // words of a chunk of a row
+
+struct Place {
+    int anchor;
+    u32 beyond;   // whether a block of numbers lies outside the window
+    u32 largest;  // magnitude of the blocks of numbers seen
+};
+
+struct History {
+    u32 before, now;  // largest magnitudes, as float bits
+    u32 done;         // blocks of threads that have finished
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ u32 e5m2_pair(float low, float high) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
+// Four 4-bit codes -> four bytes, by a table of magnitudes.
+__device__ __forceinline__ u32 look_up(u32 codes, u32 low, u32 high) {
+    const u32 sign = (codes & 0x8u) << 4 | (codes & 0x80u) << 8 | (codes & 0x800u) << 12 |
+                     (codes & 0x8000u) << 16;
+    return __byte_perm(low, high, codes & 0x7777u) | sign;
+}
+
+// The E5M2 codes of a block's eight magnitudes.
+__device__ __forceinline__ uint2 table_of(const Scale& s, const Place& place) {
+    if (!s.live) return uint2{0x7F7F7F7Fu, 0x7F7F7F7Fu};
+    const int shift = min(max(static_cast<int>(s.stored) - place.anchor + LIFT, LIFT - SPAN), LIFT);
+    const float unit = float_of(static_cast<u32>(shift + 127) << 23);
+    return uint2{e5m2_pair(0.0f, 0.5f * unit) | e5m2_pair(unit, 1.5f * unit) << 16,
+                 e5m2_pair(2.0f * unit, 3.0f * unit) | e5m2_pair(4.0f * unit, 6.0f * unit) << 16};
+}
+
+// Notes a block's magnitude, and that it lies outside the window, if one of its codes is not zero.
+__device__ __forceinline__ void watch(const Scale& s, u32 amax, u32 codes, Place& place) {
+    place.largest = larger(place.largest, amax < kExponent ? amax : 0);
+    const int shift = static_cast<int>(s.stored) - place.anchor;
+    if (s.live && (shift > 0 || shift < -SPAN) && codes) place.beyond = 1;
+}
+
+// Four magnitudes in the low nibbles, and bytes whose top bits are signs -> four E5M2 codes.
+__device__ __forceinline__ u32 signed_bytes(const uint2& table, u32 magnitudes, u32 signs, u32 live) {
+    return __byte_perm(table.x, table.y, magnitudes) | (signs & (live & 0x80808080u));
+}
+
+// 16 codes of 4 bits, or 16 decoded values, -> 16-byte units of the operand.
+__device__ __forceinline__ void finish(const u32 (&packed)[kWords], const float (&v)[kChunk],
+                                       const Scale& s, u32 amax, const uint2& table, Place& place,
+                                       uint4 (&units)[kUnits]) {
+#if WIDE
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        u32 word[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            if (s.live && ((bits_of(v[8 * u + 2 * w]) | bits_of(v[8 * u + 2 * w + 1])) & 0xFFFFu))
+                place.beyond = 1;
+            word[w] = bits_of(v[8 * u + 2 * w]) >> 16 | (bits_of(v[8 * u + 2 * w + 1]) & 0xFFFF0000u);
+        }
+        units[u] = uint4{word[0], word[1], word[2], word[3]};
+    }
+#else
+    watch(s, amax, (packed[0] | packed[1]) & 0x77777777u, place);
+    units[0] = uint4{look_up(packed[0], table.x, table.y), look_up(packed[0] >> 16, table.x, table.y),
+                     look_up(packed[1], table.x, table.y), look_up(packed[1] >> 16, table.x, table.y)};
+#endif
+}
+
+// A chunk of 16 values of one block, whose largest magnitude is known.
+__device__ __forceinline__ void make(float (&v)[kChunk], u32 amax, u32 block, u32 part,
+                                     const Stream& stream, Place& place, uint4 (&units)[kUnits],
+                                     Tally& tally) {
+    const Tensor tensor = {1, 1, 0, 1};
+    const Scale s = block_scale(amax, tensor);
+    u32 packed[kWords];
+    encode(v, s, is_far(amax, s), tensor, block, part, stream, packed, tally);
+    finish(packed, v, s, amax, table_of(s, place), place, units);
+}
+
+// Leaves the largest magnitude found now for the next time, once all blocks of threads have.
+__device__ __forceinline__ void remember(History* history, u32 largest) {
+    const u32 most = __reduce_max_sync(~0u, largest);
+    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(&history->now))
+        atomicMax(&history->now, most);
+    __syncthreads();
+    if (threadIdx.x) return;
+    __threadfence();
+    if (atomicAdd(&history->done, 1u) + 1 < gridDim.x) return;
+    history->before = atomicExch(&history->now, 0u);
+    history->done = 0;
+}
+
+__device__ __forceinline__ void report(const Place& place, u32* flag) {
+    if (flag && __any_sync(~0u, place.beyond) && threadIdx.x % 32 == 0) atomicOr(flag, 1u);
+}
+
+__device__ __forceinline__ void add_counts(const Tally& tally, u64* counters) {
+#if STATS
+    const u32 saturated = __reduce_add_sync(~0u, tally.saturated);
+    const u32 flushed = __reduce_add_sync(~0u, tally.flushed);
+    if (threadIdx.x % 32 == 0) {
+        u64* slot = counters + (blockIdx.x * (kTileThreads / 32) + threadIdx.x / 32) % kSlots * 2;
+        if (saturated) atomicAdd(slot, static_cast<u64>(saturated));
+        if (flushed) atomicAdd(slot + 1, static_cast<u64>(flushed));
+    }
+#endif
+}
+
+// The tile at (row0, column0) of x (rows, columns), zeros outside, without waiting.
+__device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int row0, int column0,
+                                      i64 rows, i64 columns) {
+    constexpr int kAcross = kRowWords / 4;
+#pragma unroll
+    for (int i = 0; i < kRows * kAcross / kTileThreads; ++i) {
+        const int unit = i * kTileThreads + threadIdx.x, row = unit / kAcross, word = unit % kAcross * 4;
+        const int column = column0 + word * 4 / static_cast<int>(sizeof(Raw));
+        const bool inside = row0 + row < rows && column < columns;
+        const Raw* from = inside ? x + static_cast<i64>(row0 + row) * columns + column : x;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(&tile[row][word])),
+                     "l"(from), "r"(inside ? 16 : 0)
+                     : "memory");
+    }
+}
+
+// Rows of the tile -> `out` (rows, pitch): a thread has 16 neighbours at a time.
+__device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out, int row0,
+                                           int column0, i64 rows, i64 columns, const Stream& stream,
+                                           Place& place, Tally& tally) {
+    const i64 pitch = (columns + 15) / 16 * 16, blocks = (columns + BLOCK - 1) / BLOCK;
+#pragma unroll 1
+    for (int i = 0; i < kRows * (kColumns / kChunk) / kTileThreads; ++i) {
+        const int chunk = i * kTileThreads + threadIdx.x;
+        const int row = chunk / (kColumns / kChunk), start = chunk % (kColumns / kChunk) * kChunk;
+        u32 raw[kRead];
+#pragma unroll
+        for (int w = 0; w < kRead; w += 4) {
+            const uint4 four = *reinterpret_cast<const uint4*>(&tile[row][start / kChunk * kRead + w]);
+            raw[w] = four.x, raw[w + 1] = four.y, raw[w + 2] = four.z, raw[w + 3] = four.w;
+        }
+        uint4 units[kUnits];
+        const int column = column0 + start;
+#if PAIRS
+        const u32 pair = pair_maximum<8, 1>(raw);
+        const u32 amax = across_lanes(larger(low_float(pair), high_float(pair)));
+        const Scale s = block_scale(amax, Tensor{1, 1, 0, 1});
+        const uint2 table = table_of(s, place);
+        const u32 scale = bits_of(s.apply) >> 16 | bits_of(s.apply);
+        const bool far = is_far(amax, s);
+        u32 words[4], any = 0;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const u32* four = raw + 4 * h;
+            const u32 a = round_pair(four[0], scale, far) | round_pair(four[1], scale, far) << 8;
+            const u32 b = round_pair(four[2], scale, far) | round_pair(four[3], scale, far) << 8;
+            const u32 n = saturate(__byte_perm(a | a >> 12, b | b >> 12, 0x5410), s.live, tally);
+            any |= n;
+            words[2 * h] = signed_bytes(table, n, __byte_perm(four[0], four[1], 0x7531), s.live);
+            words[2 * h + 1] = signed_bytes(table, n >> 16, __byte_perm(four[2], four[3], 0x7531), s.live);
+        }
+        forget_zeros<8, 1>(raw, s.live, tally);
+        watch(s, amax, any, place);
+        units[0] = uint4{words[0], words[1], words[2], words[3]};
+#else
+        float v[kChunk];
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) v[k] = element(raw, k);
+        const u32 amax = across_lanes(chunk_maximum(v));
+        make(v, amax, static_cast<u32>((row0 + row) * blocks + column / BLOCK),
+             static_cast<u32>(start % BLOCK / kChunk), stream, place, units, tally);
+#endif
+        if (row0 + row < rows && column < columns) {
+            uint4* to = reinterpret_cast<uint4*>(out + ((row0 + row) * pitch + column) * kOut);
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u) to[u] = units[u];
+        }
+    }
+}
+
+// Columns of the tile -> `turned`, a row of units for each: a thread has two blocks side by side.
+__device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
+                                             uint4 (*turned)[kTurnedUnits], int row0, int column0,
+                                             i64 columns, const Stream& stream, Place& place,
+                                             Tally& tally) {
+    static_assert(BLOCK == 32, "a thread holds blocks of 32");
+    const int pair = threadIdx.x % 64, block = threadIdx.x / 64, top = 32 * block;
+    const auto put = [&](int c, int h, const uint4(&units)[kUnits]) {
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u)
+            turned[2 * pair + c][((2 * block + h) * kUnits + u) ^ (pair & kMask)] = units[u];
+    };
+    uint4 units[kUnits];
+#if PAIRS
+    u32 raw[kChunk], largest = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) raw[k] = tile[top + kChunk * h + k][pair];
+        largest = pair_max(largest, pair_maximum<kChunk, 1>(raw));
+    }
+    largest &= kPairMagnitude;
+    const u32 amax[2] = {low_float(largest), high_float(largest)};
+    const Scale a = block_scale(amax[0], Tensor{1, 1, 0, 1});
+    const Scale b = block_scale(amax[1], Tensor{1, 1, 0, 1});
+    const bool far = is_far(amax[0], a) || is_far(amax[1], b);
+    const u32 scale = bits_of(a.apply) >> 16 | bits_of(b.apply);
+    const u32 live = (a.live & 0xFFFFu) | (b.live & 0xFFFF0000u);
+    const uint2 first = table_of(a, place), second = table_of(b, place);
+    u32 any = 0;
+#pragma unroll 1
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) raw[k] = tile[top + kChunk * h + k][pair];
+        u32 words[2][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32* four = raw + 4 * i;
+            u32 n = 0;  // of four rows: the first column in the low half
+#pragma unroll
+            for (int k = 0; k < 4; ++k) n |= round_pair(four[k], scale, far) << (4 * k);
+            n = saturate(n, live, tally);
+            any |= n;
+            const u32 upper = __byte_perm(four[0], four[1], 0x7351);
+            const u32 lower = __byte_perm(four[2], four[3], 0x7351);
+            words[0][i] = signed_bytes(first, n, __byte_perm(upper, lower, 0x5410), a.live);
+            words[1][i] = signed_bytes(second, n >> 16, __byte_perm(upper, lower, 0x7632), b.live);
+        }
+        forget_zeros<kChunk, 1>(raw, live, tally);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            units[0] = uint4{words[c][0], words[c][1], words[c][2], words[c][3]};
+            put(c, h, units);
+        }
+    }
+    watch(a, amax[0], any & 0xFFFFu, place);
+    watch(b, amax[1], any >> 16, place);
+#else
+    const u32 blocks = (row0 + top) / BLOCK * static_cast<u32>(columns);
+    const auto value = [&](int k, int c) {
+        if (sizeof(Raw) == 4) return widen(tile[top + k][2 * pair + c]);
+        const u32 word = tile[top + k][pair];
+        return widen(c ? word >> 16 : word & 0xFFFFu);
+    };
+#pragma unroll 1
+    for (int c = 0; c < 2; ++c) {
+        u32 amax = 0;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float v[kChunk];
+#pragma unroll
+            for (int k = 0; k < kChunk; ++k) v[k] = value(kChunk * h + k, c);
+            amax = larger(amax, chunk_maximum(v));
+        }
+#pragma unroll 1
+        for (int h = 0; h < 2; ++h) {
+            float v[kChunk];
+#pragma unroll
+            for (int k = 0; k < kChunk; ++k) v[k] = value(kChunk * h + k, c);
+            make(v, amax, blocks + column0 + 2 * pair + c, h, stream, place, units,
+                 tally);
+            put(c, h, units);
+        }
+    }
+#endif
+}
+
+// `turned` -> `out` (columns, pitch of rows).
+__device__ __forceinline__ void store_turned(const uint4 (*turned)[kTurnedUnits], u8* out, int row0,
+                                             int column0, i64 rows, i64 columns) {
+    const i64 pitch = (rows + 15) / 16 * 16;
+#pragma unroll
+    for (int i = 0; i < kColumns * kTurnedUnits / kTileThreads; ++i) {
+        const int at = i * kTileThreads + threadIdx.x, column = at / kTurnedUnits, unit = at % kTurnedUnits;
+        const int row = row0 + unit * 16 / kOut;
+        if (column0 + column < columns && row < rows)
+            *reinterpret_cast<uint4*>(out + ((column0 + column) * pitch + row) * kOut) =
+                turned[column][unit ^ (column / 2 & kMask)];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kTileThreads, RESIDENT)
+operands(const Raw* __restrict__ x, History* history, u8* __restrict__ along,
+         u8* __restrict__ down, int* __restrict__ exponent, u32* __restrict__ along_flag,
+         u32* __restrict__ down_flag, u64* __restrict__ along_counts, u64* __restrict__ down_counts,
+         const u32* __restrict__ guard, const u32* __restrict__ other_guard, u32 a0, u32 a1, u32 a2,
+         u32 a3, u32 d0, u32 d1, u32 d2, u32 d3, i64 rows, i64 columns) {
+    if (guard && !(*guard | *other_guard)) return;
+    const Stream along_stream = {a0, a1, a2, a3}, down_stream = {d0, d1, d2, d3};
+    const int anchor =
+        WIDE ? 0 : static_cast<int>(block_scale(history->before, Tensor{1, 1, 0, 1}).stored) + MARGIN;
+    if (!WIDE && blockIdx.x == 0 && threadIdx.x == 0) *exponent = anchor - 127 - LIFT;
+    Place along_place = {anchor, 0, 0}, down_place = {anchor, 0, 0};
+    Tally along_tally = {0, 0}, down_tally = {0, 0};
+    __shared__ __align__(16) u32 tile[kRows][kRowWords];
+#if DOWN_TOO
+    __shared__ uint4 turned[kColumns][kTurnedUnits];
+#endif
+    const i64 across = (columns + kColumns - 1) / kColumns, tiles = (rows + kRows - 1) / kRows * across;
+    for (i64 index = blockIdx.x; index < tiles; index += gridDim.x) {
+        const int row0 = static_cast<int>(index / across) * kRows;
+        const int column0 = static_cast<int>(index % across) * kColumns;
+        fetch(tile, x, row0, column0, rows, columns);
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncthreads();
+#if ALONG
+        along_rows(tile, along, row0, column0, rows, columns, along_stream, along_place, along_tally);
+#endif
+#if DOWN_TOO
+        down_columns(tile, turned, row0, column0, columns, down_stream, down_place, down_tally);
+        __syncthreads();
+        store_turned(turned, down, row0, column0, rows, columns);
+#endif
+        __syncthreads();
+    }
+#if ALONG
+    report(along_place, along_flag);
+    add_counts(along_tally, along_counts);
+#endif
+#if DOWN_TOO
+    report(down_place, down_flag);
+    add_counts(down_tally, down_counts);
+#endif
+    if (!WIDE) remember(history, ALONG ? along_place.largest : down_place.largest);
+}
+
+// The largest finite magnitude of `vectors` times 16 bytes, as float bits; `maximum` starts at zero.
+extern "C" __global__ void __launch_bounds__(256)
+largest(const uint4* __restrict__ x, u32* __restrict__ maximum, i64 vectors) {
+    u32 most = 0;
+    const i64 step = static_cast<i64>(gridDim.x) * 256;
+#pragma unroll 4
+    for (i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x; i < vectors; i += step) {
+        const uint4 four = __ldg(x + i);
+        const u32 words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int k = 0; k < kPerVector; ++k) {
+            const u32 magnitude = bits_of(element(words, k)) & kMagnitude;
+            most = larger(most, magnitude < kExponent ? magnitude : 0);
+        }
+    }
+    most = __reduce_max_sync(~0u, most);
+    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(maximum))
+        atomicMax(maximum, most);
+}

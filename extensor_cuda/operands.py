@@ -1,0 +1,291 @@
+"""Operands of training's products: quantized to MXFP4 and written as FP8 at once, on Hopper.
+
+A matrix is read once and quantized along its rows, down its columns or both; what is written are
+E5M2 codes under one power of two (`kernels/operand.cu`), contraction contiguous, and no packed
+storage. The power of two comes from the largest magnitude that the same tensor of the same layer
+had the last time, with four binades to grow; the first time another pass looks for it.
+
+The product of two such operands runs on the FP8 tensor cores with the bound that
+`extensor_cuda.gemm` states, unless a block lies outside the window of 29 binades: that is decided
+on the device, where both ways are launched and one of them ends at once. The other way quantizes
+the same values with the same random bits to bfloat16, which holds them exactly. So no value depends
+on what was known of the tensor, only the way. Nothing here waits for the GPU.
+
+Other MX formats are quantized to bfloat16 at once. It holds their values exactly but for those
+below 2**-126 or so; that one was cut is warned of when the counts are read.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from extensor.quant.array import QuantStats
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda.dense import Dense
+from extensor_cuda.gemm import SPAN, TOP
+from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.gemm import Flags, configure, empty_rows, gemm
+
+__all__ = ["LEAST_WORK", "Operand", "make", "multiply", "operand_source", "reason"]
+
+Array = Any
+Streams = Sequence[Stream | None]
+
+LEAST_WORK = 1 << 30
+"""M N K below which a product is left to cupy: launches take longer than it."""
+_MARGIN = 4  # binades that a tensor may grow between two steps
+_COLUMNS, _GUARDED_BLOCKS, _AMAX_BLOCKS = 128, 264, 1056
+_FOLDER = Path(__file__).parent / "kernels"
+_OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """What quantizing counted, on the device: apart from the operand, whose memory it outlives.
+
+    Attributes:
+        counters: saturated and flushed values, spread over pairs.
+        count: how many values went in.
+        cut: uint32 of shape (): not zero if bfloat16 did not hold a value; or None.
+    """
+
+    counters: Array
+    count: int
+    cut: Array | None = None
+
+    def __call__(self) -> QuantStats:
+        """The counts; waits for the kernel."""
+        if self.cut is not None and int(self.cut):
+            message = "an operand held values below 2**-125 that bfloat16 cuts"
+            warnings.warn(f"{message}; scale the loss up", RuntimeWarning, stacklevel=2)
+        saturated, flushed = self.counters.get().reshape(-1, 2).sum(axis=0).tolist()
+        return QuantStats(self.count, int(saturated), int(flushed))
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A matrix as a product takes it: (rows, K), whatever the axis that it was blocked along.
+
+    Attributes:
+        codes: uint8, E5M2, rows a multiple of 16 bytes apart.
+        exponent: int32 (1,): the values are the codes' times two to it.
+        flag: uint32 of shape (): set where a block lies outside the window.
+        x, spec, stream: what it was made of.
+    """
+
+    codes: Array
+    exponent: Array
+    flag: Array
+    x: Array
+    spec: QuantSpec
+    stream: Stream | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, K)."""
+        rows, k = self.codes.shape
+        return rows, k
+
+    def wide(self, guards: Sequence[Array], xp: Any) -> Array:
+        """The values as bfloat16 bits, (rows, K); not written unless one of two flags is set."""
+        rows, k = self.shape
+        out = xp.empty((rows, -(-k // 16) * 16), dtype=xp.uint16)
+        _launch(self.x, [self.spec], [self.stream], [out], xp, guards=guards)
+        return out[:, :k]
+
+
+def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
+    """Why x, blocked by a resolved spec, is not made such an operand; None if it is.
+
+    Args:
+        x: matrix.
+        spec: how it is quantized.
+        work: M N K of the product.
+        capability: compute capability of the GPU, such as "90".
+    """
+    if capability != "90":
+        return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
+    if work < LEAST_WORK:
+        return f"{work} multiplications, fewer than {LEAST_WORK}"
+    if x.strides != (x.shape[-1] * x.itemsize, x.itemsize) or x.strides[0] % 16 or x.data.ptr % 16:
+        return f"strides {x.strides}; the kernel reads contiguous rows, multiples of 16 bytes"
+    return _reason(spec, x.dtype.name, tuple(x.shape))
+
+
+@lru_cache(maxsize=4096)
+def _reason(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> str | None:
+    element = spec.row.element
+    if not (spec.is_mx and spec.tile == (1, 32)) or element.bits > 8:
+        return f"{spec.row.name} in tiles {spec.tile}; the kernel makes MX formats in (1, 32)"
+    if spec.transform or spec.scale_window is not None or spec.row.outliers:
+        return "a transform, a scale window or outliers"
+    if dtype not in kernels.INPUTS or len(shape) != 2 or max(shape) > 1 << 30:
+        return f"{dtype} array of shape {shape}"
+    plan = kernels.plan_of(spec, shape)
+    return plan if isinstance(plan, str) else None
+
+
+@lru_cache(maxsize=256)
+def operand_source(
+    spec: QuantSpec, dtype: str, along: bool, down: bool, wide: bool, stats: bool = True
+) -> Source:
+    """The program that makes operands.
+
+    Args:
+        spec: resolved for a matrix; its axis does not matter.
+        dtype: of the input.
+        along: whether rows are made.
+        down: whether columns are.
+        wide: bfloat16 values instead of E5M2 codes.
+        stats: whether saturated and flushed values are counted.
+    """
+    plan = kernels.plan_of(spec.replace(axis=1), (256, 256))
+    assert isinstance(plan, kernels.Plan), plan
+    common = kernels.quantize_source(plan, dtype, "values" if wide else "codes", True, stats)
+    macros = dict(common.macros) | {
+        "ALONG": int(along),
+        "DOWN_TOO": int(down),
+        "WIDE": int(wide),
+        "LIFT": TOP,  # TOP is the element's largest value here
+        "SPAN": SPAN,
+        "MARGIN": _MARGIN,
+        "RESIDENT": 4 if wide else 5 if dtype == "float32" else 3,
+    }
+    return Source.read(_FOLDER / "operand.cu", macros)
+
+
+def _launch(
+    x: Array,
+    specs: Sequence[QuantSpec],
+    streams: Streams,
+    outs: Sequence[Array],
+    xp: Any,
+    exponent: Array | None = None,
+    states: Sequence[Array] = (),
+    history: Array | None = None,
+    guards: Sequence[Array] = (),
+) -> None:
+    """Run the kernel for one spec or two, of rows (axis 1) and of columns (axis 0)."""
+    null = np.uint64(0)
+    place = {spec.axis: i for i, spec in enumerate(specs)}
+    wide = outs[0].itemsize == 2
+    source = operand_source(
+        specs[0], x.dtype.name, 1 in place, 0 in place, wide, not (wide and guards)
+    )
+    codes = [outs[place[axis]] if axis in place else null for axis in (1, 0)]
+    mine = [states[place[axis]] if states and axis in place else None for axis in (1, 0)]
+    flags = [null if state is None else state[:1] for state in mine]
+    counts = [null if state is None else state[1:] for state in mine]
+    words: list[int] = []
+    for axis in (1, 0):
+        stream = streams[place[axis]] if axis in place else None
+        words += (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
+    rows, columns = x.shape
+    tile_rows = 128 if x.itemsize == 2 and not wide else 64  # as in operand.cu
+    tiles = -(-rows // tile_rows) * -(-columns // _COLUMNS)
+    launch(
+        source,
+        "operands",
+        min(tiles, _GUARDED_BLOCKS) if guards else tiles,
+        2 * tile_rows,
+        x,
+        null if history is None else history,
+        *codes,
+        null if exponent is None else exponent,
+        *flags,
+        *counts,
+        *(guards or (null, null)),
+        *(np.uint32(word) for word in words),
+        np.int64(rows),
+        np.int64(columns),
+    )
+
+
+def make(
+    x: Array,
+    specs: Sequence[QuantSpec],
+    streams: Streams,
+    xp: Any,
+    memory: dict[str, Array] | None = None,
+) -> list[tuple[Operand | Dense, Counts]]:
+    """Operands of x under one spec, or under one along rows and one down columns, and their counts.
+
+    Does not wait.
+
+    Args:
+        x: contiguous matrix that `reason` covers.
+        specs: resolved; two differ in their axis alone.
+        streams: one per spec, given exactly under stochastic rounding.
+        xp: cupy.
+        memory: the tensor's own, from the call before; None: nothing is known of it.
+    """
+    # One array for all that starts at zero: a flag and counters for each operand.
+    slots = 1 + 2 * kernels.SLOTS
+    zeros = xp.zeros(len(specs) * slots, dtype=xp.uint64)
+    states = [zeros[i * slots : (i + 1) * slots] for i in range(len(specs))]
+    flags = [state[:1].view(xp.uint32)[0] for state in states]
+    wide = not _is_mxfp4(specs[0])
+    outs = []
+    for spec in specs:
+        rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
+        padded = -(-k // 16) * 16  # whole chunks are written
+        outs.append(xp.empty((rows, padded), dtype=xp.uint16 if wide else xp.uint8)[:, :k])
+    if wide:
+        _launch(x, specs, streams, outs, xp, states=states)
+        return [
+            (Dense(out), Counts(state[1:], x.size, flag))
+            for out, state, flag in zip(outs, states, flags, strict=True)
+        ]
+    exponent = xp.empty(1, dtype=xp.int32)
+    _launch(x, specs, streams, outs, xp, exponent, states, _history(x, specs[0], xp, memory))
+    return [
+        (Operand(out, exponent, flag, x, spec, stream), Counts(state[1:], x.size))
+        for out, flag, spec, stream, state in zip(outs, flags, specs, streams, states, strict=True)
+    ]
+
+
+def _history(x: Array, spec: QuantSpec, xp: Any, memory: dict[str, Array] | None) -> Array:
+    """What was left of the tensor the last time; the first time, a pass finds its maximum."""
+    memory = {} if memory is None else memory
+    if "history" not in memory:
+        memory["history"] = xp.zeros(3, dtype=xp.uint32)
+        source = operand_source(spec, x.dtype.name, True, False, False)
+        vectors = x.nbytes // 16
+        blocks = min(_AMAX_BLOCKS, -(-vectors // 256))
+        launch(source, "largest", blocks, 256, x, memory["history"], np.int64(vectors))
+    return memory["history"]
+
+
+def _is_mxfp4(spec: QuantSpec) -> bool:
+    return spec.row.element.bits == 4 and spec.row.element.is_float
+
+
+def multiply(a: Operand, b: Operand, dtype: str, xp: Any, falls: Array | None = None) -> Array:
+    """The product a b^T of (M, K) and (N, K), summed in float32, without waiting.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        dtype: of the result: "float32" or "bfloat16".
+        xp: cupy.
+        falls: uint32 of shape (): counts the products that ran in bfloat16.
+    """
+    size = a.shape[0], b.shape[0]
+    out = empty_rows(xp, *size, _OUT[dtype])
+    operands = (a.codes, b.codes)
+    config = configure("e5m2", *size, dtype)
+    gemm(*operands, out, config, a.exponent, b.exponent, flags=Flags(a.flag, b.flag, 0))
+    guards = (a.flag, b.flag)
+    wide = (a.wide(guards, xp), b.wide(guards, xp))
+    gemm(*wide, out, configure("bf16", *size, dtype), flags=Flags(*guards, 1), runs=falls)
+    return xp.ascontiguousarray(out)

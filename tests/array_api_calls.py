@@ -1,0 +1,639 @@
+"""Calls of every function of the Python Array API standard (2025.12), drawn at random.
+
+Arguments are numpy arrays and `Named` dtypes, so that the same call can be put to any array
+library. `CALLS` has one drawing function for each function, `linalg` and `fft` among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+B = ("bool",)
+SIGNED = ("int8", "int16", "int32", "int64")
+UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
+I = SIGNED + UNSIGNED  # noqa: E741
+F = ("float32", "float64")
+C = ("complex64", "complex128")
+R, FC = I + F, F + C
+N = R + C
+A = B + N
+ODD = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 0.5, -2.5, 3.0, 1e-30, 1e30]
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Named(str):
+    """A dtype, by name: becomes the attribute of that name of the namespace."""
+
+    __slots__ = ()
+
+
+class Draw:
+    """Arguments, from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def one(self, values: Any) -> Any:
+        return values[int(self.rng.integers(len(values)))]
+
+    def maybe(self) -> bool:
+        return bool(self.rng.integers(2))
+
+    def shape(self, least: int = 0, most: int = 3, side: int = 0, top: int = 4) -> tuple[int, ...]:
+        count = int(self.rng.integers(least, most + 1))
+        return tuple(int(n) for n in self.rng.integers(side, top + 1, count))
+
+    def array(self, kinds: Any, shape: Any = None, odd: bool = False, **range_: Any) -> Any:
+        """An array: ``low`` and ``high`` bound its values; ``odd`` mixes in infinities and such."""
+        dtype = np.dtype(self.one(kinds))
+        shape = self.shape() if shape is None else shape
+        low, high = range_.get("low", -8), range_.get("high", 9)
+        if dtype.kind == "b":
+            return np.asarray(self.rng.integers(0, 2, shape)).astype(bool)
+        if dtype.kind in "iu":
+            low = max(low, 0) if dtype.kind == "u" else low
+            near = np.asarray(self.rng.integers(low, high, shape)).astype(dtype)
+            ends = np.iinfo(dtype)
+            far = self.rng.integers(ends.min, ends.max, shape, dtype, endpoint=True)
+            return np.where(self.rng.random(shape) < 0.4, far, near) if odd and not range_ else near
+        parts = []
+        for _ in range(2 if dtype.kind == "c" else 1):
+            part = np.asarray(self.rng.uniform(low, high, shape))
+            if odd:
+                part = np.where(self.rng.random(shape) < 0.4, self.rng.choice(ODD, shape), part)
+            parts.append(part)
+        if dtype.kind == "f":
+            return parts[0].astype(dtype)
+        whole = np.empty(shape, dtype)
+        whole.real, whole.imag = parts  # no product with 1j, which makes NaN of infinities
+        return whole
+
+    def pair(self, kinds: Any, **options: Any) -> tuple[Any, Any]:
+        """Two arrays that broadcast, of dtypes that promote; at times a Python number for one."""
+        shape = self.shape()
+        other = tuple(1 if self.rng.random() < 0.3 else n for n in shape)
+        other = other[int(self.rng.integers(len(shape) + 1)) :]
+        first = self.one(kinds)
+        a = self.array((first,), shape, **options)
+        second = self.one([k for k in kinds if together(first, k)])
+        b = self.array((second,), other, **options)
+        if self.rng.random() < 0.2:
+            kind = a.dtype.kind
+            number = int(self.rng.integers(max(0, options.get("low", 0)), 9))
+            b = bool(number % 2) if kind == "b" else number if kind in "iu" else number + 0.5
+        return (a, b) if self.maybe() else (b, a)
+
+    def axis(self, ndim: int, none: bool = True) -> Any:
+        if none and self.maybe():
+            return None
+        return int(self.rng.integers(-ndim, ndim)) if ndim else None
+
+    def axes(self, ndim: int) -> Any:
+        if ndim and self.maybe():
+            count = int(self.rng.integers(1, ndim + 1))
+            return tuple(int(a) for a in self.rng.permutation(ndim)[:count])
+        return self.axis(ndim)
+
+    def matrices(self, kinds: Any = FC, square: bool = True, side: int = 0) -> Any:
+        rows, columns = (int(n) for n in self.rng.integers(side, 5, 2))
+        lead = self.shape(0, 2, 0, 3)
+        return self.array(kinds, (*lead, rows, rows if square else columns))
+
+    def good(self) -> Any:
+        """Square matrices far from singular."""
+        x = self.matrices()
+        return x + np.asarray(40 * np.eye(x.shape[-1]), x.dtype)
+
+    def hermitian(self) -> Any:
+        x = self.good()
+        return (x + x.conj().swapaxes(-1, -2)) / np.asarray(2, x.dtype)
+
+
+def together(a: str, b: str) -> bool:
+    """Whether the standard has a promotion for two dtypes."""
+    kinds = [np.dtype(d).kind for d in (a, b)]
+    if "b" in kinds:
+        return kinds == ["b", "b"]
+    whole = [k in "iu" for k in kinds]
+    if any(whole):
+        return all(whole) and np.promote_types(a, b).kind in "iu"
+    return True
+
+
+CALLS: dict[str, Callable[[Draw], Call]] = {}
+"""What draws the arguments of each function."""
+
+
+def call(*names: str) -> Callable[[Callable[[Draw], Any]], Callable[[Draw], Any]]:
+    def register(function: Callable[[Draw], Any]) -> Callable[[Draw], Any]:
+        for name in names:
+            assert name not in CALLS
+            CALLS[name] = function
+        return function
+
+    return register
+
+
+def _one(names: str, kinds: Any, **options: Any) -> None:
+    call(*names.split())(lambda d: ((d.array(kinds, odd=True, **options),), {}))
+
+
+def _two(names: str, kinds: Any, odd: bool = True, **options: Any) -> None:
+    call(*names.split())(lambda d: (d.pair(kinds, odd=odd, **options), {}))
+
+
+_one("abs isfinite isinf isnan negative positive round square real conj", N)
+_one("sign", R)  # of an infinite complex number the standard leaves it open
+_one("acos acosh asin asinh atan atanh cos cosh exp expm1 log log10 log1p log2 sin sinh sqrt", FC)
+_one("tan tanh reciprocal", FC)
+_one("ceil floor trunc", R)
+_one("signbit", F)
+_one("imag", C)
+_one("logical_not", B)
+_one("bitwise_invert", B + I)
+_one("unique_all unique_counts unique_inverse unique_values", A)
+_two("add subtract multiply", N)
+_two("divide", FC)
+_two("remainder", R, odd=False, low=1)
+_two("floor_divide", R, odd=False, low=1)
+_two("pow", R, odd=False, low=0, high=4)
+_two("atan2 copysign hypot logaddexp nextafter", F)
+_two("maximum minimum less less_equal greater greater_equal", R)
+_two("equal not_equal", A)
+_two("logical_and logical_or logical_xor", B)
+_two("bitwise_and bitwise_or bitwise_xor", B + I)
+_two("bitwise_left_shift bitwise_right_shift", I, low=0, high=5)
+
+
+def _like(d: Draw) -> Call:
+    x = d.array(A)
+    return (x,), {"dtype": Named(d.one(A))} if d.maybe() else {}
+
+
+call("zeros_like", "ones_like")(_like)
+call("zeros", "ones")(
+    lambda d: ((d.shape() if d.maybe() else 3,), {"dtype": Named(d.one(A))} if d.maybe() else {})
+)
+
+
+@call("full", "full_like")
+def _full(d: Draw) -> Call:
+    value = d.one([True, 3, 2.5, 1 - 2j])
+    least = {bool: A, int: N, float: FC, complex: C}[type(value)]
+    options = {"dtype": Named(d.one(least))} if d.maybe() else {}
+    return (d.shape(), np.asarray(value) if options and d.maybe() else value), options
+
+
+def _full_like(d: Draw) -> Call:
+    (shape, value), options = _full(d)
+    least = {"b": B, "i": I, "f": FC, "c": C}[np.asarray(value).dtype.kind]
+    return (d.array(least, shape), value), options
+
+
+CALLS["full_like"] = _full_like
+
+
+@call("arange")
+def _arange(d: Draw) -> Call:
+    whole = d.maybe()
+    values = [int(v) if whole else float(v) for v in d.rng.integers(-9, 9, 3)]
+    step = values[2] or 1
+    args = [values[:1], values[:2], [*values[:2], step]][int(d.rng.integers(3))]
+    return tuple(args), {"dtype": Named(d.one(SIGNED + F if whole else F))} if d.maybe() else {}
+
+
+@call("linspace")
+def _linspace(d: Draw) -> Call:
+    low, high = (float(v) for v in d.rng.normal(size=2))
+    options = {"dtype": Named(d.one(F))} if d.maybe() else {}
+    return (low, high, int(d.rng.integers(1, 9))), {"endpoint": d.maybe(), **options}
+
+
+@call("eye")
+def _eye(d: Draw) -> Call:
+    rows, columns, k = (int(n) for n in d.rng.integers(0, 6, 3))
+    options = {"dtype": Named(d.one(A))} if d.maybe() else {}
+    return (rows, columns if d.maybe() else None), {"k": k - 3, **options}
+
+
+call("meshgrid")(
+    lambda d: (
+        tuple(d.array((k,), d.shape(1, 1)) for k in [d.one(A)] * int(d.rng.integers(1, 4))),
+        {"indexing": d.one(["xy", "ij"])},
+    )
+)
+call("tril", "triu")(lambda d: ((d.array(A, d.shape(2, 4)),), {"k": int(d.rng.integers(-3, 4))}))
+
+
+@call("asarray")
+def _asarray(d: Draw) -> Call:
+    x = d.array((*B, "int64", "float64", "complex128"), d.shape(0, 2, 1)).tolist()
+    return (x,), {}
+
+
+@call("astype")
+def _astype(d: Draw) -> Call:
+    x = d.array(A, low=0)
+    kinds = C if x.dtype.kind == "c" else A
+    return (x, Named(d.one(kinds))), {"copy": d.maybe()}
+
+
+call("can_cast")(lambda d: ((Named(d.one(A)), Named(d.one(A))), {}))
+call("finfo")(lambda d: ((Named(d.one(FC)),), {}))
+call("iinfo")(lambda d: ((Named(d.one(I)),), {}))
+KINDS = ["bool", "signed integer", "unsigned integer", "integral", "real floating",
+         "complex floating", "numeric"]  # fmt: skip
+call("isdtype")(
+    lambda d: ((Named(d.one(A)), d.one([*KINDS, ("bool", "integral"), Named("int8")])), {})
+)
+
+
+@call("result_type")
+def _result_type(d: Draw) -> Call:
+    first = d.one(A)
+    second = d.one([k for k in A if together(first, k)])
+    args = [Named(first), d.array((second,))]
+    if d.maybe():
+        kind = np.result_type(first, second).kind
+        args.append({"b": True, "i": 3, "u": 3, "f": 2.5, "c": d.one([1.5, 2j])}[kind])
+    return tuple(args), {}
+
+
+call("where")(lambda d: _where(d))
+
+
+def _where(d: Draw) -> Call:
+    a, b = d.pair(A, odd=True)
+    return (d.array(B, np.broadcast_shapes(np.shape(a), np.shape(b))), a, b), {}
+
+
+@call("clip")
+def _clip(d: Draw) -> Call:
+    x = d.array(R, odd=True)
+    bounds = [d.array((x.dtype.name,), x.shape[int(d.rng.integers(len(x.shape) + 1)) :], low=a,
+                      high=b) for a, b in ((0, 3), (3, 9))]  # fmt: skip
+    numbers = [1, 5] if x.dtype.kind in "iu" else [0.5, 5.5]
+    return (x,), {
+        name: d.one([None, bound, number])
+        for name, bound, number in zip(("min", "max"), bounds, numbers, strict=True)
+    }
+
+
+def _reduced(kinds: Any, side: int, **options: Any) -> Callable[[Draw], Call]:
+    def drawn(d: Draw) -> Call:
+        x = d.array(kinds, d.shape(0, 3, side), **options)
+        kwargs: dict[str, Any] = {"axis": d.axes(x.ndim)}
+        return (x,), kwargs | ({"keepdims": True} if d.maybe() else {})
+
+    return drawn
+
+
+call("all", "any")(_reduced(A, 0))
+call("count_nonzero")(_reduced(A, 0))
+call("max", "min")(_reduced(R, 1, odd=True))
+call("mean")(_reduced(FC, 0))
+
+
+def _accumulated(d: Draw, x: Any) -> Any:
+    """An array to add up, and a dtype to do it in: integers may wrap around."""
+    if x.dtype.kind in "iu" and d.maybe():
+        x = d.array((x.dtype.name,), x.shape, odd=True)
+    kinds = [k for k in N if together(x.dtype.name, k) and (x.dtype.kind != "c" or k in C)]
+    return x, {"dtype": Named(d.one(kinds))} if d.maybe() else {}
+
+
+def _wide(d: Draw) -> Call:
+    (x,), kwargs = _reduced(N, 0, low=-3, high=3)(d)
+    x, dtype = _accumulated(d, x)
+    return (x,), kwargs | dtype
+
+
+call("sum", "prod")(_wide)
+
+
+@call("std", "var")
+def _spread(d: Draw) -> Call:
+    args, kwargs = _reduced(F, 0)(d)
+    return args, kwargs | ({"correction": d.one([0, 1, 0.5])} if d.maybe() else {})
+
+
+@call("cumulative_sum", "cumulative_prod")
+def _running(d: Draw) -> Call:
+    x = d.array(N, d.shape(1, 3), low=-2, high=3)
+    kwargs: dict[str, Any] = {} if x.ndim == 1 and d.maybe() else {"axis": d.axis(x.ndim, False)}
+    x, dtype = _accumulated(d, x)
+    return (x,), kwargs | dtype | ({"include_initial": True} if d.maybe() else {})
+
+
+@call("argmax", "argmin")
+def _place(d: Draw) -> Call:
+    x = d.array(R, d.shape(0, 3, 1))
+    return (x,), {"axis": d.axis(x.ndim), "keepdims": d.maybe()}
+
+
+@call("sort", "argsort")
+def _sort(d: Draw) -> Call:
+    x = d.array(R, d.shape(1, 3))
+    return (x,), {"axis": d.axis(x.ndim, False), "descending": d.maybe()}
+
+
+call("nonzero")(lambda d: ((d.array(A, d.shape(1, 3)),), {}))
+call("isin")(lambda d: (_isin(d), {}))  # array_api_strict 2.6.1 ignores ``invert``
+
+
+def _isin(d: Draw) -> tuple[Any, Any]:
+    kind = d.one(I)
+    return d.array((kind,)), d.one([d.array((kind,)), 3])
+
+
+@call("searchsorted")
+def _search(d: Draw) -> Call:
+    kind = d.one(R)
+    row, asked = d.array((kind,), (int(d.rng.integers(1, 6)),)), d.array((kind,))
+    if d.maybe():
+        return (row, asked), {"sorter": np.argsort(row), "side": d.one(["left", "right"])}
+    return (np.sort(row), asked), {"side": d.one(["left", "right"])}
+
+
+@call("take")
+def _take(d: Draw) -> Call:
+    x = d.array(A, d.shape(1, 3, 1))
+    axis = d.axis(x.ndim, False)
+    places = d.rng.integers(-x.shape[axis], x.shape[axis], int(d.rng.integers(0, 5)))
+    return (x, places), {"axis": axis} if x.ndim > 1 or d.maybe() else {}
+
+
+@call("take_along_axis")
+def _along(d: Draw) -> Call:
+    x = d.array(A, d.shape(1, 3, 1))
+    axis = d.axis(x.ndim, False)
+    shape = list(x.shape)
+    shape[axis] = int(d.rng.integers(0, 4))
+    return (x, d.rng.integers(-x.shape[axis], x.shape[axis], shape)), {"axis": axis}
+
+
+@call("broadcast_to")
+def _broadcast_to(d: Draw) -> Call:
+    shape = d.shape()
+    return (d.array(A, tuple(1 if d.maybe() else n for n in shape)), (2, *shape)), {}
+
+
+call("broadcast_arrays")(lambda d: (tuple(d.array(A, s) for s in _fitting(d)), {}))
+call("broadcast_shapes")(lambda d: (_fitting(d), {}))
+
+
+def _fitting(d: Draw) -> tuple[tuple[int, ...], ...]:
+    shape = d.shape()
+    return tuple(
+        tuple(1 if d.maybe() else n for n in shape)[int(d.rng.integers(len(shape) + 1)) :]
+        for _ in range(3)
+    )
+
+
+@call("concat")
+def _concat(d: Draw) -> Call:
+    kind = d.one(A)
+    kinds = [kind, *(d.one([k for k in A if together(kind, k) and k[0] == kind[0]]),) * 2]
+    if d.rng.random() < 0.3:
+        return ([d.array((k,)) for k in kinds],), {"axis": None}
+    shape = list(d.shape(1, 3))
+    axis = d.axis(len(shape), False)
+    parts = []
+    for k in kinds:
+        shape[axis] = int(d.rng.integers(0, 4))
+        parts.append(d.array((k,), tuple(shape)))
+    return (parts,), {"axis": axis} if axis or d.maybe() else {}
+
+
+@call("stack")
+def _stack(d: Draw) -> Call:
+    kind, shape = d.one(A), d.shape()
+    return ([d.array((kind,), shape) for _ in range(3)],), {"axis": d.axis(len(shape) + 1, False)}
+
+
+@call("expand_dims")
+def _expand(d: Draw) -> Call:
+    x = d.array(A)
+    return (x,), {"axis": int(d.rng.integers(-x.ndim - 1, x.ndim + 1))}
+
+
+@call("squeeze")
+def _squeeze(d: Draw) -> Call:
+    x = d.array(A, (1, *d.shape(0, 2, 1), 1))
+    return (x, d.one([0, -1, (0, -1)])), {}
+
+
+def _with_axes(d: Draw) -> Call:
+    x = d.array(A)
+    return (x,), {"axis": d.axes(x.ndim)}
+
+
+call("flip")(_with_axes)
+
+
+@call("roll")
+def _roll(d: Draw) -> Call:
+    x = d.array(A)
+    axis = d.axes(x.ndim)
+    shifts = tuple(int(n) for n in d.rng.integers(-6, 7, len(axis) if type(axis) is tuple else 1))
+    return (x, shifts if isinstance(axis, tuple) else shifts[0]), {"axis": axis}
+
+
+@call("moveaxis")
+def _moveaxis(d: Draw) -> Call:
+    x = d.array(A, d.shape(1, 4))
+    count = int(d.rng.integers(1, x.ndim + 1))
+    a, b = (tuple(int(i) for i in d.rng.permutation(x.ndim)[:count]) for _ in range(2))
+    return (x, a[0], b[0]) if count == 1 and d.maybe() else (x, a, b), {}
+
+
+@call("permute_dims")
+def _permute(d: Draw) -> Call:
+    x = d.array(A)
+    return (x, tuple(int(i) for i in d.rng.permutation(x.ndim))), {}
+
+
+@call("repeat")
+def _repeat(d: Draw) -> Call:
+    x = d.array(A)
+    axis = d.axis(x.ndim)
+    size = x.size if axis is None else x.shape[axis]
+    return (x, d.one([2, 0, d.rng.integers(0, 3, size)])), {"axis": axis}
+
+
+@call("reshape")
+def _reshape(d: Draw) -> Call:
+    x = d.array(A)
+    wanted = tuple(int(n) for n in d.rng.permutation(x.shape)) if x.ndim else (1,)
+    wanted = (-1,) if x.size and d.maybe() else wanted
+    return (x, wanted), {"copy": d.one([True, None])} if d.maybe() else {}
+
+
+call("tile")(lambda d: ((d.array(A), d.shape(0, 3, 0, 2)), {}))
+
+
+@call("unstack")
+def _unstack(d: Draw) -> Call:
+    x = d.array(A, d.shape(1, 3))
+    return (x,), {"axis": d.axis(x.ndim, False)}
+
+
+@call("diff")
+def _diff(d: Draw) -> Call:
+    x = d.array(R, d.shape(1, 3, 2))
+    axis = d.axis(x.ndim, False)
+    kwargs: dict[str, Any] = {"axis": axis, "n": int(d.rng.integers(0, 3))}
+    for name in ("prepend", "append"):
+        if d.maybe():
+            kwargs[name] = d.array((x.dtype.name,), x.shape)
+    return (x,), kwargs
+
+
+# --- products, in both namespaces --------------------------------------------------------------
+
+
+def _products(d: Draw) -> tuple[str, str]:
+    first = d.one(N)
+    return first, d.one([k for k in N if together(first, k)])
+
+
+@call("matmul", "linalg.matmul")
+def _matmul(d: Draw) -> Call:
+    a, b = _products(d)
+    m, k, n = (int(v) for v in d.rng.integers(0, 5, 3))
+    if d.maybe():
+        lead = d.shape(0, 2)
+        return (d.array((a,), (*lead, m, k)), d.array((b,), (*lead, k, n))), {}
+    left, right = ((k,) if d.maybe() else (m, k)), ((k,) if d.maybe() else (k, n))
+    return (d.array((a,), left), d.array((b,), right)), {}
+
+
+call("matrix_transpose", "linalg.matrix_transpose")(lambda d: ((d.array(A, d.shape(2, 4)),), {}))
+
+
+@call("tensordot", "linalg.tensordot")
+def _tensordot(d: Draw) -> Call:
+    a, b = _products(d)
+    middle = d.shape(0, 2)
+    left, right = d.array((a,), (*d.shape(0, 2), *middle)), d.array((b,), (*middle, *d.shape(0, 2)))
+    count = len(middle)
+    pairs = tuple(range(left.ndim - count, left.ndim)), tuple(range(count))
+    return (left, right), {"axes": count if d.maybe() else pairs}
+
+
+@call("vecdot", "linalg.vecdot")
+def _vecdot(d: Draw) -> Call:
+    a, b = _products(d)
+    shape = d.shape(1, 3)
+    return (d.array((a,), shape), d.array((b,), shape[int(d.rng.integers(len(shape))) :])), {}
+
+
+# --- linalg --------------------------------------------------------------------------------------
+
+for _name in ("eigh", "eigvalsh"):
+    call(f"linalg.{_name}")(lambda d: ((d.hermitian(),), {}))
+for _name in ("det", "inv", "slogdet", "eig", "eigvals"):
+    call(f"linalg.{_name}")(lambda d: ((d.good(),), {}))
+call("linalg.cholesky")(lambda d: ((d.hermitian(),), {"upper": d.maybe()}))
+call("linalg.matrix_power")(lambda d: ((d.good(), int(d.rng.integers(-2, 4))), {}))
+call("linalg.svdvals")(lambda d: ((d.matrices(square=False),), {}))
+call("linalg.svd")(lambda d: ((d.matrices(square=False),), {"full_matrices": d.maybe()}))
+call("linalg.qr")(lambda d: ((d.matrices(square=False),), {"mode": d.one(["reduced", "complete"])}))
+call("linalg.pinv", "linalg.matrix_rank")(
+    lambda d: ((d.matrices(square=False, side=1),), {"rtol": 1e-3} if d.maybe() else {})
+)
+call("linalg.diagonal")(
+    lambda d: ((d.array(A, d.shape(2, 4)),), {"offset": int(d.rng.integers(-2, 3))})
+)
+call("linalg.trace")(
+    lambda d: ((d.array(N, d.shape(2, 4)),), {"offset": int(d.rng.integers(-2, 3))})
+)
+
+
+@call("linalg.cross")
+def _cross(d: Draw) -> Call:
+    a, b = _products(d)
+    shape = (*d.shape(0, 2), 3)
+    return (d.array((a,), shape), d.array((b,), shape[int(d.rng.integers(len(shape))) :])), {}
+
+
+@call("linalg.outer")
+def _outer(d: Draw) -> Call:
+    a, b = _products(d)
+    return (d.array((a,), d.shape(1, 1)), d.array((b,), d.shape(1, 1))), {}
+
+
+@call("linalg.solve")
+def _solve(d: Draw) -> Call:
+    x = d.good()
+    n = x.shape[-1]
+    if d.maybe():
+        return (x, d.array((x.dtype.name,), (n,))), {}
+    return (x, d.array((x.dtype.name,), (*x.shape[:-2], n, 3))), {}
+
+
+@call("linalg.matrix_norm")
+def _matrix_norm(d: Draw) -> Call:
+    ords = ["fro", "nuc", np.inf, -np.inf, 1, -1, 2, -2]
+    x = d.matrices(square=False, side=1)
+    return (x,), {"ord": d.one(ords), "keepdims": d.maybe()}
+
+
+@call("linalg.vector_norm")
+def _vector_norm(d: Draw) -> Call:
+    x = d.array(FC, d.shape(1, 3, 1))
+    return (x,), {
+        "axis": d.axes(x.ndim), "keepdims": d.maybe(),
+        "ord": d.one([2, 1, 0, 3.5, np.inf, -np.inf, -1, -2]),
+    }  # fmt: skip
+
+
+# --- fft -----------------------------------------------------------------------------------------
+
+NORMS = ["backward", "ortho", "forward"]
+
+
+def _line(kinds: Any) -> Callable[[Draw], Call]:
+    def drawn(d: Draw) -> Call:
+        x = d.array(kinds, d.shape(1, 3, 2))
+        n = {"n": int(d.rng.integers(2, 7))} if d.maybe() else {}
+        return (x,), {"axis": d.axis(x.ndim, False), "norm": d.one(NORMS), **n}
+
+    return drawn
+
+
+def _grid(kinds: Any) -> Callable[[Draw], Call]:
+    def drawn(d: Draw) -> Call:
+        x = d.array(kinds, d.shape(1, 3, 2))
+        kwargs: dict[str, Any] = {"norm": d.one(NORMS)}
+        if d.maybe():
+            kwargs["axes"] = tuple(range(x.ndim))[int(d.rng.integers(x.ndim)) :]
+            if d.maybe():
+                kwargs["s"] = tuple(int(n) for n in d.rng.integers(2, 5, len(kwargs["axes"])))
+        return (x,), kwargs
+
+    return drawn
+
+
+call("fft.fft", "fft.ifft")(_line(FC))
+call("fft.rfft", "fft.ihfft")(_line(F))
+call("fft.irfft", "fft.hfft")(_line(C))
+call("fft.fftn", "fft.ifftn")(_grid(FC))
+call("fft.rfftn")(_grid(F))
+call("fft.irfftn")(_grid(C))
+
+
+@call("fft.fftfreq", "fft.rfftfreq")
+def _freq(d: Draw) -> Call:
+    options = {"dtype": Named(d.one(F))} if d.maybe() else {}
+    return (int(d.rng.integers(1, 9)),), {"d": float(d.one([1.0, 0.25])), **options}
+
+
+@call("fft.fftshift", "fft.ifftshift")
+def _shift(d: Draw) -> Call:
+    x = d.array(FC, d.shape(1, 3))
+    return (x,), {"axes": d.axes(x.ndim)}

@@ -1,0 +1,273 @@
+"""Training's operands on Hopper: the reference's values bit for bit, and their products' bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor.backends import registry
+from extensor.ops.quantized import layer_context
+from extensor.quant.recipes import get_recipe
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda import dense, jit, operands
+from extensor_cuda.kernels import quantize as kernels
+from tests.unit.cuda.test_compile import properties
+
+SHAPES = ((256, 256), (200, 328), (1, 40), (32, 8), (129, 136), (67, 1000))
+ROUNDINGS = ("nearest_even", "stochastic")
+DTYPES = ("bfloat16", "float32")
+E5M2 = ml_dtypes.float8_e5m2
+
+
+def spec_of(axis: int, rounding: str = "nearest_even", rule: str = "rceil") -> QuantSpec:
+    return QuantSpec("mxfp4", axis=axis, scale_rule=rule, rounding=rounding).resolve(2)  # type: ignore[arg-type]
+
+
+WIDE_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxint8")
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_the_kernels_compile_without_spills(rounding: str, dtype: str) -> None:
+    fp4, others = (
+        spec_of(1, rounding),
+        [spec_of(1, rounding).replace(format=name) for name in WIDE_FORMATS],
+    )
+    cases = [(fp4, 1, 0, 0), (fp4, 0, 1, 0), (fp4, 1, 1, 0), (fp4, 1, 0, 1), (fp4, 0, 1, 1)]
+    for spec, along, down, wide in cases + [(spec, 1, 1, 1) for spec in others]:
+        source = operands.operand_source(spec, dtype, bool(along), bool(down), bool(wide))
+        code, log = jit.compile_cubin(source, "sm_90a")
+        assert "warning" not in log, log
+        for numbers in properties(code).values():
+            assert numbers["stack"] == 0, f"{source.macros}: {numbers}"
+
+
+def test_the_quantizers_macros_stay_theirs() -> None:
+    plan = kernels.plan_of(spec_of(1).replace(format="mxfp8_e4m3"), (256, 256))
+    assert isinstance(plan, kernels.Plan)
+    theirs = dict(kernels.quantize_source(plan, "float32", "values", True, True).macros)
+    ours = dict(operands.operand_source(plan.spec, "float32", True, True, True).macros)
+    assert theirs.items() <= ours.items()
+
+
+@pytest.fixture
+def hopper(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if cuda.xp.cuda.Device().compute_capability != "90":
+        pytest.skip("the GPU is not a Hopper: no wgmma")
+    monkeypatch.setattr(operands, "LEAST_WORK", 1)
+    return cuda
+
+
+def data(shape: tuple[int, int], dtype: str, kind: str) -> np.ndarray:
+    rng = np.random.default_rng(shape[0])
+    x = rng.standard_normal(shape)
+    if kind == "wide":
+        x *= np.exp2(rng.integers(-9, 10, shape))
+    elif kind == "special":
+        x[x < -1] = 0
+        x[0, 0] = -0.0
+        x[-1, -1] = np.nan
+        x[shape[0] // 2] = 0
+    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+
+
+def values_of(operand: operands.Operand) -> np.ndarray:
+    codes = np.ascontiguousarray(operand.codes.get()).view(E5M2).astype(np.float32)
+    return np.ldexp(codes, int(operand.exponent.get()[0]))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "wide", "special"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_rows_and_columns_are_the_references_bit_for_bit(
+    hopper: Any, rounding: str, dtype: str, kind: str, shape: tuple[int, int]
+) -> None:
+    x = data(shape, dtype, kind)
+    if shape[1] * x.itemsize % 16:
+        pytest.skip("rows are no multiple of 16 bytes")
+    specs = [spec_of(1, rounding), spec_of(0, rounding)]
+    streams = [Stream(1, 2, 3, i, bool(i)) if rounding == "stochastic" else None for i in (0, 1)]
+    there, cpu = hopper.xp.asarray(x), registry.get("cpu")
+    pair = operands.make(there, specs, streams, hopper.xp)
+    for i, both in enumerate(pair):
+        (single,) = operands.make(there, [specs[i]], [streams[i]], hopper.xp)
+        want, stats = cpu.operand(x, specs[i], streams[i])
+        want = want if i == 0 else want.T
+        set_flag = hopper.xp.asarray(1, dtype=np.uint32)
+        for made in (both, single):
+            operand, counts = made
+            assert not int(operand.flag)
+            got = values_of(operand)
+            np.testing.assert_array_equal(got, want)
+            live = ~np.isnan(want)
+            np.testing.assert_array_equal(np.signbit(got[live]), np.signbit(want[live]))
+            assert counts() == stats
+            wide = operand.wide((set_flag, set_flag), hopper.xp).get().view(ml_dtypes.bfloat16)
+            np.testing.assert_array_equal(wide[:, : want.shape[1]].astype(np.float32), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("name", WIDE_FORMATS)
+def test_other_formats_are_the_references_as_bfloat16(
+    hopper: Any, name: str, rounding: str, dtype: str
+) -> None:
+    x, cpu = data((200, 328), dtype, "special"), registry.get("cpu")
+    specs = [spec_of(axis, rounding).replace(format=name) for axis in (1, 0)]
+    streams = [Stream(1, 2, 3, i, bool(i)) if rounding == "stochastic" else None for i in (0, 1)]
+    made = operands.make(hopper.xp.asarray(x), specs, streams, hopper.xp)
+    for i, (operand, counts) in enumerate(made):
+        want, stats = cpu.operand(x, specs[i], streams[i])
+        got = np.ascontiguousarray(operand.bits.get()).view(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(got.astype(np.float32), want if i == 0 else want.T)
+        assert counts() == stats
+    tiny = hopper.xp.asarray(np.full((32, 32), 2.0**-135, dtype=np.float32))
+    ((_, counts),) = operands.make(tiny, specs[:1], streams[:1], hopper.xp)
+    if name.startswith("mxfp8"):
+        with pytest.warns(RuntimeWarning, match="bfloat16"):
+            counts()
+
+
+def flagged(hopper: Any, low: float) -> bool:
+    x = np.zeros((64, 64), dtype=np.float32)
+    x[0, 0], x[40, 40] = 6.0, 6.0 * low
+    made = operands.make(hopper.xp.asarray(x), [spec_of(1), spec_of(0)], [None, None], hopper.xp)
+    flags = {bool(int(operand.flag)) for operand, _ in made}
+    assert len(flags) == 1
+    return flags.pop()
+
+
+def test_the_window_is_29_binades_four_of_them_to_grow(hopper: Any) -> None:
+    assert not flagged(hopper, 2.0**-24)
+    assert flagged(hopper, 2.0**-25)
+
+
+def test_the_window_follows_the_tensor_one_step_behind(hopper: Any) -> None:
+    x, memory = data((64, 64), "float32", "normal"), {}  # type: ignore[var-annotated]
+    for power, beyond in ((0, 0), (4, 0), (9, 1), (9, 0), (-20, 1), (-20, 0), (-16, 0)):
+        there = hopper.xp.asarray(x * np.float32(2.0**power))
+        for axis in (1, 0):  # the second call finds what the first one left
+            spec = spec_of(axis)
+            ((made, _),) = operands.make(there, [spec], [None], hopper.xp, memory)
+            assert bool(int(made.flag)) == (bool(beyond) and axis == 1), (power, axis)
+            if not int(made.flag):
+                want = registry.get("cpu").operand(there.get(), spec)[0]
+                np.testing.assert_array_equal(values_of(made), want if axis else want.T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spread", [0, 40])
+def test_products_are_within_the_bound_in_and_out_of_the_window(
+    hopper: Any, dtype: str, spread: int
+) -> None:
+    m, n, k = 200, 136, 1040
+    sides, values = [], []
+    for rows in (m, n):
+        x = data((rows, k), dtype, "normal").astype(np.float32)
+        x[rows // 2] *= 2.0**-spread
+        x = x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+        sides.append(operands.make(hopper.xp.asarray(x), [spec_of(1)], [None], hopper.xp)[0][0])
+        values.append(registry.get("cpu").operand(x, spec_of(1))[0].astype(np.float64))
+    falls = hopper.xp.zeros((), dtype=np.uint32)
+    got = operands.multiply(*sides, dtype, hopper.xp, falls).get().astype(np.float64)
+    assert int(falls) == (spread > 28)
+    want, size = values[0] @ values[1].T, np.abs(values[0]) @ np.abs(values[1]).T
+    relative = k * 2.0**-22 if spread else 512 * 34 / 32 * 2.0**-13 + 2.0**-19
+    if dtype == "bfloat16":
+        size, relative = size + np.abs(want), relative + 2.0**-8
+    assert (np.abs(got - want) <= relative * size + k * 2.0**-126).all()
+
+
+@pytest.fixture
+def recipe_grads(hopper: Any) -> Iterator[Any]:
+    def run(
+        device: str, x: np.ndarray, w: np.ndarray, g: np.ndarray, recipe: str = "mxfp4"
+    ) -> list[np.ndarray]:
+        layer = get_recipe(recipe).layers
+        tensors = [et.from_numpy(v).to(device) for v in (x, w)]
+        for tensor in tensors:
+            tensor.requires_grad = True
+        context = layer_context(layer, seed=5)
+        out = et.quantized_matmul(*tensors, context)
+        out.backward(et.from_numpy(g).to(device))
+        grads = [t.grad for t in tensors]
+        assert all(grad is not None for grad in grads)
+        results = [out, *grads]
+        counted.append(dict(context.state.telemetry))
+        return [t.numpy() for t in results]  # type: ignore[union-attr]
+
+    counted: list[Any] = []
+    run.counted = counted  # type: ignore[attr-defined]
+    yield run
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_linear_layers_three_products_are_those_of_the_cpu(
+    hopper: Any, recipe_grads: Any, dtype: str
+) -> None:
+    m, n, k = 200, 136, 264
+    x, w, g = (data(shape, dtype, "normal") for shape in ((m, k), (n, k), (m, n)))
+    before = hopper.fallbacks
+    ours, theirs = (recipe_grads(device, x, w, g) for device in ("cuda", "cpu"))
+    assert hopper.fallbacks == before
+    assert recipe_grads.counted[0] == recipe_grads.counted[1]
+    for got, want in zip(ours, theirs, strict=True):
+        assert got.dtype == want.dtype == x.dtype
+        scale = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+        error = np.abs(got.astype(np.float64) - want.astype(np.float64))
+        assert error.max() <= scale * np.abs(want.astype(np.float64)).max()
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rounding_to_bfloat16_compiles_without_spills(dtype: str) -> None:
+    for turned in (False, True):
+        code, log = jit.compile_cubin(dense.source(dtype, turned), "sm_90a")
+        assert "warning" not in log, log
+        assert all(numbers["stack"] == 0 for numbers in properties(code).values())
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (1, 7), (200, 333)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dense_operands_are_rounded_once_either_way(
+    hopper: Any, dtype: str, shape: tuple[int, int]
+) -> None:
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    x[0, 0], x[0, -1] = 1e-40, np.inf
+    if dtype != "float32":
+        x = x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
+    want = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    for axis in (1, 0):
+        made = dense.make(hopper.xp.asarray(x), axis, hopper.xp)
+        got = made.bits.get().view(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(got, want if axis else want.T)
+
+
+def test_a_bfloat16_layers_three_products_are_those_of_the_cpu(
+    hopper: Any, recipe_grads: Any
+) -> None:
+    m, n, k = 200, 136, 264
+    x, w, g = (data(shape, "float32", "normal") for shape in ((m, k), (n, k), (m, n)))
+    ours, theirs = (recipe_grads(device, x, w, g, "bf16") for device in ("cuda", "cpu"))
+    for got, want in zip(ours, theirs, strict=True):
+        assert np.abs(got - want).max() <= 2.0**-18 * 300 * np.abs(want).max()
+
+
+def test_small_or_odd_products_are_left_to_cupy(cuda: Any) -> None:
+    x = cuda.xp.ones((32, 40), dtype=np.float32)
+    for array, spec, work, words in (
+        (x, spec_of(1), 1 << 20, "fewer than"),
+        (x, QuantSpec("mxfp4", axis=1, tile=(1, 64)).resolve(2), 1 << 40, "tiles (1, 64)"),
+        (cuda.xp.ones((32, 39), dtype=np.float32), spec_of(1), 1 << 40, "strides"),
+    ):
+        assert words in str(operands.reason(array, spec, work, "90"))
+    assert operands.reason(x, spec_of(1), 1 << 40, "90") is None
+    assert "compute capability 80" in str(operands.reason(x, spec_of(1), 1 << 40, "80"))

@@ -1,0 +1,105 @@
+"""`et.linalg` and `et.fft` beside what tests/test_array_api_peer.py compares: dtypes, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor.testing import gradcheck
+
+RNG = np.random.default_rng(5)
+GOOD = RNG.normal(size=(3, 3)) + 4 * np.eye(3)
+SYMMETRIC = GOOD @ GOOD.T
+FACTORS = ["eigh", "eigvalsh", "eig", "eigvals", "qr", "svd", "svdvals", "pinv", "matrix_rank"]
+
+
+def _first(result: Any) -> et.ExTensor:
+    return result if isinstance(result, et.ExTensor) else result[0]
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_without_a_rule_a_gradient_is_refused(name: str) -> None:
+    function = getattr(et.linalg, name)
+    x = et.ExTensor(SYMMETRIC, requires_grad=True)
+    with pytest.raises(TypeError, match=r"x\.detach\(\)"):
+        function(x)
+    assert not _first(function(x.detach())).requires_grad
+    with et.no_grad():
+        function(x)
+
+
+@pytest.mark.parametrize("name", [n for n in et.linalg.__all__ if n not in
+                                  ("cross", "outer", "tensordot", "vecdot", "vector_norm", "matmul",
+                                   "solve", "matrix_power")])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int64"])
+def test_16_bit_floats_round_once_and_integers_become_float32(name: str, dtype: str) -> None:
+    function = getattr(et.linalg, name)
+    x = et.ExTensor(np.rint(SYMMETRIC)).astype("float32").astype(dtype)
+    got, wide = _first(function(x)), _first(function(x.astype("float32")))
+    if name in ("diagonal", "trace", "matrix_transpose"):  # of any numbers, as they are
+        assert got.dtype.name == dtype or (name, dtype) == ("trace", "int64")
+    elif wide.dtype is not et.float32 or dtype == "int64":
+        assert got.dtype is wide.dtype
+    else:
+        assert got.dtype.name == dtype
+    if name != "matrix_norm":  # written in several operations, each of which rounds
+        assert got.tolist() == wide.astype(got.dtype).tolist()
+
+
+def test_blocked_tensors_are_decoded() -> None:
+    q = et.ExTensor(np.eye(32) * 4, "float32").to_mxfp8()
+    assert et.linalg.inv(q).tolist() == (np.eye(32) / 4).tolist()
+    assert et.linalg.svdvals(q).tolist() == [4.0] * 32
+    assert et.fft.rfft(q).dtype is et.complex64
+
+
+def test_factors_make_the_matrix_again() -> None:
+    x = et.ExTensor(RNG.normal(size=(2, 4, 3)))
+    u, s, vh = et.linalg.svd(x, full_matrices=False)
+    np.testing.assert_allclose(((u * s.expand_dims(-2)) @ vh).numpy(), x.numpy(), atol=1e-13)
+    q, r = et.linalg.qr(x, mode="complete")
+    assert q.shape == (2, 4, 4)
+    np.testing.assert_allclose((q @ r).numpy(), x.numpy(), atol=1e-13)
+    values, vectors = et.linalg.eigh(et.ExTensor(SYMMETRIC))
+    np.testing.assert_allclose(
+        (vectors * values @ vectors.mT).numpy(), SYMMETRIC, rtol=1e-12, atol=1e-12
+    )
+    upper = et.linalg.cholesky(et.ExTensor(SYMMETRIC), upper=True)
+    np.testing.assert_allclose((upper.mT @ upper).numpy(), SYMMETRIC, rtol=1e-12, atol=1e-12)
+    assert upper.tolist() == et.triu(upper).tolist()
+
+
+def test_gradient_of_slogdet() -> None:
+    gradcheck(lambda x: et.linalg.slogdet(x).logabsdet, [et.ExTensor(GOOD, requires_grad=True)])
+    x = et.ExTensor(GOOD, requires_grad=True)
+    assert not et.linalg.slogdet(x).sign.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: et.linalg.inv(et.zeros((2, 3))), "wanted square matrices"),
+        (lambda: et.linalg.slogdet(et.zeros(3)), "wanted matrices"),
+        (lambda: et.linalg.slogdet([[1.0]]), "wanted an ExTensor"),
+        (lambda: et.linalg.qr(et.eye(2), mode="raw"), "'reduced' or 'complete'"),
+        (lambda: et.fft.fft(et.ones(3), norm="none"), "wanted one of backward"),
+        (lambda: et.fft.fft(et.ones(3), n=0), "n: wanted 1 or more"),
+        (lambda: et.fft.rfft(et.ones(3).astype("complex64")), "use fft"),
+        (lambda: et.fft.fftn(et.ones((2, 2)), s=(2,), axes=(0, 1)), "as many sizes as axes"),
+        (lambda: et.fft.fftfreq(0), "n of 1 or more"),
+        (lambda: et.fft.fft([1.0]), "wanted an ExTensor"),
+    ],
+)
+def test_refusals(made: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        made()
+
+
+def test_shift_and_back() -> None:
+    x = et.arange(15).reshape(3, 5)
+    assert et.fft.ifftshift(et.fft.fftshift(x)).tolist() == x.tolist()
+    assert et.fft.fftshift(et.arange(5)).tolist() == [3, 4, 0, 1, 2]
+    gradcheck(et.fft.fftshift, [et.ExTensor(GOOD, requires_grad=True)])
