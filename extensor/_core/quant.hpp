@@ -182,6 +182,10 @@ void settle(Call& call, const Totals& totals, int64_t whole);
 void survey_values(const QuantJob& job, int64_t parts, uint32_t* finite);
 
 void quantize_rows(Call& call);
+
+// Tiles [start, start + tiles) of one row, where no other row decides their scales.
+void code_row(const Call& call, int64_t row, int64_t start, int64_t tiles, Tally& tally);
+
 void quantize_columns(Call& call);
 
 // Along rows, down columns, or both in one reading (either may be null); false, and nothing done,

@@ -227,9 +227,13 @@ struct Cut {
             deep = multiple;
         }
         units = ceil_div(rows, deep);
-        chunk = round_up(most(kTask / deep, 1), 2 * kWide);
-        chunks = ceil_div(columns, chunk);
-        count = images * units * chunks;
+        // Long runs of each row, which hardware fetches ahead, as far as there are tasks enough.
+        for (int64_t values = 4 * kTask; values >= kTask; values /= 2) {
+            chunk = round_up(most(values / deep, 1), 2 * kWide);
+            chunks = ceil_div(columns, chunk);
+            count = images * units * chunks;
+            if (count >= 8 * threads::get()) break;
+        }
     }
 };
 
@@ -251,6 +255,12 @@ bool fits_down(const Call& call, const Cut& cut) {
     const QuantJob& job = call.job;
     return fits(call) && cut.deep % job.tile_length == 0 && kWide % job.tile_rows == 0 &&
            (!call.plan.hadamard || cut.deep % call.plan.hadamard == 0);
+}
+
+// Rows in tiles of their own are coded straight from the array, in runs as long as a task is wide; its
+// panels then come from the nearer caches.
+bool runs_straight(const Call& call) {
+    return call.job.codes && call.job.tile_rows == 1 && call.tiles >= VL;
 }
 
 // One panel of a task, and what its two readers make of it.
@@ -280,8 +290,14 @@ struct Panel {
     }
 };
 
-template <class Body>
-void for_panels(const Call* along, const Call* down, const Cut& cut, Body body) {
+// What a task covers: rows [top, top + rows) of an image, columns [left, right).
+struct Unit {
+    int64_t image, top, rows, left, right;
+};
+
+// Calls first(task, unit), then body(task, panel) for each panel of the unit.
+template <class First, class Body>
+void for_panels(const Call* along, const Call* down, const Cut& cut, First first, Body body) {
     const Call& any = along ? *along : *down;
     const int64_t each = any.job.type == FloatType::float32 ? 4 : 2;
     threads::run(cut.count, 8 * cut.images * cut.rows * cut.columns, [&](int64_t task) {
@@ -290,6 +306,7 @@ void for_panels(const Call* along, const Call* down, const Cut& cut, Body body) 
         const int64_t right = least(left + cut.chunk, cut.columns), top = unit * cut.deep;
         const int64_t real = least(cut.deep, cut.rows - top);
         const Source x = any.source().from((image * cut.rows + top) * cut.columns);
+        first(task, Unit{image, top, real, left, right});
         const bool transforms = down && down->plan.hadamard;
         float* panel = scratch_of<float>(Slot::padded, cut.deep * kWide * (transforms ? 2 : 1));
         const bool keeps = (!along || takes_halves(*along)) && (!down || takes_halves(*down));
@@ -348,7 +365,8 @@ void set_globals(Call* along, Call* down, const Cut& cut, uint32_t* finite) {
             if (call) call->scaler.set_global(amax);
         return;
     }
-    for_panels(along, down, cut, [&](int64_t task, const Panel& p) {
+    const auto nothing = [](int64_t, const Unit&) {};
+    for_panels(along, down, cut, nothing, [&](int64_t task, const Panel& p) {
         for (int64_t r = 0; r < p.real; ++r) p.ahead.row(r);
         uint32_t* mine = finite + 2 * task;
         if (rows) mine[0] = larger_of(mine[0], statistic_of_rows(*along, p));
@@ -369,8 +387,17 @@ bool quantize_panels(Call* along, Call* down) {
     set_globals(along, down, cut, totals.finite);
     const RowCoder code_rows = along ? row_coder(*along) : nullptr;
     const ColumnCoder code_columns = down ? column_coder(*down) : nullptr;
-    for_panels(along, down, cut, [&](int64_t task, const Panel& p) {
-        if (along) {
+    const bool straight = along && runs_straight(*along);
+    const auto rows_first = [&](int64_t task, const Unit& u) {
+        if (!straight) return;
+        const int64_t tile = along->job.tile_length, tiles = ceil_div(u.right - u.left, tile);
+        Tally tally;
+        for (int64_t r = 0; r < u.rows; ++r)
+            code_row(*along, u.image * along->job.rows + u.top + r, u.left / tile, tiles, tally);
+        totals.counts[2 * task] += count(tally);
+    };
+    for_panels(straight ? nullptr : along, down, cut, rows_first, [&](int64_t task, const Panel& p) {
+        if (along && !straight) {
             Tally tally;
             uint32_t* maxima = scratch_of<uint32_t>(Slot::maxima, p.deep * tiles_across(along->job));
             panel_row_maxima(along->job, p.along, p.deep, maxima);

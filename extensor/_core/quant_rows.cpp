@@ -300,6 +300,15 @@ void survey(Call& call, const RowTasks& tasks, const Totals& totals) {
 }
 
 template <bool Words, bool Divide, bool Codes>
+void code_row(const Call& call, Piece row, Tally& tally) {
+    if constexpr (Codes && !Divide) {
+        const int64_t done = stream<Words>(call, row, tally);
+        row.start += done, row.tiles -= done;
+    }
+    if (row.tiles) code_any<Words, Divide, Codes>(call, row, nullptr, tally);
+}
+
+template <bool Words, bool Divide, bool Codes>
 void run(Call& call, const RowTasks& tasks, const Totals& totals) {
     const bool kept = keeps_maxima(call);
     tasks.run(call, [&](int64_t task, const Piece& p) {
@@ -308,14 +317,8 @@ void run(Call& call, const RowTasks& tasks, const Totals& totals) {
             const uint32_t* known = totals.maxima + p.first * call.tiles + p.start;
             code_any<Words, Divide, Codes>(call, p, kept ? known : nullptr, tally);
         } else {
-            for (int64_t r = 0; r < p.rows; ++r) {
-                Piece row = {p.first + r, 1, p.start, p.tiles};
-                if constexpr (Codes && !Divide) {
-                    const int64_t done = stream<Words>(call, row, tally);
-                    row.start += done, row.tiles -= done;
-                }
-                if (row.tiles) code_any<Words, Divide, Codes>(call, row, nullptr, tally);
-            }
+            for (int64_t r = 0; r < p.rows; ++r)
+                code_row<Words, Divide, Codes>(call, {p.first + r, 1, p.start, p.tiles}, tally);
         }
         totals.counts[task] = count(tally);
     });
@@ -331,6 +334,12 @@ void survey_values(const QuantJob& job, int64_t parts, uint32_t* finite) {
         if (n > 0)
             finite[part] = Source{job.x, job.type}.from(part * each).visit(
                 [&](const auto* x) { return finite_run_maximum(x, n); });
+    });
+}
+
+void code_row(const Call& call, int64_t row, int64_t start, int64_t tiles, Tally& tally) {
+    specialize(call, [&]<bool Words, bool Divide, bool Codes>() {
+        code_row<Words, Divide, Codes>(call, {row, 1, start, tiles}, tally);
     });
 }
 
