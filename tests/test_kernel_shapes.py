@@ -384,6 +384,18 @@ def test_any_case(case: tuple[Any, QuantSpec, Stream | None, str]) -> None:
     assert_same(got, wanted, (level, spec, x.shape, x.strides))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "nvfp4"])
+def test_pairs_wider_than_a_task(level: str, name: str, dtype: str) -> None:
+    """Rows and columns at once, the rows cut into several tasks, as one after the other."""
+    both = QuantSpec(name), QuantSpec(name, axis=0)
+    for kind in ("normal", "special"):
+        x = long_rows((40, 8264), kind, dtype)
+        found = BACKEND.quantize_pair(x, both)
+        for got, spec in zip(found, both, strict=True):
+            assert_stored(got, BACKEND.quantize(x, spec), (level, kind, spec.axis))
+
+
 @st.composite
 def any_pair(draw: st.DrawFn) -> tuple[Any, list[QuantSpec], list[Stream | None], str]:
     """A matrix, a spec along its rows and one down its columns, their streams, a level."""

@@ -17,24 +17,14 @@ constexpr size_t kPage = size_t{1} << 21;  // a huge page, where there are some
 struct Block {
     void* at;
     size_t bytes;
-    bool lent;  // the system may take its pages
 };
 
 struct Store {
     std::mutex mutex;
     std::unordered_map<void*, size_t> sizes;  // of the blocks in use
     std::vector<Block> free;                  // oldest first
-    size_t kept = 0, lent = 0;                // bytes of the free blocks
+    size_t kept = 0;
 };
-
-// Lets the system take a block's pages before they are written again; false where it has no such thing.
-bool lend([[maybe_unused]] const Block& block) {
-#if defined(__linux__) && defined(MADV_FREE)
-    return madvise(block.at, block.bytes, MADV_FREE) == 0;
-#else
-    return false;
-#endif
-}
 
 // Never destroyed: arrays may be freed after this file's statics are gone.
 Store& store() {
@@ -52,8 +42,8 @@ void* take(size_t bytes) {
         for (size_t i = s.free.size(); i-- > 0;) {
             if (s.free[i].bytes != rounded) continue;
             void* block = s.free[i].at;
-            (s.free[i].lent ? s.lent : s.kept) -= rounded;
             s.free.erase(s.free.begin() + static_cast<std::ptrdiff_t>(i));
+            s.kept -= rounded;
             s.sizes.emplace(block, rounded);
             return block;
         }
@@ -74,25 +64,12 @@ void give_back(void* block) {
     {
         std::lock_guard lock(s.mutex);
         const auto found = s.sizes.find(block);
-        s.free.push_back({block, found->second, false});
+        s.free.push_back({block, found->second});
         s.kept += found->second;
         s.sizes.erase(found);
-        // The oldest come first: lent ones, then kept ones.
-        for (size_t i = 0; s.kept > kKept; ++i) {
-            Block& old = s.free[i];
-            if (old.lent) continue;
-            s.kept -= old.bytes;
-            s.lent += old.bytes;
-            old.lent = lend(old);
-            if (!old.lent) {
-                surplus.push_back(old.at);
-                s.lent -= old.bytes;
-                s.free.erase(s.free.begin() + static_cast<std::ptrdiff_t>(i--));
-            }
-        }
-        while (s.lent > kLent) {
+        while (s.kept > kKept) {
             surplus.push_back(s.free.front().at);
-            s.lent -= s.free.front().bytes;
+            s.kept -= s.free.front().bytes;
             s.free.erase(s.free.begin());
         }
     }

@@ -3,10 +3,7 @@
 // A fresh array of many megabytes costs more in page faults than its quantized contents cost to
 // compute: 268 MB took 60 ms to touch for the first time, and 20 ms to write. Freed blocks of
 // kLeast bytes and more are therefore kept, the newest kKept bytes of them, and handed out again;
-// everything smaller is numpy's own. Older ones, kLent bytes of them, are kept as long as nothing else
-// wants their pages (MADV_FREE, where there is such a thing): programs whose results change their size,
-// 256 MiB in float32 and half of it in bfloat16, would else touch fresh pages at every change. Blocks
-// are 64-byte aligned.
+// everything smaller is numpy's own. Blocks are 64-byte aligned.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -17,7 +14,6 @@ namespace buffers {
 
 constexpr size_t kLeast = size_t{1} << 20;  // bytes
 constexpr size_t kKept = size_t{1} << 28;
-constexpr size_t kLent = 3 * kKept;
 
 void* take(size_t bytes);
 void give_back(void* block);

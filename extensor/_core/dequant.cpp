@@ -150,6 +150,7 @@ struct Reader {
     Decoder decoder;
 #if EXTENSOR_LANES == 16
     OctetHalves octets;
+    NibbleHalves nibbles;
     bool pairs;  // whether decode_pairs may be asked
 #endif
     float ue4m3[256];
@@ -159,7 +160,7 @@ struct Reader {
     Reader(const QuantPlan& plan, const DequantJob& job)
         : plan(plan), job(job), decoder(kElements[plan.element]),
 #if EXTENSOR_LANES == 16
-          octets(kElements[plan.element]),
+          octets(kElements[plan.element]), nibbles(decoder.table),
           pairs(kElements[plan.element].is_float && plan.scale == Scale::ue4m3 &&
                 job.tensor_scale - job.tensor_scale == 0),
 #endif
@@ -210,6 +211,14 @@ INLINE int64_t decode_halves([[maybe_unused]] const Reader& r, [[maybe_unused]] 
             for (; t + 2 <= tiles; t += 2)
                 store_line(out + t * 16, pick(codes + t * 8, values(t), values(t + 1)), r.past);
         } else if (r.decoder.bits == 4 && tile % 32 == 0) {
+            if (kFloatType<T> == FloatType::bfloat16 && r.plan.scale == Scale::e8m0 && !r.job.zero_points &&
+                r.job.tensor_scale == 1) {
+                for (; t < tiles && r.nibbles.covers(bytes[t]); ++t) {
+                    const __m512i mine = r.nibbles.under(bytes[t]);
+                    for (int64_t i = t * tile; i < (t + 1) * tile; i += 32)
+                        store_line(out + i, _mm512_permutexvar_epi16(spread_nibbles(codes + i / 2), mine), r.past);
+                }
+            }
             for (; t < tiles; ++t) {
                 const __m256i mine = values(t);
                 for (int64_t i = t * tile; i < (t + 1) * tile; i += 32)

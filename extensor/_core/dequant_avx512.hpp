@@ -1,7 +1,7 @@
 // Codes to bfloat16 and float16 on AVX-512, 32 to a register.
 //
 // A block of four-bit codes has sixteen values: they are computed and rounded as any others are, and
-// its codes pick among them. FP8 codes under a power of two become bfloat16 by moving their fields,
+// its codes pick among them. Under a power of two only their exponents differ from block to block. FP8 codes under a power of two become bfloat16 by moving their fields,
 // while none overflows or becomes subnormal: exact.
 #pragma once
 
@@ -68,6 +68,38 @@ INLINE int64_t decode_pairs(const float* grid, const float* ue4m3, const uint8_t
     }
     return t;
 }
+
+// Four-bit codes under a scale of E8M0.
+struct NibbleHalves {
+    __m512i bits;  // of the sixteen values under the scale 1, twice
+    __mmask32 some;  // which are not zero
+    uint32_t lowest, count;  // of the scales under which all of these are normal numbers
+
+    explicit NibbleHalves(const float* values) {
+        alignas(64) uint16_t mine[32];
+        int least_field = 255, largest_field = 0;
+        for (int i = 0; i < 32; ++i) {
+            uint32_t wide;
+            std::memcpy(&wide, values + i % 16, 4);
+            mine[i] = static_cast<uint16_t>(wide >> 16);
+            const int field = static_cast<int>(wide >> 23 & 255);
+            if (!field) continue;
+            least_field = field < least_field ? field : least_field;
+            largest_field = field > largest_field ? field : largest_field;
+        }
+        bits = _mm512_load_si512(mine);
+        some = _mm512_test_epi16_mask(bits, _mm512_set1_epi16(0x7FFF));
+        lowest = static_cast<uint32_t>(least_field < 128 ? 128 - least_field : 1);
+        count = static_cast<uint32_t>(381 - largest_field) - lowest + 1;
+    }
+
+    INLINE bool covers(uint32_t scale) const { return scale - lowest < count; }
+
+    INLINE __m512i under(uint32_t scale) const {
+        const int offset = (static_cast<int>(scale) - 127) * 128;
+        return _mm512_mask_add_epi16(bits, some, bits, _mm512_set1_epi16(static_cast<short>(offset)));
+    }
+};
 
 // FP8 codes under a scale of E8M0.
 struct OctetHalves {
