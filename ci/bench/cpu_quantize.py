@@ -3,7 +3,7 @@
     python ci/bench/cpu_quantize.py [--only WORD ...] [--torchao PYTHON] [--force]
 
 One matrix of 16384 x 4096 normal values, float32 or bfloat16; medians of single calls, each after
-one of the same kind that is not timed, the contestants in turns. Bytes are those read and written,
+two of the same kind that are not timed, the contestants in turns. Bytes are those read and written,
 NVFP4's input counted twice (the tensor's maximum, then codes: nothing takes the maximum from the
 caller); "both" is rows and columns of one array (`quantize_pair`), its input counted once and its
 two results; the bandwidth beside them is that of
@@ -133,7 +133,8 @@ def measure(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, (_, call) in calls.items():
-            call()  # its results go to memory that is used again, as in a loop
+            for _ in range(2):  # results go to memory that is used again, as in a loop
+                call()
             start = time.perf_counter()
             call()
             if turn:  # the first turn warms up
