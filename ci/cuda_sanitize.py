@@ -60,7 +60,7 @@ def inner() -> None:
             backend.operand(x, spec, stream)
             backend.dequantize(q)
             count += 1
-    count += pairs(backend, rng) + training(backend, rng)
+    count += pairs(backend, rng) + training(backend, rng) + products(backend, rng)
     for rows, columns, depth in ((128, 256, 512), (192, 200, 288)):
         a, b = (
             backend.xp.asarray(rng.standard_normal((n, depth)).astype("float32"))
@@ -96,6 +96,35 @@ def pairs(backend: Any, rng: Any) -> int:
                     amax = backend.xp.asarray(8, dtype="float32")
                     pair.rebase_pair(x, plan, streams, backend.xp, amax)
                 count += 1
+    return count
+
+
+def products(backend: Any, rng: Any) -> int:
+    """Operands of training's products, and these, in and out of FP8's window; Hopper only."""
+    from extensor.random import Stream
+    from extensor_cuda import dense, operands
+
+    xp, count = backend.xp, 0
+    if xp.cuda.Device().compute_capability != "90":
+        return 0
+    for name, rounding in (("mxfp4", "nearest_even"), ("mxfp4", "stochastic"), ("mxfp8_e4m3", "")):
+        spec = QuantSpec(name, axis=1).replace(rounding=rounding or "nearest_even").resolve(2)
+        specs, stream = [spec, spec.replace(axis=0)], Stream(1, 2, 3, 4)
+        streams = [stream if rounding == "stochastic" else None] * 2
+        for shape in ((256, 256), (72, 200)):
+            for dtype in ("float32", "bfloat16"):
+                for power in (0, -40):
+                    x = rng.standard_normal(shape).astype("float32")
+                    x[3] *= 2.0**power
+                    made = operands.make(xp.asarray(x).astype(dtype), specs, streams, xp)
+                    for operand, counts in made:
+                        backend.operand_product(operand, operand, dtype)
+                        counts()
+                    count += 1
+    for axis in (0, 1):
+        one = dense.make(xp.asarray(rng.standard_normal((72, 203)).astype("float32")), axis, xp)
+        dense.multiply(one, one, "float32", xp)
+        count += 1
     return count
 
 

@@ -184,13 +184,29 @@ def scatter_add(x: Array, indices: Array, source: Array, axis: int = -1) -> Arra
     return out
 
 
+def take_along_axis(x: Array, indices: Array, axis: int = -1) -> Array:
+    shape = list(x.shape)
+    shape[axis] = indices.shape[axis]
+    return np.take_along_axis(x, np.broadcast_to(indices, shape), axis)
+
+
 def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
     x = x.sum(tuple(range(x.ndim - len(shape))))
     return x.sum(tuple(i for i, n in enumerate(shape) if n != x.shape[i]), keepdims=True)
 
 
-def topk(x: Array, k: int, axis: int = -1) -> list[Array]:
-    order = np.flip(np.argsort(x, axis), axis).take(range(k), axis)
+def ordered(function: Any) -> Any:
+    """Sorting of values that all differ: descending is the reverse."""
+
+    def run(x: Array, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
+        found = function(x, axis)
+        return np.flip(found, axis) if descending else found
+
+    return run
+
+
+def topk(x: Array, k: int, axis: int = -1, largest: bool = True) -> list[Array]:
+    order = np.argsort(x if not largest else -x, axis).take(range(k), axis)
     return [np.take_along_axis(x, order, axis), order]
 
 
@@ -221,7 +237,7 @@ SELU = 1.0507009873554805, 1.6732632423543772
 REFERENCES: dict[str, Callable[..., Any]] = {
     "argmax": np.argmax,
     "argmin": np.argmin,
-    "argsort": np.argsort,
+    "argsort": ordered(np.argsort),
     "astype": lambda x, dtype: x.astype(dtype),
     "avg_pool2d": lambda x, k, s=None, p=0: pool(x, k, s, p, 0.0, np.mean),
     "avg_pool2d_grad": lambda g, shape, window: adjoint(lambda x: average(x, window), shape, g),
@@ -235,7 +251,10 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "bitwise_xor": np.bitwise_xor,
     "broadcast_arrays": np.broadcast_arrays,
     "broadcast_to": np.broadcast_to,
+    "cholesky": np.linalg.cholesky,
     "concatenate": np.concatenate,
+    "conj": np.conj,
+    "conjugate": np.conj,
     "conv2d": conv2d,
     "conv2d_grad_w": lambda g, x, shape, window, groups: adjoint(
         lambda w: convolved(x, w, window, groups), shape, g
@@ -243,11 +262,14 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "conv2d_grad_x": lambda g, w, shape, window, groups: adjoint(
         lambda x: convolved(x, w, window, groups), shape, g
     ),
+    "cross": np.linalg.cross,
     "cross_entropy": cross_entropy,
     "cumprod": np.cumprod,
     "cumsum": np.cumsum,
     "cumulative_prod": cumulative(np.cumprod, 1.0),
     "cumulative_sum": cumulative(np.cumsum, 0.0),
+    "det": np.linalg.det,
+    "diagonal": np.linalg.diagonal,
     "diff": np.diff,
     "dot": np.dot,
     "einsum": np.einsum,
@@ -261,10 +283,17 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "global_avg_pool2d": lambda x: x.mean((2, 3), keepdims=True),
     "hinge": lambda p, t, reduction="mean": reduced(np.maximum(0.0, 1 - t * p), reduction),
     "huber": huber,
+    "imag": np.imag,
     "inner": np.inner,
-    "kl_div": lambda p, t: (t * (np.log(t) - p)).mean(),
+    "inv": np.linalg.inv,
+    "kl_div": lambda p, t, how="mean": (
+        (t * (np.log(t) - p)).sum() / len(t) if how == "batchmean" else (t * (np.log(t) - p)).mean()
+    ),
     "l1": lambda p, t, reduction: reduced(np.abs(p - t), reduction),
     "log_softmax": lambda x, axis=-1: np.log(softmax(x, axis)),
+    "logabsdet": lambda x: np.linalg.slogdet(x)[1],
+    "matrix_norm": np.linalg.matrix_norm,
+    "matrix_power": np.linalg.matrix_power,
     "matrix_transpose": lambda x: x.swapaxes(-1, -2),
     "max_pool2d": lambda x, k, s=None, p=0: pool(x, k, s, p, -np.inf, np.max),
     "max_pool2d_gather": lambda x, index: np.take_along_axis(
@@ -272,12 +301,14 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     ).reshape(index.shape),
     "max_pool2d_grad": max_pool2d_grad,
     "maximum": np.maximum,
-    "median": np.median,
+    "median": lambda x, axis=None, keepdims=False: np.median(x, axis, keepdims=keepdims),
     "minimum": np.minimum,
     "moveaxis": np.moveaxis,
     "mse": lambda p, t, reduction: reduced((p - t) ** 2, reduction),
     "nextafter": np.nextafter,
-    "nll": lambda logs, labels: -logs[np.arange(len(labels)), labels].mean(),
+    "nll": lambda logs, labels, reduction="mean": reduced(
+        -logs[np.arange(len(labels)), labels], reduction
+    ),
     "outer": np.outer,
     "pad": lambda x, widths, value=0.0: np.pad(x, widths, constant_values=value),
     "percentile": percentile,
@@ -285,6 +316,8 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "prelu": lambda x, slope: np.where(x > 0, x, slope * x),
     "put": put,
     "ravel": np.ravel,
+    "real": np.real,
+    "real_part": np.real,
     "remainder": np.mod,
     "repeat": np.repeat,
     "reshape": np.reshape,
@@ -293,7 +326,8 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "selu": lambda x: SELU[0] * np.where(x > 0, x, SELU[1] * (np.exp(np.minimum(x, 0)) - 1)),
     "smooth_l1": smooth_l1,
     "softmax": softmax,
-    "sort": np.sort,
+    "solve": np.linalg.solve,
+    "sort": ordered(np.sort),
     "split": np.split,
     "squeeze": np.squeeze,
     "stack": np.stack,
@@ -301,16 +335,16 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "swapaxes": np.swapaxes,
     "swiglu": swiglu,
     "take": lambda x, indices, axis=0: np.take(x, indices, axis),
-    "take_along_axis": lambda x, indices: np.take_along_axis(
-        x, np.broadcast_to(indices, (*x.shape[:-1], indices.shape[-1])), -1
-    ),
+    "take_along_axis": take_along_axis,
     "tensordot": np.tensordot,
     "tile": np.tile,
     "topk": topk,
+    "trace": np.linalg.trace,
     "transpose": lambda x, *axes: x.swapaxes(*axes) if axes else x.T,
     "tril": np.tril,
     "triu": np.triu,
     "unstack": lambda x, axis: list(np.moveaxis(x, axis, 0)),
+    "vector_norm": np.linalg.vector_norm,
     "vecdot": lambda a, b, axis=-1: (a * b).sum(axis),
     "where": np.where,
 }

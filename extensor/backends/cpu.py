@@ -67,13 +67,9 @@ class CpuBackend(CpuQuantize, CpuDense, CpuTraining, CpuWindows, CpuLayers):
         if core is not None:
             core.set_threads(num_threads())
 
-    def path(self, method: str, *args: Any) -> str:
-        """Which code ``method(*args)`` takes: "core (avx512)", or "generic: " and the reason.
-
-        Raises:
-            ValueError: for a method that the core does not have.
-        """
-        reasons: dict[str, Callable[..., str | None]] = {
+    def _reasons(self) -> dict[str, Callable[..., str | None]]:
+        """For each method that the core has: why it does not take arguments, or None."""
+        return {
             "quantize": self._quantize_reason,
             "dequantize": self._dequantize_reason,
             "operand": self._operand_reason,
@@ -87,6 +83,18 @@ class CpuBackend(CpuQuantize, CpuDense, CpuTraining, CpuWindows, CpuLayers):
             **self._training_reasons(),
             **self._layer_reasons(),
         }
+
+    def core_methods(self) -> frozenset[str]:
+        """The methods that the core has; the others are made of these or run on numpy."""
+        return frozenset(self._reasons())
+
+    def path(self, method: str, *args: Any) -> str:
+        """Which code ``method(*args)`` takes: "core (avx512)", or "generic: " and the reason.
+
+        Raises:
+            ValueError: for a method that the core does not have.
+        """
+        reasons = self._reasons()
         if method not in reasons:
             raise ValueError(f"path: wanted one of {', '.join(reasons)}, got {method!r}")
         reason = reasons[method](*args)

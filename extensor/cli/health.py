@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 from importlib import metadata
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from extensor import config
 from extensor.backends import registry
 from extensor.backends.cpu import CpuBackend
-from extensor.backends.protocol import Window
+from extensor.backends.protocol import Backend, Window
 from extensor.cli.sheet import Sheet, show
 from extensor.formats import FORMATS
 from extensor.quant import QuantSpec
@@ -36,6 +37,7 @@ def doctor() -> None:
             _product_path_sheet(backend),
             _window_path_sheet(backend),
             _training_path_sheet(backend),
+            _other_sheet(backend),
         ]
     show([*sheets, _device_sheet(), _flag_sheet()])
 
@@ -152,6 +154,14 @@ def _training_path_sheet(backend: CpuBackend) -> Sheet:
     )
     rows = tuple((method, backend.path(method, *args)) for method, *args in calls)
     return Sheet("Training on the CPU, float32", ("method", "path"), rows)
+
+
+def _other_sheet(backend: CpuBackend) -> Sheet:
+    """What a backend must do and the core has no kernel of its own for."""
+    wanted = [name for name, thing in vars(Backend).items() if inspect.isfunction(thing)]
+    others = [n for n in wanted if not n.startswith("_") and n not in backend.core_methods()]
+    rows = tuple((name, "numpy, or made of the above") for name in others)
+    return Sheet("The rest on the CPU", ("method", "path"), rows)
 
 
 def _device_sheet() -> Sheet:

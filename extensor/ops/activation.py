@@ -45,7 +45,10 @@ def relu6(x: ExTensor) -> ExTensor:
 
 
 @composite(
-    samples=unary_samples(lambda x: np.where(x > 0, x, 0.01 * x), apart_from=(0.0,)),
+    samples=lambda rng: [
+        *unary_samples(lambda x: np.where(x > 0, x, 0.01 * x), apart_from=(0.0,))(rng),
+        Sample((np.array([-2.0, 3.0]), 0.3), expected=np.array([-0.6, 3.0])),
+    ],
     errors=NO_TENSOR,
 )
 def leaky_relu(x: ExTensor, slope: float = 0.01) -> ExTensor:
@@ -195,7 +198,7 @@ def silu(x: ExTensor) -> ExTensor:
 
 
 @composite(
-    samples=lambda rng: [Sample((rng.normal(size=(2, 6)),))],
+    samples=lambda rng: [Sample((rng.normal(size=(2, 6)),)), Sample((rng.normal(size=(4, 3)), 0))],
     errors=(BadInput((np.zeros((2, 5)),), ValueError, "even length"),),
 )
 def swiglu(x: ExTensor, axis: int = -1) -> ExTensor:
@@ -220,7 +223,10 @@ def mish(x: ExTensor) -> ExTensor:
 
 
 @composite(
-    samples=unary_samples(lambda x: np.where(x > 0, x, np.expm1(x)), apart_from=(0.0,)),
+    samples=lambda rng: [
+        *unary_samples(lambda x: np.where(x > 0, x, np.expm1(x)), apart_from=(0.0,))(rng),
+        Sample((np.array([-2.0, 3.0]), 0.5), expected=np.array([0.5 * np.expm1(-2.0), 3.0])),
+    ],
     errors=NO_TENSOR,
 )
 def elu(x: ExTensor, alpha: float = 1.0) -> ExTensor:

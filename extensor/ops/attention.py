@@ -234,6 +234,8 @@ def _packed_samples(rng: np.random.Generator) -> Iterator[Sample]:
         q, k, v = _parts(x, heads, groups)
         expected = _side_by_side(_reference(q, k, v, causal, q.shape[-1] ** -0.5), heads)
         yield Sample((x, heads, groups), {"causal": causal}, expected=expected)
+    expected = _side_by_side(_reference(q, k, v, False, 0.3), heads)
+    yield Sample((x, heads, groups), {"scale": 0.3}, expected=expected)
 
 
 @primitive(

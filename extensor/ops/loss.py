@@ -92,7 +92,7 @@ def l1(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean") ->
 
 
 @composite(
-    samples=_two,
+    samples=lambda rng: [*_two(rng), Sample((*_two(rng)[0].args, 0.5))],
     errors=(
         *_PAIR_ERRORS,
         BadInput((np.zeros(3), np.zeros(3)), ValueError, "above 0", {"delta": 0.0}),
@@ -127,7 +127,7 @@ def _huber(
 
 
 @composite(
-    samples=_two,
+    samples=lambda rng: [*_two(rng), Sample((*_two(rng)[0].args, 0.5))],
     errors=(
         *_PAIR_ERRORS,
         BadInput((np.zeros(3), np.zeros(3)), ValueError, "above 0", {"beta": -1.0}),
@@ -375,7 +375,10 @@ def cross_entropy(
 
 
 @composite(
-    samples=lambda rng: [Sample((np.log(rng.uniform(0.1, 1, (4, 3))), np.array([0, 2, 1, 1])))],
+    samples=lambda rng: [
+        Sample((np.log(rng.uniform(0.1, 1, (4, 3))), np.array([0, 2, 1, 1]))),
+        Sample((np.log(rng.uniform(0.1, 1, (4, 3))), np.array([0, 2, 1, 1]), "none")),
+    ],
     errors=(
         BadInput((_LOGITS, np.array([0, 3])), ValueError, "nll: labels: wanted 0..2 for 3 classes"),
         BadInput((_LOGITS, np.array([0, -1])), ValueError, "got -1..0"),
@@ -397,6 +400,7 @@ def nll(log_probabilities: ExTensor, labels: ExTensor, reduction: Reduction = "m
 @composite(
     samples=lambda rng: [
         Sample((np.array([-2.0, 0.5, 2.0]), np.array([1, -1, 1]))),
+        Sample((np.array([-2.0, 0.5, 2.0]), np.array([1, -1, 1]), "sum")),
     ],
     errors=(
         BadInput((np.zeros((2, 3)), np.ones((2, 1))), ValueError, "of one shape"),
@@ -424,7 +428,7 @@ def hinge(prediction: ExTensor, target: ExTensor, reduction: Reduction = "mean")
 @composite(
     samples=lambda rng: [
         Sample((rng.normal(size=(3, 4)), rng.integers(0, 2, (3, 4)))),
-        Sample((rng.normal(size=(3, 4)), rng.uniform(0.1, 0.9, (3, 4)), 3.0, None)),
+        Sample((rng.normal(size=(3, 4)), rng.uniform(0.1, 0.9, (3, 4)), 3.0, None, "sum")),
     ],
     errors=(
         *_PAIR_ERRORS,
@@ -467,7 +471,8 @@ def focal(
 
 @composite(
     samples=lambda rng: [
-        Sample((np.log(rng.uniform(0.1, 1, (3, 4))), rng.uniform(0.1, 1, (3, 4)))),
+        Sample((np.log(rng.uniform(0.1, 1, (3, 4))), rng.uniform(0.1, 0.9, (3, 4)), how))
+        for how in ("mean", "batchmean")
     ],
     errors=(
         *_PAIR_ERRORS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,10 @@ __all__ = [
 
 
 def _samples(
-    reference: Callable[..., Any] | None = None,
+    reference: Callable[..., Any] | None = None, further: Sequence[dict[str, Any]] = ()
 ) -> Callable[[np.random.Generator], Iterator[Sample]]:
+    """Samples over axes, and one for each of ``further`` keywords, ours and then numpy's."""
+
     def samples(rng: np.random.Generator) -> Iterator[Sample]:
         for shape, axis, keepdims in (
             ((3, 4), None, False),
@@ -33,6 +35,11 @@ def _samples(
             x = rng.normal(size=shape)
             kwargs: dict[str, Any] = {"axis": axis, "keepdims": keepdims}
             yield Sample((x,), kwargs, expected=reference(x, **kwargs) if reference else None)
+        for kwargs in further:
+            x = rng.normal(size=(3, 4))
+            assert reference is not None
+            theirs = {"ddof" if k == "correction" else k: v for k, v in kwargs.items()}
+            yield Sample((x,), kwargs, expected=reference(x, **theirs))
 
     return samples
 
@@ -262,7 +269,9 @@ def min(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTensor:
     return _extreme("min", x, axis, keepdims)
 
 
-@composite(samples=_samples(np.var), errors=_ERRORS)
+@composite(
+    samples=_samples(np.var, [{"correction": 1}, {"axis": 1, "correction": 0.5}]), errors=_ERRORS
+)
 def var(x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> ExTensor:
     """The variance over ``axis``, in two passes: sum((x - mean)**2) / (n - correction).
 
@@ -275,7 +284,7 @@ def var(x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: floa
     return sum(deviation * deviation, axes, keepdims) * share
 
 
-@composite(samples=_samples(np.std), errors=_ERRORS)
+@composite(samples=_samples(np.std, [{"correction": 1}]), errors=_ERRORS)
 def std(x: ExTensor, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> ExTensor:
     """The square root of `var`; its gradient is not defined where the variance is zero."""
     return var(x, axis, keepdims, correction).sqrt()

@@ -93,7 +93,10 @@ def _resolved(x: ExTensor, wanted: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 @composite(
-    samples=lambda rng: [Sample((rng.normal(size=(2, 3, 4)), 1))],
+    samples=lambda rng: [
+        Sample((rng.normal(size=(2, 3, 4)), 1)),
+        Sample((rng.normal(size=(2, 3, 4)), 0, 1)),
+    ],
     errors=(BadInput((np.zeros((2, 3)), 1, 0), ValueError, "start <= end"),),
 )
 def flatten(x: ExTensor, start: int = 0, end: int = -1) -> ExTensor:

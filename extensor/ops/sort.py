@@ -20,7 +20,7 @@ __all__ = ["argsort", "median", "percentile", "sort", "topk"]
 
 def _samples(rng: np.random.Generator) -> list[Sample]:
     x = rng.permutation(12).reshape(3, 4).astype(np.float64)
-    return [Sample((x,)), Sample((x, 0))]
+    return [Sample((x,)), Sample((x, 0)), Sample((x, 0, True, False))]
 
 
 _ERRORS = (BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),)
@@ -57,7 +57,10 @@ def sort(x: ExTensor, axis: int = -1, descending: bool = False, stable: bool = T
 
 
 @composite(
-    samples=lambda rng: [Sample((rng.permutation(12).reshape(3, 4).astype(float), 2))],
+    samples=lambda rng: [
+        Sample((rng.permutation(12).reshape(3, 4).astype(float), 2)),
+        Sample((rng.permutation(12).reshape(3, 4).astype(float), 2, 0, False)),
+    ],
     errors=(BadInput((np.zeros((2, 3)), 4), ValueError, "wanted 0..3"),),
 )
 def topk(x: ExTensor, k: int, axis: int = -1, largest: bool = True) -> tuple[ExTensor, ExTensor]:
@@ -112,6 +115,7 @@ def percentile(x: ExTensor, q: float, axis: Axis = None, keepdims: bool = False)
     samples=lambda rng: [
         Sample((rng.permutation(12).reshape(3, 4).astype(float),)),
         Sample((rng.permutation(9).reshape(3, 3).astype(float), 1)),
+        Sample((rng.permutation(9).reshape(3, 3).astype(float), 0, True)),
     ],
     errors=_ERRORS,
 )

@@ -378,7 +378,10 @@ def broadcast_arrays(*arrays: ExTensor) -> list[ExTensor]:
 
 
 @composite(
-    samples=lambda rng: [Sample((rng.normal(size=(3, 4)), rng.integers(0, 4, (1, 2))))],
+    samples=lambda rng: [
+        Sample((rng.normal(size=(3, 4)), rng.integers(0, 4, (1, 2)))),
+        Sample((rng.normal(size=(3, 4)), rng.integers(0, 3, (2, 4))), {"axis": 0}),
+    ],
     errors=(BadInput((np.zeros((2, 3)), np.zeros(2, int)), ValueError, "as many axes"),),
 )
 def take_along_axis(x: ExTensor, indices: ExTensor, /, *, axis: int = -1) -> ExTensor:

@@ -17,6 +17,7 @@
 #include "scale.cuh"
 #include "encode.cuh"
 #include "pairs.cuh"
+#include "rebased.cuh"
 
 constexpr int kRows = sizeof(Raw) == 2 && !WIDE ? 128 : 64, kColumns = 128, kTileThreads = 2 * kRows;
 constexpr int kRowWords = kColumns * sizeof(Raw) / 4;  // of the tile in shared memory
@@ -40,26 +41,12 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
-__device__ __forceinline__ u32 e5m2_pair(float low, float high) {
-    u16 codes;
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-    return codes;
-}
-
-// Four 4-bit codes -> four bytes, by a table of magnitudes.
-__device__ __forceinline__ u32 look_up(u32 codes, u32 low, u32 high) {
-    const u32 sign = (codes & 0x8u) << 4 | (codes & 0x80u) << 8 | (codes & 0x800u) << 12 |
-                     (codes & 0x8000u) << 16;
-    return __byte_perm(low, high, codes & 0x7777u) | sign;
-}
-
 // The E5M2 codes of a block's eight magnitudes.
 __device__ __forceinline__ uint2 table_of(const Scale& s, const Place& place) {
     if (!s.live) return uint2{0x7F7F7F7Fu, 0x7F7F7F7Fu};
     const int shift = min(max(static_cast<int>(s.stored) - place.anchor + LIFT, LIFT - SPAN), LIFT);
     const float unit = float_of(static_cast<u32>(shift + 127) << 23);
-    return uint2{e5m2_pair(0.0f, 0.5f * unit) | e5m2_pair(unit, 1.5f * unit) << 16,
-                 e5m2_pair(2.0f * unit, 3.0f * unit) | e5m2_pair(4.0f * unit, 6.0f * unit) << 16};
+    return e5m2_table(unit);
 }
 
 // Notes a block's magnitude, and that it lies outside the window, if one of its codes is not zero.
@@ -92,8 +79,8 @@ __device__ __forceinline__ void finish(const u32 (&packed)[kWords], const float 
     }
 #else
     watch(s, amax, (packed[0] | packed[1]) & 0x77777777u, place);
-    units[0] = uint4{look_up(packed[0], table.x, table.y), look_up(packed[0] >> 16, table.x, table.y),
-                     look_up(packed[1], table.x, table.y), look_up(packed[1] >> 16, table.x, table.y)};
+    units[0] = uint4{look_up(packed[0], table), look_up(packed[0] >> 16, table),
+                     look_up(packed[1], table), look_up(packed[1] >> 16, table)};
 #endif
 }
 

@@ -4,28 +4,16 @@
 // e2m1 2^(t - s + TOP) 2^(s - 127 - TOP): the first two factors are exact in E5M2 while s - t is at
 // most SPAN, and the last is the row's exponent. A wider row raises the flag. NaN blocks become NaN.
 //
-// No headers; BLOCK (16 to 128), TOP and SPAN are macros.
+// No headers but ours; BLOCK (16 to 128), TOP and SPAN are macros.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
+#include "rebased.cuh"
+
 constexpr int kThreads = 128, kNaN = 255;
-
-// The E5M2 codes of two values, exact by the window.
-__device__ __forceinline__ u32 encode_pair(float low, float high) {
-    u16 codes;
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-    return codes;
-}
-
-// Four 4-bit codes -> four bytes, by a table of magnitudes.
-__device__ __forceinline__ u32 look_up(u32 codes, u32 low, u32 high) {
-    const u32 sign = (codes & 0x8u) << 4 | (codes & 0x80u) << 8 | (codes & 0x800u) << 12 |
-                     (codes & 0x8000u) << 16;
-    return __byte_perm(low, high, codes & 0x7777u) | sign;
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out,
@@ -60,16 +48,14 @@ rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restri
         // Beyond the window lie only zero blocks, or rows whose codes are not used.
         const int shift = max(min(scale - top + TOP, TOP), TOP - SPAN);
         const float unit = __uint_as_float(static_cast<u32>(shift + 127) << 23);
-        u32 low = encode_pair(0.0f, 0.5f * unit) | encode_pair(unit, 1.5f * unit) << 16;
-        u32 high = encode_pair(2.0f * unit, 3.0f * unit) |
-                   encode_pair(4.0f * unit, 6.0f * unit) << 16;
-        if (scale == kNaN) low = high = 0x7F7F7F7Fu;
+        uint2 table = e5m2_table(unit);
+        if (scale == kNaN) table = uint2{0x7F7F7F7Fu, 0x7F7F7F7Fu};
 #pragma unroll
         for (int i = 0; i < BLOCK / 16; ++i) {
             const uint2 words = from[b * (BLOCK / 16) + i];
             to[b * (BLOCK / 16) + i] =
-                uint4{look_up(words.x, low, high), look_up(words.x >> 16, low, high),
-                      look_up(words.y, low, high), look_up(words.y >> 16, low, high)};
+                uint4{look_up(words.x, table), look_up(words.x >> 16, table),
+                      look_up(words.y, table), look_up(words.y >> 16, table)};
         }
     }
 }
