@@ -19,6 +19,7 @@ from models.lenet.configs import LeNetConfig
 from models.lenet.model import build as build_lenet
 from tests.kernels.training import norm_cases, norm_grad_cases
 from tests.oracle.compare import same_bytes
+from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.test_compile import properties
 
 CPU = GenericBackend("cpu", np)
@@ -43,6 +44,23 @@ def test_no_kernel_spills(arch: str) -> None:
             assert numbers["stack"] == 0, f"{source.macros}: {numbers}"
 
 
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
+    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=["emulated", "on a GPU"])
+def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A backend with the training kernels: the CUDA one, or its methods on the CPU."""
+    if request.param == "on a GPU":
+        return request.getfixturevalue("cuda")
+    if emulation.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    for module in (cross_entropy, norm, optimizer):
+        monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
+    return emulation.Emulated("emulated", emulation.Cupy())
+
+
 def vectors(count: int, special: bool) -> list[list[np.ndarray]]:
     """``count`` arrays of every length; among them subnormals, or nothing but normal values."""
     rng = np.random.default_rng(count)
@@ -57,16 +75,16 @@ def vectors(count: int, special: bool) -> list[list[np.ndarray]]:
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("special", [False, True])
-def test_adam_of_many_has_the_cpus_bits(cuda: Any, special: bool, offset: int) -> None:
+def test_adam_of_many_has_the_cpus_bits(trainer: Any, special: bool, offset: int) -> None:
     for decay in (0.0, 0.3):
         parts = vectors(4, special)
         for part in parts:
             part[3] = np.abs(part[3])
         factors = [{**ADAM, "decay": decay, "rate": 0.01 * (i + 1)} for i in range(len(parts))]
-        mine = [tuple(shifted(cuda.xp, a, offset) for a in part) for part in parts]
+        mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
         for _ in range(3):
             CPU.adam_each([tuple(part) for part in parts], factors)  # type: ignore[misc]
-            cuda.adam_each(mine, factors)
+            trainer.adam_each(mine, factors)
         for ours, theirs in zip(mine, parts, strict=True):
             for got, wanted in zip(ours, theirs, strict=True):
                 same_bytes("adam", got.get(), wanted, str(wanted.shape))
@@ -74,14 +92,14 @@ def test_adam_of_many_has_the_cpus_bits(cuda: Any, special: bool, offset: int) -
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("changes", [{}, {"decay": 0.3}, {"nesterov": True, "decay": 0.1}])
-def test_sgd_of_many_has_the_cpus_bits(cuda: Any, changes: dict[str, Any], offset: int) -> None:
+def test_sgd_of_many_has_the_cpus_bits(trainer: Any, changes: dict[str, Any], offset: int) -> None:
     for keeps in (True, False):
         parts = vectors(3 if keeps else 2, True)
         factors = [SGD_FACTORS | (changes if keeps else {})] * len(parts)
-        mine = [tuple(shifted(cuda.xp, a, offset) for a in part) for part in parts]
+        mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
         for _ in range(3):
             CPU.sgd_each([(*p[:2], p[2] if keeps else None) for p in parts], factors)
-            cuda.sgd_each([(*p[:2], p[2] if keeps else None) for p in mine], factors)
+            trainer.sgd_each([(*p[:2], p[2] if keeps else None) for p in mine], factors)
         for ours, theirs in zip(mine, parts, strict=True):
             for got, wanted in zip(ours, theirs, strict=True):
                 same_bytes("sgd", got.get(), wanted, str(wanted.shape))
@@ -94,52 +112,46 @@ def shifted(xp: Any, a: np.ndarray, offset: int) -> Any:
     return held[offset:]
 
 
-def test_the_first_gradient_that_is_not_finite_is_named(cuda: Any) -> None:
+def test_gradients_that_are_not_finite_are_found(trainer: Any) -> None:
     rng = np.random.default_rng(0)
-    arrays = [cuda.xp.asarray(rng.standard_normal(n).astype(np.float32)) for n in LENGTHS]
-    assert cuda.all_finite_each(arrays) == [True] * len(arrays)
+    arrays = [trainer.xp.asarray(rng.standard_normal(n).astype(np.float32)) for n in LENGTHS]
+    assert trainer.all_finite_each(arrays) == [True] * len(arrays)
     arrays[1][0], arrays[4][40_000] = np.inf, np.nan
-    assert cuda.all_finite_each(arrays) == [True, False, True, True, False]
-    p, q = (et.ones(3, device="cuda") for _ in range(2))
-    for t in (p, q):
-        t.requires_grad = True
-        t.grad = et.ones(3, device="cuda")
-    q.grad = et.ExTensor([1.0, np.inf, 0.0], device="cuda")
-    with pytest.raises(FloatingPointError, match="in that of q"):
-        AdamW([("p", p), ("q", q)]).step()
-    assert p.tolist() == [1.0] * 3
+    assert trainer.all_finite_each(arrays) == [True, False, True, True, False]
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "layer_norm_grad", "rms_norm_grad"])
-def test_norms_are_within_their_bounds(cuda: Any, name: str) -> None:
+def test_norms_are_within_their_bounds(trainer: Any, name: str) -> None:
     cases = norm_grad_cases if name.endswith("_grad") else norm_cases
     for case, exact, bounds in cases(name.startswith("layer")):
-        there = [cuda.xp.asarray(a) if isinstance(a, np.ndarray) else a for a in case]
+        if trainer.name == "emulated" and len(case[0]) > 1000:
+            continue  # thousands of blocks, one after the other
+        there = [trainer.xp.asarray(a) if isinstance(a, np.ndarray) else a for a in case]
         fits = case[1 + name.endswith("_grad")].size <= norm.MOST
-        assert cuda.path(name, *there).startswith("fused kernel" if fits else "generic: rows of")
-        for got, wanted, bound in zip(getattr(cuda, name)(*there), exact, bounds, strict=True):
+        assert trainer.path(name, *there).startswith("fused kernel" if fits else "generic: rows of")
+        for got, wanted, bound in zip(getattr(trainer, name)(*there), exact, bounds, strict=True):
             assert got.shape == wanted.shape
             assert (np.abs(got.get() - wanted) <= bound).all(), case[0].shape
 
 
-def test_long_and_short_rows_are_normalized(cuda: Any) -> None:
+def test_long_and_short_rows_are_normalized(trainer: Any) -> None:
     rng = np.random.default_rng(0)
     for shape, kept in (((3, 5000), 1), ((2, 3, 70), 2), ((4, norm.MOST), 1), ((700, 33), 1)):
         x = rng.standard_normal(shape).astype(np.float32)
         w, b = (rng.standard_normal(shape[-kept:]).astype(np.float32) for _ in range(2))
         want = CPU.layer_norm(*(a.astype(np.float64) for a in (x, w, b)), 1e-5)
-        got = cuda.layer_norm(*map(cuda.xp.asarray, (x, w, b)), 1e-5)
+        got = trainer.layer_norm(*map(trainer.xp.asarray, (x, w, b)), 1e-5)
         n = w.size
         for one, two in zip(got, want, strict=True):
             np.testing.assert_allclose(one.get(), two, rtol=1e-5, atol=4 * n * 2.0**-24)
         g = rng.standard_normal(shape).astype(np.float32)
         wide = [a.astype(np.float64) for a in (g, x, w)]
         back = CPU.layer_norm_grad(*wide, *want[1:])
-        here = cuda.layer_norm_grad(*map(cuda.xp.asarray, (g, x, w)), *got[1:])
+        here = trainer.layer_norm_grad(*map(trainer.xp.asarray, (g, x, w)), *got[1:])
         for one, two in zip(here, back, strict=True):
             np.testing.assert_allclose(one.get(), two, rtol=1e-4, atol=16 * n * 2.0**-24)
-    long = cuda.xp.zeros((2, norm.MOST + 1), dtype=np.float32)
-    assert cuda.path("rms_norm", long, long[0], 1e-6).startswith("generic: rows of")
+    long = trainer.xp.zeros((2, norm.MOST + 1), dtype=np.float32)
+    assert trainer.path("rms_norm", long, long[0], 1e-6).startswith("generic: rows of")
 
 
 UNIT = 2.0**-24
@@ -147,16 +159,16 @@ UNIT = 2.0**-24
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("shape", [(1, 1), (33, 10), (12, 65), (5, 1024), (3, 1025), (9, 5000)])
-def test_cross_entropy_is_within_its_bounds(cuda: Any, shape: Any, smoothing: float) -> None:
+def test_cross_entropy_is_within_its_bounds(trainer: Any, shape: Any, smoothing: float) -> None:
     rng = np.random.default_rng(shape[1])
     x = (rng.standard_normal(shape) * 5).astype(np.float32)
     labels = rng.integers(0, shape[1], shape[0])
     x[0] += 1e4  # no overflow
     smoothing = float(np.float32(smoothing))
     want, p = CPU.cross_entropy(x.astype(np.float64), labels, smoothing)
-    there = cuda.xp.asarray(x), cuda.xp.asarray(labels)
-    assert cuda.path("cross_entropy", *there, smoothing) == "fused kernel"
-    losses, kept = cuda.cross_entropy(*there, smoothing)
+    there = trainer.xp.asarray(x), trainer.xp.asarray(labels)
+    assert trainer.path("cross_entropy", *there, smoothing) == "fused kernel"
+    losses, kept = trainer.cross_entropy(*there, smoothing)
     n, d = shape[1], x.max(axis=1, keepdims=True) - x.astype(np.float64)
     spread = (p * d).sum(axis=1, keepdims=True)
     at = d[np.arange(len(x)), labels]
@@ -174,28 +186,39 @@ def test_cross_entropy_is_within_its_bounds(cuda: Any, shape: Any, smoothing: fl
         target = np.full(shape, smoothing / n)
         target[np.arange(len(x)), labels] += 1 - smoothing
         off = (d + spread + n + 16) * UNIT * p + 4 * UNIT * (p + target)
-        got = cuda.cross_entropy_grad(cuda.xp.asarray(weight), *there, kept, smoothing)
+        got = trainer.cross_entropy_grad(trainer.xp.asarray(weight), *there, kept, smoothing)
         assert (np.abs(got.get() - exact) <= off * np.abs(weight)).all()
 
 
-def test_cross_entropy_of_special_scores(cuda: Any) -> None:
+def test_cross_entropy_of_special_scores(trainer: Any) -> None:
     """NaN and infinity come out where the generic method gives them."""
     x = np.zeros((5, 40), np.float32)
     x[0, 3], x[1, 4], x[2, 5] = np.nan, np.inf, -np.inf
     x[3] = -np.inf
     labels = np.arange(5)
     want, p = CPU.cross_entropy(x, labels, 0.0)
-    got, kept = cuda.cross_entropy(cuda.xp.asarray(x), cuda.xp.asarray(labels), 0.0)
+    got, kept = trainer.cross_entropy(trainer.xp.asarray(x), trainer.xp.asarray(labels), 0.0)
     np.testing.assert_allclose(got.get(), want, rtol=1e-6)
     one = np.ones((), np.float32)
-    arrays = map(cuda.xp.asarray, (one, x, labels))
-    back = cuda.cross_entropy_grad(*arrays, kept, 0.0).get()
+    arrays = map(trainer.xp.asarray, (one, x, labels))
+    back = trainer.cross_entropy_grad(*arrays, kept, 0.0).get()
     np.testing.assert_allclose(
         back, CPU.cross_entropy_grad(one, x, labels, p, 0.0), rtol=1e-6, atol=1e-6
     )
 
 
 # --- whole runs ---
+
+
+def test_the_first_gradient_that_is_not_finite_is_named(cuda: Any) -> None:
+    p, q = (et.ones(3, device="cuda") for _ in range(2))
+    for t in (p, q):
+        t.requires_grad = True
+        t.grad = et.ones(3, device="cuda")
+    q.grad = et.ExTensor([1.0, np.inf, 0.0], device="cuda")
+    with pytest.raises(FloatingPointError, match="in that of q"):
+        AdamW([("p", p), ("q", q)]).step()
+    assert p.tolist() == [1.0] * 3
 
 
 def lenet_losses(recipe: str, device: str, steps: int) -> list[float]:

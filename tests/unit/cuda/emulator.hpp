@@ -1,0 +1,119 @@
+// What header-free CUDA C++ without inline assembly needs of a C++ compiler: blocks one after the
+// other, their threads in turns (ucontext), a barrier being a wait for the others' turns.
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __restrict__
+#define __launch_bounds__(...)
+#define __shared__ static
+
+struct Place {
+    unsigned x, y, z;
+};
+static Place threadIdx, blockIdx, gridDim;
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct uint4 { unsigned x, y, z, w; };
+
+struct Barrier {
+    int wanted = 0, here = 0, times = 0;
+    void wait();
+};
+
+static ucontext_t scheduler;
+static std::vector<ucontext_t> contexts;
+static Barrier warps[32], block;
+static unsigned exchanged[1024];
+
+inline void yield() {
+    const Place mine = threadIdx;
+    swapcontext(&contexts[mine.x], &scheduler);
+    threadIdx = mine;
+}
+
+inline void Barrier::wait() {
+    const int before = times;
+    if (++here == wanted) here = 0, ++times;
+    while (times == before) yield();
+}
+
+template <class T>
+T exchange(T mine, int other) {
+    static_assert(sizeof(T) == 4);
+    Barrier& warp = warps[threadIdx.x / 32];
+    std::memcpy(exchanged + threadIdx.x, &mine, 4);
+    warp.wait();
+    T theirs;
+    std::memcpy(&theirs, exchanged + other, 4);
+    warp.wait();
+    return theirs;
+}
+
+inline float __shfl_xor_sync(unsigned, float v, int step) { return exchange(v, threadIdx.x ^ step); }
+inline bool __any_sync(unsigned, bool mine) {
+    int any = mine;
+    for (int step = 1; step < 32; step *= 2) any |= exchange(any, threadIdx.x ^ step);
+    return any;
+}
+inline void __syncthreads() { block.wait(); }
+inline void atomicOr(unsigned* to, unsigned bits) { *to |= bits; }
+
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline unsigned __float_as_uint(float v) { unsigned u; std::memcpy(&u, &v, 4); return u; }
+inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+template <class T>
+T __ldcs(const T* from) { return *from; }
+
+static std::vector<char> finished;
+static void (*work)();
+
+inline void enter(int thread) {
+    threadIdx = {static_cast<unsigned>(thread), 0, 0};
+    work();
+    finished[thread] = 1;
+}
+
+template <class... Types>
+void run(void (*kernel)(Types...), void** arguments, int blocks, int threads) {
+    static std::tuple<Types...>* values;
+    static void (*chosen)(Types...);
+    int at = 0;
+    std::tuple<Types...> held{*static_cast<Types*>(arguments[at++])...};
+    values = &held, chosen = kernel;
+    work = [] { std::apply(chosen, *values); };
+    constexpr int kStack = 1 << 16;
+    std::vector<char> stacks(static_cast<std::size_t>(threads) * kStack);
+    gridDim = {static_cast<unsigned>(blocks), 1, 1};
+    for (int b = 0; b < blocks; ++b) {
+        blockIdx = {static_cast<unsigned>(b), 0, 0};
+        for (Barrier& warp : warps) warp = {32};
+        block = {threads};
+        contexts.assign(threads, ucontext_t{});
+        finished.assign(threads, 0);
+        for (int t = 0; t < threads; ++t) {
+            getcontext(&contexts[t]);
+            contexts[t].uc_stack = {stacks.data() + static_cast<std::size_t>(t) * kStack, 0, kStack};
+            contexts[t].uc_link = &scheduler;
+            makecontext(&contexts[t], reinterpret_cast<void (*)()>(enter), 1, t);
+        }
+        for (int left = threads; left;)
+            for (int t = 0; t < threads; ++t) {
+                if (finished[t]) continue;
+                swapcontext(&scheduler, &contexts[t]);
+                left -= finished[t];
+            }
+    }
+}

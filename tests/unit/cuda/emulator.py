@@ -1,0 +1,124 @@
+"""Kernels without inline assembly on the CPU: their source through the C++ compiler, numpy as cupy.
+
+What an emulator shows: indices, tails, sums across lanes and warps, argument lists, the order of
+operations. It does not show what a GPU's memory model or its exp and log do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from extensor_cuda.jit import Source
+from extensor_cuda.training import CudaTraining
+
+COMPILER = shutil.which("c++")
+HEADER = Path(__file__).parent / "emulator.hpp"
+_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\))?\s*(\w+)\(')
+
+
+class Emulator:
+    """Stands for `extensor_cuda.jit.launch`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made: dict[Source, ctypes.CDLL] = {}
+
+    def library(self, source: Source) -> ctypes.CDLL:
+        """The program, compiled once."""
+        if source not in self.made:
+            path = self.folder / f"{source.name}{len(self.made)}"
+            macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
+            entries = "".join(
+                f'extern "C" void run_{name}(void** a, int blocks, int threads) '
+                f"{{ run(kernels::{name}, a, blocks, threads); }}\n"
+                for name in _KERNEL.findall(source.text)
+            )
+            text = source.text.replace('extern "C"', "static")
+            body = f'{macros}#include "{HEADER}"\nnamespace kernels {{\n{text}}}\n{entries}'
+            path.with_suffix(".cpp").write_text(body, encoding="utf-8")
+            options = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
+            files = [str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".so"))]
+            assert COMPILER is not None
+            subprocess.run([COMPILER, *options, *files], check=True)
+            self.made[source] = ctypes.CDLL(str(path.with_suffix(".so")))
+        return self.made[source]
+
+    def __call__(
+        self, source: Source, kernel: str, blocks: int, threads: int, *arguments: Any
+    ) -> None:
+        held = [
+            np.uint64(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments
+        ]  # an array is its address, a number its bytes
+        boxes = [np.array(value) for value in held]
+        pointers = (ctypes.c_void_p * len(boxes))(*(box.ctypes.data for box in boxes))
+        getattr(self.library(source), f"run_{kernel}")(pointers, blocks, threads)
+
+
+class _Address:
+    def __init__(self, array: np.ndarray) -> None:
+        self.ptr = array.ctypes.data
+
+
+class Device(np.ndarray):
+    """An array with cupy's words for moving it and for its address."""
+
+    def get(self) -> np.ndarray:
+        """Itself."""
+        return np.asarray(self)
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """What holds its address, ``ptr``."""
+        return _Address(self)
+
+
+class _Cuda:
+    class Device:  # cupy.cuda.Device
+        attributes = MappingProxyType({"MultiProcessorCount": 2})
+
+
+class Cupy:
+    """numpy, as far as the training kernels use cupy; what is not written is NaN."""
+
+    cuda = _Cuda
+    ndarray = np.ndarray
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def asarray(self, a: Any, **options: Any) -> Any:
+        """On this device."""
+        return np.asarray(a, **options).copy().view(Device)
+
+    def ascontiguousarray(self, a: Any) -> Any:
+        """As numpy and cupy: with one axis at least."""
+        return np.ascontiguousarray(a).view(Device)
+
+    def empty(self, shape: Any, dtype: Any = np.float64) -> Any:
+        """Of NaN."""
+        return np.full(shape, np.nan, dtype).view(Device)
+
+    def empty_like(self, a: Any) -> Any:
+        """Of NaN."""
+        return np.full_like(a, np.nan).view(Device)
+
+    def zeros(self, shape: Any, dtype: Any = np.float64) -> Any:
+        """Of zeros."""
+        return np.zeros(shape, dtype).view(Device)
+
+
+class Emulated(CudaTraining):
+    """The CUDA backend's training methods on the emulator."""
+
+    def path(self, method: str, *args: Any) -> str:
+        """As `CudaBackend.path`."""
+        reason = self._training_reasons()[method](*args)
+        return "fused kernel" if reason is None else f"generic: {reason}"
