@@ -2,7 +2,7 @@
 // float32 operations in the same order.
 //
 // A block's scale follows from one word, its statistic: the bits of its largest magnitude, or, where
-// a rule looks at more of the block than that, what choose.cpp found:
+// a rule looks at more of the block than that, what inside.cpp found:
 //     four_over_six, least_error    0 for a block of zeros, else the chosen scale byte plus one
 //     integers with a zero point    the bits of the scale
 // In all of them kExponentMask and above stand for a block that holds an infinity or a NaN.
