@@ -46,7 +46,7 @@ class CpuDense(CoreBackend):
         sides = (a, b)
         if not self.core.takes_matrices(a, b):  # no neighbours in memory along a matrix's axis
             sides = (ready(a), ready(b))
-        return self.core.matmul(*sides, bias)
+        return self.core.matmul(*sides, None if bias is None else ready(bias))
 
     def _matmul_reason(self, a: Array, b: Array, bias: Array | None = None) -> str | None:
         if reason := self._arguments_reason(a, b, bias):
