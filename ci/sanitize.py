@@ -61,17 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="extensor-sanitize-") as temporary:
         command = [sys.executable, str(ROOT / "ci" / "scratch.py")]
-        command += [str(chosen.folder or temporary), "--define", "SANITIZE=ON"]
+        reports = Path(temporary) / "report"  # pytest would swallow what a worker prints last
+        command += [str(chosen.folder or Path(temporary) / "copy"), "--define", "SANITIZE=ON"]
         command += ["--define", "OPTIMIZE=-O1"]
         for entry in (
             f"LD_PRELOAD={preload}",
-            f"ASAN_OPTIONS={ADDRESS}",
-            f"UBSAN_OPTIONS={UNDEFINED}",
+            f"ASAN_OPTIONS={ADDRESS}:log_path={reports}",
+            f"UBSAN_OPTIONS={UNDEFINED}:log_path={reports}",
             "PYTHONMALLOC=malloc",  # so that a small overrun is not hidden in Python's arenas
             "OPENBLAS_NUM_THREADS=1",
         ):
             command += ["--env", entry]
         code = subprocess.run([*command, "--", *(chosen.pytest or TESTS)], check=False).returncode
+        for report in sorted(reports.parent.glob("report.*")):
+            print(report.read_text(errors="replace"))
     print(
         f"sanitizers: {'clean' if code == 0 else 'failed'}, {time.perf_counter() - started:.0f} s"
     )

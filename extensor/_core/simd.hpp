@@ -32,9 +32,10 @@ constexpr int VL = EXTENSOR_LANES;  // float lanes
 typedef float vf __attribute__((vector_size(4 * VL)));
 typedef int32_t vi __attribute__((vector_size(4 * VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
-typedef float vf_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
-typedef int32_t vi_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
-typedef uint32_t vu_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+// Codes begin at any byte, and so may arrays.
+typedef float vf_any __attribute__((vector_size(4 * VL), aligned(1), may_alias));
+typedef int32_t vi_any __attribute__((vector_size(4 * VL), aligned(1), may_alias));
+typedef uint32_t vu_any __attribute__((vector_size(4 * VL), aligned(1), may_alias));
 
 INLINE vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
 INLINE vu load(const uint32_t* p) { return *reinterpret_cast<const vu_any*>(p); }

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.cpu_core import ready
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.outlier import kept
@@ -22,10 +23,9 @@ __all__ = ["dequantize", "quantize"]
 
 
 def _rows(x: Array, axis: int) -> Array:
-    """``axis`` last and the others joined: a C-contiguous matrix."""
+    """``axis`` last and the others joined: a C-contiguous, aligned matrix."""
     moved = np.moveaxis(x, axis, -1)
-    rows = math.prod(moved.shape[:-1])
-    return np.array(moved.reshape(rows, moved.shape[-1]), order="C", copy=None)
+    return ready(moved.reshape(math.prod(moved.shape[:-1]), moved.shape[-1]))
 
 
 def _back(rows: Array, shape: tuple[int, ...], axis: int) -> Array:
