@@ -14,10 +14,10 @@ import numpy as np
 B = ("bool",)
 SIGNED = ("int8", "int16", "int32", "int64")
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
-I = SIGNED + UNSIGNED  # noqa: E741
+Z = SIGNED + UNSIGNED
 F = ("float32", "float64")
 C = ("complex64", "complex128")
-R, FC = I + F, F + C
+R, FC = Z + F, F + C
 N = R + C
 A = B + N
 ODD = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 0.5, -2.5, 3.0, 1e-30, 1e30]
@@ -154,7 +154,7 @@ _one("ceil floor trunc", R)
 _one("signbit", F)
 _one("imag", C)
 _one("logical_not", B)
-_one("bitwise_invert", B + I)
+_one("bitwise_invert", B + Z)
 _one("unique_all unique_counts unique_inverse unique_values", A)
 _two("add subtract multiply", N)
 _two("divide", FC)
@@ -165,8 +165,8 @@ _two("atan2 copysign hypot logaddexp nextafter", F)
 _two("maximum minimum less less_equal greater greater_equal", R)
 _two("equal not_equal", A)
 _two("logical_and logical_or logical_xor", B)
-_two("bitwise_and bitwise_or bitwise_xor", B + I)
-_two("bitwise_left_shift bitwise_right_shift", I, low=0, high=5)
+_two("bitwise_and bitwise_or bitwise_xor", B + Z)
+_two("bitwise_left_shift bitwise_right_shift", Z, low=0, high=5)
 
 
 def _like(d: Draw) -> Call:
@@ -190,7 +190,7 @@ def _full(d: Draw) -> Call:
 
 def _full_like(d: Draw) -> Call:
     (shape, value), options = _full(d)
-    least = {"b": B, "i": I, "f": FC, "c": C}[np.asarray(value).dtype.kind]
+    least = {"b": B, "i": Z, "f": FC, "c": C}[np.asarray(value).dtype.kind]
     return (d.array(least, shape), value), options
 
 
@@ -244,7 +244,7 @@ def _astype(d: Draw) -> Call:
 
 call("can_cast")(lambda d: ((Named(d.one(A)), Named(d.one(A))), {}))
 call("finfo")(lambda d: ((Named(d.one(FC)),), {}))
-call("iinfo")(lambda d: ((Named(d.one(I)),), {}))
+call("iinfo")(lambda d: ((Named(d.one(Z)),), {}))
 KINDS = ["bool", "signed integer", "unsigned integer", "integral", "real floating",
          "complex floating", "numeric"]  # fmt: skip
 call("isdtype")(
@@ -346,7 +346,7 @@ call("isin")(lambda d: (_isin(d), {}))  # array_api_strict 2.6.1 ignores ``inver
 
 
 def _isin(d: Draw) -> tuple[Any, Any]:
-    kind = d.one(I)
+    kind = d.one(Z)
     return d.array((kind,)), d.one([d.array((kind,)), 3])
 
 

@@ -54,19 +54,16 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
         p.grad = torch.randn_like(p)
     fused = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.1, fused=True)
     each = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.1, foreach=True)
-    ours = []
+    ours, parts = [], []
     for p in theirs:
         mine = ExTensor(shared(xp, p).copy(), device="cuda", requires_grad=True)
         assert p.grad is not None
         mine.grad = ExTensor(shared(xp, p.grad), device="cuda")
         ours.append(mine)
+        moments = (xp.zeros(mine.size, np.float32) for _ in range(2))
+        parts.append((mine.data.reshape(-1), mine.grad.data.reshape(-1), *moments))
     step = AdamW(ours, lr=1e-3, weight_decay=0.1)
     count = sum(p.numel() for p in theirs)
-    moments = [(xp.zeros(p.size, np.float32), xp.zeros(p.size, np.float32)) for p in ours]
-    parts = [
-        (p.data.reshape(-1), p.grad.data.reshape(-1), *m)  # type: ignore[union-attr]
-        for p, m in zip(ours, moments, strict=True)
-    ]
     factors = [step._factors({**step.groups[0].options}, 5)] * len(parts)
     moved = 28 * count
     calls: dict[str, tuple[int, Call]] = {
