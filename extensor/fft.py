@@ -1,7 +1,7 @@
 """The standard's `fft`: discrete Fourier transforms, by the array module's own.
 
-Results are complex, and complex numbers have no gradients here: a tensor that requires one is
-refused. float32 and complex64 transform in single precision; 16-bit floats and integers as float32.
+Transforms have no rule for gradients: a tensor that requires one is refused. float32 and complex64
+transform in single precision; 16-bit floats and integers as float32.
 ``norm`` says which direction is divided by n: "backward", "forward", or both by its root, "ortho".
 """
 
@@ -37,8 +37,8 @@ def _input(name: str, x: ExTensor, norm: str) -> Any:
         raise ValueError(f"{name}: norm: wanted one of {', '.join(_NORMS)}, got {norm!r}")
     if x.requires_grad and MODE.enabled:
         raise TypeError(
-            f"{name}: its result is of complex numbers, which have no gradients here, and x "
-            "requires one; transform x.detach()"
+            f"{name}: wanted a tensor that requires no gradient, for there is no rule for one; "
+            "use x.detach()"
         )
     if x.dtype.is_complex and name in _FROM_REAL:
         raise TypeError(f"{name}: wanted real numbers, got {x.dtype.name}; use {_FROM_REAL[name]}")

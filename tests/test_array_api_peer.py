@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.array_api import make_strategies_namespace
 
-from tests.array_api_calls import CALLS, A, B, C, Call, Draw, F, I, N, Named, R, together
+from tests.array_api_calls import CALLS, A, B, C, Call, Draw, F, N, Named, R, Z, together
 
 strict: Any = pytest.importorskip("array_api_strict", reason="pip install array-api-strict")
 xp: Any = importlib.import_module(os.environ.get("ARRAY_API_TESTS_MODULE", "extensor"))
@@ -213,7 +213,7 @@ def test_function(name: str) -> None:
 
 BINARY = {
     "add": N, "sub": N, "mul": N, "truediv": F + C, "floordiv": R, "mod": R, "pow": R,
-    "matmul": N, "and_": B + I, "or_": B + I, "xor": B + I, "lshift": I, "rshift": I,
+    "matmul": N, "and_": B + Z, "or_": B + Z, "xor": B + Z, "lshift": Z, "rshift": Z,
     "lt": R, "le": R, "gt": R, "ge": R, "eq": A, "ne": A,
 }  # fmt: skip
 
@@ -252,7 +252,7 @@ def test_operator_in_place(name: str) -> None:
 def test_operator_of_one(name: str) -> None:
     function = getattr(operator, name)
     for i in range(EXAMPLES):
-        x = Draw(i).array(B + I if name == "invert" else N, odd=True)
+        x = Draw(i).array(B + Z if name == "invert" else N, odd=True)
         _same(function(_put(xp, x)), function(_put(strict, x)), f"{name} {x!r}")
 
 

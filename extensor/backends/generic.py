@@ -137,11 +137,8 @@ class GenericBackend:
         bias: Array | None = None,
     ) -> tuple[Array, QuantStats]:
         """See the protocol."""
-        xp, groups = self.xp, x.shape[1] // shape[1]
-        patches = windows.patch_matrix(x, window, groups, xp)
-        if groups == 1:
-            patches = patches[0]
-        values, stats = self.operand(patches, spec, stream)
+        xp = self.xp
+        values, stats = self._patches_operand(x, spec, stream, shape, window)
         ho, wo = window.output_size(x.shape[2:])
         out = xp.matmul(w, values).reshape(shape[0], x.shape[0], ho, wo)
         out = xp.ascontiguousarray(xp.swapaxes(out, 0, 1))
@@ -159,12 +156,21 @@ class GenericBackend:
         window: Window,
     ) -> tuple[Array, QuantStats]:
         """See the protocol."""
-        xp, groups = self.xp, x.shape[1] // shape[1]
-        patches = windows.patch_matrix(x, window, groups, xp)
-        if groups == 1:
-            patches = patches[0]
-        values, stats = self.operand(patches, spec, stream)
+        xp = self.xp
+        values, stats = self._patches_operand(x, spec, stream, shape, window)
         return xp.matmul(g, xp.swapaxes(values, -1, -2)).reshape(shape), stats
+
+    def _patches_operand(
+        self,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None,
+        shape: tuple[int, ...],
+        window: Window,
+    ) -> tuple[Array, QuantStats]:
+        groups = x.shape[1] // shape[1]
+        patches = windows.patch_matrix(x, window, groups, self.xp)
+        return self.operand(patches if groups > 1 else patches[0], spec, stream)
 
     def conv2d(
         self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None

@@ -15,8 +15,9 @@ import numpy as np
 from extensor.autograd.apply import wrap
 from extensor.autograd.primitive import BadInput, Sample, composite
 from extensor.autograd.tensor import ExTensor
-from extensor.dtypes import complex64, compute_dtype, float32, promote
+from extensor.dtypes import DType, complex64, compute_dtype, float32, promote
 from extensor.ops.arguments import axis_tuple, tensors_only
+from extensor.ops.arithmetic import where
 from extensor.ops.elementwise import abs as magnitude
 from extensor.ops.matrix import NO_MATRIX, factored, matrices
 from extensor.ops.parts import imag, real
@@ -141,9 +142,8 @@ def matrix_rank(x: ExTensor, /, *, rtol: float | ExTensor | None = None) -> ExTe
     Raises:
         TypeError, ValueError: for what is no matrix, or requires a gradient.
     """
-    values = svdvals(matrices("matrix_rank", x, square=False)).data
-    top = values.max(axis=-1, keepdims=True, initial=0)
-    limit = top * np.asarray(_cutoff(x, rtol))[..., None]
+    values, xp = svdvals(matrices("matrix_rank", x, square=False)).data, x.backend.xp
+    limit = values[..., :1] * xp.asarray(_cutoff(x, rtol))[..., None]  # the largest comes first
     return wrap((values > limit).sum(axis=-1, dtype=np.int64), x.backend)
 
 
@@ -158,7 +158,7 @@ def pinv(x: ExTensor, /, *, rtol: float | ExTensor | None = None) -> ExTensor:
         TypeError, ValueError: for what is no matrix, or requires a gradient.
     """
     limit = _cutoff(matrices("pinv", x, square=False), rtol)
-    return factored("pinv", x, rtol=limit)[0]
+    return factored("pinv", x, rcond=limit)[0]
 
 
 # --- norms ---------------------------------------------------------------------------------------
@@ -170,9 +170,20 @@ def _squares(x: ExTensor) -> ExTensor:
     return real(x) * real(x) + imag(x) * imag(x)
 
 
-def _float(name: str, x: ExTensor) -> ExTensor:
+def _wide(name: str, x: ExTensor) -> tuple[ExTensor, DType | None]:
+    """X in the dtype that its norm is computed in, and the dtype to round the norm to, if any."""
     tensors_only(name, x)
-    return x if x.dtype.is_inexact or x.dtype.is_blocked else x.astype(float32)
+    if x.dtype.is_blocked:
+        return x, None
+    asked = x.dtype if x.dtype.is_inexact else float32
+    compute = compute_dtype(asked)
+    return x.astype(compute), None if compute is asked else asked
+
+
+def _root(squares: ExTensor) -> ExTensor:
+    """The root; at 0, where it has no derivative, its gradient is 0, a subgradient of the norm."""
+    zero = squares == 0
+    return where(zero, 0.0, where(zero, 1.0, squares).sqrt())
 
 
 @composite(
@@ -199,9 +210,9 @@ def matrix_norm(
     Raises:
         TypeError, ValueError: for what is no matrix, or another ``ord``.
     """
-    x = _float("matrix_norm", matrices("matrix_norm", x, square=False))
+    x, rounded = _wide("matrix_norm", matrices("matrix_norm", x, square=False))
     norms: dict[Any, Callable[[], ExTensor]] = {
-        "fro": lambda: total(_squares(x), (-2, -1)).sqrt(),
+        "fro": lambda: _root(total(_squares(x), (-2, -1))),
         "nuc": lambda: total(svdvals(x), -1),
         1: lambda: largest(total(magnitude(x), -2), -1),
         -1: lambda: smallest(total(magnitude(x), -2), -1),
@@ -214,6 +225,7 @@ def matrix_norm(
     if asked not in norms:
         raise ValueError(f"matrix_norm: ord: wanted one of {list(norms)}, got {ord!r}")
     norm = norms[asked]()
+    norm = norm if rounded is None else norm.astype(rounded)
     return reshape(norm, (*norm.shape, 1, 1)) if keepdims else norm
 
 
@@ -244,10 +256,14 @@ def vector_norm(
     Raises:
         TypeError, ValueError: for an axis out of range.
     """
-    x = _float("vector_norm", x)
-    axes = axis_tuple("vector_norm", axis, x.ndim)
+    x, rounded = _wide("vector_norm", x)
+    norm = _vector_norm(x, axis_tuple("vector_norm", axis, x.ndim), keepdims, ord)
+    return norm if rounded is None else norm.astype(rounded)
+
+
+def _vector_norm(x: ExTensor, axes: tuple[int, ...], keepdims: bool, ord: float) -> ExTensor:
     if ord == 2:
-        return total(_squares(x), axes, keepdims).sqrt()
+        return _root(total(_squares(x), axes, keepdims))
     sizes = magnitude(x)
     if ord == math.inf:
         return largest(sizes, axes, keepdims)

@@ -194,7 +194,7 @@ class Optimizer(ABC):
         parts: Sequence[tuple[Array, Array, Mapping[str, Array], int]],
         options: Mapping[str, Any],
     ) -> None:
-        """Move whole parameters, in place; of a ``fused`` optimizer in one call of the backend.
+        """Move whole parameters, in place, in one call of the backend; ``fused`` ones have it.
 
         Args:
             backend: the backend of the arrays.
@@ -202,10 +202,7 @@ class Optimizer(ABC):
                 of one size, whatever their shapes.
             options: the group's options.
         """
-        for part, grads, state, step in parts:
-            weight, grad = part.reshape(-1), grads.reshape(-1)
-            scratch = backend.xp.empty_like(weight), backend.xp.empty_like(weight)
-            self.update(backend, weight, grad, state, scratch, options, step)
+        raise NotImplementedError(f"{type(self).__name__} says fused and has no update_each")
 
     def prepare(
         self,

@@ -32,7 +32,7 @@ def test_without_a_rule_a_gradient_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in et.linalg.__all__ if n not in
-                                  ("cross", "outer", "tensordot", "vecdot", "vector_norm", "matmul",
+                                  ("cross", "outer", "tensordot", "vecdot", "matmul",
                                    "solve", "matrix_power")])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int64"])
 def test_16_bit_floats_round_once_and_integers_become_float32(name: str, dtype: str) -> None:
@@ -45,8 +45,26 @@ def test_16_bit_floats_round_once_and_integers_become_float32(name: str, dtype: 
         assert got.dtype is wide.dtype
     else:
         assert got.dtype.name == dtype
-    if name != "matrix_norm":  # written in several operations, each of which rounds
-        assert got.tolist() == wide.astype(got.dtype).tolist()
+    assert got.tolist() == wide.astype(got.dtype).tolist()
+
+
+def test_a_sum_of_squares_beyond_16_bits_has_a_norm() -> None:
+    for value in (300.0, 1e-4):
+        x = et.ExTensor(np.full((2, 2), value)).astype("float16")
+        assert et.linalg.vector_norm(x).item() == 2 * x[0, 0].item()
+        assert et.linalg.matrix_norm(x).item() == 2 * x[0, 0].item()
+
+
+def test_the_norm_of_nothing_has_gradient_zero() -> None:
+    x = et.ExTensor(np.array([[0.0, 0.0], [3.0, 4.0]]), requires_grad=True)
+    et.linalg.vector_norm(x, axis=1).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [[0.0, 0.0], pytest.approx([0.6, 0.8])]
+
+
+def test_power_zero_is_one_whatever_the_matrix_holds() -> None:
+    for requires in (False, True):
+        x = et.ExTensor(np.array([[np.inf, 1.0], [0.0, np.nan]]), requires_grad=requires)
+        assert et.linalg.matrix_power(x, 0).tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_blocked_tensors_are_decoded() -> None:
