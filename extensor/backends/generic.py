@@ -239,6 +239,14 @@ class GenericBackend:
         """See the protocol."""
         return training.softmax_grad(g, out, axis, self.xp)
 
+    def log_softmax(self, x: Array, axis: int) -> Array:
+        """See the protocol."""
+        return training.log_softmax(x, axis, self.xp)
+
+    def log_softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """See the protocol."""
+        return training.log_softmax_grad(g, out, axis, self.xp)
+
     def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
         """See the protocol."""
         return training.cross_entropy(x, labels, smoothing, self.xp)

@@ -263,6 +263,14 @@ class Backend(Protocol):
         """Gradient of softmax, whose output is ``out``."""
         ...
 
+    def log_softmax(self, x: Array, axis: int) -> Array:
+        """The logarithm of softmax, without underflow."""
+        ...
+
+    def log_softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """Gradient of log_softmax, whose output is ``out``."""
+        ...
+
     def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
         """-log softmax(x)[label] of rows (N, C), labels (N,) in 0..C - 1; what its gradient needs.
 
