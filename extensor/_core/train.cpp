@@ -61,10 +61,10 @@ void gelu_grad(int64_t n, const float* g, const float* x, const float* phi, floa
     });
 }
 
-// body(row) for every row of length n, several rows a task.
+// body(row) for every row of length n, several rows a task, and several tasks a thread.
 template <class F>
 void each_row(int64_t rows, int64_t n, int64_t work, F&& body) {
-    const int64_t per_task = most(1, kStretch / n);
+    const int64_t per_task = most(1, kStretch / 4 / n);
     threads::run(ceil_div(rows, per_task), rows * n * work, [&](int64_t task) {
         const int64_t end = least(rows, (task + 1) * per_task);
         for (int64_t row = task * per_task; row < end; ++row) body(row);
@@ -212,14 +212,13 @@ void losses(int64_t rows, int64_t n, const float* x, const int64_t* labels, floa
 // (softmax - target) times the weight of each row, `step` apart (0: one for all).
 void losses_grad(int64_t rows, int64_t n, const float* weight, int64_t step, const float* x,
                  const int64_t* labels, const float* kept, float smoothing, float* gx) {
-    const bool past = rows * n >= kPastCaches;
     const vf even = splat(smoothing / static_cast<float>(n));
     each_row(rows, n, 4, [=](int64_t row) {
         const float* in = x + row * n;
         const int64_t label = labels[row];
         const vf top = splat(kept[2 * row]), inverse = splat(1.0f / kept[2 * row + 1]);
         const vf factor = splat(weight[row * step]);
-        write_row(gx + row * n, n, past, [=](int64_t i, int64_t left) {
+        write_row(gx + row * n, n, false, [=](int64_t i, int64_t left) {
             vf d = exp_negative(below(in + i, left, top)) * inverse;
             if (label >= i && label < i + VL) d[label - i] -= 1.0f - smoothing;
             return (d - even) * factor;

@@ -13,7 +13,7 @@ Against exact arithmetic, with u = 2**-24, n the length of a row and no overflow
     cross_entropy |error| <= that of log_softmax at the label, and with smoothing s also
                   4 u s (log sum + mean d) + s (n + 3) u mean d
     cross_entropy_grad  |error| <= ((d + sum p d + n + 16) u p + 4 u (p + target) + 2**-126)
-                  |weight| + 2**-149, from exact maximum and sum
+                  |weight| + 2**-149
 
 Norms are sums of at most n terms of a row, or of one term a row: their tests say the bound. Adam
 gives the bytes that numpy gives.
