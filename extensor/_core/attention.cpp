@@ -19,12 +19,10 @@ struct Pieces {
     float* next;
     INLINE float* take(int64_t floats) {
         float* piece = next;
-        next += ceil_div(floats, VL) * VL;
+        next += round_up(floats, VL);
         return piece;
     }
 };
-
-int64_t rounded(int64_t floats) { return ceil_div(floats, VL) * VL; }
 
 INLINE float* place(const Heads& x, int64_t outer, int64_t head) {
     return x.at + outer * x.outer + head * x.head;
@@ -74,7 +72,7 @@ Right scaled_keys(const Attention& s, const float* k, float* memory) {
 }
 
 void forward(const Attention& s) {
-    const int64_t ld = rounded(s.keys);
+    const int64_t ld = round_up(s.keys, VL);
     const int64_t bytes = 4 * (packed_right(s.keys, s.width) + kRows * ld +
                                packed_right(s.value_width, s.keys) + 3 * VL);
     const int64_t work = s.outer * s.heads * s.queries * s.keys * s.width;
@@ -112,7 +110,7 @@ void forward(const Attention& s) {
 // With p the probabilities, d = g v^T and t = sum over a row of g out = sum of p d:
 // gv = p^T g;  ds = scale p (d - t);  gq = ds k;  gk = ds^T q.
 void gradient(const Attention& s) {
-    const int64_t ld = rounded(s.keys), wide = s.width, values = s.value_width;
+    const int64_t ld = round_up(s.keys, VL), wide = s.width, values = s.value_width;
     const int64_t bytes =
         4 * (packed_right(s.keys, wide) + packed_right(s.keys, values) +
              packed_right(wide, s.keys) + packed_right(wide, kRows) + packed_right(values, kRows) +

@@ -140,7 +140,7 @@ def _training_path_sheet(backend: CpuBackend) -> Sheet:
         ("log_softmax", x, -1),
         ("log_softmax_grad", x, x, -1),
         ("cross_entropy", x, np.zeros(64, np.int64), 0.0),
-        ("cross_entropy_grad", w, x, np.zeros(64, np.int64), stats[0, :, 0], 0.0),
+        ("cross_entropy_grad", w, x, np.zeros(64, np.int64), np.ones((64, 2), np.float32), 0.0),
         ("layer_norm", x, w, w, 1e-5),
         ("layer_norm_grad", x, x, w, mean, mean),
         ("rms_norm", x, w, 1e-6),
