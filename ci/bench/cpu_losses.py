@@ -22,7 +22,7 @@ from extensor.config import num_threads
 
 SHAPES = ((256, 10), (768, 65), (4096, 1000), (2048, 50257))
 OPERATIONS = ("softmax", "log_softmax", "cross_entropy")
-VALUES = 1 << 18
+VALUES = 1 << 20
 """Smaller arrays are passed several times a turn, about so many values in all."""
 
 
@@ -87,7 +87,7 @@ def main() -> None:
                 f"{speed:5.2f}x torch's speed",
                 flush=True,
             )
-    write("cpu-losses", command(), rows, backend.core.level(), args=args)
+    write("cpu-losses", command(), rows, backend.core.level(), merge="work", args=args)
 
 
 if __name__ == "__main__":

@@ -49,12 +49,12 @@ void exponentials(float* row, int64_t seen, int64_t visible, float* stats) {
     const vf top = largest_lane(best);
     vf total = {};
     for (j = 0; j + VL <= seen; j += VL) {
-        const vf e = exp_negative(load(row + j) - top);
+        const vf e = exp_score(load(row + j) - top);
         store(row + j, e);
         total += e;
     }
     if (j < seen) {
-        put(row, exp_negative(take(row, j, seen) - top), j, seen);
+        put(row, exp_score(take(row, j, seen) - top), j, seen);
         total += take(row, j, seen);  // without the lanes beyond
     }
     for (j = seen; j < visible; ++j) row[j] = 0;
@@ -157,7 +157,7 @@ void gradient(const Attention& s) {
                     const vf top = splat(stats[2 * (first + i)]);
                     const vf inverse = splat(stats[2 * (first + i) + 1]);
                     for (int64_t j = 0; j < seen; j += VL) {
-                        const vf e = exp_negative(take(pi, j, seen) - top) * inverse;
+                        const vf e = exp_score(take(pi, j, seen) - top) * inverse;
                         put(pi, e, j, seen);
                         put(di, e * (take(di, j, seen) - mean) * scale, j, seen);
                     }

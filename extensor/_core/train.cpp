@@ -111,7 +111,7 @@ INLINE vf largest(const float* x, int64_t n) {
 // A NaN or +inf, or nothing above -inf, makes a sum of NaN and so a row of NaN, as in numpy.
 INLINE float exponentials(const float* x, int64_t n, vf top) {
     return total(n, [=](int64_t i, int64_t left) {
-        return first(left, exp_negative(below(x + i, left, top)), vf{});
+        return first(left, exp_score(below(x + i, left, top)), vf{});
     });
 }
 
@@ -140,7 +140,7 @@ void softmax(int64_t rows, int64_t n, const float* x, float* y) {
         float* held = past ? threads::scratch_of<float>(threads::Slot::padded, n) : out;
         const vf top = largest(in, n);
         const float sums = total(n, [=](int64_t i, int64_t left) {
-            const vf e = exp_negative(below(in + i, left, top));
+            const vf e = exp_score(below(in + i, left, top));
             store_upto(held + i, e, left);
             return first(left, e, vf{});
         });
@@ -182,7 +182,7 @@ void log_softmax_grad(int64_t rows, int64_t n, const float* g, const float* y, f
         const vf sums = splat(total(
             n, [=](int64_t i, int64_t left) { return load_upto(grad + i, left); }));
         write_row(gx + row * n, n, past, [=](int64_t i, int64_t left) {
-            return load_upto(grad + i, left) - exp_negative(load_upto(out + i, left)) * sums;
+            return load_upto(grad + i, left) - exp_score(load_upto(out + i, left)) * sums;
         });
     });
 }
@@ -219,7 +219,7 @@ void losses_grad(int64_t rows, int64_t n, const float* weight, int64_t step, con
         const vf top = splat(kept[2 * row]), inverse = splat(1.0f / kept[2 * row + 1]);
         const vf factor = splat(weight[row * step]);
         write_row(gx + row * n, n, false, [=](int64_t i, int64_t left) {
-            vf d = exp_negative(below(in + i, left, top)) * inverse;
+            vf d = exp_score(below(in + i, left, top)) * inverse;
             if (label >= i && label < i + VL) d[label - i] -= 1.0f - smoothing;
             return (d - even) * factor;
         });
