@@ -259,7 +259,7 @@ void integer(const BlockGemm& g) {
         side.pack(panel, row, rows);
     };
     product(
-        g, MI, a.blocks * g.step, run, [&](int64_t n) { a.allocate(Slot::packed_a, n); },
+        g, {MI, a.blocks * g.step, run}, [&](int64_t n) { a.allocate(Slot::packed_a, n); },
         [&](int64_t n) { b.allocate(Slot::packed_b, n); },
         [&](int64_t p, int64_t row) { pack(a, p, row); },
         [&](int64_t p, int64_t row) { pack(b, p, row); },

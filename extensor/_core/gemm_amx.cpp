@@ -14,7 +14,13 @@ static_assert(VL == 16);
 constexpr int64_t kTile = 32;    // along k, of one instruction
 constexpr int kHeight = 32;      // rows of a, and of b, in a panel: two tiles
 constexpr int64_t kTileValues = 16 * kTile;
-constexpr int64_t kRun = 512;    // along k, of one visit to the sums: b's panel stays in L1
+constexpr int64_t kRun = 1024;   // along k, of one visit to the sums
+
+// A task's rows of a, 512 KB of a run, stay in L2 while b streams through it from L3: of b's next
+// panel a few lines are asked for at every step of this one.
+constexpr int64_t kTaskRows = 256, kTaskPanels = 64;
+constexpr int64_t kLine = 32;  // values
+constexpr int64_t kAhead = kHeight * kTile * kHeight / kTaskRows / kLine;  // lines a step
 
 // Sixteen lines of sixteen pairs of values, either way round.
 void transpose(const uint16_t* lines, uint16_t* to) {
@@ -33,7 +39,7 @@ template <class Source>
 struct Side {
     const Source& source;
     bool pairs;
-    int64_t steps;
+    int64_t steps, panels = 0;
     uint16_t* values = nullptr;
 
     Side(const Source& source, int64_t k, bool pairs)
@@ -41,8 +47,14 @@ struct Side {
 
     int64_t panel_values() const { return steps * 2 * kTileValues; }
 
-    void allocate(Slot slot, int64_t panels) {
+    void allocate(Slot slot, int64_t count) {
+        panels = count;
         values = scratch_of<uint16_t>(slot, panels * panel_values());
+    }
+
+    // The values of a panel from `step` on.
+    const uint16_t* from(int64_t panel, int64_t step) const {
+        return values + panel * panel_values() + step * 2 * kTileValues;
     }
 
     void pack(int64_t panel, int64_t first) const {
@@ -194,7 +206,7 @@ struct Tiles {
 };
 
 struct Sums {
-    const uint16_t *a, *b;
+    const uint16_t *a, *b, *ahead;
     int64_t steps;
     float* c;
     int64_t stride;
@@ -216,8 +228,10 @@ void add(const Sums& t) {
         _tile_loadd(2, c1, stride);
         _tile_loadd(3, c1 + 16, stride);
     }
-    const uint16_t *a = t.a, *b = t.b;
+    const uint16_t *a = t.a, *b = t.b, *ahead = t.ahead;
     for (int64_t i = 0; i < t.steps; ++i, a += 2 * kTileValues, b += 2 * kTileValues) {
+        for (int64_t line = 0; line < kAhead; ++line, ahead += kLine)
+            _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
         _tile_loadd(6, b, 64);
         _tile_loadd(4, a, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -238,17 +252,17 @@ void multiply(const BlockGemm& g, const Source& left, const Source& right) {
     static_assert(kHeight == NR && kHeight <= kTallest);
     Side<Source> a(left, g.k, false), b(right, g.k, true);
     product<Tiles>(
-        g, kHeight, 2 * kTile * a.steps, kRun,
+        g, {kHeight, 2 * kTile * a.steps, kRun, kTaskRows, kTaskPanels},
         [&](int64_t n) { a.allocate(Slot::packed_a, n); },
         [&](int64_t n) { b.allocate(Slot::packed_b, n); },
         [&](int64_t p, int64_t row) { a.pack(p, row); },
         [&](int64_t p, int64_t row) { b.pack(p, row); },
         [&](int64_t pa, int64_t pb, int64_t start, int64_t rows, int64_t columns, float* out) {
-            const int64_t at = start / kTile;
+            const int64_t at = start / kTile, part = pa % (kTaskRows / kHeight);
             Sums t;
-            t.a = a.values + pa * a.panel_values() + at * 2 * kTileValues;
-            t.b = b.values + pb * b.panel_values() + at * 2 * kTileValues;
             t.steps = least(kRun / kTile, a.steps - at), t.first = start == 0;
+            t.a = a.from(pa, at), t.b = b.from(pb, at);
+            t.ahead = b.from(least(pb + 1, b.panels - 1), at) + part * t.steps * kAhead * kLine;
             on_output(t, out, g.b.rows, rows, columns, kHeight, add);
         });
 }

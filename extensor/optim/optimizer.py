@@ -202,7 +202,7 @@ class Optimizer(ABC):
                 of one size, whatever their shapes.
             options: the group's options.
         """
-        raise NotImplementedError(f"{type(self).__name__} says fused and has no update_each")
+        raise TypeError(f"{type(self).__name__} says fused: wanted an update_each of its own")
 
     def prepare(
         self,
