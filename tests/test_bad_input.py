@@ -52,7 +52,7 @@ class TwoOfOneName(nn.Module):
 
 
 def _replaced() -> None:
-    nn.Linear(2, 2).weight = np.zeros((2, 2))  # type: ignore[assignment]
+    nn.Linear(2, 2).weight = np.zeros((2, 2))
 
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     **{
         f"{name} of nothing": (
-            lambda name=name: getattr(et, name)(zeros(0, 2), zeros(0, 2)),  # type: ignore[misc]
+            lambda name=name: getattr(et, name)(zeros(0, 2), zeros(0, 2)),
             ValueError,
             f"{name}: no values to average over in shape (0, 2); leave an empty batch out",
         )
@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "hook": (
         lambda: nn.ReLU().register_forward_hook(3),
         TypeError,
-        "wanted a function",  # type: ignore[arg-type]
+        "wanted a function",
     ),
     # tokens
     "sequence beyond the context": (
@@ -248,7 +248,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "order: wanted indices in 0..1436, got 0..9999",
     ),
-    "transforms": (lambda: Compose(3), TypeError, "wanted a list of transforms, got 3"),  # type: ignore[arg-type]
+    "transforms": (lambda: Compose(3), TypeError, "wanted a list of transforms, got 3"),
     "nothing to compare": (
         lambda: et.compare_layers(nn.Linear(2, 2), nn.Linear(2, 2), zeros(0, 2)),
         ValueError,

@@ -42,7 +42,7 @@ def test_gradient_argument() -> None:
         y.backward(et.ones(3, "float64"))
     seed = et.ExTensor(np.array([1.0, 10.0]))
     y.backward(seed)
-    np.testing.assert_array_equal(x.grad.numpy(), [2.0, 40.0])  # type: ignore[union-attr]
+    np.testing.assert_array_equal(x.grad.numpy(), [2.0, 40.0])
 
 
 def test_grads_do_not_share_memory() -> None:
@@ -66,10 +66,10 @@ def test_a_second_pass_needs_retain_graph() -> None:
     y = (x * x).sum()
     y.backward(retain_graph=True)
     y.backward()
-    np.testing.assert_array_equal(x.grad.numpy(), [8.0])  # type: ignore[union-attr]
+    np.testing.assert_array_equal(x.grad.numpy(), [8.0])
     with pytest.raises(RuntimeError, match="retain_graph=True"):
         y.backward()
-    np.testing.assert_array_equal(x.grad.numpy(), [8.0])  # type: ignore[union-attr]
+    np.testing.assert_array_equal(x.grad.numpy(), [8.0])
 
 
 def test_nothing_to_differentiate() -> None:
@@ -82,7 +82,7 @@ def test_nothing_to_differentiate() -> None:
     with pytest.raises(RuntimeError, match="requires_grad=True"):
         y.backward()
     x.backward()
-    np.testing.assert_array_equal(x.grad.numpy(), [1.0])  # type: ignore[union-attr]
+    np.testing.assert_array_equal(x.grad.numpy(), [1.0])
 
 
 def test_requires_grad_is_for_float_leaves() -> None:
@@ -160,7 +160,7 @@ def test_deep_graphs_need_no_recursion() -> None:
     for _ in range(30_000):
         y = y + 1.0
     y.backward(retain_graph=True)
-    np.testing.assert_array_equal(x.grad.numpy(), [1.0])  # type: ignore[union-attr]
+    np.testing.assert_array_equal(x.grad.numpy(), [1.0])
     del y  # freed without recursion too
 
 
@@ -357,7 +357,7 @@ def once() -> Iterator[str]:
 
     yield "test_once"
     for table in (OPS, PRIMITIVES, FUNCTIONS):
-        table.pop("test_once")  # type: ignore[attr-defined]
+        table.pop("test_once")
 
 
 def test_a_primitive_may_refuse_a_second_derivative(once: str) -> None:
@@ -380,6 +380,6 @@ def test_nan_stand_ins_show_what_should_not_be_read() -> None:
     try:
         x = leaf(1.0)
         apply(name, x).backward()
-        assert np.isnan(x.grad.numpy()).all()  # type: ignore[union-attr]
+        assert np.isnan(x.grad.numpy()).all()
     finally:
         del PRIMITIVES[name]
