@@ -342,6 +342,16 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
     def __int__(self) -> int:
         return int(self.item())
 
+    def __format__(self, spec: str) -> str:
+        """One number as Python formats it, as in ``f"{loss:.3f}"``; `repr` without a spec."""
+        if not spec:
+            return str(self)
+        if self.size != 1:
+            raise TypeError(
+                f"format {spec!r}: wanted one element, got shape {self.shape}; use x.tolist()"
+            )
+        return format(self.item(), spec)
+
     def __bool__(self) -> bool:
         if self.size != 1:
             raise ValueError(

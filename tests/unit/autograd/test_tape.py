@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -383,3 +385,23 @@ def test_nan_stand_ins_show_what_should_not_be_read() -> None:
         assert np.isnan(x.grad.numpy()).all()
     finally:
         del PRIMITIVES[name]
+
+
+def test_threads_that_share_a_leaf_lose_no_gradient() -> None:
+    class Slow(et.ExTensor):
+        """Reading its gradient takes long enough for another thread to read it too."""
+
+        @property
+        def grad(self) -> et.ExTensor | None:
+            kept = self.kept
+            time.sleep(1e-3)
+            return kept
+
+        @grad.setter
+        def grad(self, value: et.ExTensor | None) -> None:
+            self.kept = value
+
+    x = Slow(np.zeros(4), requires_grad=True)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: (x * 1.0).sum().backward(), range(40)))
+    assert x.grad is not None and x.grad.tolist() == [40.0] * 4

@@ -269,3 +269,12 @@ def test_blocked_operands_compute_as_float32() -> None:
     np.testing.assert_array_equal(q.sum().numpy(), 64.0)
     with pytest.raises(TypeError, match="dequantize"):
         et.concatenate([q, q])
+
+
+def test_one_number_is_formatted_as_python_does() -> None:
+    loss = et.ExTensor([2.0, 4.0], requires_grad=True).mean()
+    assert f"{loss:.3f} {loss:>6.1f}" == "3.000    3.0"
+    assert f"{et.ExTensor([[7]]):03d} {et.ExTensor(1.5, 'bfloat16'):.2e}" == "007 1.50e+00"
+    assert f"{et.ones(2)}" == repr(et.ones(2))
+    with pytest.raises(TypeError, match=r"format '\.2f': wanted one element, got shape \(2,\)"):
+        f"{et.ones(2):.2f}"
