@@ -9,6 +9,7 @@ them on the array module; a backend overrides the hot ones, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -336,6 +337,10 @@ class Backend(Protocol):
 
         Factors are rate, momentum, decay and nesterov.
         """
+        ...
+
+    def raising(self) -> AbstractContextManager[Any]:
+        """A context in which the array module's ``linalg`` raises LinAlgError, as numpy's does."""
         ...
 
     def relu(self, x: Array) -> Array:

@@ -250,7 +250,7 @@ def test_transforms_must_match() -> None:
     with pytest.raises(ValueError, match="both operands"):
         Gemm(rotated, QuantSpec("mxfp4"))
     with pytest.raises(ValueError, match="QuantSpec"):
-        Gemm("float8", "bfloat16")  # type: ignore[arg-type]
+        Gemm("float8", "bfloat16")
 
 
 def test_planted_wrong_axis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
