@@ -17,6 +17,7 @@ import pytest
 import extensor as et
 from extensor import nn, optim
 from extensor.formats import FORMATS
+from extensor.optim.states import STATES
 from tests.test_every_layer import PEERS
 from tests.test_every_optimizer import CASES, MATRICES, SHAPES
 
@@ -75,7 +76,7 @@ def test_draws_go_on_where_they_were(make: Any, how: str) -> None:
 
 
 @copied
-@pytest.mark.parametrize("states", ["float32", "bfloat16", "mxfp8_e4m3"])
+@pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("case", CASES)
 def test_optimizers(case: str, states: str, how: str) -> None:
     name, options = CASES[case]
