@@ -472,6 +472,19 @@ def test_large_results_that_live_never_share_memory(rows: int) -> None:
     assert view.tobytes() == kept
 
 
+def test_results_lent_to_the_system_are_whole_when_they_come_back() -> None:
+    """Single blocks of more than 256 MiB, whose pages the system may have taken in between."""
+    x = np.ones((1 << 26) + 5, F)
+    for _ in range(2):
+        first, second = BACKEND.relu(x), BACKEND.relu(x)
+        assert not np.may_share_memory(first, second)
+        for result in (first, second):
+            assert result.shape == x.shape
+            assert (result[::1021] == 1).all()
+            assert result[-1] == 1
+        del first, second, result
+
+
 def test_the_memory_that_is_kept_for_later_is_bounded() -> None:
     """Results of many sizes that all die leave no more than the bound behind."""
     import resource
