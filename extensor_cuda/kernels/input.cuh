@@ -6,7 +6,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-#define CODES (OUT == 0 || OUT == 3)  // packed codes are made, to be stored or rebased
+#define CODES (OUT == 0)  // packed codes are made
 
 constexpr u32 kMagnitude = 0x7FFFFFFFu, kSign = 0x80000000u, kExponent = 0x7F800000u;
 constexpr u32 kMantissa = 0x007FFFFFu, kNaN = 0x7FC00000u;

@@ -47,7 +47,7 @@ THREADS, CHUNK, PANEL, SLOTS = 256, 16, 128, 256  # as in quantize.cu
 SQUARES = (16, 32)
 _RULES = ("floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error")
 SEARCHES = ("four_over_six", "least_error")  # they try several scales on a block's values
-_OUT = {"codes": 0, "values": 1, "maximum": 2, "rebased": 3}
+_OUT = {"codes": 0, "values": 1, "maximum": 2}
 _SCALE = ELEMENTS["e4m3"]
 _TIE_WORDS = {"away": "0x7FFFFFFFu", "zero": "0x80000000u"}  # round as a constant random word
 _FOLDER = Path(__file__).parent
@@ -257,7 +257,7 @@ def _in_pairs(plan: Plan, dtype: str, out: str, words: bool) -> bool:
     spec, element = plan.spec, plan.spec.row.element
     small = element.bits == 4 and element.is_float and spec.is_mx and spec.element_scale == 1.0
     small = small and spec.transform is None and (plan.columns or plan.rows == 1)
-    return small and dtype == "bfloat16" and out in ("codes", "rebased") and not words
+    return small and dtype == "bfloat16" and out == "codes" and not words
 
 
 def columns_of(plan: Plan, dtype: str) -> int:
