@@ -135,10 +135,14 @@ def training(backend: Any, rng: Any) -> int:
         y, rstd = backend.rms_norm(y, x[0], 1e-5)
         backend.rms_norm_grad(g, x, x[0], rstd)
     parts = [tuple(xp.ones(n, dtype="float32") for _ in range(4)) for n in (0, 3, 40_001)]
-    names = ("take1", "keep2", "take2", "widen", "eps", "rate", "keep", "decay")
+    names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
     backend.all_finite_each([part[1] for part in parts])
     backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3)
-    factors = {"rate": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": 1.0}
+    backend.scale_each([part[1] for part in parts], 0.5)
+    backend.square_sum_each([part[1] for part in parts])
+    table, rows = (xp.ones((n, 70), dtype="float32") for n in (9, 300))
+    backend.add_rows(table, xp.arange(300) % 7, rows)
+    factors = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": 1.0}
     backend.sgd_each([part[:3] for part in parts], [factors] * 3)
     return 5
 

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict__ codes1,
               u8* __restrict__ scales0, u8* __restrict__ scales1, float* __restrict__ values0,
               float* __restrict__ values1, const Tensor* __restrict__ tensor_of,
-              u64* __restrict__ counters, u32 key00, u32 key01, u32 high00, u32 high01, u32 key10,
+              u64* __restrict__ counters, const u32* __restrict__ clock, u32 key00, u32 key01, u32 high00, u32 high01, u32 key10,
               u32 key11, u32 high10, u32 high11, i64 rows, i64 columns) {
     __shared__ uint4 tile[TALL][kVectors];
     const i64 across = (columns + kWide - 1) / kWide;
@@ -63,7 +63,7 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
     __syncthreads();
 
     Tally tally = {0, 0};
-    [[maybe_unused]] Stream stream = {key00, key01, high00, high01};
+    [[maybe_unused]] Stream stream = stream_of(clock, key00, key01, high00, high01);
     const i64 tiles_along = (columns + BLOCK - 1) / BLOCK;
 #pragma unroll
     for (int item = 0; item < COLUMNS; ++item) {
@@ -115,7 +115,7 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
 
     // Down the columns: neighbouring lanes hold the chunks of the same columns.
     tally = Tally{0, 0};
-    stream = Stream{key10, key11, high10, high11};
+    stream = stream_of(clock, key10, key11, high10, high11);
     const int below = threadIdx.x % kAcross, group = threadIdx.x / kAcross;
     const i64 column = left + group * COLUMNS, start = top + below * kChunk;
     u32 mine[kChunk][kPairs];

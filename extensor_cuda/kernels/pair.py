@@ -15,9 +15,11 @@ import numpy as np
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
+from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.quantize import CHUNK, SLOTS, THREADS, Plan
+from extensor_cuda.recording import clock_of
 
 __all__ = ["PairPlan", "operand", "pair_plan", "pair_source", "quantize", "quantize_raw"]
 
@@ -87,14 +89,14 @@ def _run(
     plan: PairPlan,
     out: str,
     streams: Streams,
-    counters: Array | None,
+    counters: Counters | None,
     arrays: dict[str, Array],
 ) -> None:
     dtype, (rows, columns) = x.dtype.name, plan.along.shape
     tall, wide, _ = _tile(plan, dtype, out)
     whole = rows % tall == 0 and columns % wide == 0 and x.data.ptr % 16 == 0
     names = ("codes0", "codes1", "scales0", "scales1", "values0", "values1", "tensor")
-    given = [*(arrays.get(name) for name in names), counters]
+    given = [*(arrays.get(name) for name in names), None if counters is None else counters.array]
     words = [w for s in streams for w in ((0,) * 4 if s is None else (*s.key, *s.counter_high))]
     launch(
         pair_source(plan, dtype, out, whole, counters is not None),
@@ -103,20 +105,21 @@ def _run(
         THREADS,
         x,
         *(np.uint64(0) if array is None else array for array in given),
+        clock_of(streams),
         *(np.uint32(word) for word in words),
         *(np.int64(size) for size in (rows, columns)),
     )
 
 
-def _counters(stats: bool, xp: Any) -> Array | None:
-    return xp.zeros((2, SLOTS, 2), dtype=xp.uint64) if stats else None
+def _counters(stats: bool, xp: Any) -> Counters | None:
+    return Counters(4 * SLOTS, xp) if stats else None
 
 
-def _stats(counters: Array, plan: PairPlan) -> tuple[QuantStats, QuantStats]:
-    """Counts along rows and down columns; waits for the kernel."""
-    sums = counters.get().sum(axis=1).tolist()
-    first, second = (QuantStats(plan.along.count, int(s), int(f)) for s, f in sums)
-    return first, second
+def _stats(counters: Counters | None, plan: PairPlan) -> tuple[Counts, Counts]:
+    """Counts along rows and down columns, which wait for the kernel when they are called."""
+    assert counters is not None
+    half, count = 2 * SLOTS, plan.along.count
+    return Counts(counters, (0, half), count), Counts(counters, (half, 2 * half), count)
 
 
 def quantize_raw(
@@ -126,7 +129,7 @@ def quantize_raw(
     xp: Any,
     amax: Array | None = None,
     stats: bool = True,
-) -> tuple[tuple[QuantArray, QuantArray], Array | None]:
+) -> tuple[tuple[QuantArray, QuantArray], Counters | None]:
     """Launch and return without waiting: arrays along rows and down columns, and the counters.
 
     Args:
@@ -156,13 +159,13 @@ def quantize(
     """Codes, scales and counts in the order of the specs; waits for the counts."""
     pair, counters = quantize_raw(x, plan, plan.ordered(streams), xp)
     counts = _stats(counters, plan)
-    return plan.ordered(((pair[0], counts[0]), (pair[1], counts[1])))
+    return plan.ordered(((pair[0], counts[0]()), (pair[1], counts[1]())))
 
 
 def operand(
     x: Array, plan: PairPlan, streams: Streams, xp: Any
-) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
-    """Decoded values and counts in the order of the specs; waits for the counts."""
+) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
+    """Decoded values and counts in the order of the specs, without waiting."""
     tensor, _ = kernels.tensor_of(plan.along, x, None, xp)
     values = [xp.empty(plan.along.shape, dtype=xp.float32) for _ in range(2)]
     arrays = {"tensor": tensor, "values0": values[0], "values1": values[1]}

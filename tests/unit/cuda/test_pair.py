@@ -93,7 +93,7 @@ def check(cuda: Any, x: np.ndarray, specs: Any, streams: Any) -> None:
             same_bytes(part, host(q.parts[part]), want.parts[part], context)
         assert counted == stats, context
         same_bytes("operand", host(decoded[i][0]), reference.operand(x, spec, stream)[0], context)
-        assert decoded[i][1] == stats, context
+        assert decoded[i][1]() == stats, context
 
 
 def test_what_is_not_covered_is_two_calls(cuda: Any) -> None:
