@@ -51,12 +51,14 @@ def _no_copies(size: int) -> Any:
 
 
 def _where(error: BaseException) -> str:
-    """The line of the step, outside of this package, from which an error came."""
-    frames = traceback.extract_tb(error.__traceback__)
-    here = str(Path(__file__).parent)
-    ours = [f for f in frames if not f.filename.startswith(here) and "cupy" not in f.filename]
-    frame = (ours or frames)[-1]
-    return f"{frame.filename}:{frame.lineno} `{frame.line}`"
+    """The last line outside of the library from which an error came, and the one that it led to."""
+    library = Path(__file__).parents[1]
+    inside = tuple(str(library / name) for name in ("extensor", "extensor_cuda"))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "cupy" not in f.filename]
+    outside = [f for f in frames if not f.filename.startswith(inside)]
+    shown = [*outside[-1:], *frames[-1:]]
+    lines = dict.fromkeys(f"{f.filename}:{f.lineno} `{f.line}`" for f in shown)
+    return ", in ".join(lines)
 
 
 class CudaGraph:

@@ -106,6 +106,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     for module in (cross_entropy, norm, optimizer, scatter, recording):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(kernels, "operand", fake_operand)
+    monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
     monkeypatch.setattr(pair, "operand", fake_pair)
     monkeypatch.setattr("extensor_cuda.backend._capability", lambda device: "80")
     xp: Any = fake.FakeCupy()
@@ -223,3 +224,174 @@ def test_steps_without_finite_gradients_are_skipped_as_in_eager_ones(gpu: Any, b
     eager, captured = (train(lenet, "fp32", c, True, bad) for c in (False, True))
     assert eager["scaler"]["skipped"] == 1
     same(captured, eager)
+
+
+def small(step: Any, recipe: str = "fp32") -> tuple[Any, Any, list[et.ExTensor]]:
+    """A layer, an optimizer and a batch on the device, for steps of all kinds."""
+    layer = et.nn.Linear(8, 4, rng=0).to("cuda")
+    inputs = et.randn((5, 8), seed=1).to("cuda")
+    labels = et.asarray([0, 1, 2, 3, 0]).to("cuda")
+    return layer, step(layer), [inputs, labels]
+
+
+def plain_step(layer: Any, change: Any = None) -> tuple[Any, Any]:
+    by = SGD(layer.named_parameters(), lr=0.1)
+
+    def step(inputs: et.ExTensor, labels: et.ExTensor) -> et.ExTensor:
+        by.zero_grad()
+        loss = et.cross_entropy(layer(inputs), labels)
+        if change is not None:
+            loss = change(loss)
+        loss.backward()
+        by.step()
+        return loss
+
+    return by, et.capture(step)
+
+
+def weights(layer: Any) -> bytes:
+    return b"".join(a.tobytes() for a in layer.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda loss: loss * float(loss), "float"),
+        (lambda loss: loss if loss > 0 else -loss, "test_graph.py"),
+        (lambda loss: loss * et.asarray(np.float32(2)).to("cuda"), "copied from the host"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_named_and_changes_nothing(
+    gpu: Any, change: Any, line: str
+) -> None:
+    layer, (by, train), batch = small(lambda layer: plain_step(layer, change))
+    for _ in range(2):
+        train(*batch)
+    before = weights(layer)
+    with pytest.raises(RuntimeError, match="cannot be recorded.*move that out of the step") as got:
+        train(*batch)
+    assert line in str(got.value)
+    assert weights(layer) == before
+    loss = et.cross_entropy(layer(batch[0]), batch[1])  # eager steps go on
+    by.zero_grad()
+    loss.backward()
+    by.step()
+    assert weights(layer) != before and by.state_dict()["step.weight"] == 3
+
+
+def test_a_label_that_is_no_class_stops_updates_and_is_reported(gpu: Any) -> None:
+    layer, (_, train), (inputs, labels) = small(plain_step)
+    for _ in range(3):
+        train(inputs, labels)
+    before = weights(layer)
+    for wrong in (labels + 2, labels):
+        train(inputs, wrong)
+    with pytest.raises(ValueError, match="labels: wanted 0..3 for 4 classes") as got:
+        train.check()
+    assert "no update was made" in "".join(got.value.__notes__)
+    assert weights(layer) == before
+
+
+def test_a_gradient_that_is_not_finite_stops_updates_and_is_reported(gpu: Any) -> None:
+    layer, (by, train), (inputs, labels) = small(plain_step)
+    for _ in range(3):
+        train(inputs, labels)
+    before = weights(layer)
+    for values in (inputs * np.inf, inputs):
+        train(values, labels)
+    with pytest.raises(FloatingPointError, match="in that of weight"):
+        by.state_dict()
+    assert weights(layer) == before
+
+
+def test_an_option_that_changes_is_an_error_and_a_learning_rate_is_not(gpu: Any) -> None:
+    layer, (by, train), batch = small(plain_step)
+    for _ in range(3):
+        train(*batch)
+    before = weights(layer)
+    by.groups[0].options["lr"] = 0.0
+    train(*batch)
+    assert weights(layer) == before
+    by.groups[0].options["momentum"] = 0.5
+    with pytest.raises(RuntimeError, match="options of parameter group 0 was.*record it again"):
+        train(*batch)
+
+
+def test_memory_that_is_exchanged_is_an_error(gpu: Any) -> None:
+    layer, (_, train), batch = small(plain_step)
+    for _ in range(3):
+        train(*batch)
+    layer.load_state_dict(layer.state_dict())
+    with pytest.raises(RuntimeError, match="memory was exchanged.*weight"):
+        train(*batch)
+
+
+def test_other_shapes_and_eager_steps_in_between_count_on(gpu: Any) -> None:
+    layers = []
+    for captured in (False, True):
+        layer = et.nn.Linear(8, 4, rng=0).to("cuda")
+        by = AdamW(layer.named_parameters(), lr=0.1)
+
+        def step(inputs: et.ExTensor, by: Any = by, layer: Any = layer) -> et.ExTensor:
+            by.zero_grad()
+            loss = layer(inputs).square().mean()
+            loss.backward()
+            by.step()
+            return loss
+
+        train = et.capture(step) if captured else step
+        for number in range(14):
+            inputs = et.randn((3 if number % 3 else 5, 8), seed=number).to("cuda")
+            (step if number == 11 else train)(inputs)
+        layers.append((layer.state_dict(), by.state_dict()))
+    same(layers[1], layers[0])
+    assert layers[0][1]["step.weight"] == 14
+
+
+def test_random_bits_that_nobody_counts_are_refused(gpu: Any) -> None:
+    layer = et.nn.Linear(8, 4, rng=0).to("cuda")
+
+    def step(inputs: et.ExTensor) -> et.ExTensor:
+        return layer(inputs).quantize(et.QuantSpec("mxfp4", rounding="stochastic"), seed=1)
+
+    train = et.capture(lambda x: step(x).dequantize())
+    with pytest.raises(RuntimeError, match="clock|back from the GPU"):
+        for _ in range(3):
+            train(et.ones((5, 8), device="cuda"))
+
+
+def test_states_in_blocks_are_refused(gpu: Any) -> None:
+    layer = et.nn.Linear(8, 4, rng=0).to("cuda")
+    by = AdamW(layer.named_parameters(), states="bfloat16")
+
+    def step(inputs: et.ExTensor) -> et.ExTensor:
+        by.zero_grad()
+        loss = layer(inputs).square().mean()
+        loss.backward()
+        by.step()
+        return loss
+
+    train, batch = et.capture(step), et.ones((5, 8), device="cuda")
+    train(batch)
+    with pytest.raises(ValueError, match="states='float32', got AdamW with states='bfloat16'"):
+        train(batch)
+
+
+def test_results_are_copies_and_arguments_are_checked(gpu: Any) -> None:
+    layer, (_, train), batch = small(plain_step)
+    losses = [train(*batch) for _ in range(6)]
+    assert len({float(loss) for loss in losses}) == 6
+    with pytest.raises(TypeError, match="got none"):
+        train()
+    with pytest.raises(TypeError, match="without gradients"):
+        train(layer.weight, batch[1])
+    with pytest.raises(TypeError, match="a tuple of tensors or None, got str"):
+        et.capture(lambda x: "loss")(batch[0])
+
+
+def test_on_the_cpu_a_captured_step_is_the_step() -> None:
+    calls = []
+    train = et.capture(lambda x: calls.append(1) or x * 2)
+    for _ in range(4):
+        assert train(et.ones(2, device="cpu")).tolist() == [2.0, 2.0]
+    assert len(calls) == 4
