@@ -12,6 +12,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,14 @@ def _no_copies(size: int) -> Any:
 
 
 def _where(error: BaseException) -> str:
-    """The last line outside of the library from which an error came, and the one that it led to."""
+    """Where an error came from: a line of the step, the last outside of the library, the last."""
     library = Path(__file__).parents[1]
     inside = tuple(str(library / name) for name in ("extensor", "extensor_cuda"))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "cupy" not in f.filename]
+    own = dropwhile(lambda f: f.filename.startswith(inside), frames)
+    step = list(takewhile(lambda f: not f.filename.startswith(inside), own))
     outside = [f for f in frames if not f.filename.startswith(inside)]
-    shown = [*outside[-1:], *frames[-1:]]
+    shown = [*step[-1:], *outside[-1:], *frames[-1:]]
     lines = dict.fromkeys(f"{f.filename}:{f.lineno} `{f.line}`" for f in shown)
     return ", in ".join(lines)
 

@@ -41,7 +41,7 @@ class GradScaleReport:
     Attributes:
         scale: the loss scale now.
         good_steps: steps since the scale last changed.
-        stepped: optimizer steps made; skipped: steps left out for non-finite gradients.
+        stepped: steps made; skipped: steps left out for non-finite gradients.
         slots: one row per layer and slot with telemetry, in model order.
     """
 
@@ -135,6 +135,12 @@ class MXGradScaler:
         """The loss scale in force; waits for a device that repeats a captured step."""
         self._mirrors.settle()
         return float(self._state[0])
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out so far; waits for a device that repeats a captured step."""
+        self._mirrors.settle()
+        return int(self._state[3])
 
     @property
     def _rule(self) -> tuple[float, float, float, float]:

@@ -410,7 +410,12 @@ class Optimizer(ABC):
                 for slot in member.arrays:
                     host = state[f"state.{member.name}.{slot}"]
                     flat = host if isinstance(host, QuantArray) else host.reshape(-1)
-                    member.arrays[slot] = _moved(flat, get_backend("cpu"), member.param.device)
+                    fresh = _moved(flat, get_backend("cpu"), member.param.device)
+                    mine = member.arrays[slot]
+                    if isinstance(mine, QuantArray) or member.param.backend.xp is np:
+                        member.arrays[slot] = fresh
+                    else:
+                        mine[...] = fresh  # where a captured step has it
 
     def _check_options(self, options: Mapping[str, Option]) -> None:
         """Refuse options out of range; subclasses add their own."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import extensor as et
 from extensor.backends import registry
@@ -29,8 +31,15 @@ from models.lenet.model import build as build_lenet
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import fake
+from tests.unit.training.conftest import SMALL
+from training.config import RunConfig
+from training.loop import Trainer
+from training.loop import train as run_training
+from training.rundir import UsageError
+from training.runs import defaults
 
 SLOTS = 2 * kernels.SLOTS
+QUIET = Console(quiet=True)
 
 
 class FakeBlas:
@@ -235,7 +244,7 @@ def small(step: Any, recipe: str = "fp32") -> tuple[Any, Any, list[et.ExTensor]]
 
 
 def plain_step(layer: Any, change: Any = None) -> tuple[Any, Any]:
-    by = SGD(layer.named_parameters(), lr=0.1)
+    by = SGD(layer.named_parameters(), lr=0.1, momentum=0.5)
 
     def step(inputs: et.ExTensor, labels: et.ExTensor) -> et.ExTensor:
         by.zero_grad()
@@ -312,16 +321,28 @@ def test_an_option_that_changes_is_an_error_and_a_learning_rate_is_not(gpu: Any)
     by.groups[0].options["lr"] = 0.0
     train(*batch)
     assert weights(layer) == before
-    by.groups[0].options["momentum"] = 0.5
+    by.groups[0].options["momentum"] = 0.25
     with pytest.raises(RuntimeError, match="options of parameter group 0 was.*record it again"):
         train(*batch)
+
+
+def test_what_is_loaded_is_found(gpu: Any) -> None:
+    layer, (by, train), batch = small(plain_step)
+    for _ in range(2):
+        train(*batch)
+    kept = layer.state_dict(), by.state_dict()
+    losses = [float(train(*batch)) for _ in range(3)]
+    layer.load_state_dict(kept[0])
+    by.load_state_dict(kept[1])
+    assert [float(train(*batch)) for _ in range(3)] == losses
+    assert by.state_dict()["step.weight"] == 5
 
 
 def test_memory_that_is_exchanged_is_an_error(gpu: Any) -> None:
     layer, (_, train), batch = small(plain_step)
     for _ in range(3):
         train(*batch)
-    layer.load_state_dict(layer.state_dict())
+    layer.weight.data = layer.weight.data.copy()
     with pytest.raises(RuntimeError, match="memory was exchanged.*weight"):
         train(*batch)
 
@@ -395,3 +416,48 @@ def test_on_the_cpu_a_captured_step_is_the_step() -> None:
     for _ in range(4):
         assert train(et.ones(2, device="cpu")).tolist() == [2.0, 2.0]
     assert len(calls) == 4
+
+
+def test_running_averages_advance(gpu: Any) -> None:
+    found = []
+    for captured in (False, True):
+        layer = et.nn.BatchNorm2d(3).to("cuda")
+        by = SGD(layer.named_parameters(), lr=0.1)
+
+        def step(inputs: et.ExTensor, by: Any = by, layer: Any = layer) -> None:
+            by.zero_grad()
+            layer(inputs).square().sum().backward()
+            by.step()
+
+        train = et.capture(step) if captured else step
+        for number in range(6):
+            train(et.randn((4, 3, 5, 5), seed=number).to("cuda"))
+        found.append(layer.state_dict())
+    same(found[1], found[0])
+
+
+def small_run(**changes: Any) -> RunConfig:
+    return RunConfig(**{**defaults("mlp"), **SMALL, **changes})
+
+
+def test_training_with_a_graph_is_training(gpu: Any, tmp_path: Path) -> None:
+    results = []
+    for graph in (False, True):
+        config = small_run(device="cuda", recipe="mxfp4", epochs=2, batch_size=40, clip_norm=1.0)
+        (tmp_path / str(graph)).mkdir()
+        trainer = Trainer(config, tmp_path / str(graph), graph=graph)
+        trainer.fit()
+        results.append((trainer.model.state_dict(), trainer.optimizer.state_dict()))
+        results[-1] += (trainer.history[-1].train_loss, trainer.history[-1].flushed)
+    same(results[1], results[0])
+
+
+def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
+    for options, word in (
+        ({}, "add --device cuda"),
+        ({"device": "cuda", "optimizer": "lion"}, "sgd, adam or adamw"),
+        ({"device": "cuda", "optimizer_states": "bfloat16"}, "--optimizer-states float32"),
+    ):
+        config = small_run(**options)
+        with pytest.raises(UsageError, match=word):
+            run_training(config, tmp_path, resume=False, console=QUIET, graph=True)
