@@ -140,8 +140,14 @@ def train_command(model: str, argv: Sequence[str]) -> int:
         console.print(f"{folder} is finished: {outcome(metric, finished)}")
         return 0
     try:
-        how = {"resume": args.resume, "telemetry": args.telemetry, "graph": args.graph}
-        train(config, folder, console=console, **how)
+        train(
+            config,
+            folder,
+            resume=args.resume,
+            console=console,
+            telemetry=args.telemetry,
+            graph=args.graph,
+        )
     except Interrupted:
         again = f"{PROGRAM} {model} --out {shlex.quote(str(folder))} --resume"
         console.print(
