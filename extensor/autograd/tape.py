@@ -193,8 +193,11 @@ def _accumulate(leaf: ExTensor, g: Gradient, create_graph: bool, taken: set[int]
 
 
 def _own(g: Any, taken: set[int]) -> Any:
-    """``g``, or a copy where something else shares its memory: a ``.grad`` may be written to."""
-    if g.base is not None or id(g) in taken:
+    """``g``, or a copy where another array shares its memory: a ``.grad`` may be written to.
+
+    A base that is no array, such as a capsule, is what owns the memory of a kernel's result.
+    """
+    if isinstance(g.base, type(g)) or id(g) in taken:
         g = g.copy()
     taken.add(id(g))
     return g

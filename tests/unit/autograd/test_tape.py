@@ -63,6 +63,23 @@ def test_grads_do_not_share_memory() -> None:
     np.testing.assert_array_equal(x.grad.numpy(), [5.0, 1.0])
 
 
+def test_a_gradient_that_a_kernel_made_is_taken_and_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of large results too, whose memory a kernel's allocator owns."""
+    x = et.ExTensor(np.ones((512, 1024), np.float32), requires_grad=True)
+    made, kernel = [], x.backend.softmax_grad
+
+    def softmax_grad(*args: Any) -> Any:
+        made.append(kernel(*args))
+        return made[-1]
+
+    monkeypatch.setattr(x.backend, "softmax_grad", softmax_grad)
+    x.softmax().sum().backward()
+    assert x.grad is not None
+    assert x.grad.data is made[0]
+
+
 def test_a_second_pass_needs_retain_graph() -> None:
     x = leaf(2.0)
     y = (x * x).sum()
