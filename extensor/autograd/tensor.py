@@ -460,11 +460,13 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         return self
 
     def assign_(self, array: Any) -> ExTensor:
-        """Replace the data by ``array`` without a copy: the update of an optimizer.
+        """Replace the data by ``array``: the update of an optimizer. On the CPU without a copy.
+
+        On a device the values go to the memory that is there: a captured step finds them.
 
         Args:
             array: a raw array of the device, of this tensor's shape and dtype, that nothing else
-                will write to. Views and earlier ``numpy()`` arrays keep the old values.
+                will write to. On the CPU views keep the old values, as ``numpy()`` arrays do.
 
         Raises:
             RuntimeError: if the tensor requires a gradient and gradients are being recorded.
@@ -480,7 +482,10 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
             raise ValueError(f"assign_: wanted shape {self.shape}, got {tuple(array.shape)}")
         if array.dtype != self.data.dtype:
             raise TypeError(f"assign_: wanted dtype {self.dtype.name}, got {array.dtype.name}")
-        self.data = array
+        if self.backend.xp is np:
+            self.data = array
+        else:
+            self.data[...] = array
         self._version[0] += 1
         return self
 

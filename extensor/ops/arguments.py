@@ -61,7 +61,9 @@ def _beside(name: str, value: Any, x: ExTensor) -> ExTensor:
         dtype = scalar_dtype(value, x.dtype)
         # Beside a 16-bit float the number stays float32 inside, so that the result rounds once.
         stored = np.float32 if dtype.level == LEVEL_HALF else dtype.numpy
-        tensor = wrap(x.backend.xp.asarray(value, dtype=stored), x.backend)
+        number, xp = np.asarray(value, dtype=stored), x.backend.xp
+        # Filled, on a device: a copy would wait there, and could not be captured.
+        tensor = wrap(number if xp is np else xp.full((), number[()], stored), x.backend)
         tensor.dtype = dtype
         return tensor
     if hasattr(value, "dtype") and hasattr(value, "shape"):
