@@ -138,6 +138,13 @@ def training(backend: Any, rng: Any) -> int:
     names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
     backend.all_finite_each([part[1] for part in parts])
     backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3)
+    for n in (70, 1100):
+        q, k = (xp.asarray(rng.standard_normal((1, 2, 5, n)).astype("float32")) for _ in "qk")
+        p, phi = backend.softmax(q, 3), backend.gelu(q)[1]
+        backend.softmax_grad(k, p, 3)
+        backend.gelu_grad(k, q, phi)
+        out, stats = backend.attention(q, k, k, True, 0.1)
+        backend.attention_grad(q, q, k, k, out, stats, True, 0.1, (q.copy(), k.copy(), k.copy()))
     backend.scale_each([part[1] for part in parts], 0.5)
     backend.square_sum_each([part[1] for part in parts])
     table, rows = (xp.ones((n, 70), dtype="float32") for n in (9, 300))

@@ -22,7 +22,7 @@ from extensor.quant import reference
 from extensor_cuda import blas, recording
 from extensor_cuda.backend import CudaBackend
 from extensor_cuda.counts import Counters, Counts
-from extensor_cuda.kernels import cross_entropy, norm, optimizer, pair, scatter
+from extensor_cuda.kernels import cross_entropy, gelu, norm, optimizer, pair, scatter, softmax
 from extensor_cuda.kernels import quantize as kernels
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
@@ -112,7 +112,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
     launch = request.getfixturevalue("fake_launch")
-    for module in (cross_entropy, norm, optimizer, scatter, recording):
+    for module in (cross_entropy, gelu, norm, optimizer, scatter, softmax, recording):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(kernels, "operand", fake_operand)
     monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored

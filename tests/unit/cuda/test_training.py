@@ -13,11 +13,12 @@ from extensor.backends.generic import GenericBackend
 from extensor.nn.quantize import apply_recipe
 from extensor.optim import SGD, Adam, AdamW, Optimizer
 from extensor_cuda import jit, recording
-from extensor_cuda.kernels import cross_entropy, norm, optimizer, scatter
+from extensor_cuda.kernels import cross_entropy, gelu, norm, optimizer, scatter, softmax
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
 from models.lenet.model import build as build_lenet
+from tests.kernels import training as cases
 from tests.kernels.training import norm_cases, norm_grad_cases
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import emulator as emulation
@@ -31,7 +32,8 @@ SGD_FACTORS = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": False}
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
-    sources = [optimizer.source(), recording.source(), scatter.source()]
+    sources = [optimizer.source(), recording.source(), scatter.source(), gelu.source()]
+    sources += [softmax.softmax_source(n) for n in (10, 1024, 1025, softmax.MOST)]
     sources += [cross_entropy.loss_source(warps) for warps in (1, 8)]
     sources += [norm.norm_source(n, c) for n, c in ((37, True), (1024, True), (norm.MOST, False))]
     for source in sources:
@@ -53,7 +55,7 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return request.getfixturevalue("cuda")
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
-    for module in (cross_entropy, norm, optimizer, scatter):
+    for module in (cross_entropy, gelu, norm, optimizer, scatter, softmax):
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
     return emulation.Emulated("emulated", emulation.Cupy())
 
@@ -191,6 +193,64 @@ def test_norms_are_within_their_bounds(trainer: Any, name: str) -> None:
         for got, wanted, bound in zip(getattr(trainer, name)(*there), exact, bounds, strict=True):
             assert got.shape == wanted.shape
             assert (np.abs(got.get() - wanted) <= bound).all(), case[0].shape
+
+
+ELEMENTS = {
+    "gelu": cases.gelu_cases,
+    "gelu_grad": cases.gelu_grad_cases,
+    "softmax": cases.softmax_cases,
+    "softmax_grad": cases.softmax_grad_cases,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_gelu_and_softmax_are_within_their_bounds(trainer: Any, name: str) -> None:
+    for case, exact, bounds in ELEMENTS[name]():
+        if trainer.name == "emulated" and case[0].size > 60_000:
+            continue  # thousands of blocks, one after the other
+        there = [trainer.xp.asarray(a) if isinstance(a, np.ndarray) else a for a in case]
+        fits = name.startswith("gelu") or case[0].shape[-1] <= softmax.MOST
+        path = trainer.path(name, *there)
+        assert path.startswith("fused kernel" if fits else "generic: rows of"), path
+        made = getattr(trainer, name)(*there)
+        for got, wanted, bound in zip(
+            made if isinstance(made, tuple) else (made,), exact, bounds, strict=True
+        ):
+            assert (np.abs(got.get() - wanted) <= bound).all(), case[0].shape
+
+
+def strided(a: Any) -> Any:
+    """The same values with the heads innermost but one, as a projection gives them."""
+    return a.swapaxes(1, 2).copy().swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 3, 1), (5, 9, 2), (4, 1100, 1)], ids=str)
+def test_attention_is_that_of_float64(trainer: Any, sizes: Any, causal: bool) -> None:
+    queries, keys, shared = sizes
+    rng = np.random.default_rng(keys)
+    heads, d, dv = 2, 6, 3
+    q = rng.standard_normal((2, heads * shared, queries, d)).astype(np.float32)
+    k = rng.standard_normal((2, heads, keys, d)).astype(np.float32)
+    v = rng.standard_normal((2, heads, keys, dv)).astype(np.float32)
+    g = rng.standard_normal((2, heads * shared, queries, dv)).astype(np.float32)
+    wide = [a.astype(np.float64) for a in (q, k, v)]
+    out, stats = CPU.attention(*wide, causal, 0.7)
+    into = tuple(np.empty_like(a) for a in wide)
+    CPU.attention_grad(g.astype(np.float64), *wide, out, stats, causal, 0.7, into)
+    there = [strided(trainer.xp.asarray(a)) for a in (q, k, v)]
+    assert trainer.path("attention", *there, causal, 0.7) == "fused kernel"
+    got, kept = trainer.attention(*there, causal, 0.7)
+    assert kept.shape == stats.shape
+    # Scores are of order 10; n terms of size 1 each off by some units of 2**-24.
+    np.testing.assert_allclose(got.get(), out, atol=(keys + 60) * UNIT * np.abs(v).max())
+    np.testing.assert_allclose(kept.get(), stats, rtol=(keys + 60) * UNIT * 4)
+    back = tuple(trainer.xp.empty(a.shape, a.dtype) for a in (q, k, v))
+    g = strided(trainer.xp.asarray(g))
+    trainer.attention_grad(g, *there, strided(got), kept, causal, 0.7, back)
+    for ours, exact in zip(back, into, strict=True):
+        scale = np.abs(exact).max() + 1
+        np.testing.assert_allclose(ours.get(), exact, atol=40 * (keys + 60) * UNIT * scale)
 
 
 def test_long_and_short_rows_are_normalized(trainer: Any) -> None:
