@@ -55,7 +55,7 @@ struct Row {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
 softmax(const float* __restrict__ x, float* __restrict__ out, i64 rows, i64 length) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const bool real = row < rows;
@@ -70,7 +70,7 @@ softmax(const float* __restrict__ x, float* __restrict__ out, i64 rows, i64 leng
 }
 
 // out (g - sum(g out)).
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
 softmax_grad(const float* __restrict__ g, const float* __restrict__ out, float* __restrict__ gx, i64 rows,
              i64 length) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
@@ -98,7 +98,7 @@ __device__ __forceinline__ i64 seen_by(i64 row, i64 queries, i64 keys) {
 }
 
 // Scores q k^T in place to probabilities, and of each row its largest score and the inverse sum.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attend(float* scores, float2* __restrict__ stats, float scale, i64 queries, i64 rows, i64 keys) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const bool real = row < rows;
@@ -117,7 +117,7 @@ attend(float* scores, float2* __restrict__ stats, float scale, i64 queries, i64 
 
 // Scores in place to probabilities p, and products d = g v^T in place to the scores' gradients,
 // scale p (d - along), `along` being the sum over a row of g times the output.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attend_grad(float* __restrict__ scores, float* __restrict__ d, const float2* __restrict__ stats,
             const float* __restrict__ along, float scale, i64 queries, i64 rows, i64 keys) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
