@@ -243,7 +243,7 @@ def small(step: Any, recipe: str = "fp32") -> tuple[Any, Any, list[et.ExTensor]]
     return layer, step(layer), [inputs, labels]
 
 
-def plain_step(layer: Any, change: Any = None) -> tuple[Any, Any]:
+def plain_step(layer: Any, change: Any = None, captured: bool = True) -> tuple[Any, Any]:
     by = SGD(layer.named_parameters(), lr=0.1, momentum=0.5)
 
     def step(inputs: et.ExTensor, labels: et.ExTensor) -> et.ExTensor:
@@ -255,7 +255,7 @@ def plain_step(layer: Any, change: Any = None) -> tuple[Any, Any]:
         by.step()
         return loss
 
-    return by, et.capture(step)
+    return by, et.capture(step) if captured else step
 
 
 def weights(layer: Any) -> bytes:
@@ -324,6 +324,31 @@ def test_an_option_that_changes_is_an_error_and_a_learning_rate_is_not(gpu: Any)
     by.groups[0].options["momentum"] = 0.25
     with pytest.raises(RuntimeError, match="options of parameter group 0 was.*record it again"):
         train(*batch)
+
+
+def test_learning_rates_that_nobody_foretold_are_taken(gpu: Any) -> None:
+    found = []
+    for captured in (False, True):
+        layer, (by, train), batch = small(lambda layer, c=captured: plain_step(layer, None, c))
+        for number in range(24):
+            # as a schedule says for a while, then by hand, then constant
+            if number < 12:
+                WarmupCosine(3, 40).apply(by, number)
+            elif number < 16:
+                by.groups[0].options["lr"] = 0.1 / number
+            train(*batch)
+        found.append((layer.state_dict(), by.state_dict()))
+    same(found[1], found[0])
+
+
+def test_rows_are_written_ahead_where_they_are_known(gpu: Any) -> None:
+    _, (by, train), batch = small(plain_step)
+    for number in range(12):
+        WarmupCosine(3, 40).apply(by, number)
+        train(*batch)
+    (repeated,) = train._graphs.values()
+    recording = repeated.graph._recording
+    assert recording.replays == 10 and len(recording._foretold) == 8  # 1, 2, 4 and 8
 
 
 def test_what_is_loaded_is_found(gpu: Any) -> None:
