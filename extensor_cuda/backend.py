@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -281,6 +282,12 @@ class CudaBackend(CudaTraining):
             sides = zip(specs, streams, strict=True)
             return [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
         return list(operands.make(x, specs, streams, self.xp, memory))
+
+    def raising(self) -> AbstractContextManager[Any]:
+        """See the protocol: cupy is told not to give NaN instead. Waits for the GPU."""
+        import cupyx
+
+        return cupyx.errstate(linalg="raise")
 
     def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
         """See the protocol. Does not wait for the GPU."""

@@ -7,6 +7,7 @@ subclasses it and overrides what is hot.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from extensor.backends import dense, layers, training, windows
@@ -111,8 +112,7 @@ class GenericBackend:
 
     def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
         """See the protocol."""
-        x = x.astype(self.xp.float32, copy=False)
-        values = x if dtype == "float32" else self.bfloat16_values(x)
+        values = layers.dense_values(self, x, dtype)
         return values if axis == 1 else values.T
 
     def keeps_operands(
@@ -242,6 +242,14 @@ class GenericBackend:
         """See the protocol."""
         return training.softmax_grad(g, out, axis, self.xp)
 
+    def log_softmax(self, x: Array, axis: int) -> Array:
+        """See the protocol."""
+        return training.log_softmax(x, axis, self.xp)
+
+    def log_softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """See the protocol."""
+        return training.log_softmax_grad(g, out, axis, self.xp)
+
     def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
         """See the protocol."""
         return training.cross_entropy(x, labels, smoothing, self.xp)
@@ -306,6 +314,10 @@ class GenericBackend:
             rate, momentum, decay = mine["lr"], mine["momentum"], mine["decay"]
             weight, grad, buffer = (None if a is None else a.reshape(-1) for a in part)
             self.sgd(weight, grad, buffer, rate, momentum, decay, bool(mine["nesterov"]))
+
+    def raising(self) -> AbstractContextManager[Any]:
+        """See the protocol."""
+        return nullcontext()
 
     def scale_each(self, arrays: Sequence[Array], factor: float | Array) -> None:
         """See the protocol."""

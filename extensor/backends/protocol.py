@@ -9,6 +9,7 @@ them on the array module; a backend overrides the hot ones, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -164,7 +165,7 @@ class Backend(Protocol):
         shape: tuple[int, ...],
         window: Window,
         bias: Array | None = None,
-    ) -> tuple[Array, QuantStats]:
+    ) -> tuple[Array, Counts]:
         """The convolution of x's patches, quantized by ``spec``, with the values w, plus a bias.
 
         The patches are a matrix (C / groups * kh * kw, N * Ho * Wo), or one of each group,
@@ -181,7 +182,7 @@ class Backend(Protocol):
         stream: Stream | None,
         shape: tuple[int, ...],
         window: Window,
-    ) -> tuple[Array, QuantStats]:
+    ) -> tuple[Array, Counts]:
         """The gradient in the weights, of ``shape``, from quantized patches, and what it counted.
 
         Patches as for `operand_conv2d`; g is (O, M) or (groups, O / groups, M), as `operand` gives
@@ -265,6 +266,14 @@ class Backend(Protocol):
 
     def softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
         """Gradient of softmax, whose output is ``out``."""
+        ...
+
+    def log_softmax(self, x: Array, axis: int) -> Array:
+        """The logarithm of softmax, without underflow."""
+        ...
+
+    def log_softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """Gradient of log_softmax, whose output is ``out``."""
         ...
 
     def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
@@ -364,6 +373,10 @@ class Backend(Protocol):
 
         ``index`` is of whole numbers in -len(out)..len(out) - 1, (...), and rows (..., *rest).
         """
+        ...
+
+    def raising(self) -> AbstractContextManager[Any]:
+        """A context in which the array module's ``linalg`` raises LinAlgError, as numpy's does."""
         ...
 
     def relu(self, x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What a transformer's training step repeats, on any array module: the definitions.
+"""What a training step repeats, on any array module: the definitions.
 
 `GenericBackend` forwards to these functions; each takes the array module ``xp`` last. Kernels are
 compared with them. All arrays are of one float dtype.
@@ -24,6 +24,8 @@ __all__ = [
     "gelu_grad",
     "layer_norm",
     "layer_norm_grad",
+    "log_softmax",
+    "log_softmax_grad",
     "rescale",
     "rms_norm",
     "rms_norm_grad",
@@ -64,6 +66,19 @@ def softmax(x: Array, axis: int, xp: Any) -> Array:
 def softmax_grad(g: Array, out: Array, axis: int, xp: Any) -> Array:
     """Gradient of softmax, whose output is ``out``: out (g - sum(g out))."""
     return out * (g - (g * out).sum(axis=axis, keepdims=True))
+
+
+def log_softmax(x: Array, axis: int, xp: Any) -> Array:
+    """The logarithm of softmax, without overflow or underflow."""
+    with np.errstate(all="ignore"):
+        out = x - x.max(axis=axis, keepdims=True)
+        out -= xp.log(xp.exp(out).sum(axis=axis, keepdims=True))
+        return out
+
+
+def log_softmax_grad(g: Array, out: Array, axis: int, xp: Any) -> Array:
+    """Gradient of log_softmax, whose output is ``out``: g - exp(out) sum(g)."""
+    return g - xp.exp(out) * g.sum(axis=axis, keepdims=True)
 
 
 def cross_entropy(x: Array, labels: Array, smoothing: float, xp: Any) -> tuple[Array, Array]:
