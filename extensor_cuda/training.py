@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends import windows
 from extensor.backends.generic import GenericBackend
+from extensor.backends.protocol import Window
 from extensor.backends.recording import Guard
 from extensor_cuda.kernels import cross_entropy, gelu, norm, optimizer, scatter, softmax
+from extensor_cuda.kernels import window as kernels
 
 __all__ = ["CudaTraining"]
 
@@ -31,7 +34,11 @@ class CudaTraining(GenericBackend):
             "add_rows": self._rows_reason,
             "attention": lambda q, k, v, *_: self._attention_reason(q, k, v),
             "attention_grad": lambda g, q, k, v, *_: self._attention_reason(q, k, v, g),
+            "conv2d_grad_x": lambda g, w, *_: self._floats_reason(g, w),
             "gelu": self._floats_reason,
+            "max_pool2d": lambda x, window: self._floats_reason(x),
+            "max_pool2d_grad": self._pool_reason,
+            "relu_grad": self._floats_reason,
             "gelu_grad": self._floats_reason,
             "softmax": lambda x, axis: self._softmax_reason(axis, x),
             "softmax_grad": lambda g, out, axis: self._softmax_reason(axis, g, out),
@@ -133,6 +140,41 @@ class CudaTraining(GenericBackend):
             return reason
         keys = k.shape[-2]
         return None if keys <= softmax.MOST else f"{keys} keys; a row has up to {softmax.MOST}"
+
+    def _pool_reason(
+        self, g: Array, index: Array, shape: tuple[int, ...], window: Window | None = None
+    ) -> str | None:
+        return "an unknown window" if window is None else self._floats_reason(g)
+
+    def conv2d_grad_x(
+        self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
+    ) -> Array:
+        """See the protocol: a product, and a launch that sums its patches."""
+        if self._floats_reason(g, w):
+            return super().conv2d_grad_x(g, w, shape, window, groups)
+        patches = windows.patches_grad(g, w, shape, window, groups, self.xp)
+        return kernels.fold(self._whole(patches), shape, window, self.xp)
+
+    def max_pool2d(self, x: Array, window: Window) -> tuple[Array, Array]:
+        """See the protocol; the same bits as on the CPU."""
+        if self._floats_reason(x):
+            return super().max_pool2d(x, window)
+        out = windows.check_max_windows(window, x.shape[2:])
+        return kernels.max_pool(self._whole(x), window, out, self.xp)
+
+    def max_pool2d_grad(
+        self, g: Array, index: Array, shape: tuple[int, ...], window: Window | None = None
+    ) -> Array:
+        """See the protocol; the same bits as on the CPU, where the window is known."""
+        if window is None or self._floats_reason(g):
+            return super().max_pool2d_grad(g, index, shape)
+        return kernels.max_pool_grad(self._whole(g), self._whole(index), shape, window, self.xp)
+
+    def relu_grad(self, g: Array, out: Array) -> Array:
+        """See the protocol."""
+        if self._floats_reason(g, out):
+            return super().relu_grad(g, out)
+        return kernels.relu_grad(self._whole(g), self._whole(out), self.xp)
 
     def gelu(self, x: Array) -> tuple[Array, Array]:
         """See the protocol; bounds in `extensor_cuda.kernels.gelu`."""

@@ -22,7 +22,16 @@ from extensor.quant import reference
 from extensor_cuda import blas, recording
 from extensor_cuda.backend import CudaBackend
 from extensor_cuda.counts import Counters, Counts
-from extensor_cuda.kernels import cross_entropy, gelu, norm, optimizer, pair, scatter, softmax
+from extensor_cuda.kernels import (
+    cross_entropy,
+    gelu,
+    norm,
+    optimizer,
+    pair,
+    scatter,
+    softmax,
+    window,
+)
 from extensor_cuda.kernels import quantize as kernels
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
@@ -112,7 +121,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
     launch = request.getfixturevalue("fake_launch")
-    for module in (cross_entropy, gelu, norm, optimizer, scatter, softmax, recording):
+    for module in (cross_entropy, gelu, norm, optimizer, scatter, softmax, window, recording):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(kernels, "operand", fake_operand)
     monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
@@ -486,3 +495,30 @@ def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
         config = small_run(**options)
         with pytest.raises(UsageError, match=word):
             run_training(config, tmp_path, resume=False, console=QUIET, graph=True)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4_all", "mxfp8_nvidia", "bf16"])
+def test_tensor_core_products_are_captured(cuda: Any, recipe: str) -> None:
+    """Layers large enough for the kernels of `extensor_cuda.operands` and `.dense`."""
+    if cuda.xp.cuda.Device().compute_capability != "90":
+        pytest.skip("the GPU is not a Hopper: no wgmma")
+    found = []
+    for captured in (False, True):
+        layer = et.nn.Linear(1024, 1024, rng=0).to("cuda")
+        state = apply_recipe(layer, recipe, 3)
+        by = AdamW(layer.named_parameters(), lr=0.01)
+
+        def step(inputs: et.ExTensor, by: Any = by, layer: Any = layer) -> et.ExTensor:
+            by.zero_grad()
+            loss = layer(inputs).square().mean()
+            loss.backward()
+            by.step()
+            return loss
+
+        train, losses = et.capture(step) if captured else step, []
+        for number in range(6):
+            state.step = number
+            inputs = et.randn((1024, 1024), seed=number).to("cuda")
+            losses.append(train(inputs).numpy().copy())
+        found.append((losses, layer.state_dict(), by.state_dict(), dict(state.telemetry)))
+    same(found[1], found[0])

@@ -10,10 +10,12 @@ import pytest
 import extensor as et
 from extensor.backends import training
 from extensor.backends.generic import GenericBackend
+from extensor.backends.protocol import Window
+from extensor.backends.windows import fold
 from extensor.nn.quantize import apply_recipe
 from extensor.optim import SGD, Adam, AdamW, Optimizer
 from extensor_cuda import jit, recording
-from extensor_cuda.kernels import cross_entropy, gelu, norm, optimizer, scatter, softmax
+from extensor_cuda.kernels import cross_entropy, gelu, norm, optimizer, scatter, softmax, window
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
@@ -33,6 +35,7 @@ SGD_FACTORS = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": False}
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
     sources = [optimizer.source(), recording.source(), scatter.source(), gelu.source()]
+    sources += [window.source()]
     sources += [softmax.softmax_source(n) for n in (10, 1024, 1025, softmax.MOST)]
     sources += [cross_entropy.loss_source(warps) for warps in (1, 8)]
     sources += [norm.norm_source(n, c) for n, c in ((37, True), (1024, True), (norm.MOST, False))]
@@ -55,7 +58,7 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return request.getfixturevalue("cuda")
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
-    for module in (cross_entropy, gelu, norm, optimizer, scatter, softmax):
+    for module in (cross_entropy, gelu, norm, optimizer, scatter, softmax, window):
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
     return emulation.Emulated("emulated", emulation.Cupy())
 
@@ -160,6 +163,37 @@ def test_rows_are_added_in_order(trainer: Any, width: int) -> None:
         for at, row in zip(index % 7, rows, strict=True):
             in_order[at] += row
         same_bytes("rows", there[0].get(), out + in_order)
+
+
+WINDOWS = (
+    Window((2, 2), (2, 2)),
+    Window((3, 3), (2, 2), (1, 1)),
+    Window((3, 2), (1, 3), (1, 0), (2, 1)),
+    Window((1, 5), (1, 1), (0, 2)),
+)
+
+
+@pytest.mark.parametrize("where", WINDOWS, ids=str)
+def test_windows_have_the_cpus_bits(trainer: Any, where: Window) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.integers(-3, 3, (2, 3, 9, 11)).astype(np.float32)  # ties
+    x[0, 0, 3, 4], x[1, 1, :, 5], x[1, 2] = np.nan, -np.inf, -np.inf
+    best, index = CPU.max_pool2d(x, where)
+    got, places = trainer.max_pool2d(trainer.xp.asarray(x), where)
+    assert trainer.path("max_pool2d", got, where) == "fused kernel"
+    same_bytes("maxima", got.get(), best)
+    same_bytes("places", places.get(), index)
+    g = rng.standard_normal(best.shape).astype(np.float32)
+    back = trainer.max_pool2d_grad(trainer.xp.asarray(g), places, x.shape, where)
+    same_bytes("gradient", back.get(), CPU.max_pool2d_grad(g, index, x.shape))
+    patches = rng.standard_normal((2, 3, *where.kernel, *best.shape[2:])).astype(np.float32)
+    there = trainer.xp.asarray(patches)
+    folded = window.fold(there, x.shape, where, trainer.xp)
+    same_bytes("image", folded.get(), fold(patches, x.shape, where, np))
+    arrays = g, np.where(g > 0.5, g, -g * 0)
+    arrays[0][0, 0, 0, 0] = np.nan
+    slope = trainer.relu_grad(*map(trainer.xp.asarray, arrays))
+    same_bytes("relu", slope.get(), CPU.relu_grad(*arrays))
 
 
 def test_the_loss_scale_moves_as_on_the_host(emulator: emulation.Emulator) -> None:
