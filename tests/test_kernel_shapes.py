@@ -453,10 +453,11 @@ def test_eight_threads_on_one_tensor(level: str, name: str, axis: int) -> None:
 # --- large results on memory that is used again -------------------------------------------------
 
 
-def test_large_results_that_live_never_share_memory() -> None:
-    """Blocks of a megabyte and more come back after an array has died, and not before."""
+@pytest.mark.parametrize("rows", [1056, 70])  # codes of a little over 1 MiB and 64 KiB
+def test_large_results_that_live_never_share_memory(rows: int) -> None:
+    """Blocks of these sizes come back after an array has died, and not before."""
     spec = QuantSpec("mxfp8_e4m3").resolve(2)
-    inputs = [values((1056, 1024), seed) for seed in range(3)]  # codes of a little over 1 MiB
+    inputs = [values((rows, 1024), seed) for seed in range(3)]
     wanted = [GENERIC.quantize(x, spec)[0].codes.tobytes() for x in inputs]
     alive = [BACKEND.quantize(x, spec)[0].codes for x in inputs]
     view = alive[0][1:, ::2]  # keeps the block alive by itself

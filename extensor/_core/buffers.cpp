@@ -13,6 +13,7 @@ namespace buffers {
 namespace {
 
 constexpr size_t kPage = size_t{1} << 21;  // a huge page, where there are some
+constexpr size_t kHuge = size_t{1} << 20;  // bytes from which a block is made of them
 
 struct Block {
     void* at;
@@ -35,7 +36,8 @@ Store& store() {
 }  // namespace
 
 void* take(size_t bytes) {
-    const size_t rounded = (bytes + kPage - 1) / kPage * kPage;
+    const size_t unit = bytes < kHuge ? kLeast : kPage;
+    const size_t rounded = (bytes + unit - 1) / unit * unit;
     Store& s = store();
     {
         std::lock_guard lock(s.mutex);
@@ -48,10 +50,10 @@ void* take(size_t bytes) {
             return block;
         }
     }
-    void* block = std::aligned_alloc(kPage, rounded);
+    void* block = std::aligned_alloc(unit == kPage ? kPage : 64, rounded);
     if (!block) throw std::bad_alloc();
 #if defined(__linux__)
-    madvise(block, rounded, MADV_HUGEPAGE);  // advice: nothing depends on it
+    if (unit == kPage) madvise(block, rounded, MADV_HUGEPAGE);  // advice: nothing depends on it
 #endif
     std::lock_guard lock(s.mutex);
     s.sizes.emplace(block, rounded);
