@@ -21,7 +21,7 @@ from extensor_cuda.training import CudaTraining
 
 COMPILER = shutil.which("c++")
 HEADER = Path(__file__).parent / "emulator.hpp"
-_KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\(\w+\))?\s*(\w+)\(')
+_KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([\w, ]+\))?\s*(\w+)\(')
 
 
 class Emulator:
@@ -103,8 +103,9 @@ class Cupy:
         return np.ascontiguousarray(a).view(Device)
 
     def empty(self, shape: Any, dtype: Any = np.float64) -> Any:
-        """Of NaN."""
-        return np.full(shape, np.nan, dtype).view(Device)
+        """Of NaN, or of something odd."""
+        odd = np.nan if np.dtype(dtype).kind == "f" else 77
+        return np.full(shape, odd, dtype).view(Device)
 
     def empty_like(self, a: Any) -> Any:
         """Of NaN."""
