@@ -280,9 +280,9 @@ def gemm(
 
     m, n, k = _checked(a, b, out, offsets, config)
     size = a.dtype.itemsize
-    config = _with(config, a, (row_exponent, column_exponent), factors, zeros, scales, offsets)
-    if extras := config.activation != "none" or any(x is not None for x in (bias, residual, amax)):
-        config = replace(config, extras=extras)
+    extras = config.activation != "none" or any(x is not None for x in (bias, residual, amax))
+    exponents = row_exponent, column_exponent
+    config = _with(config, a, exponents, factors, zeros, scales, offsets, extras)
     row, column = factors or (row_exponent, column_exponent)
     device = cupy.cuda.runtime.getDevice()
     function, _ = _function(config, device)
@@ -341,6 +341,7 @@ def _with(
     zeros: Zeros | None,
     scales: tuple[Any, Any] | None,
     offsets: Any,
+    extras: bool,
 ) -> Config:
     """The program with what these arguments ask of it.
 
@@ -362,8 +363,11 @@ def _with(
                 f"gemm: K = {a.shape[1]} has {-(-a.shape[1] // ROW_BYTES)} blocks of 128, got "
                 f"scales of {[len(x) for x in scales]}"
             )
+    if offsets is not None and extras and config.promote:
+        config = replace(config, tile_n=min(config.tile_n, 128))  # wider ones spill
     return replace(
         config,
+        extras=extras,
         vectors=any(x.size > 1 for x in given),
         factors=factors is not None,
         zeros=zeros is not None,

@@ -20,6 +20,8 @@ __device__ __forceinline__ float activate(float v) {
 #elif ACTIVATION == 3
     const float inner = 0.7978845608028654f * (v + 0.044715f * v * v * v);
     return v / (1.0f + __expf(-2.0f * inner));
+#elif ACTIVATION == 4
+    return 0.5f * v * (1.0f + erff(v * 0.7071067811865476f));
 #else
     return v;
 #endif

@@ -11,7 +11,7 @@ from extensor_cuda import jit
 __all__ = ["ROW_BYTES", "THREADS", "TILE_M", "Config", "configure", "gemm_source"]
 
 TILE_M, ROW_BYTES, THREADS = 128, 128, 384
-ACTIVATIONS = ("none", "relu", "silu", "gelu")
+ACTIVATIONS = ("none", "relu", "silu", "gelu_tanh", "gelu")
 _SHARED = 227 * 1024
 _WARPS, _PATCH, _SLACK = 8, 16 * 128, 1024
 _STEP = {"e4m3": 32, "e5m2": 32, "s8": 32, "bf16": 16}  # elements of K in one wgmma
@@ -109,17 +109,24 @@ _WIDE_TILES = ((192, 3, 1.05), (256, 1, 1.0))
 
 @lru_cache(maxsize=1024)
 def configure(
-    kind: str, m: int, n: int, out: str, promote: int | None = None, blocks: int = 132
+    kind: str,
+    m: int,
+    n: int,
+    out: str,
+    promote: int | None = None,
+    blocks: int = 132,
+    b: str | None = None,
 ) -> Config:
     """The program for a product's size: the tile that fills the last round of blocks best.
 
     Args:
-        kind: element type of both operands.
+        kind: element type of both operands, or of a.
         m: rows of the result.
         n: its columns.
         out: its type.
         promote: as in `Config`; None: every 512 elements for FP8, never for the others.
         blocks: multiprocessors of the GPU.
+        b: element type of b, where it is another.
     """
     if promote is None:
         promote = 4 if kind in ("e4m3", "e5m2") else 0
@@ -129,7 +136,9 @@ def configure(
         return -(-tiles // blocks) * tile[0] * tile[2]
 
     tile_n, patches, _ = min(_TILES if promote else _WIDE_TILES, key=cost)
-    return Config(kind, kind, tile_n, promote, out=out, patches=patches, group=8)
+    if promote == 1:  # the ring holds scales too
+        patches = min(patches, 2)
+    return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, group=8)
 
 
 @lru_cache(maxsize=256)

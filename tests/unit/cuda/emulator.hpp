@@ -77,6 +77,22 @@ inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 template <class T>
 T __ldcs(const T* from) { return *from; }
 
+struct uint2 { unsigned x, y; };
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long both = x | static_cast<unsigned long long>(y) << 32;
+    unsigned out = 0;
+    for (int i = 0; i < 4; ++i) out |= (both >> (selector >> (4 * i) & 7) * 8 & 0xFF) << (8 * i);
+    return out;
+}
+template <class T>
+T atomicMax(T* to, T value) { const T before = *to; *to = before < value ? value : before; return before; }
+template <class T>
+T atomicMin(T* to, T value) { const T before = *to; *to = value < before ? value : before; return before; }
+template <class T>
+T atomicAdd(T* to, T value) { const T before = *to; *to = before + value; return before; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline int min(int a, int b) { return a < b ? a : b; }
+
 static std::vector<char> finished;
 static void (*work)();
 

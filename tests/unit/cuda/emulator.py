@@ -83,6 +83,7 @@ class Device(np.ndarray):
 class _Cuda:
     class Device:  # cupy.cuda.Device
         attributes = MappingProxyType({"MultiProcessorCount": 2})
+        compute_capability = "90"
 
 
 class Cupy:
@@ -103,8 +104,9 @@ class Cupy:
         return np.ascontiguousarray(a).view(Device)
 
     def empty(self, shape: Any, dtype: Any = np.float64) -> Any:
-        """Of NaN."""
-        return np.full(shape, np.nan, dtype).view(Device)
+        """Of NaN, or 77."""
+        fill = 77 if np.dtype(dtype).kind in "iu" else np.nan
+        return np.full(shape, fill, dtype).view(Device)
 
     def empty_like(self, a: Any) -> Any:
         """Of NaN."""
