@@ -19,7 +19,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import dense, gemm, operands
+from extensor_cuda import dense, expanded, gemm, operands
 from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.training import CudaTraining
@@ -128,7 +128,8 @@ class CudaBackend(CudaTraining):
         """Which code ``method(*args)`` takes: "fused kernel", or "host: " and the reason.
 
         "generic: " and the reason for what runs on cupy; "two calls: " and the reason for
-        a pair that is not read once.
+        a pair that is not read once; "expanded: " and the reason for operands of a product that
+        are quantized to packed storage first.
 
         A product's way depends on the values, so that `block_matmul` is run to tell: see
         `extensor_cuda.gemm.Product`.
@@ -156,6 +157,9 @@ class CudaBackend(CudaTraining):
         reason = reasons[method](*args)
         if reason is not None and method.endswith("_pair"):
             return f"two calls: {reason}"
+        if reason is not None and method == "product_operands":
+            other = self._expanded_reason(*args)
+            return f"host: {other}" if other else f"expanded: {reason}"
         return "fused kernel" if reason is None else f"host: {reason}"
 
     def quantize(
@@ -266,7 +270,9 @@ class CudaBackend(CudaTraining):
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
         x = self._ready(x)
         if self._product_operands_reason(x, specs, streams, work):
-            return super().product_operands(x, specs, streams, work, memory)
+            if self._expanded_reason(x, specs, streams, work):
+                return super().product_operands(x, specs, streams, work, memory)
+            return list(expanded.make(x, specs, streams, self.xp))
         if len(specs) == 2 and not _turned(specs[0], specs[1]):
             sides = zip(specs, streams, strict=True)
             return [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
@@ -294,7 +300,19 @@ class CudaBackend(CudaTraining):
     ) -> str | None:
         capability = _capability(self.xp.cuda.runtime.getDevice())
         for spec, stream in zip(specs, streams, strict=True):
+            if spec.row.element.bits == 6:
+                return f"FP8 holds {spec.format}; operands made at once are MXFP4 or bfloat16"
             found = operands.reason(x, spec, work, capability)
+            if reason := found or self._operand_reason(x, spec, stream):
+                return reason
+        return None
+
+    def _expanded_reason(
+        self, x: Array, specs: Sequence[QuantSpec], streams: Sequence[Stream | None], work: int
+    ) -> str | None:
+        capability = _capability(self.xp.cuda.runtime.getDevice())
+        for spec, stream in zip(specs, streams, strict=True):
+            found = expanded.reason(x, spec, work, capability)
             if reason := found or self._operand_reason(x, spec, stream):
                 return reason
         return None
@@ -304,15 +322,17 @@ class CudaBackend(CudaTraining):
         xp, kind = self.xp, "bfloat16" if dtype == "bfloat16" else "float32"
         if isinstance(a, dense.Dense) and isinstance(b, dense.Dense):
             return dense.multiply(a, b, kind, xp)
+        if self._falls is None:
+            self._falls = xp.zeros((), dtype=xp.uint32)
         if isinstance(a, operands.Operand) and isinstance(b, operands.Operand):
-            if self._falls is None:
-                self._falls = xp.zeros((), dtype=xp.uint32)
             return operands.multiply(a, b, kind, xp, self._falls)
+        if expanded.joinable(a, b):
+            return expanded.multiply(a, b, kind, xp, self._falls)
         return super().operand_product(self._decoded(a), self._decoded(b), dtype)
 
     def _decoded(self, operand: Any) -> Array:
         """The values of an operand whose other side has no kernel."""
-        if isinstance(operand, dense.Dense):
+        if isinstance(operand, (dense.Dense, expanded.Expanded)):
             return operand.values(self.xp)
         if not isinstance(operand, operands.Operand):
             return operand

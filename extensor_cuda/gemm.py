@@ -1,8 +1,9 @@
 """Products of blocked matrices on Hopper's tensor cores.
 
-MXFP4 x MXFP4 is rebased to E5M2, exactly, with one exponent per row; everything else that the
-decoder covers is expanded to bfloat16, exactly (NVFP4 without its tensor scale, which multiplies
-the result). With S = sum |a| |b| over K, the result is off the product of the exact values by up to
+MXFP4 x MXFP4 is rebased to E5M2, exactly, with one exponent per row; MXFP6 and NVFP4 with scales
+that FP8 holds are expanded to FP8, everything else that the decoder covers to bfloat16, exactly
+(`extensor_cuda.expansion`; NVFP4 without its tensor scale, which multiplies the result). With
+S = sum |a| |b| over K, the result is off the product of the exact values by up to
 
     FP8    (K' 34 / 32 2**-13 + 2**-20) S, K' = min(K, 512): the tensor core aligns 32 products and
            its sum to the largest and cuts each to 13 fraction bits (`extensor_cuda.gemm_model`);
@@ -20,7 +21,7 @@ sums stay below 2**24 units. Where they span more: bfloat16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ import numpy as np
 
 from extensor.quant.array import QuantArray
 from extensor_cuda import scaled
+from extensor_cuda.expansion import expand, join, kind_of
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS, Config, configure, empty_rows, gemm
@@ -119,20 +121,36 @@ def _rebase(q: QuantArray, flag: Array, xp: Any, integers: bool = False) -> tupl
     return out[:, :k], exponents
 
 
-def _expand(q: QuantArray, xp: Any) -> Array | None:
-    """The bits of q's values as bfloat16, (rows, K), less a tensor scale; None if not exact."""
-    if q.tensor_scale is not None:
-        q = replace(q, tensor_scale=xp.ones((), dtype=xp.float32))
-    plan = kernels.plan_of(q.spec, q.shape, decoding=True)
-    assert isinstance(plan, kernels.Plan), plan
-    bits = kernels.dequantize(q, plan, xp).view(xp.uint32)
-    lost = ((bits & 0xFFFF) != 0) & ((bits & 0x7FFFFFFF) <= 0x7F800000)  # NaN stays NaN
-    if bool(lost.any()):
-        return None
-    rows, k = q.shape
-    out = xp.zeros((rows, -(-k // 8) * 8), dtype=xp.uint16)
-    out[:, :k] = bits >> 16
-    return out[:, :k]
+def _as_fp4(a: QuantArray, b: QuantArray, out: Array, accumulate: str, xp: Any) -> Product | str:
+    """MXFP4 x MXFP4 with an exponent a row, in FP8 or in integers; or why it does not fit."""
+    integers = accumulate == "exact"
+    if integers and a.shape[1] > MOST_TERMS:
+        return f"K = {a.shape[1]}, beyond {MOST_TERMS}"
+    flag = xp.zeros((), dtype=xp.uint32)
+    (x, rows), (y, columns) = (_rebase(q, flag, xp, integers) for q in (a, b))
+    if int(flag):
+        return f"a row's scales span more than {INT_SPAN if integers else SPAN} binades"
+    if integers:
+        config = configure("s8", *out.shape, out.dtype.name)
+    else:
+        config = Config(promote=_PROMOTE[accumulate], out=out.dtype.name)
+    gemm(x, y, out, config, rows, columns)
+    return Product(xp.ascontiguousarray(out), f"{'int8' if integers else 'FP8'} tensor cores")
+
+
+def _as_fp8(a: QuantArray, b: QuantArray, out: Array, accumulate: str, xp: Any) -> Product | str:
+    """Formats that FP8 can hold, with one scale for a tensor; or why it does not fit."""
+    kinds = [kind_of(q.spec)[0] for q in (a, b)]
+    if "bf16" in kinds:
+        return f"FP8 does not hold {(a, b)[kinds.index('bf16')].spec.format}"
+    if accumulate == "exact":
+        return "an operand is not MXFP4"
+    flag = xp.zeros(1, dtype=xp.uint32)
+    x, y = (expand(q, kind, flag, xp) for q, kind in zip((a, b), kinds, strict=True))
+    if int(flag[0]):
+        return "scales span more binades than FP8 holds"
+    join(x, y, out, promote=_PROMOTE[accumulate])
+    return Product(xp.ascontiguousarray(out), "FP8 tensor cores")
 
 
 def matmul(
@@ -173,31 +191,17 @@ def matmul(
         raise ValueError(f"matmul: wanted (M, K) and (N, K), got {a.shape} and {b.shape}")
     if _is_float_scaled(a):
         return Product(*scaled.product(a, b, out_dtype, xp))
-    size = a.shape[0], b.shape[0]
-    out = empty_rows(xp, *size, _OUT[out_dtype])
+    out = empty_rows(xp, a.shape[0], b.shape[0], _OUT[out_dtype])
     why = "asked for"
     if accumulate != "bf16":
-        why = "an operand is not MXFP4"
-        if _is_mxfp4(a) and _is_mxfp4(b):
-            integers = accumulate == "exact" and a.shape[1] <= MOST_TERMS
-            flag = xp.zeros((), dtype=xp.uint32)
-            (x, rows), (y, columns) = (_rebase(q, flag, xp, integers) for q in (a, b))
-            if accumulate == "exact":
-                config = configure("s8", *size, out_dtype)
-            else:
-                config = Config(promote=_PROMOTE[accumulate], out=out_dtype)
-            if not int(flag) and integers == (accumulate == "exact"):
-                gemm(x, y, out, config, rows, columns)
-                way = "int8" if integers else "FP8"
-                return Product(xp.ascontiguousarray(out), f"{way} tensor cores")
-            why = f"a row's scales span more than {INT_SPAN if integers else SPAN} binades"
-    x, y = _expand(a, xp), _expand(b, xp)
-    if x is None or y is None:
-        return "values below what bfloat16 holds"
-    tensor_scales = [q.tensor_scale for q in (a, b) if q.tensor_scale is not None]
-    sums = empty_rows(xp, *size, xp.float32) if tensor_scales else out
-    gemm(x, y, sums, Config("bf16", "bf16", promote=0, out=str(sums.dtype)))
-    for scale in tensor_scales:  # one after the other: their product may underflow
-        sums *= scale
-    sums = xp.ascontiguousarray(sums.astype(out.dtype, copy=False))
-    return Product(sums, f"bf16 tensor cores: {why}")
+        attempt = _as_fp4 if _is_mxfp4(a) and _is_mxfp4(b) else _as_fp8
+        done = attempt(a, b, out, accumulate, xp)
+        if isinstance(done, Product):
+            return done
+        why = done
+    flag = xp.zeros(1, dtype=xp.uint32)
+    x, y = (expand(q, "bf16", flag, xp) for q in (a, b))
+    if int(flag[0]):
+        return "values that bfloat16 does not hold"
+    join(x, y, out)
+    return Product(xp.ascontiguousarray(out), f"bf16 tensor cores: {why}")

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,8 @@ class _Cuda:
     class Device:  # cupy.cuda.Device
         attributes = MappingProxyType({"MultiProcessorCount": 2})
         compute_capability = "90"
+
+    runtime = SimpleNamespace(getDevice=lambda: 0)  # cupy.cuda.runtime
 
 
 class Cupy:
