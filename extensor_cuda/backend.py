@@ -19,7 +19,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import dense, expanded, gemm, operands
+from extensor_cuda import dense, expanded, gemm, operands, weights
 from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.training import CudaTraining
@@ -131,8 +131,8 @@ class CudaBackend(CudaTraining):
         a pair that is not read once; "expanded: " and the reason for operands of a product that
         are quantized to packed storage first.
 
-        A product's way depends on the values, so that `block_matmul` is run to tell: see
-        `extensor_cuda.gemm.Product`.
+        A product's way depends on the values, so that `block_matmul` and `weight_matmul` are run to
+        tell: see `extensor_cuda.gemm.Product` and `extensor_cuda.weights`.
 
         Raises:
             ValueError: for a method that has no kernel.
@@ -140,6 +140,9 @@ class CudaBackend(CudaTraining):
         if method == "block_matmul":
             done = self._product(*args)
             return f"generic: {done}" if isinstance(done, str) else done.path
+        if method == "weight_matmul":
+            made = self._weight_product(*args)
+            return f"generic: {made}" if isinstance(made, str) else made[1]
         reasons: dict[str, Callable[..., str | None]] = {
             "quantize": self._quantize_reason,
             "operand": self._operand_reason,
@@ -152,7 +155,7 @@ class CudaBackend(CudaTraining):
             reason = training[method](*args)
             return "fused kernel" if reason is None else f"generic: {reason}"
         if method not in reasons:
-            known = ", ".join((*reasons, *training, "block_matmul"))
+            known = ", ".join((*reasons, *training, "block_matmul", "weight_matmul"))
             raise ValueError(f"path: wanted one of {known}, got {method!r}")
         reason = reasons[method](*args)
         if reason is not None and method.endswith("_pair"):
@@ -253,6 +256,16 @@ class CudaBackend(CudaTraining):
         """See the protocol. Waits for the GPU; `extensor_cuda.gemm` has the bounds."""
         done = self._product(a, b)
         return super().block_matmul(a, b) if isinstance(done, str) else done.out
+
+    def weight_matmul(self, x: Array, w: QuantArray) -> Array:
+        """See the protocol; `extensor_cuda.weights` has ways, bounds, and which of them wait."""
+        done = self._weight_product(x, w)
+        return super().weight_matmul(x, w) if isinstance(done, str) else done[0]
+
+    def _weight_product(self, x: Array, w: QuantArray) -> tuple[Array, str] | str:
+        """The product of packed weights and the way it was taken, or why there is none."""
+        capability = _capability(self.xp.cuda.runtime.getDevice())
+        return weights.reason(x, w, capability) or weights.product(x, w, "float32", self.xp)
 
     def _product(self, a: QuantArray, b: QuantArray) -> gemm.Product | str:
         """The product on the tensor cores, or why there is none."""

@@ -21,7 +21,7 @@ from extensor_cuda.training import CudaTraining
 
 COMPILER = shutil.which("c++")
 HEADER = Path(__file__).parent / "emulator.hpp"
-_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\))?\s*(\w+)\(')
+_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([\w, ]+\))?\s*(\w+)\(')
 
 
 class Emulator:
@@ -86,6 +86,11 @@ class _Cuda:
         compute_capability = "90"
 
     runtime = SimpleNamespace(getDevice=lambda: 0)  # cupy.cuda.runtime
+
+    @staticmethod
+    def get_current_stream() -> Any:
+        """cupy.cuda.get_current_stream."""
+        return SimpleNamespace(ptr=0)
 
 
 class Cupy:
