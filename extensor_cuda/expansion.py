@@ -54,9 +54,9 @@ class Expansion:
 
     Attributes:
         codes: (rows, K), rows a multiple of 16 bytes apart: uint8, or uint16 for bfloat16.
-        kind: their element type: "bf16", "e5m2" or "e4m3".
+        kind: their element type: "bf16", "e5m2", "e4m3" or "s8".
         exponent: int32 (1,); None if the factor is no power of two, or where it is 0.
-        factor: float32 (1,); None if it is not known, or 1.
+        factor: float32, (1,) or one for each row; None if it is not known, or 1.
     """
 
     codes: Array

@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
+from extensor_cuda.expansion import Expansion
 from extensor_cuda.kernels.gemm import (
     MOST_TERMS,
     Zeros,
@@ -32,7 +33,7 @@ from extensor_cuda.kernels.gemm import (
     gemm,
 )
 
-__all__ = ["pitched", "product", "reason"]
+__all__ = ["by_row", "pitched", "product", "reason"]
 
 Array = Any
 
@@ -134,6 +135,23 @@ def _grid(side: _Side, blocks: int, xp: Any) -> Array:
         side.scales if not side.by_row else xp.broadcast_to(side.scales, (len(side.scales), blocks))
     )
     return block_scales(scales, len(side.codes), side.each, xp)
+
+
+def by_row(a: QuantArray, b: QuantArray, xp: Any) -> tuple[Expansion, Expansion]:
+    """Matrices that `reason` covers, as codes and factors of their rows.
+
+    Raises:
+        ValueError: for scales that vary along K, and for zero points.
+    """
+    sides = _side(a, xp), _side(b, xp)
+    for side, q in zip(sides, (a, b), strict=True):
+        if not side.by_row or side.zeros is not None:
+            raise ValueError(
+                f"wanted one scale along K and no zero points, got {q.spec.format} in tiles "
+                f"{q.spec.tile}"
+            )
+    left, right = (Expansion(s.codes, s.kind, None, s.factor()) for s in sides)
+    return left, right
 
 
 def product(a: QuantArray, b: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, str]:

@@ -75,7 +75,12 @@ def gemm(
             for v, s in zip((x, y), scales, strict=True)
         )
         total = x @ y.T
-    elif offsets is not None:
+    elif offsets is not None:  # what belongs to columns belongs to rows of b
+        x, y = (
+            v if part is None else v * (part[:, None] if factors else np.exp2(part[:, None]))
+            for v, part in zip((x, y), factors or exponents, strict=True)
+        )
+        factors, exponents = None, (None, None)
         total = np.concatenate(
             [
                 x[start:stop] @ y[g * n : (g + 1) * n].T
