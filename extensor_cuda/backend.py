@@ -19,7 +19,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import dense, expanded, gemm, operands, weights
+from extensor_cuda import dense, expanded, gemm, operands, scaled, scaling, weights
 from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.training import CudaTraining
@@ -129,7 +129,7 @@ class CudaBackend(CudaTraining):
 
         "generic: " and the reason for what runs on cupy; "two calls: " and the reason for
         a pair that is not read once; "expanded: " and the reason for operands of a product that
-        are quantized to packed storage first.
+        are quantized to packed storage first; "scaled kernel" for those under float scales.
 
         A product's way depends on the values, so that `block_matmul` and `weight_matmul` are run to
         tell: see `extensor_cuda.gemm.Product` and `extensor_cuda.weights`.
@@ -161,7 +161,9 @@ class CudaBackend(CudaTraining):
         if reason is not None and method.endswith("_pair"):
             return f"two calls: {reason}"
         if reason is not None and method == "product_operands":
-            other = self._expanded_reason(*args)
+            if self._other_reason(scaling.reason, *args) is None:
+                return "scaled kernel"
+            other = self._other_reason(expanded.reason, *args)
             return f"host: {other}" if other else f"expanded: {reason}"
         return "fused kernel" if reason is None else f"host: {reason}"
 
@@ -283,9 +285,11 @@ class CudaBackend(CudaTraining):
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
         x = self._ready(x)
         if self._product_operands_reason(x, specs, streams, work):
-            if self._expanded_reason(x, specs, streams, work):
-                return super().product_operands(x, specs, streams, work, memory)
-            return list(expanded.make(x, specs, streams, self.xp))
+            if self._other_reason(scaling.reason, x, specs, streams, work) is None:
+                return list(scaling.make(x, specs, streams, self.xp))
+            if self._other_reason(expanded.reason, x, specs, streams, work) is None:
+                return list(expanded.make(x, specs, streams, self.xp))
+            return super().product_operands(x, specs, streams, work, memory)
         if len(specs) == 2 and not _turned(specs[0], specs[1]):
             sides = zip(specs, streams, strict=True)
             return [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
@@ -320,13 +324,20 @@ class CudaBackend(CudaTraining):
                 return reason
         return None
 
-    def _expanded_reason(
-        self, x: Array, specs: Sequence[QuantSpec], streams: Sequence[Stream | None], work: int
+    def _other_reason(
+        self,
+        reason_of: Callable[[Array, QuantSpec, int, str], str | None],
+        x: Array,
+        specs: Sequence[QuantSpec],
+        streams: Sequence[Stream | None],
+        work: int,
     ) -> str | None:
+        """Why operands are not made the second way, through storage, or the third, under floats."""
         capability = _capability(self.xp.cuda.runtime.getDevice())
         for spec, stream in zip(specs, streams, strict=True):
-            found = expanded.reason(x, spec, work, capability)
-            if reason := found or self._operand_reason(x, spec, stream):
+            found = reason_of(x, spec, work, capability)
+            gap = self._input_reason(x, spec, stream) or dialect_gap(spec)
+            if reason := found or gap:
                 return reason
         return None
 
@@ -341,12 +352,16 @@ class CudaBackend(CudaTraining):
             return operands.multiply(a, b, kind, xp, self._falls)
         if expanded.joinable(a, b):
             return expanded.multiply(a, b, kind, xp, self._falls)
+        if scaled.joinable(a, b):
+            return scaled.multiply(a, b, kind, xp)[0]
         return super().operand_product(self._decoded(a), self._decoded(b), dtype)
 
     def _decoded(self, operand: Any) -> Array:
         """The values of an operand whose other side has no kernel."""
         if isinstance(operand, (dense.Dense, expanded.Expanded)):
             return operand.values(self.xp)
+        if isinstance(operand, scaled.Side):
+            return scaling.values(operand, self.xp)
         if not isinstance(operand, operands.Operand):
             return operand
         values, _ = self.operand(operand.x, operand.spec, operand.stream)

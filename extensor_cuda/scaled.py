@@ -33,7 +33,7 @@ from extensor_cuda.kernels.gemm import (
     gemm,
 )
 
-__all__ = ["by_row", "pitched", "product", "reason"]
+__all__ = ["Side", "by_row", "joinable", "multiply", "pitched", "product", "reason"]
 
 Array = Any
 
@@ -42,17 +42,26 @@ _BLOCK = 128
 
 
 @dataclass(frozen=True, eq=False)
-class _Side:
-    """An operand: codes (rows, K) and scales (rows or fewer, blocks along K)."""
+class Side:
+    """An operand.
+
+    Attributes:
+        kind: element type of the codes: "e4m3", "e5m2" or "s8".
+        codes: (rows, K), rows a multiple of 16 bytes apart.
+        scales: float32 (rows or fewer, blocks along K).
+        each: rows that share a scale.
+        zeros: zero points, int32 (rows,), or None.
+    """
 
     kind: str
     codes: Array
     scales: Array
-    each: int  # rows that share a scale
-    zeros: Array | None  # int32 (rows,)
+    each: int
+    zeros: Array | None = None
 
     @property
     def by_row(self) -> bool:
+        """Whether one scale holds for all of K."""
         return bool(self.scales.shape[1] == 1)
 
     def factor(self) -> Array:
@@ -109,17 +118,17 @@ def pitched(codes: Array, xp: Any) -> Array:
     return out
 
 
-def _side(q: QuantArray, xp: Any) -> _Side:
+def _side(q: QuantArray, xp: Any) -> Side:
     rows, k = q.shape
     each, _ = tile_extent(q.spec, q.shape)
     scales = xp.ascontiguousarray(q.scales.astype(np.float32, copy=False))
     zeros = None
     if q.zero_points is not None:
         zeros = q.zero_points[:, 0].astype(np.int32).repeat(each)[:rows]
-    return _Side(_kind(q), pitched(q.codes[:, :k], xp), scales, each, zeros)
+    return Side(_kind(q), pitched(q.codes[:, :k], xp), scales, each, zeros)
 
 
-def _zeros(a: _Side, b: _Side, xp: Any) -> Zeros | None:
+def _zeros(a: Side, b: Side, xp: Any) -> Zeros | None:
     if a.zeros is None and b.zeros is None:
         return None
     row, column = (
@@ -130,7 +139,7 @@ def _zeros(a: _Side, b: _Side, xp: Any) -> Zeros | None:
     return Zeros(row, row_sum - np.int32(a.codes.shape[1]) * row, column, column_sum)
 
 
-def _grid(side: _Side, blocks: int, xp: Any) -> Array:
+def _grid(side: Side, blocks: int, xp: Any) -> Array:
     scales = (
         side.scales if not side.by_row else xp.broadcast_to(side.scales, (len(side.scales), blocks))
     )
@@ -163,7 +172,17 @@ def product(a: QuantArray, b: QuantArray, out_dtype: str, xp: Any) -> tuple[Arra
         out_dtype: "float32" or "bfloat16".
         xp: cupy.
     """
-    left, right = _side(a, xp), _side(b, xp)
+    return multiply(_side(a, xp), _side(b, xp), out_dtype, xp)
+
+
+def joinable(a: Any, b: Any) -> bool:
+    """Whether two operands are sides of one product: FP8 with FP8, INT8 with INT8."""
+    sides = isinstance(a, Side) and isinstance(b, Side)
+    return sides and (a.kind == "s8") == (b.kind == "s8")
+
+
+def multiply(left: Side, right: Side, out_dtype: str, xp: Any) -> tuple[Array, str]:
+    """The same of sides that `joinable` joins."""
     m, n = len(left.codes), len(right.codes)
     out = empty_rows(xp, m, n, _OUT[out_dtype])
     by_row = left.by_row and right.by_row
@@ -173,7 +192,7 @@ def product(a: QuantArray, b: QuantArray, out_dtype: str, xp: Any) -> tuple[Arra
         gemm(left.codes, right.codes, out, config, factors=factors, zeros=_zeros(left, right, xp))
         way = "int8 tensor cores" if left.kind == "s8" else "FP8 tensor cores"
     else:
-        blocks = -(-a.shape[1] // _BLOCK)
+        blocks = -(-left.codes.shape[1] // _BLOCK)
         scales = _grid(left, blocks, xp), _grid(right, blocks, xp)
         gemm(left.codes, right.codes, out, config, scales=scales)
         way = f"FP8 tensor cores, scaled every {_BLOCK}"

@@ -58,7 +58,8 @@ T exchange(T mine, int other) {
     return theirs;
 }
 
-inline float __shfl_xor_sync(unsigned, float v, int step) { return exchange(v, threadIdx.x ^ step); }
+template <class T>
+T __shfl_xor_sync(unsigned, T v, int step) { return exchange(v, threadIdx.x ^ step); }
 inline bool __any_sync(unsigned, bool mine) {
     int any = mine;
     for (int step = 1; step < 32; step *= 2) any |= exchange(any, threadIdx.x ^ step);

@@ -23,7 +23,7 @@ from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import backend as backends
-from extensor_cuda import dense, expanded, expansion, jit, operands
+from extensor_cuda import dense, expanded, expansion, jit, operands, scaled, scaling
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.operands import Counts
 from tests.unit.cuda import emulator as emulation
@@ -80,8 +80,9 @@ def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
         return cuda.xp
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(expansion, "launch", request.getfixturevalue("emulator"))
-    for module in (expansion, dense):
+    for module in (expansion, scaling):
+        monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
+    for module in (expansion, dense, scaled):
         monkeypatch.setattr(module, "gemm", gemm_stand_in.gemm)
     return emulation.Cupy()
 
@@ -214,23 +215,22 @@ def maker(xp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def backend(xp: Any, maker: Any, request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CUDA backend, or its methods on the emulator."""
-    if not isinstance(xp, emulation.Cupy):
-        for module in (expanded, operands):
-            monkeypatch.setattr(module, "LEAST_WORK", 1)
-        return request.getfixturevalue("cuda")
-    for module in (expanded, operands):
+    for module in (expanded, operands, scaling):
         monkeypatch.setattr(module, "LEAST_WORK", 1)
+    if not isinstance(xp, emulation.Cupy):
+        return request.getfixturevalue("cuda")
     monkeypatch.setattr(backends, "_capability", lambda device: "90")
     return backends.CudaBackend(xp)
 
 
-RECIPES_HERE = (
+EXPANDED = (
     *("mxfp6", "mxfp4_tseng", "nvfp4_nvidia", "nvfp4_4over6"),
     *("mxfp4_block16", "mxfp4_block64", "mxfp4_block128"),
 )
+SCALED = ("int8", "fp8_tensor", "fp8_block")
 
 
-@pytest.mark.parametrize("recipe", RECIPES_HERE)
+@pytest.mark.parametrize("recipe", [*EXPANDED, *SCALED])
 def test_a_layers_three_products_are_the_cpus(xp: Any, backend: Any, recipe: str) -> None:
     """The same random bits, so that the operands are the same and the products within bounds."""
     rng = np.random.default_rng(6)
@@ -271,8 +271,8 @@ def test_the_way_of_every_recipe_is_known(xp: Any, backend: Any) -> None:
                 way = backend.path("product_operands", x, [along], [stream], 1 << 40)
                 ways.setdefault(name, set()).add(way.split(":")[0])
     others = {name: way for name, way in ways.items() if way != {"fused kernel"}}
-    known = {name: {"expanded"} for name in RECIPES_HERE}
-    assert others == known | {name: {"host"} for name in ("int8", "fp8_tensor", "fp8_block")}
+    known = {name: {"expanded"} for name in EXPANDED}
+    assert others == known | {name: {"scaled kernel"} for name in SCALED}
 
 
 PAIRS = (
