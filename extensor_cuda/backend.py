@@ -19,7 +19,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import dense, expanded, gemm, operands, scaled, scaling, weights
+from extensor_cuda import dense, expanded, gemm, operands, scaled, scaling, tuned, weights
 from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.training import CudaTraining
@@ -298,7 +298,8 @@ class CudaBackend(CudaTraining):
     def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
         """See the protocol. Does not wait for the GPU."""
         hopper = _capability(self.xp.cuda.runtime.getDevice()) == "90"
-        if dtype != "bfloat16" or not hopper or work < operands.LEAST_WORK:
+        least = tuned.least_work("dense", operands.LEAST_WORK)
+        if dtype != "bfloat16" or not hopper or work < least:
             return super().dense_operand(x, axis, dtype, work)
         return dense.make(self._ready(x), axis, self.xp)
 

@@ -23,6 +23,7 @@ import numpy as np
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
+from extensor_cuda import tuned
 from extensor_cuda.dense import Dense
 from extensor_cuda.expansion import Expansion, expand, join, kind_of, scale_of
 from extensor_cuda.kernels import quantize as kernels
@@ -79,8 +80,8 @@ def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
     """
     if capability != "90":
         return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
-    if work < LEAST_WORK:
-        return f"{work} multiplications, fewer than {LEAST_WORK}"
+    if work < (least := tuned.least_work("expanded", LEAST_WORK)):
+        return f"{work} multiplications, fewer than {least}"
     if x.ndim != 2 or max(x.shape) > 1 << 30 or x.size > 1 << 34:
         return f"shape {x.shape}"
     plan = kernels.plan_of(spec, tuple(x.shape))

@@ -19,6 +19,7 @@ from extensor.quant.array import tile_extent
 from extensor.quant.rounding import decode
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
+from extensor_cuda import tuned
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS
@@ -44,8 +45,8 @@ def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
     """
     if capability != "90":
         return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
-    if work < LEAST_WORK:
-        return f"{work} multiplications, fewer than {LEAST_WORK}"
+    if work < (least := tuned.least_work("scaled", LEAST_WORK)):
+        return f"{work} multiplications, fewer than {least}"
     if x.ndim != 2 or not x.size or max(x.shape) > 1 << 30:
         return f"shape {x.shape}"
     return _spec_reason(spec, tuple(x.shape))
