@@ -2,8 +2,8 @@
 
 For cubes of growing size and each way of making operands, a forward product with everything
 included (quantizing both operands, multiplying) is timed through our kernels and through cupy,
-whose operands are float32 values. A way is taken from the smallest size on from which it wins at every
-larger one. The table goes to `extensor_cuda.tuned`, the curve to an SVG.
+whose operands are float32 values. A way is taken from the smallest size on from which it wins at
+every larger one. The table goes to `extensor_cuda.tuned`, the curve to an SVG.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def crossovers(timings: Sequence[Timing]) -> dict[str, int]:
 
 
 def curve(timings: Sequence[Timing], title: str) -> str:
-    """The ratios over the sizes as an SVG, both axes logarithmic; a way pays above the line at 1."""
+    """The ratios over the sizes as an SVG, both axes logarithmic; ways pay above the line at 1."""
     width, height, edge = 640, 400, 60
     colours = ("#1b6ca8", "#c2571a", "#3c8d40", "#8a3ab9")
     sizes = sorted({t.size for t in timings})

@@ -294,7 +294,7 @@ def test_wrong_arguments_leave_no_file(
 
 def test_unknown_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.cli.main(["quantise"])
+        cli.main(["quantise"])
     assert stopped.value.code == 2
 
 
