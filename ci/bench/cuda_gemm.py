@@ -3,11 +3,11 @@
     python ci/bench/cuda_gemm.py [--sizes 4096 8192] [--rounds N] [--data FILE.npz]
 
 Normal data, or with --data the forward products X W^T that `record_tensors.py` kept of a training
-step (and which way MXFP4 took there); the FP8 contestants multiply its MXFP4 rounding. bfloat16 results. CUDA events around
-four calls, the contestants taking turns in one process, medians over the rounds, up to three inputs
-in turn. "mxfp4 storage" is `extensor_cuda.gemm.matmul` whole, from packed codes and scales, with
-its flag read on the host. Needs a Hopper GPU, torch and the extra ``cuda13``; writes GPU, versions
-and command beside the figures.
+step (and which way MXFP4 took there); the FP8 contestants multiply its MXFP4 rounding. bfloat16
+results. CUDA events around four calls, the contestants taking turns in one process, medians over
+the rounds, up to three inputs in turn. "mxfp4 storage" is `extensor_cuda.gemm.matmul` whole, from
+packed codes and scales, with its flag read on the host. Needs a Hopper GPU, torch and the extra
+``cuda13``; writes GPU, versions and command beside the figures.
 """
 
 from __future__ import annotations
