@@ -34,7 +34,10 @@ SITE = ("--keep-going", "-b", "html", "docs", "docs/_build")
 """The documentation site: its gallery is run, its reference written; a warning fails it."""
 
 ON_REQUEST = ("sanitize", "mutants")
-"""Groups that run only where `--only` names them: minutes of compiling."""
+"""Groups that run only where `--only` names them, as CI does: minutes of compiling."""
+
+NOT_RUN = 77
+"""Exit code of a step that this machine has not the tools for; it says which."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Test workers share the CPUs; a BLAS pool in each would fight over them."""
@@ -64,8 +67,8 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the command succeeded."""
-        return self.exit_code == 0
+        """Whether the command succeeded, or said that it cannot run on this machine."""
+        return self.exit_code in (0, NOT_RUN)
 
 
 def pytest_step(name: str, arguments: Sequence[str], environment: dict[str, str]) -> Step:
@@ -94,7 +97,7 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
     listed.append(Step("docs", "docs", (*python, "sphinx", "-q", "-W", *SITE)))
     if not pytest_arguments:
         listed.append(pytest_step("pytest, numpy path", NUMBER_TESTS, {"EXTENSOR_CORE": "0"}))
-        # Both build the core anew; where there is no C++ compiler they fail and say so.
+        # Both build the core anew.
         listed.append(
             Step("sanitizers", "sanitize", (sys.executable, "ci/sanitize.py"), ONE_THREAD)
         )
@@ -140,6 +143,7 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
     table.add_column("seconds", justify="right")
     for outcome in outcomes:
         result = "[green]passed" if outcome.passed else f"[red]failed (exit {outcome.exit_code})"
+        result = "[yellow]not run, see above" if outcome.exit_code == NOT_RUN else result
         table.add_row(outcome.step.name, result, f"{outcome.seconds:.1f}")
     console.print(table)
     closing = [outcome.closing for outcome in outcomes if outcome.closing]

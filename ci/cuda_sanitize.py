@@ -75,9 +75,8 @@ def inner() -> None:
 
 
 def pairs(backend: Any, rng: Any) -> int:
-    """Rows and columns in one reading, packed, decoded and rebased."""
+    """Rows and columns in one reading, packed and decoded."""
     from extensor.random import Stream
-    from extensor_cuda.kernels import pair
 
     count = 0
     for name, rounding in (("mxfp4", "nearest_even"), ("mxfp4", "stochastic"), ("nvfp4", "")):
@@ -90,11 +89,6 @@ def pairs(backend: Any, rng: Any) -> int:
                 x = backend.xp.asarray(rng.standard_normal(shape).astype("float32")).astype(dtype)
                 backend.quantize_pair(x, specs, streams)
                 backend.operand_pair(x, specs, streams)
-                if name == "mxfp4":
-                    plan = pair.pair_plan(specs, shape)
-                    assert isinstance(plan, pair.PairPlan)
-                    amax = backend.xp.asarray(8, dtype="float32")
-                    pair.rebase_pair(x, plan, streams, backend.xp, amax)
                 count += 1
     return count
 
@@ -141,10 +135,14 @@ def training(backend: Any, rng: Any) -> int:
         y, rstd = backend.rms_norm(y, x[0], 1e-5)
         backend.rms_norm_grad(g, x, x[0], rstd)
     parts = [tuple(xp.ones(n, dtype="float32") for _ in range(4)) for n in (0, 3, 40_001)]
-    names = ("take1", "keep2", "take2", "widen", "eps", "rate", "keep", "decay")
+    names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
     backend.all_finite_each([part[1] for part in parts])
     backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3)
-    factors = {"rate": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": 1.0}
+    backend.scale_each([part[1] for part in parts], 0.5)
+    backend.square_sum_each([part[1] for part in parts])
+    table, rows = (xp.ones((n, 70), dtype="float32") for n in (9, 300))
+    backend.add_rows(table, xp.arange(300) % 7, rows)
+    factors = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": 1.0}
     backend.sgd_each([part[:3] for part in parts], [factors] * 3)
     return 5
 

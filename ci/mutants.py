@@ -85,7 +85,8 @@ CORE_TESTS = {
     "training": (
         "tests/test_every_kernel.py",
         "-k",
-        "gelu or softmax or norm or adam or training or relu or bfloat16 or sgd or channel",
+        "gelu or softmax or entropy or norm or adam or training or relu or bfloat16 or sgd "
+        "or channel",
     ),
 }
 QUICK = ("-x", "-q", "--no-header", "-p", "no:randomly")

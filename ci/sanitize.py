@@ -5,7 +5,8 @@
 
 The core is built with its CMake option SANITIZE in a scratch copy (see ci/scratch.py) and loaded
 into this Python with the sanitizer preloaded. Any finding ends the process, with its report and
-exit code 1. Needs g++ or clang with libasan, cmake, ninja and pybind11.
+exit code 1. Needs g++ or clang with libasan, cmake, ninja and pybind11; exits with 77 where this
+machine cannot: no compiler, no sanitizer libraries, or a Python that they do not start in.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
+NOT_RUN = 77
 TESTS = (
     "tests/test_every_kernel.py",
     "tests/test_kernel_shapes.py",
@@ -38,15 +41,30 @@ ADDRESS = "detect_leaks=0:allocator_may_return_null=1:halt_on_error=1:exitcode=9
 UNDEFINED = "print_stacktrace=1:halt_on_error=1"
 
 
+def not_run(why: str) -> NoReturn:
+    """End with the exit code that ci/check.py shows as not run."""
+    print(f"sanitizers: not run: {why}")
+    raise SystemExit(NOT_RUN)
+
+
 def library(compiler: str, name: str) -> str:
     """The full path of a library as the compiler would link it."""
     if not shutil.which(compiler):
-        raise SystemExit(f"not run: wanted a C++ compiler, found no {compiler}; see --compiler")
+        not_run(f"wanted a C++ compiler, found no {compiler}; see --compiler")
     command = [compiler, f"-print-file-name={name}"]
     path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(path).is_absolute():
-        raise SystemExit(f"not run: {compiler} has no {name}; install its sanitizer libraries")
+        not_run(f"{compiler} has no {name}; install its sanitizer libraries")
     return str(Path(path).resolve())
+
+
+def check_that_python_starts(preload: str) -> None:
+    """Some machines have no room for the sanitizer's shadow memory."""
+    environment = os.environ | {"LD_PRELOAD": preload, "ASAN_OPTIONS": ADDRESS}
+    command = [sys.executable, "-c", "pass"]
+    start = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if start.returncode:
+        not_run(f"with the sanitizer preloaded Python ends with {start.returncode}: {start.stderr}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     # An exception that C++ throws passes through the sanitizer, which must find the C++ library.
     preload = " ".join(library(chosen.compiler, name) for name in ("libasan.so", "libstdc++.so"))
+    check_that_python_starts(preload)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="extensor-sanitize-") as temporary:
         command = [sys.executable, str(ROOT / "ci" / "scratch.py")]

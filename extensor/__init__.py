@@ -16,6 +16,7 @@ import importlib
 import math
 from typing import TYPE_CHECKING, Any
 
+from extensor.autograd.capture import capture
 from extensor.autograd.functional import grad, hvp, value_and_grad, vjp
 from extensor.autograd.mode import enable_grad, is_grad_enabled, no_grad
 from extensor.autograd.tensor import ExTensor
@@ -87,6 +88,7 @@ __all__ = [
     "bool",
     "bool_",
     "can_cast",
+    "capture",
     "compare_layers",
     "complex64",
     "complex128",

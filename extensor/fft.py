@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.apply import wrap
-from extensor.autograd.mode import MODE
 from extensor.autograd.tensor import ExTensor
 from extensor.backends import registry
-from extensor.dtypes import DTypeLike, as_dtype, compute_dtype, float32
-from extensor.ops.arguments import axis_index, axis_tuple, tensors_only
+from extensor.dtypes import DTypeLike, as_dtype, float32
+from extensor.ops.arguments import axis_index, axis_tuple, tensors_only, without_rule
 from extensor.ops.shape import roll
 
 __all__ = [
@@ -35,16 +34,9 @@ def _input(name: str, x: ExTensor, norm: str) -> Any:
     tensors_only(name, x)
     if norm not in _NORMS:
         raise ValueError(f"{name}: norm: wanted one of {', '.join(_NORMS)}, got {norm!r}")
-    if x.requires_grad and MODE.enabled:
-        raise TypeError(
-            f"{name}: wanted a tensor that requires no gradient, for there is no rule for one; "
-            "use x.detach()"
-        )
     if x.dtype.is_complex and name in _FROM_REAL:
         raise TypeError(f"{name}: wanted real numbers, got {x.dtype.name}; use {_FROM_REAL[name]}")
-    dense = x.dequantize() if x.dtype.is_blocked else x
-    kind = compute_dtype(dense.dtype) if dense.dtype.is_inexact else float32
-    return dense.data.astype(kind.numpy, copy=False)
+    return without_rule(name, x, "x.detach()")[0]
 
 
 def _line(name: str, x: ExTensor, n: int | None, axis: int, norm: str) -> ExTensor:

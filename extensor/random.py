@@ -10,7 +10,7 @@ SC'11, section 3.3 (Philox); constants as in Random123.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ class Stream:
         tensor: 24-bit number of the layer or tensor.
         slot: 7-bit operand slot (which GEMM, which operand).
         column: whether the blocks run down columns of the matrix.
+        clock: what ``step`` was read from, a thing with a ``step`` of its own: a step that a device
+            repeats (`extensor.capture`) reads it again. None: ``step`` is meant as it is.
     """
 
     seed: int
@@ -41,6 +43,7 @@ class Stream:
     tensor: int = 0
     slot: int = 0
     column: bool = False
+    clock: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, bits in (("seed", 64), ("step", 32), ("tensor", 24), ("slot", 7)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -17,11 +18,14 @@ from typing import Any
 from extensor.backends import registry
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.context import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import dense, expanded, gemm, operands, scaled, scaling, tuned, weights
+from extensor_cuda import blas, dense, expanded, gemm, operands, scaled, scaling, tuned, weights
+from extensor_cuda.graph import CudaGraph, allocate
 from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.recording import Recording, current
 from extensor_cuda.training import CudaTraining
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -67,26 +71,10 @@ def make_backend() -> CudaBackend:
         ) from error
     if not count:
         raise RuntimeError(f"device 'cuda': the driver finds no GPU; {_WAY_OUT}")
-    cupy.cuda.set_allocator(partial(_allocate, cupy))
-    backend = CudaBackend(cupy)
+    cupy.cuda.set_allocator(partial(allocate, cupy, cupy.get_default_memory_pool()))
+    backend = CudaBackend(blas.with_matmul(cupy))
     os.register_at_fork(after_in_child=backend.refuse_after_fork)
     return backend
-
-
-def _allocate(cupy: Any, size: int) -> Any:
-    """Memory of cupy's own pool, which gives back what it keeps before it fails.
-
-    Raises:
-        MemoryError: naming the bytes asked for and free; what was allocated before stays usable.
-    """
-    try:
-        return cupy.get_default_memory_pool().malloc(size)
-    except cupy.cuda.memory.OutOfMemoryError as error:
-        free, total = cupy.cuda.runtime.memGetInfo()
-        raise MemoryError(
-            f"device 'cuda': wanted {size} bytes, {free} of {total} are free; use smaller batches, "
-            "or drop tensors that are no longer needed"
-        ) from error
 
 
 @lru_cache(maxsize=1024)
@@ -119,6 +107,24 @@ class CudaBackend(CudaTraining):
     def __init__(self, xp: Any) -> None:
         super().__init__("cuda", xp)
         self._falls: Array | None = None
+
+    @property
+    def recording(self) -> Recording | None:  # type: ignore[override]
+        """The step being recorded in this thread."""
+        return current()
+
+    @staticmethod
+    def _only_outside(what: str) -> None:
+        """Refuse, while a step is recorded, what makes the CPU work.
+
+        Raises:
+            RuntimeError: while recording.
+        """
+        if current() is not None:
+            raise RuntimeError(
+                f"capture: the step makes {what}, which a GPU cannot repeat by itself; use a "
+                "recipe whose operands have kernels (backend.path says which), or no capture"
+            )
 
     def refuse_after_fork(self) -> None:
         """Make every use of this backend in a forked child an error that says so."""
@@ -195,9 +201,10 @@ class CudaBackend(CudaTraining):
 
     def operand(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
-    ) -> tuple[Array, QuantStats]:
-        """See the protocol. Waits for the GPU, whose counts it returns."""
-        if self._operand_reason(x, spec, stream):
+    ) -> tuple[Array, Counts]:
+        """See the protocol. Does not wait for the GPU where a kernel covers it."""
+        if reason := self._operand_reason(x, spec, stream):
+            self._only_outside(f"{spec.format} operands on the CPU ({reason})")
             values, stats = self._host.operand(x.get(), spec, stream)
             return self.xp.asarray(values), stats
         plan = kernels.plan_of(spec, tuple(x.shape))
@@ -224,8 +231,8 @@ class CudaBackend(CudaTraining):
 
     def operand_pair(
         self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
-    ) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
-        """See the protocol. Waits for the GPU, whose counts it returns."""
+    ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
+        """See the protocol. Does not wait for the GPU where a kernel covers it."""
         if self._pair_reason(x, specs, streams):
             return super().operand_pair(x, specs, streams)
         plan = pair.pair_plan(specs, tuple(x.shape))
@@ -274,6 +281,10 @@ class CudaBackend(CudaTraining):
         capability = _capability(self.xp.cuda.runtime.getDevice())
         return gemm.reason(a, b, capability) or gemm.matmul(a, b, self.xp)
 
+    def new_graph(self) -> CudaGraph:
+        """See the protocol."""
+        return CudaGraph(self.xp)
+
     def product_operands(
         self,
         x: Array,
@@ -281,7 +292,7 @@ class CudaBackend(CudaTraining):
         streams: Sequence[Stream | None],
         work: int,
         memory: dict[str, Any] | None = None,
-    ) -> list[tuple[Any, QuantStats | Callable[[], QuantStats]]]:
+    ) -> list[tuple[Any, Counts]]:
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
         x = self._ready(x)
         if self._product_operands_reason(x, specs, streams, work):
@@ -294,6 +305,12 @@ class CudaBackend(CudaTraining):
             sides = zip(specs, streams, strict=True)
             return [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
         return list(operands.make(x, specs, streams, self.xp, memory))
+
+    def raising(self) -> AbstractContextManager[Any]:
+        """See the protocol: cupy is told not to give NaN instead. Waits for the GPU."""
+        import cupyx
+
+        return cupyx.errstate(linalg="raise")
 
     def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
         """See the protocol. Does not wait for the GPU."""

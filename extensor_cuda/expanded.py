@@ -24,11 +24,12 @@ from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import tuned
+from extensor_cuda.counts import Counts
 from extensor_cuda.dense import Dense
 from extensor_cuda.expansion import Expansion, expand, join, kind_of, scale_of
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import Flags, empty_rows
-from extensor_cuda.operands import LEAST_WORK, Counts, Operand
+from extensor_cuda.operands import LEAST_WORK, Operand
 
 __all__ = ["Expanded", "joinable", "make", "multiply", "reason"]
 
@@ -109,7 +110,9 @@ def make(
         kind, _ = kind_of(plan.spec)
         flag = flags[1:] if kind == "bf16" else flags[:1]
         best = expand(done.q, kind, flag, xp)
-        counts = Counts(done.counters, plan.count, flags[1:].reshape(()))
+        assert done.counters is not None
+        part = (0, 2 * kernels.SLOTS)
+        counts = Counts(done.counters, part, plan.count, flags[1:].reshape(()))
         made.append((Expanded(best, flags, done.q), counts))
     return made
 

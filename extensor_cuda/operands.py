@@ -17,7 +17,6 @@ below 2**-126 or so; that one was cut is warned of when the counts are read.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,15 +26,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from extensor.quant.array import QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import tuned
+from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.dense import Dense
 from extensor_cuda.gemm import SPAN, TOP
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import Flags, configure, empty_rows, gemm
+from extensor_cuda.recording import clock_of
 
 __all__ = ["LEAST_WORK", "Operand", "make", "multiply", "operand_source", "reason"]
 
@@ -48,29 +48,6 @@ _MARGIN = 4  # binades that a tensor may grow between two steps
 _COLUMNS, _GUARDED_BLOCKS, _AMAX_BLOCKS = 128, 264, 1056
 _FOLDER = Path(__file__).parent / "kernels"
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
-
-
-@dataclass(frozen=True, eq=False)
-class Counts:
-    """What quantizing counted, on the device: apart from the operand, whose memory it outlives.
-
-    Attributes:
-        counters: saturated and flushed values, spread over pairs.
-        count: how many values went in.
-        cut: uint32 of shape (): not zero if bfloat16 did not hold a value; or None.
-    """
-
-    counters: Array
-    count: int
-    cut: Array | None = None
-
-    def __call__(self) -> QuantStats:
-        """The counts; waits for the kernel."""
-        if self.cut is not None and int(self.cut):
-            message = "an operand held values below 2**-125 that bfloat16 cuts"
-            warnings.warn(f"{message}; scale the loss up", RuntimeWarning, stacklevel=2)
-        saturated, flushed = self.counters.get().reshape(-1, 2).sum(axis=0).tolist()
-        return QuantStats(self.count, int(saturated), int(flushed))
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +149,8 @@ def _launch(
     outs: Sequence[Array],
     xp: Any,
     exponent: Array | None = None,
-    states: Sequence[Array] = (),
+    flags_of: Sequence[Array] = (),
+    counts_of: Sequence[Array] = (),
     history: Array | None = None,
     guards: Sequence[Array] = (),
 ) -> None:
@@ -184,9 +162,10 @@ def _launch(
         specs[0], x.dtype.name, 1 in place, 0 in place, wide, not (wide and guards)
     )
     codes = [outs[place[axis]] if axis in place else null for axis in (1, 0)]
-    mine = [states[place[axis]] if states and axis in place else None for axis in (1, 0)]
-    flags = [null if state is None else state[:1] for state in mine]
-    counts = [null if state is None else state[1:] for state in mine]
+    flags, counts = (
+        [given[place[axis]] if given and axis in place else null for axis in (1, 0)]
+        for given in (flags_of, counts_of)
+    )
     words: list[int] = []
     for axis in (1, 0):
         stream = streams[place[axis]] if axis in place else None
@@ -206,6 +185,7 @@ def _launch(
         *flags,
         *counts,
         *(guards or (null, null)),
+        clock_of(streams),
         *(np.uint32(word) for word in words),
         np.int64(rows),
         np.int64(columns),
@@ -230,28 +210,34 @@ def make(
         xp: cupy.
         memory: the tensor's own, from the call before; None: nothing is known of it.
     """
-    # One array for all that starts at zero: a flag and counters for each operand.
-    slots = 1 + 2 * kernels.SLOTS
-    zeros = xp.zeros(len(specs) * slots, dtype=xp.uint64)
-    states = [zeros[i * slots : (i + 1) * slots] for i in range(len(specs))]
-    flags = [state[:1].view(xp.uint32)[0] for state in states]
     wide = not _is_mxfp4(specs[0])
+    slots = 2 * kernels.SLOTS
+    parts = [(i * slots, (i + 1) * slots) for i in range(len(specs))]
+    # Two more counters make the flags, so that one array is all that has to be zero. Repetitions of
+    # a recorded step add to counters, but each has flags of its own.
+    counters = Counters(len(specs) * (slots + 1), xp)
+    flags = counters.array[len(specs) * slots :]
+    if counters.recording is not None and not wide:
+        flags = xp.zeros(len(specs), dtype=np.uint64)
+    flags = [flags[i : i + 1].view(np.uint32)[0] for i in range(len(specs))]
+    counts = [counters.array[start:stop] for start, stop in parts]
     outs = []
     for spec in specs:
         rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
         padded = -(-k // 16) * 16  # whole chunks are written
         outs.append(xp.empty((rows, padded), dtype=xp.uint16 if wide else xp.uint8)[:, :k])
     if wide:
-        _launch(x, specs, streams, outs, xp, states=states)
+        _launch(x, specs, streams, outs, xp, flags_of=flags, counts_of=counts)
         return [
-            (Dense(out), Counts(state[1:], x.size, flag))
-            for out, state, flag in zip(outs, states, flags, strict=True)
+            (Dense(out), Counts(counters, part, x.size, flag))
+            for out, part, flag in zip(outs, parts, flags, strict=True)
         ]
     exponent = xp.empty(1, dtype=xp.int32)
-    _launch(x, specs, streams, outs, xp, exponent, states, _history(x, specs[0], xp, memory))
+    history = _history(x, specs[0], xp, memory)
+    _launch(x, specs, streams, outs, xp, exponent, flags, counts, history)
     return [
-        (Operand(out, exponent, flag, x, spec, stream), Counts(state[1:], x.size))
-        for out, flag, spec, stream, state in zip(outs, flags, specs, streams, states, strict=True)
+        (Operand(out, exponent, flag, x, spec, stream), Counts(counters, part, x.size))
+        for out, flag, spec, stream, part in zip(outs, flags, specs, streams, parts, strict=True)
     ]
 
 

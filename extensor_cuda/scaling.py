@@ -20,10 +20,12 @@ from extensor.quant.rounding import decode
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import tuned
+from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS
-from extensor_cuda.operands import LEAST_WORK, Counts
+from extensor_cuda.operands import LEAST_WORK
+from extensor_cuda.recording import clock_of
 from extensor_cuda.scaled import Side
 
 __all__ = ["make", "reason", "scaled_source", "values"]
@@ -116,20 +118,20 @@ def _make(x: Array, spec: QuantSpec, stream: Stream | None, xp: Any) -> tuple[Si
     pitch = -(-k // 16) * 16
     source = scaled_source(spec, x.dtype.name)
     most = xp.zeros(grid, dtype=np.uint32)
-    counters = xp.zeros(2 * kernels.SLOTS, dtype=np.uint64)
+    counters = Counters(2 * kernels.SLOTS, xp)
     out, scales = xp.empty((lines, pitch), dtype=np.uint8), xp.empty(grid, dtype=np.float32)
     warps = -(-rows // _ROWS) * -(-columns // _COLUMNS)
     sizes = [np.int64(n) for n in (rows, columns, tall, wide, grid[1])]
     words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     place = -(-warps // _WARPS), _THREADS
     launch(source, "maxima", *place, x, most, *sizes)
-    arrays = x, most, out, scales, counters
+    arrays = x, most, out, scales, counters.array, clock_of([stream])
     launch(source, "codes", *place, *arrays, *map(np.uint32, words), *sizes, np.int64(pitch))
     element = spec.row.element
     kind = element.name if element.is_float else "s8"
     along = scales if spec.axis == 1 else xp.ascontiguousarray(scales.T)
     each = tall if spec.axis == 1 else wide
-    return Side(kind, out[:, :k], along, each), Counts(counters, x.size)
+    return Side(kind, out[:, :k], along, each), Counts(counters, (0, 2 * kernels.SLOTS), x.size)
 
 
 def values(side: Side, xp: Any) -> Array:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.generic import GenericBackend
-from extensor_cuda.kernels import cross_entropy, norm, optimizer
+from extensor.backends.recording import Guard
+from extensor_cuda.kernels import cross_entropy, norm, optimizer, scatter
 
 __all__ = ["CudaTraining"]
 
@@ -27,6 +28,7 @@ class CudaTraining(GenericBackend):
             "layer_norm": lambda x, weight, bias, eps: self._norm_reason(x, weight, bias),
             "layer_norm_grad": lambda g, x, weight, *_: self._norm_reason(x, weight, g),
             "rms_norm": lambda x, weight, eps: self._norm_reason(x, weight),
+            "add_rows": self._rows_reason,
             "rms_norm_grad": lambda g, x, weight, rstd: self._norm_reason(x, weight, g),
         }
 
@@ -95,6 +97,18 @@ class CudaTraining(GenericBackend):
         gx, gw, _ = norm.grad(g, x, weight, None, rstd, self.xp)
         return gx, gw
 
+    def add_rows(self, out: Array, index: Array, rows: Array) -> None:
+        """See the protocol. One launch, in order."""
+        if self._rows_reason(out, index, rows):
+            super().add_rows(out, index, rows)
+        else:
+            scatter.add_rows(out, index, rows, self.xp)
+
+    def _rows_reason(self, out: Array, index: Array, rows: Array) -> str | None:
+        if not optimizer.takes(out) or rows.dtype != np.float32:
+            return "no contiguous float32 arrays"
+        return None if index.size else "an empty array"
+
     def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
         """See the protocol. One launch, and one wait for the GPU."""
         if not all(optimizer.takes(a) for a in arrays):
@@ -105,16 +119,31 @@ class CudaTraining(GenericBackend):
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
+        guard: Guard | None = None,
     ) -> None:
         """See the protocol. One launch; the same bits as on the CPU."""
         if parts:
-            optimizer.adam(parts, factors, self.xp)
+            optimizer.adam(parts, factors, self.xp, guard)
 
     def sgd_each(
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
+        guard: Guard | None = None,
     ) -> None:
         """See the protocol. One launch; the same bits as on the CPU."""
         if parts:
-            optimizer.sgd(parts, factors, self.xp)
+            optimizer.sgd(parts, factors, self.xp, guard)
+
+    def scale_each(self, arrays: Sequence[Array], factor: float | Array) -> None:
+        """See the protocol. One launch."""
+        if not all(optimizer.takes(a) for a in arrays):
+            super().scale_each(arrays, factor)
+        elif arrays:
+            optimizer.scale(arrays, factor, self.xp)
+
+    def square_sum_each(self, arrays: Sequence[Array]) -> float | Array:
+        """See the protocol. Two launches."""
+        if not all(optimizer.takes(a) for a in arrays):
+            return super().square_sum_each(arrays)
+        return optimizer.square_sum(arrays, self.xp)

@@ -156,9 +156,8 @@ def huber(p: Array, t: Array, delta: float = 1.0, reduction: str = "mean") -> An
 
 
 def smooth_l1(p: Array, t: Array, beta: float = 1.0, reduction: str = "mean") -> Any:
-    return huber(p, t, beta, "none") / beta if reduction == "none" else (
-        reduced(huber(p, t, beta, "none") / beta, reduction)
-    )  # fmt: skip
+    d = np.abs(p - t)
+    return reduced(np.where(d < beta, d * d / (2 * beta), d - beta / 2), reduction)
 
 
 # --- shapes, indexing, order ----------------------------------------------------------------------

@@ -99,7 +99,7 @@ CREATION: dict[str, Callable[[], Any]] = {
     "meshgrid": lambda: et.meshgrid(et.arange(3), et.arange(2))[0],
     "unsqueeze": lambda: et.unsqueeze(et.zeros(2), 1) + et.zeros(3),
     **{
-        f"{name}_like": (lambda name=name: getattr(et, f"{name}_like")(et.zeros((2, 3))))  # type: ignore[misc]
+        f"{name}_like": (lambda name=name: getattr(et, f"{name}_like")(et.zeros((2, 3))))
         for name in ("zeros", "ones", "empty", "randn", "rand")
     },
     "full_like": lambda: et.full_like(et.zeros((2, 3)), 1.0),

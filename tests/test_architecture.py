@@ -151,8 +151,8 @@ def test_a_format_name_in_code_is_noticed() -> None:
 def test_rows_are_filed_under_their_own_name(table: dict[str, object]) -> None:
     assert table
     for name, row in table.items():
-        assert row.name == name  # type: ignore[attr-defined]
-        assert row.doc  # type: ignore[attr-defined]
+        assert row.name == name
+        assert row.doc
 
 
 def test_every_grid_is_used() -> None:
@@ -234,8 +234,8 @@ def test_public_definitions_have_docstrings() -> None:
         if not ast.get_docstring(tree):
             found.append(f"{relative(path)}: module")
         for name, node in public_definitions(tree):
-            if not is_overload(node) and not ast.get_docstring(node):  # type: ignore[arg-type]
-                found.append(f"{relative(path)}:{node.lineno}: {name}")  # type: ignore[attr-defined]
+            if not is_overload(node) and not ast.get_docstring(node):
+                found.append(f"{relative(path)}:{node.lineno}: {name}")
     assert not found, "no docstring: " + "; ".join(found)
 
 

@@ -8,7 +8,6 @@ once got a poor answer or none.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +52,7 @@ class TwoOfOneName(nn.Module):
 
 
 def _replaced() -> None:
-    nn.Linear(2, 2).weight = np.zeros((2, 2))  # type: ignore[assignment]
+    nn.Linear(2, 2).weight = np.zeros((2, 2))
 
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -106,7 +105,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     **{
         f"{name} of nothing": (
-            lambda name=name: getattr(et, name)(zeros(0, 2), zeros(0, 2)),  # type: ignore[misc]
+            lambda name=name: getattr(et, name)(zeros(0, 2), zeros(0, 2)),
             ValueError,
             f"{name}: no values to average over in shape (0, 2); leave an empty batch out",
         )
@@ -195,7 +194,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "hook": (
         lambda: nn.ReLU().register_forward_hook(3),
         TypeError,
-        "wanted a function",  # type: ignore[arg-type]
+        "wanted a function",
     ),
     # tokens
     "sequence beyond the context": (
@@ -249,7 +248,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "order: wanted indices in 0..1436, got 0..9999",
     ),
-    "transforms": (lambda: Compose(3), TypeError, "wanted a list of transforms, got 3"),  # type: ignore[arg-type]
+    "transforms": (lambda: Compose(3), TypeError, "wanted a list of transforms, got 3"),
     "nothing to compare": (
         lambda: et.compare_layers(nn.Linear(2, 2), nn.Linear(2, 2), zeros(0, 2)),
         ValueError,
@@ -313,8 +312,3 @@ def test_an_empty_batch_goes_through_quantized_layers(scheme: str) -> None:
         assert nn.apply_recipe(layer, "mxfp4_all")
         layer(zeros(0, *shape[1:])).sum().backward()
         assert not layer.weight.grad.numpy().any()
-
-
-def test_every_case_is_one_expression() -> None:
-    assert len(CASES) > 45
-    assert all(callable(call) and inspect.isclass(error) for call, error, _ in CASES.values())

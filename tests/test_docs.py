@@ -54,7 +54,7 @@ def registry() -> Iterator[None]:
     yield
     for table, held in zip(tables, before, strict=True):
         for name in table.keys() - held.keys():
-            del table[name]  # type: ignore[attr-defined]
+            del table[name]
 
 
 @pytest.mark.parametrize("page", RUNNABLE)

@@ -81,10 +81,10 @@ def test_every_dialect(name: str, dialect: str) -> None:
 @pytest.mark.parametrize("signs", ["none", "fixed", "random"])
 def test_every_transform(name: str, signs: str) -> None:
     for size in (16, 32, 64, 128):
-        transform = Hadamard(size, signs, seed=0xFEDCBA9876543210 + size)  # type: ignore[arg-type]
+        transform = Hadamard(size, signs, seed=0xFEDCBA9876543210 + size)
         for x, spec in cases(QuantSpec(name, transform=transform), (((3, 70), -1),), seed=30):
             check(x, spec)
-    transform = Hadamard(16, signs)  # type: ignore[arg-type]
+    transform = Hadamard(16, signs)
     for x, spec in cases(QuantSpec(name, transform=transform), TWO[1:], seed=31):
         check(x, spec)
 
@@ -141,7 +141,7 @@ def test_float16_scales(name: str) -> None:
 @pytest.mark.parametrize("scale_dtype", ["float32", "float16"])
 def test_zero_points(name: str, scale_dtype: str) -> None:
     for rule in ("amax", "one"):
-        spec = QuantSpec(name, symmetric=False, scale_dtype=scale_dtype, scale_rule=rule)  # type: ignore[arg-type]
+        spec = QuantSpec(name, symmetric=False, scale_dtype=scale_dtype, scale_rule=rule)
         for x, varied in cases(spec, seed=100):
             check(x, varied)
             check(np.abs(x), varied)

@@ -77,6 +77,10 @@ CHECKS: dict[str, Check] = {
     "gelu_grad": check_bounded("gelu_grad", training.gelu_grad_cases),
     "softmax": check_bounded("softmax", training.softmax_cases),
     "softmax_grad": check_bounded("softmax_grad", training.softmax_grad_cases),
+    "log_softmax": check_bounded("log_softmax", training.log_softmax_cases),
+    "log_softmax_grad": check_bounded("log_softmax_grad", training.log_softmax_grad_cases),
+    "cross_entropy": check_bounded("cross_entropy", training.cross_entropy_cases),
+    "cross_entropy_grad": check_bounded("cross_entropy_grad", training.cross_entropy_grad_cases),
     "layer_norm": check_bounded("layer_norm", lambda: training.norm_cases(True)),
     "layer_norm_grad": check_bounded("layer_norm_grad", lambda: training.norm_grad_cases(True)),
     "rms_norm": check_bounded("rms_norm", lambda: training.norm_cases(False)),
@@ -211,31 +215,79 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_special_values(backend: cpu.CpuBackend) -> None:
     """NaN and infinity come out where the generic methods give them."""
     x = special((60, 37), 5)
+    x[::2][np.isnan(x[::2]) | (x[::2] == np.inf)] = -np.inf  # half the rows can be summed
+    x[4], x[6, 1:] = -np.inf, -np.inf
+    labels, weight = np.arange(60) % 37, np.float32(2)
+
+    def results(b: GenericBackend) -> Iterator[np.ndarray]:
+        yield from b.gelu(x)
+        yield b.gelu_grad(x, x, x)
+        for one, grad in ((b.softmax, b.softmax_grad), (b.log_softmax, b.log_softmax_grad)):
+            out = one(x, 1)
+            yield from (out, grad(np.cos(x), out, 1))
+        for smoothing in (0.0, 0.1):
+            losses, kept = b.cross_entropy(x, labels, smoothing)
+            yield from (losses, b.cross_entropy_grad(weight, x, labels, kept, smoothing))
+
     with np.errstate(all="ignore"):
-        p, other = backend.softmax(x, 1), GENERIC.softmax(x, 1)
-        for got, wanted in (
-            *zip(backend.gelu(x), GENERIC.gelu(x), strict=True),
-            (p, other),
-            (backend.gelu_grad(x, x, x), GENERIC.gelu_grad(x, x, x)),
+        for number, (got, wanted) in enumerate(
+            zip(results(backend), results(GENERIC), strict=True)
         ):
-            assert (np.isnan(got) == np.isnan(wanted)).all()
-            assert (np.isinf(got) == np.isinf(wanted)).all()
+            assert (np.isnan(got) == np.isnan(wanted)).all(), number
+            assert (np.isinf(got) == np.isinf(wanted)).all(), number
+            assert not np.isnan(wanted).all(), number
     for empty in (np.zeros((0, 4), np.float32), np.zeros((4, 0), np.float32)):
         assert backend.gelu(empty)[0].shape == empty.shape
+    none = np.zeros((0, 4), np.float32)
+    losses, kept = backend.cross_entropy(none, labels[:0], 0.1)
+    assert losses.shape == (0,)
+    assert backend.cross_entropy_grad(weight, none, labels[:0], kept, 0.1).shape == none.shape
+    assert backend.log_softmax_grad(none, backend.log_softmax(none, 1), 1).shape == none.shape
+
+
+@pytest.mark.parametrize("label", [-1, 37, 2**40])
+def test_training_labels_of_no_class_are_errors(backend: cpu.CpuBackend, label: int) -> None:
+    """The operation says it better; here nothing outside the array may be read."""
+    x, labels = arrays((5, 37), 1)[0], np.array([0, 1, 36, 2, 3])
+    _, kept = backend.cross_entropy(x, labels, 0.0)
+    if CORE is not None:
+        labels[3] = label
+        with pytest.raises(ValueError, match="number of no class"):
+            backend.cross_entropy(x, labels, 0.0)
+        with pytest.raises(ValueError, match="number of no class"):
+            backend.cross_entropy_grad(np.float32(1), x, labels, kept, 0.0)
+
+
+def test_training_rows_beyond_the_caches(backend: cpu.CpuBackend) -> None:
+    """Large results are written past the caches, from any place in a line: the same bytes."""
+    x, g = (np.resize(plain((n,)), (257, 65537)) for n in (10007, 20011))  # over 2**24 values
+    p, logs = backend.softmax(x, 1), backend.log_softmax(x, 1)
+    for name, *args in (
+        ("softmax", x),
+        ("softmax_grad", g, p),
+        ("log_softmax", x),
+        ("log_softmax_grad", g, logs),
+    ):
+        method = getattr(backend, name)
+        parts = [method(*(a[rows] for a in args), 1) for rows in (slice(100), slice(100, None))]
+        assert method(*args, 1).tobytes() == b"".join(a.tobytes() for a in parts), name
 
 
 def test_training_kernels_do_not_depend_on_threads() -> None:
     if CORE is None:
         return
     before = CORE.threads()
-    x = arrays((5000, 37), 1)[0]
+    x, labels = arrays((5000, 37), 1)[0], np.arange(5000) % 37
     weight = arrays((37,), 1)[0]
     results = []
     for count in (1, 2, 3):
         CORE.set_threads(count)
         y, mean, rstd = BACKEND.layer_norm(x, weight, weight, 1e-5)
         gradients = BACKEND.layer_norm_grad(y, x, weight, mean, rstd)
-        results.append([a.tobytes() for a in (y, mean, rstd, *gradients)])
+        losses, kept = BACKEND.cross_entropy(x, labels, 0.1)
+        scores = BACKEND.cross_entropy_grad(weight[0], x, labels, kept, 0.1)
+        made = (y, mean, rstd, *gradients, losses, kept, scores, BACKEND.log_softmax(x, 1))
+        results.append([a.tobytes() for a in made])
     CORE.set_threads(before)
     assert results[0] == results[1] == results[2]
 

@@ -233,7 +233,7 @@ def test_a_wrong_vjp_is_caught() -> None:
     from extensor.autograd import primitive as registry
 
     def planted(vjp: Any) -> Any:
-        made = Primitive("exp", right.primitive.forward, vjps=(vjp,))  # type: ignore[union-attr]
+        made = Primitive("exp", right.primitive.forward, vjps=(vjp,))
         registry.PRIMITIVES["exp"] = made
 
     try:

@@ -36,7 +36,7 @@ def test_numpy_is_right_at_every_breakpoint(element: str, ties: str) -> None:
     around = np.concatenate([starts - 1, starts, starts + 1, [grid.saturates]]).astype(np.uint32)
     for sign in (0, exhaustive.SIGN):
         x = (around | np.uint32(sign)).view(np.float32)
-        codes, saturated = encode(x, ELEMENTS[element], ties=ties)  # type: ignore[arg-type]
+        codes, saturated = encode(x, ELEMENTS[element], ties=ties)
         wanted = [oracle.encode(v, element, ties=ties) for v in x]
         assert list(zip(codes.tolist(), saturated.tolist(), strict=True)) == wanted
 

@@ -18,16 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extensor.backends import cpu
 from extensor.backends.generic import GenericBackend
 from extensor.formats import DIALECTS, FORMATS
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream, random_words
+from tests.kernels.inputs import BACKEND, CORE, GENERIC, assert_bytes, misaligned, read_only
 
-BACKEND = cpu.make_backend()
-CORE = BACKEND.core
-GENERIC = GenericBackend("generic", np)
 LEVELS = CORE.levels() if CORE else ["numpy only"]
 F = np.float32
 HUGE = 1 << 16
@@ -57,20 +54,6 @@ def values(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     flat = x.reshape(-1)
     for value in (0.0, -0.0, 1e-45, -1e-39, 3.4e38, np.nan, np.inf, -np.inf):
         flat[rng.integers(0, flat.size, flat.size // 300)] = value
-    return x
-
-
-def misaligned(x: np.ndarray) -> np.ndarray:
-    octets = np.empty(x.nbytes + 1, np.uint8)
-    octets[1:] = np.frombuffer(x.tobytes(), np.uint8)
-    view = octets[1:].view(x.dtype).reshape(x.shape)
-    assert not view.size or not view.flags.aligned
-    return view
-
-
-def read_only(x: np.ndarray) -> np.ndarray:
-    x = x.copy()
-    x.flags.writeable = False
     return x
 
 
@@ -126,12 +109,7 @@ def assert_same(got: Answer, wanted: Answer, what: object) -> None:
         ("dequantized", got[2], wanted[2]),
         ("operand", got[3], wanted[3]),
     ):
-        assert a.dtype == b.dtype, (name, what)
-        assert a.shape == b.shape, (name, what)
-        if a.tobytes() != b.tobytes():
-            bits = [part.view(f"u{part.itemsize}") for part in (a, b)]
-            at = tuple(int(i) for i in np.argwhere(bits[0] != bits[1])[0])
-            raise AssertionError(f"{name} at {at}: got {a[at]!r}, wanted {b[at]!r}; {what}")
+        assert_bytes(a, b, (what, name))
 
 
 @cache

@@ -73,6 +73,8 @@ class TrainArgs(RunConfig):
     telemetry: int = 0
     """Every N steps, write each layer's saturation, gradient noise and weight oscillation to
     telemetry.jsonl and TensorBoard; 0 never. A recorded step costs about twice another."""
+    graph: bool = False
+    """With --device cuda: repeat whole steps from a CUDA graph, without Python. Same results."""
     config: Path | None = None
     """TOML file of settings (a run's own config.toml will do); flags override it."""
 
@@ -138,7 +140,14 @@ def train_command(model: str, argv: Sequence[str]) -> int:
         console.print(f"{folder} is finished: {outcome(metric, finished)}")
         return 0
     try:
-        train(config, folder, resume=args.resume, console=console, telemetry=args.telemetry)
+        train(
+            config,
+            folder,
+            resume=args.resume,
+            console=console,
+            telemetry=args.telemetry,
+            graph=args.graph,
+        )
     except Interrupted:
         again = f"{PROGRAM} {model} --out {shlex.quote(str(folder))} --resume"
         console.print(

@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 
 import models
-from extensor import ExTensor, cross_entropy, no_grad, take
+from extensor import ExTensor, capture, cross_entropy, no_grad, take
 from extensor.backends.registry import get as get_backend
 from extensor.inspect import SlotHealth
 from extensor.io import load_checkpoint, save_checkpoint
@@ -70,6 +70,7 @@ class Trainer:
         out: its folder; nothing is written before `fit`.
         data: the data; None loads what the config names.
         callbacks: who watches.
+        graph: whether a GPU repeats steps without Python; see `extensor.capture`.
 
     Raises:
         ValueError: if the settings do not fit the data, or a rule of the recipe matches no layer.
@@ -82,6 +83,7 @@ class Trainer:
         out: Path,
         data: Any = None,
         callbacks: Sequence[Callback] = (),
+        graph: bool = False,
     ) -> None:
         self.config, self.out, self.callbacks = config, out, list(callbacks)
         self.task = TASKS[RUNS[config.model].task](config, data)
@@ -97,6 +99,9 @@ class Trainer:
             if dynamic
             else MXGradScaler(self.quant, init_scale=1.0, growth_factor=1.0)
         )
+        self.graph = graph
+        self._compute = capture(self._device_step) if graph else self._device_step
+        self._batch: Batch | None = None
         self.position = Position()
         self.history: list[EpochReport] = []
         self.scores: Scores | None = None
@@ -166,20 +171,14 @@ class Trainer:
 
     def _step(self, batch: Batch) -> tuple[float, float, bool]:
         """One optimizer step: (loss, learning rate, whether the gradients were finite)."""
-        position, config = self.position, self.config
+        position = self.position
         self.quant.step = position.step
         self.schedule.apply(self.optimizer, position.step)
         lr = float(self.optimizer.groups[0].options["lr"])
-        self.optimizer.zero_grad()
-        rows, labels, loss = self.forward(batch, config.label_smoothing)
-        self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizer)
-        for callback in self.callbacks:
-            callback.on_gradients(self, batch)
-        if config.clip_norm:
-            clip_grad_norm(self.optimizer.params, config.clip_norm, nonfinite="return")
-        good = self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self._batch, skipped = batch, self.scaler.skipped
+        inputs, labels, asked = self._asked(batch)
+        rows, loss = self._compute(*map(self._tensor, (inputs, labels, *asked)))
+        good = self.scaler.skipped == skipped
         value, count = float(loss.item()), batch.count
         position.step += 1
         position.batch += 1
@@ -190,15 +189,52 @@ class Trainer:
         position.skipped_in_a_row = 0 if good else position.skipped_in_a_row + 1
         return value, lr, good
 
+    def _device_step(
+        self, inputs: ExTensor, labels: ExTensor, *asked: ExTensor
+    ) -> tuple[ExTensor, ExTensor]:
+        """What a step computes, nothing of which is read here: (scores, loss)."""
+        self.optimizer.zero_grad()
+        rows, loss = self._forward(inputs, labels, *asked, smoothing=self.config.label_smoothing)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        if not self.graph:
+            assert self._batch is not None
+            for callback in self.callbacks:
+                callback.on_gradients(self, self._batch)
+        if self.config.clip_norm:
+            clip_grad_norm(self.optimizer.params, self.config.clip_norm, nonfinite="return")
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return rows, loss
+
     def forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[ExTensor, Any, ExTensor]:
         """A row of scores for each label, the labels in a row, and the mean loss of the batch."""
-        scores = self.model(self._tensor(batch.inputs))
-        rows, labels = scores.reshape(-1, scores.shape[-1]), batch.labels.reshape(-1)
-        asked = np.flatnonzero(labels >= 0)
-        if len(asked) < len(labels):
-            rows, labels = take(rows, self._tensor(asked), axis=0), labels[asked]
-        loss = cross_entropy(rows, self._tensor(labels), smoothing)
+        inputs, labels, asked = self._asked(batch)
+        tensors = map(self._tensor, (inputs, labels, *asked))
+        rows, loss = self._forward(*tensors, smoothing=smoothing)
         return rows, labels, loss
+
+    def _asked(self, batch: Batch) -> tuple[Any, Any, list[Any]]:
+        """Inputs, the labels in a row, and where these are if not every position has one."""
+        labels = batch.labels.reshape(-1)
+        asked = np.flatnonzero(labels >= 0)
+        if len(asked) == len(labels):
+            return batch.inputs, labels, []
+        if self.graph:
+            raise UsageError(
+                "--graph: this task asks for other positions in each batch, so that no step is "
+                "the repetition of another; the way out: leave --graph out"
+            )
+        return batch.inputs, labels[asked], [asked]
+
+    def _forward(
+        self, inputs: ExTensor, labels: ExTensor, *asked: ExTensor, smoothing: float
+    ) -> tuple[ExTensor, ExTensor]:
+        scores = self.model(inputs)
+        rows = scores.reshape(-1, scores.shape[-1])
+        if asked:
+            rows = take(rows, asked[0], axis=0)
+        return rows, cross_entropy(rows, labels, smoothing)
 
     def _end_epoch(self) -> None:
         position = self.position
@@ -350,8 +386,38 @@ class Trainer:
             raise Interrupted
 
 
+def _check_graph(config: RunConfig, telemetry: int) -> None:
+    """Refuse what a GPU cannot repeat by itself.
+
+    Raises:
+        UsageError: naming it.
+    """
+    for good, what, way_out in (
+        (config.device != "cpu", "a GPU repeats the steps", "add --device cuda"),
+        (config.optimizer != "lion", f"{config.optimizer} is not captured", "sgd, adam or adamw"),
+        (
+            config.optimizer_states == "float32",
+            f"states in {config.optimizer_states} are not captured",
+            "--optimizer-states float32",
+        ),
+        (
+            not telemetry,
+            "telemetry looks at gradients in the middle of a step",
+            "leave --telemetry out",
+        ),
+    ):
+        if not good:
+            raise UsageError(f"--graph: {what}; the way out: {way_out}, or leave --graph out")
+
+
 def train(
-    config: RunConfig, out: Path, *, resume: bool, console: Console, telemetry: int = 0
+    config: RunConfig,
+    out: Path,
+    *,
+    resume: bool,
+    console: Console,
+    telemetry: int = 0,
+    graph: bool = False,
 ) -> dict[str, Any]:
     """Run a configuration into a folder, and say how it went.
 
@@ -361,12 +427,15 @@ def train(
         resume: whether to go on from its last checkpoint.
         console: where it reports.
         telemetry: steps between records of `Telemetry`; 0 records nothing.
+        graph: whether a GPU repeats steps without Python.
 
     Raises:
         UsageError: if the folder or the configuration do not allow it.
         DataError: if the data set is missing or damaged.
         Interrupted: see `Trainer.fit`.
     """
+    if graph:
+        _check_graph(config, telemetry)
     board = TensorBoard()
     callbacks: list[Callback] = [JsonLines(), board, ShowProgress(console)]
     if telemetry:
@@ -379,7 +448,7 @@ def train(
     except RuntimeError as error:
         raise UsageError(f"--device {config.device}: {error}") from error
     try:
-        trainer = Trainer(config, out, callbacks=callbacks)
+        trainer = Trainer(config, out, callbacks=callbacks, graph=graph)
         claim(out, config, resume=resume)
         if resume:
             trainer.load(out / LAST)

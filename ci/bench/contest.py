@@ -111,7 +111,6 @@ def write(
     command: str,
     rows: list[dict[str, Any]],
     level: str = "",
-    load: float | None = None,
     merge: str = "",
     *,
     args: argparse.Namespace | None = None,
@@ -125,21 +124,15 @@ def write(
         command: what was run.
         rows: one dict each.
         level: the core's instruction set.
-        load: the load average before the run, where there are no ``args``.
         merge: a key of every row; rows of the day's earlier runs are kept where this run has none
             of the same value.
         args: from `arguments`: the load before the run, the highest one allowed, the folder.
         about: what else the run depends on, such as the GPU and its driver.
         packages: those whose versions are recorded, where they are installed.
     """
-    folder = RESULTS
-    if args is not None:
-        load, folder = args.load, args.output
-        if args.load > args.max_load:
-            print(
-                f"not written: the load average was {load:.2f} before the run; use an idle machine"
-            )
-            return
+    if args is not None and args.load > args.max_load:
+        print(f"not written: the load average was {args.load:.2f} before; use an idle machine")
+        return
     facts: dict[str, Any] = {
         "command": command,
         "date": str(date.today()),
@@ -150,9 +143,9 @@ def write(
         "versions": {"python": platform.python_version()}
         | {package: found for package in packages if (found := _version(package))},
     }
-    if load is not None:
-        facts["load_average_before"] = round(load, 2)
-    path = folder / f"{date.today()}-{name}.json"
+    if args is not None:
+        facts["load_average_before"] = round(args.load, 2)
+    path = (args.output if args else RESULTS) / f"{date.today()}-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     if merge and path.exists():
         kept = {row[merge]: row for row in json.loads(path.read_text())["rows"]}

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import time
@@ -30,7 +29,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ci.bench.contest import write
+from ci.bench.contest import arguments, command, write
 from extensor.backends.cpu import CpuBackend, make_backend
 from extensor.config import num_threads
 from extensor.quant.spec import Hadamard, QuantSpec
@@ -162,8 +161,8 @@ def rows_of(calls: dict[str, Call], seconds: dict[str, float]) -> dict[str, dict
 
 def torchao_rates(python: str) -> dict[str, float]:
     """Million values a second of torchao eager in that interpreter, by format and dtype."""
-    command = [python, "-c", TORCHAO, str(num_threads())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    call = [python, "-c", TORCHAO, str(num_threads())]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"torchao: {python} failed: {done.stderr.strip().splitlines()[-1]}")
     rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -176,13 +175,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="words of the rows' names")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--torchao", metavar="PYTHON", help="an interpreter with torchao")
-    parser.add_argument("--max-load", type=float, default=0.5, help="of an idle machine")
-    parser.add_argument("--force", action="store_true", help="write although the load is higher")
-    args = parser.parse_args()
+    args = arguments(parser)
     backend = make_backend()
     if backend.core is None:
         raise SystemExit(f"cpu_quantize: wanted the C++ core, but {backend.core_missing}")
-    load = os.getloadavg()[0]
     calls = contestants(backend, args.only)
     rows = rows_of(calls, measure(calls, args.rounds))
     if args.torchao:
@@ -192,17 +188,12 @@ def main() -> None:
                 row["ours_times_as_fast"] = round(ours["M_values_per_s"] / rate, 1)
             rows[f"torchao {name}"] = row
             print(f"{'torchao ' + name:34}", row)
-    if load > args.max_load and not args.force:
-        print(f"not written: the load average was {load:.2f} before the run; use an idle machine")
-        return
     copies = [row["GB_per_s"] for name, row in rows.items() if name.startswith("copy")]
     for row in rows.values():
         row["copy_GB_per_s"] = max(copies)
-    command = " ".join(
-        ["python ci/bench/cpu_quantize.py", *(["--only", *args.only] * bool(args.only))]
-    )
     listed = [{"name": name, **row} for name, row in rows.items()]
-    write("cpu-quantize", command, listed, level=backend.core.level(), load=load, merge="name")
+    ran = command().replace(args.torchao or "PYTHON", "PYTHON")  # where it is installed is no fact
+    write("cpu-quantize", ran, listed, level=backend.core.level(), merge="name", args=args)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from ci.bench.contest import GPU_PACKAGES, gpu_of, write
 from extensor.backends import registry
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
+from extensor_cuda import operands
 from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
 
@@ -137,12 +138,20 @@ def pair_contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str,
                     return pair.quantize_raw(data[turn % 2][1], plan, streams, xp, amax, stats)
 
                 made[title + ", counts" * stats] = (moved, call)
-            if name == "mxfp4":
+            if name == "mxfp4" and xp.cuda.Device().compute_capability == "90":
+                noise = rows.replace(rbits=32) if random else rows
+                sides = [noise.resolve(2), noise.replace(axis=0).resolve(2)]
+                memory: dict[str, Any] = {}
 
-                def rebase(turn: int, plan: Any = plan, streams: Any = streams) -> Any:
-                    return pair.rebase_pair(data[turn % 2][1], plan, streams, xp, amax)
+                def rebase(
+                    turn: int,
+                    sides: Any = sides,
+                    streams: Any = streams,
+                    memory: Any = memory,
+                ) -> Any:
+                    return operands.make(data[turn % 2][1], sides, streams, xp, memory)
 
-                made[f"{title}, rebased"] = (4 * count, rebase)
+                made[f"{name} operands of training" + ", stochastic" * random] = (4 * count, rebase)
     return made
 
 

@@ -19,12 +19,10 @@ struct Pieces {
     float* next;
     INLINE float* take(int64_t floats) {
         float* piece = next;
-        next += ceil_div(floats, VL) * VL;
+        next += round_up(floats, VL);
         return piece;
     }
 };
-
-int64_t rounded(int64_t floats) { return ceil_div(floats, VL) * VL; }
 
 INLINE float* place(const Heads& x, int64_t outer, int64_t head) {
     return x.at + outer * x.outer + head * x.head;
@@ -51,12 +49,12 @@ void exponentials(float* row, int64_t seen, int64_t visible, float* stats) {
     const vf top = largest_lane(best);
     vf total = {};
     for (j = 0; j + VL <= seen; j += VL) {
-        const vf e = exp_negative(load(row + j) - top);
+        const vf e = exp_score(load(row + j) - top);
         store(row + j, e);
         total += e;
     }
     if (j < seen) {
-        put(row, exp_negative(take(row, j, seen) - top), j, seen);
+        put(row, exp_score(take(row, j, seen) - top), j, seen);
         total += take(row, j, seen);  // without the lanes beyond
     }
     for (j = seen; j < visible; ++j) row[j] = 0;
@@ -74,7 +72,7 @@ Right scaled_keys(const Attention& s, const float* k, float* memory) {
 }
 
 void forward(const Attention& s) {
-    const int64_t ld = rounded(s.keys);
+    const int64_t ld = round_up(s.keys, VL);
     const int64_t bytes = 4 * (packed_right(s.keys, s.width) + kRows * ld +
                                packed_right(s.value_width, s.keys) + 3 * VL);
     const int64_t work = s.outer * s.heads * s.queries * s.keys * s.width;
@@ -112,7 +110,7 @@ void forward(const Attention& s) {
 // With p the probabilities, d = g v^T and t = sum over a row of g out = sum of p d:
 // gv = p^T g;  ds = scale p (d - t);  gq = ds k;  gk = ds^T q.
 void gradient(const Attention& s) {
-    const int64_t ld = rounded(s.keys), wide = s.width, values = s.value_width;
+    const int64_t ld = round_up(s.keys, VL), wide = s.width, values = s.value_width;
     const int64_t bytes =
         4 * (packed_right(s.keys, wide) + packed_right(s.keys, values) +
              packed_right(wide, s.keys) + packed_right(wide, kRows) + packed_right(values, kRows) +
@@ -159,7 +157,7 @@ void gradient(const Attention& s) {
                     const vf top = splat(stats[2 * (first + i)]);
                     const vf inverse = splat(stats[2 * (first + i) + 1]);
                     for (int64_t j = 0; j < seen; j += VL) {
-                        const vf e = exp_negative(take(pi, j, seen) - top) * inverse;
+                        const vf e = exp_score(take(pi, j, seen) - top) * inverse;
                         put(pi, e, j, seen);
                         put(di, e * (take(di, j, seen) - mean) * scale, j, seen);
                     }

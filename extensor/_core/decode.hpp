@@ -24,6 +24,24 @@ struct ScaleReader {
     }
 };
 
+// Elements that are small integers times one unit, by code.
+struct IntegerTable {
+    float unit;
+    int lowest;  // integer, of the most negative code
+    int8_t values[256];
+
+    explicit IntegerTable(const Element& e)
+        : unit(power_of_two(e.is_float ? e.min_exponent - e.mantissa_bits : -e.mantissa_bits)) {
+        float decoded[256];
+        decode_table(e, decoded);
+        lowest = 0;
+        for (int code = 0; code < 1 << e.bits; ++code) {
+            values[code] = static_cast<int8_t>(static_cast<int>(decoded[code] / unit));
+            if (values[code] < lowest) lowest = values[code];
+        }
+    }
+};
+
 // Codes first .. first + count of a row, one per byte; `first` is a multiple of 4.
 inline void unpack_run(const uint8_t* row, int64_t first, int64_t count, int bits, uint8_t* to) {
     if (bits == 8) {

@@ -15,7 +15,7 @@ namespace EXTENSOR_ISA {
 namespace {
 
 constexpr int MI = VL == 16 ? 6 : 2;          // rows of an integer tile
-constexpr int64_t kRun = 1024;                // along k, of one visit to an integer tile; kMaxStep or more
+constexpr int64_t kRun = 1024;                // along k, of one visit to an integer tile, or one step
 
 INLINE vi splat_int(int32_t x) { return x - vi{}; }
 
@@ -63,10 +63,10 @@ INLINE vi load_int(const int32_t* p) { return *reinterpret_cast<const vi_any*>(p
 struct IntegerSide {
     const BlockedMatrix& m;
     ScaleReader scales;
-    int width, offset;  // offset: added to every element
+    int width;
     int64_t k, step, blocks;
-    float unit;         // value of the integer 1
-    int8_t table[256];
+    IntegerTable table;
+    int offset;  // added to every element
     int32_t* words;
     float* scale;
     // Without zero points: what a sum starts from. With them: sums of the elements (the zero point
@@ -75,16 +75,12 @@ struct IntegerSide {
     int other_offset = 0;  // of the other side, where there are no zero points
 
     IntegerSide(const BlockedMatrix& m, int64_t k, int64_t step, int width, bool unsigned_side)
-        : m(m), scales(m, k), width(width), k(k), step(step), blocks(ceil_div(k, step)) {
-        const Element& e = kElements[m.element];
-        float values[256];
-        decode_table(e, values);
-        unit = power_of_two(e.is_float ? e.min_exponent - e.mantissa_bits : -e.mantissa_bits);
-        const float lowest = e.is_float ? values[e.max_code] : values[1 << (e.bits - 1)];
-        offset = unsigned_side ? static_cast<int>((lowest < 0 ? -lowest : lowest) / unit) : 0;
-        for (int code = 0; code < 1 << e.bits; ++code)
-            table[code] = static_cast<int8_t>(static_cast<int>(values[code] / unit) + offset);
+        : m(m), scales(m, k), width(width), k(k), step(step), blocks(ceil_div(k, step)),
+          table(kElements[m.element]), offset(unsigned_side ? -table.lowest : 0) {
+        for (int8_t& value : table.values) value = static_cast<int8_t>(value + offset);
     }
+
+    int64_t run() const { return most(1, kRun / step) * step; }
 
     int64_t panel_words() const { return blocks * step / 4 * width; }
     int64_t panel_blocks() const { return blocks * width; }
@@ -99,7 +95,7 @@ struct IntegerSide {
 
     // Rows first .. of the matrix into panel `panel` of the buffer.
     void pack(int64_t panel, int64_t first, int8_t* rows) const {
-        const int64_t run = kRun / step * step;
+        const int64_t run = this->run();
         int32_t* to = words + panel * panel_words();
         const int64_t n = least(width, m.rows - first);
         for (int64_t start = 0; start < blocks * step; start += run) {
@@ -111,7 +107,7 @@ struct IntegerSide {
                     std::memset(row, 0, static_cast<size_t>(length));
                 } else {
                     lookup_run(m.codes + (first + r) * m.row_bytes, start, real,
-                               kElements[m.element].bits, table, row);
+                               kElements[m.element].bits, table.values, row);
                     std::memset(row + real, 0, static_cast<size_t>(length - real));
                 }
                 for (int64_t t = 0; t < length; t += step)
@@ -145,7 +141,7 @@ private:
         } else if (!any && s - s == 0) {
             s = 1;  // zeros: spares multiplying by the subnormal 2**-127
         }
-        scale[at] = s * unit;
+        scale[at] = s * table.unit;
         sum[at] = offset         ? total - static_cast<int32_t>(count) * zero[at]
                   : other_offset ? -other_offset * total
                                  : total;
@@ -237,13 +233,7 @@ void integer(const BlockGemm& g) {
     IntegerSide a(g.a, g.k, g.step, MI, false), b(g.b, g.k, g.step, NR, true);
     const bool zero = g.a.zero_points || g.b.zero_points;
     a.other_offset = zero ? 0 : b.offset;
-    const auto top = [](const IntegerSide& side) {
-        const Element& e = kElements[side.m.element];
-        float values[256];
-        decode_table(e, values);
-        return (e.is_float ? values[e.max_code] : -values[1 << (e.bits - 1)]) / side.unit;
-    };
-    const float largest = top(a) * top(b);
+    const auto largest = static_cast<float>(a.table.lowest * b.table.lowest);
     const auto digits = [](const BlockedMatrix& m) {
         return m.scale == static_cast<int>(Scale::ue4m3) ? 15.0f : 1.0f;
     };
@@ -253,13 +243,13 @@ void integer(const BlockGemm& g) {
     const auto function =
         4 * largest <= 32767 ? integer_function<true>(zero, exact, g.step)
                                               : integer_function<false>(zero, exact, g.step);
-    const int64_t run = kRun / g.step * g.step;
+    const int64_t run = a.run();
     const auto pack = [&](const IntegerSide& side, int64_t panel, int64_t row) {
-        int8_t* rows = scratch_of<int8_t>(Slot::offsets, side.width * kRun);
+        int8_t* rows = scratch_of<int8_t>(Slot::offsets, side.width * run);
         side.pack(panel, row, rows);
     };
     product(
-        g, MI, a.blocks * g.step, run, [&](int64_t n) { a.allocate(Slot::packed_a, n); },
+        g, {MI, a.blocks * g.step, run}, [&](int64_t n) { a.allocate(Slot::packed_a, n); },
         [&](int64_t n) { b.allocate(Slot::packed_b, n); },
         [&](int64_t p, int64_t row) { pack(a, p, row); },
         [&](int64_t p, int64_t row) { pack(b, p, row); },

@@ -51,15 +51,16 @@ struct ValueRange {
     int low, high;
 };
 
-// Longest run of exact integer sums: 255 * 255 * 256 is still a float32.
-constexpr int64_t kMaxStep = 256;
+// Longest run of exact integer sums: with zero points they and their parts stay in int32.
+constexpr int64_t kMaxStep = 8192;
 constexpr int64_t kMaxRows = 32;
 
-// On tiles of bfloat16, where there are any.
+// On tiles of bfloat16 and int8, where there are any.
 struct TileKernels {
     void (*codes)(const BlockGemm&);  // values exact in bf16, `step` unused, no zero points
     void (*values)(const ValueGemm&);
     ValueRange (*range)(const float* x, int64_t count);
+    void (*integer)(const BlockGemm&);  // small integers, one float32 scale a row, `step` unused
 };
 
 struct GemmKernels {

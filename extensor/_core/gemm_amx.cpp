@@ -5,68 +5,18 @@
 // to the result (Intel SDM vol. 2B). It reads subnormals as zero and flushes them; the caller sees
 // to it that none occur. Neither threads nor the blocking change the order, hence no bit.
 
-#include "gemm_loops.hpp"
+#include "amx.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
 
-static_assert(VL == 16);
 constexpr int64_t kTile = 32;    // along k, of one instruction
-constexpr int kHeight = 32;      // rows of a, and of b, in a panel: two tiles
-constexpr int64_t kTileValues = 16 * kTile;
-constexpr int64_t kRun = 512;    // along k, of one visit to the sums: b's panel stays in L1
-
-// Sixteen lines of sixteen pairs of values, either way round.
-void transpose(const uint16_t* lines, uint16_t* to) {
-    const __m512i line = _mm512_mullo_epi32(
-        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-        _mm512_set1_epi32(16));
-    for (int64_t pair = 0; pair < 16; ++pair)
-        _mm512_storeu_si512(to + pair * kTile, _mm512_i32gather_epi32(line, lines + 2 * pair, 4));
-}
-
-// One side: [panel][k / 32][two tiles][16][32] values. A line of a tile is a row of the matrix in
-// a's, and in b's (`pairs`) a pair along k of sixteen rows one after another. A Source has `rows`,
-// says which of the two its tiles are, and makes one: 16 rows from `row`, 32 along k from `start`,
-// zeros outside the matrix.
-template <class Source>
-struct Side {
-    const Source& source;
-    bool pairs;
-    int64_t steps;
-    uint16_t* values = nullptr;
-
-    Side(const Source& source, int64_t k, bool pairs)
-        : source(source), pairs(pairs), steps(ceil_div(k, kTile)) {}
-
-    int64_t panel_values() const { return steps * 2 * kTileValues; }
-
-    void allocate(Slot slot, int64_t panels) {
-        values = scratch_of<uint16_t>(slot, panels * panel_values());
-    }
-
-    void pack(int64_t panel, int64_t first) const {
-        uint16_t* to = values + panel * panel_values();
-        alignas(64) uint16_t lines[kTileValues];
-        for (int64_t step = 0; step < steps; ++step) {
-            for (int64_t half = 0; half < 2; ++half, to += kTileValues) {
-                const int64_t row = first + half * 16, start = step * kTile;
-                if (row >= source.rows) {
-                    std::memset(to, 0, kTileValues * sizeof *to);
-                } else if (pairs == source.pairs) {
-                    source.tile(row, start, to);
-                } else {
-                    source.tile(row, start, lines);
-                    transpose(lines, to);
-                }
-            }
-        }
-    }
-};
+constexpr int64_t kRun = 1024;   // along k, of one visit to the sums
 
 // Codes and scales, decoded.
 struct Codes {
-    static constexpr bool pairs = false;
+    using Value = uint16_t;
+    static constexpr bool turned = false;
     const BlockedMatrix& m;
     ScaleReader scales;
     int64_t rows, k;
@@ -146,19 +96,20 @@ INLINE __m512i nearest_bf16(__m512i v, __m512 inverse) {
 // Float32 values that are bfloat16 times a factor: the upper halves. `by_rows`: k is contiguous, else
 // the rows are.
 struct Values {
+    using Value = uint16_t;
     const float* x;
     int64_t rows, k;
-    bool pairs, plain;
+    bool turned, plain;
     __m512 inverse;
 
     Values(const float* x, int64_t rows, int64_t k, bool by_rows, float factor)
-        : x(x), rows(rows), k(k), pairs(!by_rows), plain(factor == 1),
+        : x(x), rows(rows), k(k), turned(!by_rows), plain(factor == 1),
           inverse(_mm512_set1_ps(1 / factor)) {}
 
     void tile(int64_t row, int64_t start, uint16_t* to) const {
         for (int64_t line = 0; line < 16; ++line, to += kTile) {
             __m512i even, odd;
-            if (pairs) {
+            if (turned) {
                 const int64_t count = least(VL, rows - row), at = start + 2 * line;
                 even = at < k ? bits(x + at * rows + row, count) : __m512i{};
                 odd = at + 1 < k ? bits(x + (at + 1) * rows + row, count) : __m512i{};
@@ -182,74 +133,33 @@ private:
     }
 };
 
-// The calling thread's tile registers: eight of 16 lines of 64 bytes.
-struct Tiles {
-    Tiles() {
-        alignas(64) uint8_t config[64] = {};
-        config[0] = 1;  // palette
-        for (int i = 0; i < 8; ++i) config[16 + 2 * i] = 64, config[48 + i] = 16;
-        _tile_loadconfig(config);
-    }
-    ~Tiles() { _tile_release(); }
-};
-
-struct Sums {
-    const uint16_t *a, *b;
-    int64_t steps;
-    float* c;
-    int64_t stride;
-    bool first;
-};
-
-// 32 x 32 sums in tiles 0 to 3; a's tiles are 4 and 5, b's 6 and 7.
-void add(const Sums& t) {
-    const int64_t stride = t.stride * 4;
-    float *c0 = t.c, *c1 = t.c + 16 * t.stride;
-    if (t.first) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+void add(const Visit& v) {
+    const int64_t stride = v.stride * 4;
+    if (v.first) {
+        zero_sums();
     } else {
+        const float *c0 = v.c, *c1 = v.c + 16 * v.stride;
         _tile_loadd(0, c0, stride);
         _tile_loadd(1, c0 + 16, stride);
         _tile_loadd(2, c1, stride);
         _tile_loadd(3, c1 + 16, stride);
     }
-    const uint16_t *a = t.a, *b = t.b;
-    for (int64_t i = 0; i < t.steps; ++i, a += 2 * kTileValues, b += 2 * kTileValues) {
-        _tile_loadd(6, b, 64);
-        _tile_loadd(4, a, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b + kTileValues, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, a + kTileValues, 64);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, c0, stride);
-    _tile_stored(1, c0 + 16, stride);
-    _tile_stored(2, c1, stride);
-    _tile_stored(3, c1 + 16, stride);
+    add_products<uint16_t>(v);
+    store_sums(v.c, stride);
 }
 
 template <class Source>
 void multiply(const BlockGemm& g, const Source& left, const Source& right) {
-    static_assert(kHeight == NR && kHeight <= kTallest);
     Side<Source> a(left, g.k, false), b(right, g.k, true);
     product<Tiles>(
-        g, kHeight, 2 * kTile * a.steps, kRun,
+        g, {kHeight, a.row_bytes(), kRun, task_rows(2 * kRun), kTaskPanels},
         [&](int64_t n) { a.allocate(Slot::packed_a, n); },
         [&](int64_t n) { b.allocate(Slot::packed_b, n); },
         [&](int64_t p, int64_t row) { a.pack(p, row); },
         [&](int64_t p, int64_t row) { b.pack(p, row); },
         [&](int64_t pa, int64_t pb, int64_t start, int64_t rows, int64_t columns, float* out) {
-            const int64_t at = start / kTile;
-            Sums t;
-            t.a = a.values + pa * a.panel_values() + at * 2 * kTileValues;
-            t.b = b.values + pb * b.panel_values() + at * 2 * kTileValues;
-            t.steps = least(kRun / kTile, a.steps - at), t.first = start == 0;
-            on_output(t, out, g.b.rows, rows, columns, kHeight, add);
+            Visit v = visit(a, b, pa, pb, start, kRun);
+            on_output(v, out, g.b.rows, rows, columns, kHeight, add);
         });
 }
 
@@ -347,7 +257,9 @@ ValueRange bf16_range(const float* x, int64_t count) {
 
 }  // namespace
 
+void integer_tiles(const BlockGemm&);  // gemm_amx_int8.cpp
+
 extern const TileKernels tile_kernels;
-const TileKernels tile_kernels = {bf16, bf16_values, bf16_range};
+const TileKernels tile_kernels = {bf16, bf16_values, bf16_range, integer_tiles};
 
 }  // namespace EXTENSOR_ISA

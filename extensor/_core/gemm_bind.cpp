@@ -49,10 +49,11 @@ bool has_avx_vnni() {
 
 #if defined(EXTENSOR_AMX)
 // Tile registers are switched on per process, by asking the system (Linux 5.16 and later).
-bool has_amx_bf16() {
+bool has_amx() {
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h; the state's number
+    constexpr unsigned kWanted = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, int8
     unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kWanted) != kWanted) return false;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif
@@ -74,7 +75,7 @@ std::vector<Variant> supported() {
             const GemmKernels* vnni = &avx512_vnni::gemm_kernels;
             found.push_back({"avx512_vnni", "avx512", vnni, "avx512_vnni"});
 #if defined(EXTENSOR_AMX)
-            if (has_amx_bf16())
+            if (has_amx())
                 found.push_back({"amx", "avx512", vnni, "avx512_vnni", &amx::tile_kernels});
 #endif
         }
@@ -152,6 +153,11 @@ private:
     py::object zeros_;
 };
 
+bool small_integers(const Matrix& m) {
+    const Element& e = kElements[m.m.element];
+    return !e.is_float || e.mantissa_bits + (e.max_code >> e.mantissa_bits) <= 6;
+}
+
 // a b^T; `step` 0: in floats, whatever the elements.
 Floats block_matmul(const Matrix& a, const Matrix& b, int64_t step) {
     require(a.k == b.k, "block_matmul: the matrices differ in k");
@@ -165,14 +171,28 @@ Floats block_matmul(const Matrix& a, const Matrix& b, int64_t step) {
     }
     require(step > 0 && step % 4 == 0 && step <= kMaxStep, "block_matmul: wrong step");
     for (const Matrix* side : {&a, &b}) {
-        const Element& e = kElements[side->m.element];
         require(side->m.tile_length % step == 0 || side->m.tile_length >= side->k,
                 "block_matmul: a step would cross a tile");
-        require(!e.is_float || e.mantissa_bits + (e.max_code >> e.mantissa_bits) <= 6,
-                "block_matmul: the elements are not small integers");
+        require(small_integers(*side), "block_matmul: the elements are not small integers");
     }
     py::gil_scoped_release release;
     current.kernels->integer(g);
+    return out;
+}
+
+// a b^T of small integers on tiles of int8, each row under one float32 scale: the bits of
+// block_matmul.
+Floats int8_matmul(const Matrix& a, const Matrix& b) {
+    require(current.tiles != nullptr, "int8_matmul: this level has no tiles of int8");
+    require(a.k == b.k, "int8_matmul: the matrices differ in k");
+    for (const Matrix* side : {&a, &b})
+        require(small_integers(*side) && side->m.scale == static_cast<int>(Scale::float32) &&
+                    side->m.tile_length >= side->k,
+                "int8_matmul: wanted small integers, and one float32 scale a row");
+    Floats out({a.m.rows, b.m.rows});
+    const BlockGemm g{a.m, b.m, a.k, 0, out.mutable_data()};
+    py::gil_scoped_release release;
+    current.tiles->integer(g);
     return out;
 }
 
@@ -267,12 +287,13 @@ void bind(py::module_& m) {
              py::arg("scales"), py::arg("zero_points"), py::arg("tensor_scale"), py::arg("k"),
              py::arg("tile_rows"), py::arg("tile_length"));
     m.def("block_matmul", block_matmul);
+    m.def("int8_matmul", int8_matmul);
     m.def("bf16_matmul", bf16_matmul);
     m.def("bf16_value_matmul", bf16_value_matmul, py::arg("a").noconvert(),
           py::arg("b").noconvert(), py::arg("a_factor"), py::arg("b_factor"));
     m.def("bf16_range", bf16_range, py::arg("x").noconvert());
-    m.def("gemm_has_bf16", [] { return current.tiles != nullptr; },
-          "Whether the variant in use has `bf16_matmul`.");
+    m.def("gemm_has_tiles", [] { return current.tiles != nullptr; },
+          "Whether the variant in use has `bf16_matmul` and `int8_matmul`.");
     m.def("weight_matmul", weight_matmul);
 }
 

@@ -93,7 +93,7 @@ void float_product(const BlockGemm& g) {
         side.values = scratch_of<float>(slot, panels * g.k * side.width);
     };
     product(
-        g, MF, 4 * g.k, kRun, [&](int64_t n) { allocate(a, Slot::packed_a, n); },
+        g, {MF, 4 * g.k, kRun}, [&](int64_t n) { allocate(a, Slot::packed_a, n); },
         [&](int64_t n) { allocate(b, Slot::packed_b, n); },
         [&](int64_t p, int64_t row) { a.pack(p, row); },
         [&](int64_t p, int64_t row) { b.pack(p, row); },

@@ -13,7 +13,15 @@ using threads::Slot;
 constexpr int NV = 2, NR = NV * VL;           // columns of a tile: b's rows in one panel
 constexpr int kTallest = 32;                  // rows of any tile, at most
 constexpr int64_t kPanelBytes = 24 << 20;     // packed at a time, of either side
-constexpr int64_t kRows = 192, kPanels = 4;   // one task: rows of a, panels of b
+constexpr int64_t kTasks = 4;                 // a thread, where there is work for so many
+
+// What a tile's loops are made of.
+struct Blocking {
+    int64_t height;     // rows of a tile
+    int64_t row_bytes;  // of a packed row
+    int64_t run;        // along k, of one visit to a tile
+    int64_t rows = 192, panels = 4;  // of one task: rows of a, panels of b at most
+};
 
 // A tile of `rows` x NR results: in place where it lies inside, else through a buffer.
 template <class Tile, class Run>
@@ -41,15 +49,15 @@ INLINE void on_output(Tile& t, float* out, int64_t stride, int64_t rows, int64_t
 struct NoScope {};
 
 template <class Scope = NoScope, class AllocateA, class AllocateB, class PackA, class PackB, class TileBody>
-void product(const BlockGemm& g, int64_t height, int64_t row_bytes, int64_t run, AllocateA allocate_a,
-             AllocateB allocate_b, PackA pack_a, PackB pack_b, TileBody tile) {
+void product(const BlockGemm& g, const Blocking& by, AllocateA allocate_a, AllocateB allocate_b,
+             PackA pack_a, PackB pack_b, TileBody tile) {
     const int64_t M = g.a.rows, N = g.b.rows, work = M * N * g.k;
-    const int64_t fits = most(1, kPanelBytes / row_bytes);
+    const int64_t height = by.height, fits = most(1, kPanelBytes / by.row_bytes);
     const int64_t a_panels = most(1, least(fits, M) / height), b_panels = most(1, least(fits, N) / NR);
     const int64_t all_a = ceil_div(M, height), all_b = ceil_div(N, NR);
     allocate_a(least(a_panels + 1, all_a));
     allocate_b(least(b_panels + 1, all_b));
-    const int64_t group_a = most(1, kRows / height);
+    const int64_t group_a = most(1, by.rows / height);
     for (int64_t nb = 0; nb < all_b; nb += b_panels + 1) {
         const int64_t nn = least(b_panels + 1, all_b - nb);
         threads::run(nn, work, [&](int64_t p) { pack_b(p, (nb + p) * NR); });
@@ -57,12 +65,14 @@ void product(const BlockGemm& g, int64_t height, int64_t row_bytes, int64_t run,
             const int64_t mm = least(a_panels + 1, all_a - ma);
             if (nb == 0 || all_a > a_panels + 1)
                 threads::run(mm, work, [&](int64_t p) { pack_a(p, (ma + p) * height); });
-            const int64_t down = ceil_div(mm, group_a), across = ceil_div(nn, kPanels);
+            const int64_t down = ceil_div(mm, group_a), apart = ceil_div(kTasks * threads::get(), down);
+            const int64_t group_b = least(by.panels, most(4, ceil_div(nn, apart)));
+            const int64_t across = ceil_div(nn, group_b);
             threads::run(down * across, work, [&](int64_t task) {
                 [[maybe_unused]] const Scope scope;
-                const int64_t a0 = task / across * group_a, b0 = task % across * kPanels;
-                const int64_t a1 = least(a0 + group_a, mm), b1 = least(b0 + kPanels, nn);
-                for (int64_t start = 0; start < g.k; start += run) {
+                const int64_t a0 = task / across * group_a, b0 = task % across * group_b;
+                const int64_t a1 = least(a0 + group_a, mm), b1 = least(b0 + group_b, nn);
+                for (int64_t start = 0; start < g.k; start += by.run) {
                     for (int64_t pb = b0; pb < b1; ++pb) {
                         for (int64_t pa = a0; pa < a1; ++pa) {
                             const int64_t row = (ma + pa) * height, column = (nb + pb) * NR;

@@ -204,7 +204,7 @@ void run(Weights& s) {
     constexpr int64_t slice = kSlice / M;
     constexpr int64_t most_rows = R * M;
     const WeightGemm& g = s.g;
-    const int64_t n = g.w.rows, m = ceil_div(g.m, M) * M, tile = g.w.tile_length;
+    const int64_t n = g.w.rows, m = round_up(g.m, M), tile = g.w.tile_length;
     deal_rows(s, m);
     const bool zero = g.w.zero_points;
     const Spread spread(tile);

@@ -1,4 +1,5 @@
-// Butterflies of the Hadamard transform, in the order of extensor/quant/hadamard.py.
+// Exchanges between lanes: transposition, and butterflies of the Hadamard transform in the order of
+// extensor/quant/hadamard.py.
 #pragma once
 
 #include "simd.hpp"
@@ -30,6 +31,21 @@ INLINE vf partner(vf v) {
     else
         return __builtin_shufflevector(v, v, 2, 3, 0, 1);
 #endif
+}
+
+// Lane j of v[i] and lane i of v[j] change places.
+template <int S = 1>
+INLINE void transpose(vf (&v)[VL]) {
+    vu upper;
+    for (int lane = 0; lane < VL; ++lane) upper[lane] = lane & S ? ~0u : 0u;
+#pragma GCC unroll 16
+    for (int i = 0; i < VL; ++i) {
+        if (i & S) continue;
+        const vf low = v[i], high = v[i | S];
+        v[i] = upper ? partner<S>(high) : low;
+        v[i | S] = upper ? high : partner<S>(low);
+    }
+    if constexpr (2 * S < VL) transpose<2 * S>(v);
 }
 
 // One butterfly inside a vector: low + high in the low lane, low - high in the high lane.

@@ -15,25 +15,6 @@ namespace {
 constexpr int64_t kWindow = 1024;  // positions of VL blocks that are kept, transposed, in the cache
 constexpr int kOptions = 4;
 
-// The square of vectors v, transposed.
-INLINE void transpose(vf (&v)[VL]) {
-    const auto step = [&]<int S>() {
-        vu upper;
-        for (int i = 0; i < VL; ++i) upper[i] = i & S ? ~0u : 0u;
-#pragma GCC unroll 16
-        for (int i = 0; i < VL; ++i) {
-            if (i & S) continue;
-            const vf a = v[i], b = v[i + S];
-            v[i] = upper ? partner<S>(b) : a;
-            v[i + S] = upper ? b : partner<S>(a);
-        }
-    };
-    step.template operator()<1>();
-    step.template operator()<2>();
-    if constexpr (VL >= 8) step.template operator()<4>();
-    if constexpr (VL >= 16) step.template operator()<8>();
-}
-
 // Up to VL blocks that follow one another in the array of scales.
 class Group {
 public:

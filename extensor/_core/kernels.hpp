@@ -113,12 +113,20 @@ struct QuantKernels {
     int64_t (*join_outliers)(const OutlierJob&, const float* scales);
 };
 
-// What a transformer's float32 training step repeats; see train.cpp. Arrays are contiguous.
+// What a float32 training step repeats; see train.cpp. Arrays are contiguous.
 struct TrainKernels {
     void (*gelu)(int64_t n, const float* x, float* y, float* phi);
     void (*gelu_grad)(int64_t n, const float* g, const float* x, const float* phi, float* gx);
     void (*softmax)(int64_t rows, int64_t n, const float* x, float* y);
     void (*softmax_grad)(int64_t rows, int64_t n, const float* g, const float* y, float* gx);
+    void (*log_softmax)(int64_t rows, int64_t n, const float* x, float* y);
+    void (*log_softmax_grad)(int64_t rows, int64_t n, const float* g, const float* y, float* gx);
+    // Cross-entropy; labels are in 0..n - 1, `kept` is (rows, 2).
+    void (*losses)(int64_t rows, int64_t n, const float* x, const int64_t* labels, float smoothing,
+                   float* out, float* kept);
+    // `step`: 0 where one weight is for all rows, else 1.
+    void (*losses_grad)(int64_t rows, int64_t n, const float* weight, int64_t step, const float* x,
+                        const int64_t* labels, const float* kept, float smoothing, float* gx);
     // With `mean` (one per row) a LayerNorm, without it an RMSNorm; `bias` goes with `mean`.
     void (*norm)(int64_t rows, int64_t n, const float* x, const float* weight, const float* bias,
                  float eps, float* y, float* mean, float* rstd);

@@ -5,6 +5,8 @@
 
 namespace EXTENSOR_ISA {
 
+constexpr int64_t kPastCaches = int64_t{1} << 24;  // values of a result that no cache holds
+
 #if EXTENSOR_LANES == 16
 // 64 bytes; past the caches where asked for and the place is aligned.
 INLINE void store_line(void* to, __m512i bytes, bool past) {

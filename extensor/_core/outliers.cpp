@@ -1,20 +1,12 @@
 // The outlier codec of extensor/quant/outlier.py, around the quantizer of the rest: rows without their
 // mean, their largest values taken out; and put back.
 
-#include "quant.hpp"
+#include "pieces.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
 
 constexpr int kTogether = 8;  // rows whose sums, each an addition after another, run side by side
-
-bool all_finite(const float* x, int64_t n) {
-    vu m = {};
-    for (int64_t i = 0; i < n; i += VL) m = larger(m, magnitude_bits(load_upto(x + i, n - i)));
-    uint32_t most = 0;
-    for (int i = 0; i < VL; ++i) most = m[i] > most ? m[i] : most;
-    return most < kExponentMask;
-}
 
 // Sums in float64 from 0.0 by ascending index.
 template <int Rows>
@@ -81,8 +73,10 @@ void split_outliers(const OutlierJob& job) {
             sums<kTogether>(job.x + first * n, n, totals);
         else
             for (int64_t r = 0; r < count; ++r) sums<1>(job.x + (first + r) * n, n, totals + r);
-        for (int64_t r = 0; r < count; ++r)
-            split_row(job, first + r, all_finite(job.x + (first + r) * n, n), totals[r]);
+        for (int64_t r = 0; r < count; ++r) {
+            const bool finite = run_maximum(job.x + (first + r) * n, n) < kExponentMask;
+            split_row(job, first + r, finite, totals[r]);
+        }
     });
 }
 

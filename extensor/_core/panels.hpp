@@ -171,8 +171,6 @@ constexpr int group_rows(int bits) { return bits == 4 ? 8 : 4; }
 constexpr int group_bytes(int bits) { return group_rows(bits) * bits / 8; }
 
 // Codes of large arrays go past the caches where they come in whole lines: no line is read first.
-constexpr int64_t kPastCaches = int64_t{1} << 24;  // values
-
 INLINE bool goes_past(const QuantJob& job) {
     return job.outer * job.rows * job.length * job.inner >= kPastCaches;
 }

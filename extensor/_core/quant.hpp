@@ -12,8 +12,6 @@ using threads::Slot;
 
 constexpr int64_t kPiece = 8192;  // floats of one piece: it and its random words fit the cache
 
-INLINE int64_t round_up(int64_t n, int64_t to) { return ceil_div(n, to) * to; }
-
 // Writes n stored scales (bytes, or floats as bits).
 INLINE void store_scales(void* scales, int64_t at, const uint32_t* stored, int64_t n, Scale kind) {
     if (is_byte(kind))

@@ -105,21 +105,6 @@ inline void multiply(int64_t m, int64_t n, int64_t k, Left a, Right b, float* c,
     }
 }
 
-// Lane j of v[i] and lane i of v[j] change places.
-template <int S = 1>
-INLINE void transpose(vf (&v)[VL]) {
-    vu upper;
-    for (int lane = 0; lane < VL; ++lane) upper[lane] = lane & S ? ~0u : 0u;
-#pragma GCC unroll 16
-    for (int i = 0; i < VL; ++i) {
-        if (i & S) continue;
-        const vf low = v[i], high = v[i | S];
-        v[i] = upper ? partner<S>(high) : low;
-        v[i | S] = upper ? high : partner<S>(low);
-    }
-    if constexpr (2 * S < VL) transpose<2 * S>(v);
-}
-
 // `lines` (VL at most) runs of k floats, ld apart, become k rows of VL floats, `to_ld` apart, with
 // zeros for what there is no line of. Of each row VL floats are written.
 inline void pack_across(const float* from, int64_t ld, int64_t lines, int64_t k, float* to,

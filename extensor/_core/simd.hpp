@@ -132,5 +132,6 @@ INLINE float sum(vf v) {
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t round_up(int64_t n, int64_t to) { return ceil_div(n, to) * to; }
 
 }  // namespace EXTENSOR_ISA

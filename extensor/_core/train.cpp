@@ -1,16 +1,17 @@
-// What a transformer's float32 training step repeats: gelu, softmax, LayerNorm and RMSNorm, Adam.
+// What a float32 training step repeats: gelu, softmax and losses, LayerNorm and RMSNorm, Adam.
 //
 // Every output depends on shapes and values only, never on threads. Sums and functions are compared
 // within the bounds of extensor.backends.cpu_training, which hold with and without `madd` fusing;
 // Adam is compared by bytes, so the compiler may not fuse by itself (CMakeLists.txt).
 
+#include "floats.hpp"
 #include "kernels.hpp"
+#include "lines.hpp"
 #include "stretches.hpp"
 #include "vector_math.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
-
 
 // Phi(-|x|) = e^(-x^2 / 2) t h(t), t = 1 / (1 + 0.3 |x|), where h is the Chebyshev interpolant of
 // degree 9 of erfcx(|x| / sqrt 2) / (2 t) on 0 <= |x| <= 14.5, in powers of t - 0.6: relative error
@@ -60,52 +61,168 @@ void gelu_grad(int64_t n, const float* g, const float* x, const float* phi, floa
     });
 }
 
-// body(row) for every row of length n, several rows a task.
+// body(row) for every row of length n, several rows a task, and several tasks a thread.
 template <class F>
 void each_row(int64_t rows, int64_t n, int64_t work, F&& body) {
-    const int64_t per_task = most(1, kStretch / n);
+    const int64_t per_task = most(1, kStretch / 4 / n);
     threads::run(ceil_div(rows, per_task), rows * n * work, [&](int64_t task) {
         const int64_t end = least(rows, (task + 1) * per_task);
         for (int64_t row = task * per_task; row < end; ++row) body(row);
     });
 }
 
-float largest(const float* x, int64_t n) {
-    vf best = splat(x[0]);
+// ---- rows of scores: a row is read from memory once, and from the caches after that ----
+
+// `join` of at(i, left) over a row, in four chains that begin with `none`: the vector at i, of which
+// the first `left` lanes are the row's, and the others must change nothing.
+template <class At, class Join>
+INLINE vf fold(int64_t n, vf none, At&& at, Join&& join) {
+    vf part[4] = {none, none, none, none};
     int64_t i = 0;
-    for (; i + VL <= n; i += VL) best = larger(best, load(x + i));
-    float result = best[0];
-    for (int lane = 1; lane < VL; ++lane) result = best[lane] > result ? best[lane] : result;
-    for (; i < n; ++i) result = x[i] > result ? x[i] : result;
-    return result;
+    for (; i + 4 * VL <= n; i += 4 * VL) {
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) part[k] = join(part[k], at(i + k * VL, VL));
+    }
+    for (; i < n; i += VL) part[0] = join(part[0], at(i, n - i));
+    return join(join(part[0], part[1]), join(part[2], part[3]));
 }
 
-// A NaN, or nothing finite, makes a sum of NaN and so a row of NaN, as in numpy.
+template <class At>
+INLINE float total(int64_t n, At&& at) {
+    return sum(fold(n, vf{}, at, [](vf a, vf b) { return a + b; }));
+}
+
+// The first `left` lanes, the others `fill`.
+INLINE vf first(int64_t left, vf v, vf fill) {
+    return left >= VL ? v : lane_numbers() < splat(static_cast<uint32_t>(left)) ? v : fill;
+}
+
+// How far a row's scores are below its largest; zero beyond the row's end.
+INLINE vf below(const float* x, int64_t left, vf top) { return first(left, load_upto(x, left), top) - top; }
+
+// Passes over NaN, which the sum of exponentials shows.
+INLINE vf largest(const float* x, int64_t n) {
+    const vf none = splat(-__builtin_inff());
+    return largest_lane(fold(
+        n, none, [=](int64_t i, int64_t left) { return first(left, load_upto(x + i, left), none); },
+        larger));
+}
+
+// A NaN or +inf, or nothing above -inf, makes a sum of NaN and so a row of NaN, as in numpy.
+INLINE float exponentials(const float* x, int64_t n, vf top) {
+    return total(n, [=](int64_t i, int64_t left) {
+        return first(left, exp_score(below(x + i, left, top)), vf{});
+    });
+}
+
+// A row of results; whole lines of it past the caches where asked for.
+template <class At>
+INLINE void write_row(float* out, int64_t n, [[maybe_unused]] bool past, At&& at) {
+    int64_t i = 0;
+#if EXTENSOR_LANES == 16
+    if (past) {
+        i = least(n, static_cast<int64_t>(-reinterpret_cast<uintptr_t>(out) % 64 / 4));
+        if (i) store_part(out, at(0, i), static_cast<int>(i));
+        for (; i + VL <= n; i += VL)
+            store_line(out + i, reinterpret_cast<__m512i>(at(i, VL)), true);
+        finish_lines();
+    }
+#endif
+    for (; i + VL <= n; i += VL) store(out + i, at(i, VL));
+    if (i < n) store_part(out + i, at(i, n - i), static_cast<int>(n - i));
+}
+
 void softmax(int64_t rows, int64_t n, const float* x, float* y) {
+    const bool past = rows * n >= kPastCaches;
     each_row(rows, n, 4, [=](int64_t row) {
         const float* in = x + row * n;
         float* out = y + row * n;
-        const vf top = splat(largest(in, n));
-        vf total = {};
-        for (int64_t i = 0; i < n; i += VL) {
-            const vf e = exp_negative(take(in, i, n) - top);
-            put(out, e, i, n);
-            total += take(out, i, n);  // without the lanes beyond n
-        }
-        const vf sums = splat(sum(total));
-        for (int64_t i = 0; i < n; i += VL) put(out, take(out, i, n) / sums, i, n);
+        float* held = past ? threads::scratch_of<float>(threads::Slot::padded, n) : out;
+        const vf top = largest(in, n);
+        const float sums = total(n, [=](int64_t i, int64_t left) {
+            const vf e = exp_score(below(in + i, left, top));
+            store_upto(held + i, e, left);
+            return first(left, e, vf{});
+        });
+        const vf inverse = splat(1.0f / sums);
+        write_row(out, n, past, [=](int64_t i, int64_t left) {
+            return load_upto(held + i, left) * inverse;
+        });
     });
 }
 
 void softmax_grad(int64_t rows, int64_t n, const float* g, const float* y, float* gx) {
+    const bool past = rows * n >= kPastCaches;
     each_row(rows, n, 2, [=](int64_t row) {
         const float *grad = g + row * n, *p = y + row * n;
-        float* out = gx + row * n;
-        vf total = {};
-        for (int64_t i = 0; i < n; i += VL) total = madd(take(grad, i, n), take(p, i, n), total);
-        const vf mean = splat(sum(total));
-        for (int64_t i = 0; i < n; i += VL)
-            put(out, take(p, i, n) * (take(grad, i, n) - mean), i, n);
+        const vf mean = splat(total(n, [=](int64_t i, int64_t left) {
+            return load_upto(grad + i, left) * load_upto(p + i, left);
+        }));
+        write_row(gx + row * n, n, past, [=](int64_t i, int64_t left) {
+            return load_upto(p + i, left) * (load_upto(grad + i, left) - mean);
+        });
+    });
+}
+
+void log_softmax(int64_t rows, int64_t n, const float* x, float* y) {
+    const bool past = rows * n >= kPastCaches;
+    each_row(rows, n, 4, [=](int64_t row) {
+        const float* in = x + row * n;
+        const vf top = largest(in, n), log_sum = splat(__builtin_logf(exponentials(in, n, top)));
+        write_row(y + row * n, n, past, [=](int64_t i, int64_t left) {
+            return load_upto(in + i, left) - top - log_sum;
+        });
+    });
+}
+
+void log_softmax_grad(int64_t rows, int64_t n, const float* g, const float* y, float* gx) {
+    const bool past = rows * n >= kPastCaches;
+    each_row(rows, n, 4, [=](int64_t row) {
+        const float *grad = g + row * n, *out = y + row * n;
+        const vf sums = splat(total(
+            n, [=](int64_t i, int64_t left) { return load_upto(grad + i, left); }));
+        write_row(gx + row * n, n, past, [=](int64_t i, int64_t left) {
+            return load_upto(grad + i, left) - exp_score(load_upto(out + i, left)) * sums;
+        });
+    });
+}
+
+// The target is 1 - smoothing at the label plus smoothing / n everywhere. `kept`: each row's largest
+// score, and the sum of the exponentials below it.
+void losses(int64_t rows, int64_t n, const float* x, const int64_t* labels, float smoothing,
+            float* out, float* kept) {
+    const float count = static_cast<float>(n);
+    each_row(rows, n, 4, [=](int64_t row) {
+        const float* in = x + row * n;
+        const vf top = largest(in, n);
+        const float sums = exponentials(in, n, top), log_sum = __builtin_logf(sums);
+        float loss = log_sum - (in[labels[row]] - top[0]);
+        if (smoothing != 0.0f) {
+            const float depths = total(n, [=](int64_t i, int64_t left) {
+                return first(left, below(in + i, left, top), vf{});
+            });
+            loss = loss * (1.0f - smoothing) + (log_sum - depths / count) * smoothing;
+        }
+        out[row] = loss;
+        kept[2 * row] = top[0];
+        kept[2 * row + 1] = sums;
+    });
+}
+
+// (softmax - target) times the weight of each row, `step` apart (0: one for all).
+void losses_grad(int64_t rows, int64_t n, const float* weight, int64_t step, const float* x,
+                 const int64_t* labels, const float* kept, float smoothing, float* gx) {
+    const vf even = splat(smoothing / static_cast<float>(n));
+    each_row(rows, n, 4, [=](int64_t row) {
+        const float* in = x + row * n;
+        const int64_t label = labels[row];
+        const vf top = splat(kept[2 * row]), inverse = splat(1.0f / kept[2 * row + 1]);
+        const vf factor = splat(weight[row * step]);
+        write_row(gx + row * n, n, false, [=](int64_t i, int64_t left) {
+            vf d = exp_score(below(in + i, left, top)) * inverse;
+            if (label >= i && label < i + VL) d[label - i] -= 1.0f - smoothing;
+            return (d - even) * factor;
+        });
     });
 }
 
@@ -203,7 +320,8 @@ void adam(int64_t n, float* weight, const float* grad, float* mean, float* squar
 
 }  // namespace
 
-extern const TrainKernels train_kernels = {gelu, gelu_grad, softmax, softmax_grad,
-                                           norm, norm_grad, adam};
+extern const TrainKernels train_kernels = {gelu,        gelu_grad,        softmax, softmax_grad,
+                                           log_softmax, log_softmax_grad, losses,  losses_grad,
+                                           norm,        norm_grad,        adam};
 
 }  // namespace EXTENSOR_ISA

@@ -15,6 +15,7 @@ namespace train {
 namespace {
 
 using Floats = py::array_t<float, py::array::c_style>;
+using Labels = py::array_t<int64_t, py::array::c_style>;
 
 const TrainKernels* kernels = &scalar::train_kernels;
 
@@ -59,22 +60,64 @@ Floats gelu_grad(const Floats& g, const Floats& x, const Floats& phi) {
     return gx;
 }
 
-Floats softmax(const Floats& x, int64_t n) {
+using OfRows = void (*)(int64_t, int64_t, const float*, float*);
+using GradOfRows = void (*)(int64_t, int64_t, const float*, const float*, float*);
+
+template <OfRows TrainKernels::*kernel>
+Floats of_rows(const Floats& x, int64_t n) {
     const int64_t rows = rows_of(x, n);
     Floats y = like(x);
     float* out = y.mutable_data();
     py::gil_scoped_release release;
-    kernels->softmax(rows, n, x.data(), out);
+    (kernels->*kernel)(rows, n, x.data(), out);
     return y;
 }
 
-Floats softmax_grad(const Floats& g, const Floats& y, int64_t n) {
-    require(same_shape(g, y), "softmax_grad: wanted arrays of one shape");
+template <GradOfRows TrainKernels::*kernel>
+Floats grad_of_rows(const Floats& g, const Floats& y, int64_t n) {
+    require(same_shape(g, y), "softmax's gradient: wanted arrays of one shape");
     const int64_t rows = rows_of(y, n);
     Floats gx = like(y);
     float* out = gx.mutable_data();
     py::gil_scoped_release release;
-    kernels->softmax_grad(rows, n, g.data(), y.data(), out);
+    (kernels->*kernel)(rows, n, g.data(), y.data(), out);
+    return gx;
+}
+
+// The labels of rows of n scores, each in 0..n - 1.
+const int64_t* labels_of(const Labels& labels, int64_t rows, int64_t n) {
+    require(labels.size() == rows, "losses: wanted a label a row");
+    const int64_t* at = labels.data();
+    for (int64_t i = 0; i < rows; ++i)
+        require(at[i] >= 0 && at[i] < n, "losses: a label is the number of no class");
+    return at;
+}
+
+py::tuple losses(const Floats& x, const Labels& labels, float smoothing) {
+    require(x.ndim() == 2, "losses: wanted a matrix of scores");
+    const int64_t n = x.shape(1), rows = rows_of(x, n);
+    const int64_t* at = labels_of(labels, rows, n);
+    Floats out(rows), kept({rows, int64_t{2}});
+    float *to = out.mutable_data(), *keep = kept.mutable_data();
+    {
+        py::gil_scoped_release release;
+        kernels->losses(rows, n, x.data(), at, smoothing, to, keep);
+    }
+    return py::make_tuple(out, kept);
+}
+
+Floats losses_grad(const Floats& weight, const Floats& x, const Labels& labels, const Floats& kept,
+                   float smoothing) {
+    require(x.ndim() == 2, "losses_grad: wanted a matrix of scores");
+    const int64_t n = x.shape(1), rows = rows_of(x, n);
+    require(kept.size() == 2 * rows && (weight.size() == 1 || weight.size() == rows),
+            "losses_grad: wanted one weight or one a row, and what losses gave");
+    const int64_t* at = labels_of(labels, rows, n);
+    Floats gx = like(x);
+    float* out = gx.mutable_data();
+    py::gil_scoped_release release;
+    kernels->losses_grad(rows, n, weight.data(), weight.size() > 1, x.data(), at, kept.data(),
+                         smoothing, out);
     return gx;
 }
 
@@ -146,8 +189,12 @@ void use(const std::string& level) {
 void bind(py::module_& m) {
     m.def("gelu", gelu);
     m.def("gelu_grad", gelu_grad);
-    m.def("softmax", softmax);
-    m.def("softmax_grad", softmax_grad);
+    m.def("softmax", of_rows<&TrainKernels::softmax>);
+    m.def("softmax_grad", grad_of_rows<&TrainKernels::softmax_grad>);
+    m.def("log_softmax", of_rows<&TrainKernels::log_softmax>);
+    m.def("log_softmax_grad", grad_of_rows<&TrainKernels::log_softmax_grad>);
+    m.def("losses", losses);
+    m.def("losses_grad", losses_grad);
     m.def("layer_norm", layer_norm);
     m.def("rms_norm", rms_norm);
     m.def("norm_grad", norm_grad);

@@ -17,6 +17,12 @@ import numpy as np
 __all__ = ["export", "take"]
 
 _UINT, _BFLOAT = 1, 4  # DLDataTypeCode
+_KNOWN = {
+    *((code, bits) for code in (0, _UINT) for bits in (8, 16, 32, 64)),
+    *((2, bits) for bits in (16, 32, 64)),
+    *((_BFLOAT, 16), (5, 64), (5, 128), (6, 8)),
+}
+"""(code, bits) of the dense dtypes: integers, floats, bfloat16, complex numbers, bool."""
 # Bytes from the start of the managed tensor to its dtype: data 8, device 8, ndim 4; before it, in
 # the versioned form, version 8, context 8, deleter 8 and flags 8.
 _DTYPE_AT = {b"dltensor": 20, b"dltensor_versioned": 52}
@@ -50,6 +56,12 @@ class _Relabelled:
         except TypeError:  # an exporter from before DLPack 1.0 takes a stream alone
             capsule = self.other.__dlpack__()
         dtype = _dtype_of(capsule)
+        if tuple(dtype) not in _KNOWN:
+            raise TypeError(
+                "from_dlpack: wanted bool, integers, floats of 16 bits or more, or complex64 or "
+                f"complex128, got DLPack's dtype code {dtype[0]} of {dtype[1]} bits; convert it "
+                "first, or hand over its bytes as uint8"
+            )
         if tuple(dtype) == (_BFLOAT, 16):
             dtype[0] = _UINT
             self.was_bfloat16 = True
@@ -60,7 +72,21 @@ class _Relabelled:
 
 
 def export(array: Any, **options: Any) -> Any:
-    """A DLPack capsule of a raw array; ``options`` are those of ``__dlpack__``."""
+    """A DLPack capsule of a raw array; ``options`` are those of ``__dlpack__``.
+
+    An array that runs backwards through its memory is copied: torch ends the process at a negative
+    stride.
+
+    Raises:
+        BufferError: if it would have to be copied, and ``copy`` is False.
+    """
+    if any(stride < 0 for stride in array.strides):
+        if options.get("copy") is False:
+            raise BufferError(
+                "DLPack: this tensor runs backwards through its memory (a negative stride), which "
+                "not every library can read; allow a copy, or export x.clone()"
+            )
+        array = array.copy()
     if array.dtype != ml_dtypes.bfloat16:
         return array.__dlpack__(**options)
     capsule = array.view(np.uint16).__dlpack__(**options)

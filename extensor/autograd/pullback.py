@@ -157,7 +157,7 @@ def _hollow(node: Node, g: Any) -> list[Any]:
     for spec in node.arrays:
         shape, dtype = (g.shape, g.dtype) if spec is None else spec
         dtype = gradient_dtype(dtype)
-        value = xp.asarray(0 if dtype.kind in "biu" else xp.nan, dtype=dtype)
+        value = xp.full((), 0 if dtype.kind in "biu" else xp.nan, dtype=dtype)
         stand_ins.append(xp.broadcast_to(value, shape))
     return stand_ins
 

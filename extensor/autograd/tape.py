@@ -10,6 +10,7 @@ computed with is recorded in turn.
 from __future__ import annotations
 
 import heapq
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import as_dtype
 
 __all__ = ["backward", "gradients"]
+
+_ADDING = threading.Lock()
+"""Threads may share a leaf: what one adds while another reads the sum would be lost."""
 
 Edge = Node | ExTensor
 Gradient = Any
@@ -40,8 +44,9 @@ def backward(
     seed = _seed(root, gradient, create_graph)
     found = _run([(root, seed)], None, retain, create_graph)
     taken = set() if gradient is None else {id(gradient.data)}
-    for leaf, g in found.values():
-        _accumulate(leaf, g, create_graph, taken)
+    with _ADDING:
+        for leaf, g in found.values():
+            _accumulate(leaf, g, create_graph, taken)
 
 
 def gradients(
@@ -188,8 +193,11 @@ def _accumulate(leaf: ExTensor, g: Gradient, create_graph: bool, taken: set[int]
 
 
 def _own(g: Any, taken: set[int]) -> Any:
-    """``g``, or a copy where something else shares its memory: a ``.grad`` may be written to."""
-    if g.base is not None or id(g) in taken:
+    """``g``, or a copy where another array shares its memory: a ``.grad`` may be written to.
+
+    A base that is no array, such as a capsule, is what owns the memory of a kernel's result.
+    """
+    if isinstance(g.base, type(g)) or id(g) in taken:
         g = g.copy()
     taken.add(id(g))
     return g

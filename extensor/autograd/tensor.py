@@ -342,6 +342,16 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
     def __int__(self) -> int:
         return int(self.item())
 
+    def __format__(self, spec: str) -> str:
+        """One number as Python formats it, as in ``f"{loss:.3f}"``; `repr` without a spec."""
+        if not spec:
+            return str(self)
+        if self.size != 1:
+            raise TypeError(
+                f"format {spec!r}: wanted one element, got shape {self.shape}; use x.tolist()"
+            )
+        return format(self.item(), spec)
+
     def __bool__(self) -> bool:
         if self.size != 1:
             raise ValueError(
@@ -391,13 +401,13 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.node is not None:
-            raise TypeError("pickle or deepcopy: wanted a leaf; use y.detach() first")
+            raise TypeError("copy or pickle: wanted a leaf, got a result; use y.detach() first")
         data = self.data
         if not isinstance(data, QuantArray):
             data = _to_host(data)
         elif self.device != "cpu":
             data = self.to("cpu").data
-        return _rebuild, (type(self), data, self.device, self._requires_grad)
+        return _rebuild, (type(self), data, self.device, self._requires_grad, self.grad)
 
     # Writes in place.
 
@@ -413,12 +423,12 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         self._check_write()
         shared = any(
             n > 1 and not step for n, step in zip(self.shape, self.data.strides, strict=True)
-        )
-        if shared:  # numpy marks such arrays read-only, cupy does not
-            raise ValueError(
-                "write: this tensor is read-only: broadcast_to made its values share memory; "
-                "write to x.clone()"
-            )
+        )  # numpy marks such arrays read-only, cupy does not
+        if shared or not getattr(self.data.flags, "writeable", True):
+            why = "broadcast_to made its values share memory" if shared else (
+                "so is the array that it was made from"
+            )  # fmt: skip
+            raise ValueError(f"write: this tensor is read-only: {why}; write to x.clone()")
         source = value.data if isinstance(value, ExTensor) else np.asarray(value)
         if isinstance(source, QuantArray):
             source = value.dequantize().data
@@ -436,7 +446,7 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         except ValueError as error:
             raise ValueError(
                 f"write: wanted values that broadcast to the selection of a tensor of shape "
-                f"{self.shape} that may be written to, got shape {tuple(source.shape)} ({error})"
+                f"{self.shape}, got shape {tuple(source.shape)} ({error})"
             ) from error
         self._version[0] += 1
 
@@ -450,11 +460,13 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         return self
 
     def assign_(self, array: Any) -> ExTensor:
-        """Replace the data by ``array`` without a copy: the update of an optimizer.
+        """Replace the data by ``array``: the update of an optimizer. On the CPU without a copy.
+
+        On a device the values go to the memory that is there: a captured step finds them.
 
         Args:
             array: a raw array of the device, of this tensor's shape and dtype, that nothing else
-                will write to. Views and earlier ``numpy()`` arrays keep the old values.
+                will write to. On the CPU views keep the old values, as ``numpy()`` arrays do.
 
         Raises:
             RuntimeError: if the tensor requires a gradient and gradients are being recorded.
@@ -470,7 +482,10 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
             raise ValueError(f"assign_: wanted shape {self.shape}, got {tuple(array.shape)}")
         if array.dtype != self.data.dtype:
             raise TypeError(f"assign_: wanted dtype {self.dtype.name}, got {array.dtype.name}")
-        self.data = array
+        if self.backend.xp is np:
+            self.data = array
+        else:
+            self.data[...] = array
         self._version[0] += 1
         return self
 
@@ -522,11 +537,18 @@ def _to_host(array: Any) -> Any:
     return array if isinstance(array, np.ndarray) else array.get()
 
 
-def _rebuild(kind: type[ExTensor], data: Any, device: str, requires_grad: bool) -> ExTensor:
+def _rebuild(
+    kind: type[ExTensor],
+    data: Any,
+    device: str,
+    requires_grad: bool,
+    grad: ExTensor | None = None,
+) -> ExTensor:
     tensor: ExTensor = object.__new__(kind)
     ExTensor.__init__(tensor, data, device="cpu")
     if device != "cpu":  # `to` gives a plain ExTensor; this one keeps its class
         moved = tensor.to(device)
         tensor.data, tensor.backend = moved.data, moved.backend
     tensor._requires_grad = requires_grad
+    tensor.grad = grad
     return tensor

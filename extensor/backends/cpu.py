@@ -104,7 +104,8 @@ class CpuBackend(CpuQuantize, CpuDense, CpuTraining, CpuWindows, CpuLayers):
             return f"core ({self.core.gemm_instructions()})"
         if method in ("block_matmul", "operand_matmul"):
             kind = self._product_kind(*args) if method == "block_matmul" else "bf16"
-            level = self.core.gemm_level() if kind == "bf16" else self.core.gemm_instructions()
+            tiles = kind in ("bf16", "int8")
+            level = self.core.gemm_level() if tiles else self.core.gemm_instructions()
             return f"core ({level}, {kind})"
         return f"core ({self.core.level()})"
 
@@ -115,15 +116,20 @@ class CpuBackend(CpuQuantize, CpuDense, CpuTraining, CpuWindows, CpuLayers):
         if self._block_matmul_reason(a, b):
             return super().block_matmul(a, b)
         sides = [products.matrix(self.core, q) for q in (a, b)]
-        if self._product_kind(a, b) == "bf16":
+        kind = self._product_kind(a, b)
+        if kind == "bf16":
             return self.core.bf16_matmul(*sides)
+        if kind == "int8":
+            return self.core.int8_matmul(*sides)
         return self.core.block_matmul(*sides, products.block_step(a, b))
 
     def _product_kind(self, a: QuantArray, b: QuantArray) -> str:
-        """Which of the core's products: "bf16", "integer", "float", with why it is not bf16."""
+        """Which of the core's products: "bf16", "int8", "integer", "float"; why not on tiles."""
         other = "integer" if products.block_step(a, b) else "float"
-        if not self.core.gemm_has_bf16():
+        if not self.core.gemm_has_tiles():
             return other
+        if other == "integer" and products.on_int8_tiles(a, b):
+            return "int8"
         reason = products.bf16_reason(a, b)
         return "bf16" if reason is None else f"{other}: {reason}"
 

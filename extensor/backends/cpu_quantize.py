@@ -13,6 +13,7 @@ from extensor.backends import cpu_outliers
 from extensor.backends.cpu_core import CoreBackend, ready
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
+from extensor.quant.context import Counts
 from extensor.quant.hadamard import hadamard_signs
 from extensor.quant.reference import FLOATS, check_previous, narrow
 from extensor.quant.spec import QuantSpec
@@ -110,7 +111,7 @@ class CpuQuantize(CoreBackend):
 
     def operand(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
-    ) -> tuple[Array, QuantStats]:
+    ) -> tuple[Array, Counts]:
         """See the protocol."""
         if self._operand_reason(x, spec, stream):
             return super().operand(x, spec, stream)
@@ -174,7 +175,7 @@ class CpuQuantize(CoreBackend):
         x: Array,
         specs: tuple[QuantSpec, QuantSpec],
         streams: tuple[Stream | None, Stream | None] = (None, None),
-    ) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
+    ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
         """See the protocol."""
         if self._operand_pair_reason(x, specs, streams):
             return super().operand_pair(x, specs, streams)

@@ -1,4 +1,4 @@
-"""The CPU backend's training kernels: gelu, softmax, LayerNorm, RMSNorm and Adam in float32.
+"""The CPU backend's training kernels in float32: gelu, softmax, losses, norms and Adam.
 
 Against exact arithmetic, with u = 2**-24, n the length of a row and no overflow:
 
@@ -7,6 +7,13 @@ Against exact arithmetic, with u = 2**-24, n the length of a row and no overflow
                   Phi being the one given
     softmax       |error| <= (d + sum p d + n + 16) u p + 2**-126, with d = max(x) - x
     softmax_grad  |error| <= (n + 4) u p (|g| + sum |g p|) + 2**-126
+    log_softmax   |error| <= (sum p d + n + 8) u + 4 u (log sum + d), with log sum = log sum e^-d
+    log_softmax_grad  |error| <= (n + 16) u p sum |g| + 2 u |g| + 2**-126 (1 + sum |g|),
+                  p = e^out of the output given
+    cross_entropy |error| <= that of log_softmax at the label, and with smoothing s also
+                  4 u s (log sum + mean d) + s (n + 3) u mean d
+    cross_entropy_grad  |error| <= ((d + sum p d + n + 16) u p + 4 u (p + target) + 2**-126)
+                  |weight| + 2**-149
 
 Norms are sums of at most n terms of a row, or of one term a row: their tests say the bound. Adam
 gives the bytes that numpy gives.
@@ -33,6 +40,10 @@ class CpuTraining(CoreBackend):
             "gelu_grad": self._arrays_reason,
             "softmax": self._softmax_reason,
             "softmax_grad": self._softmax_grad_reason,
+            "log_softmax": self._softmax_reason,
+            "log_softmax_grad": self._softmax_grad_reason,
+            "cross_entropy": self._losses_reason,
+            "cross_entropy_grad": self._losses_grad_reason,
             "layer_norm": self._arguments_reason,
             "layer_norm_grad": self._arrays_reason,
             "rms_norm": self._arguments_reason,
@@ -70,6 +81,42 @@ class CpuTraining(CoreBackend):
 
     def _softmax_grad_reason(self, g: Array, out: Array, axis: int) -> str | None:
         return self._arrays_reason(g, out) or _axis_reason(out, axis)
+
+    def log_softmax(self, x: Array, axis: int) -> Array:
+        """See the protocol."""
+        if self._softmax_reason(x, axis):
+            return super().log_softmax(x, axis)
+        return self.core.log_softmax(ready(x), x.shape[axis])
+
+    def log_softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """See the protocol."""
+        if self._softmax_grad_reason(g, out, axis):
+            return super().log_softmax_grad(g, out, axis)
+        return self.core.log_softmax_grad(ready(g), ready(out), out.shape[axis])
+
+    def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
+        """See the protocol. Kept are each row's largest score and its sum of exponentials."""
+        if self._losses_reason(x, labels, smoothing):
+            return super().cross_entropy(x, labels, smoothing)
+        losses, kept = self.core.losses(ready(x), _numbers(labels), smoothing)
+        return losses, kept
+
+    def _losses_reason(self, x: Array, labels: Array, smoothing: float) -> str | None:
+        return self._arrays_reason(x)
+
+    def cross_entropy_grad(
+        self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
+    ) -> Array:
+        """See the protocol."""
+        if self._losses_grad_reason(weight, x, labels, kept, smoothing):
+            return super().cross_entropy_grad(weight, x, labels, kept, smoothing)
+        weight = ready(weight.astype(np.float32, copy=False))
+        return self.core.losses_grad(weight, ready(x), _numbers(labels), kept, smoothing)
+
+    def _losses_grad_reason(
+        self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
+    ) -> str | None:
+        return self._arrays_reason(x)
 
     def layer_norm(
         self, x: Array, weight: Array, bias: Array, eps: float
@@ -135,6 +182,10 @@ class CpuTraining(CoreBackend):
 def _axis_reason(x: Array, axis: int) -> str | None:
     last = x.ndim - 1
     return None if axis in (last, -1) else f"axis {axis} of {x.ndim}; the core takes the last"
+
+
+def _numbers(labels: Array) -> Array:
+    return ready(labels.astype(np.int64, copy=False))
 
 
 def _kept(x: Array, weight: Array) -> tuple[int, ...]:

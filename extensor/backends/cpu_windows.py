@@ -13,6 +13,7 @@ from extensor.backends.cpu_core import CoreBackend, ready
 from extensor.backends.cpu_quantize import covered, place
 from extensor.backends.protocol import Array, Window
 from extensor.quant.array import QuantStats
+from extensor.quant.context import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -44,7 +45,7 @@ class CpuWindows(CoreBackend):
         shape: tuple[int, ...],
         window: Window,
         bias: Array | None = None,
-    ) -> tuple[Array, QuantStats]:
+    ) -> tuple[Array, Counts]:
         """See the protocol."""
         if self._operand_conv2d_reason(x, w, spec, stream, shape, window, bias):
             return super().operand_conv2d(x, w, spec, stream, shape, window, bias)
@@ -75,7 +76,7 @@ class CpuWindows(CoreBackend):
         stream: Stream | None,
         shape: tuple[int, ...],
         window: Window,
-    ) -> tuple[Array, QuantStats]:
+    ) -> tuple[Array, Counts]:
         """See the protocol."""
         if self._operand_conv2d_grad_w_reason(g, x, spec, stream, shape, window):
             return super().operand_conv2d_grad_w(g, x, spec, stream, shape, window)

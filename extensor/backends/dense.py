@@ -21,7 +21,7 @@ def matmul(a: Array, b: Array, bias: Array | None, xp: Any) -> Array:
     if b.ndim == 2 and a.ndim > 2:  # one product instead of one per leading index
         rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
         return matmul(rows, b, bias, xp).reshape(*a.shape[:-1], b.shape[-1])
-    out = a @ b
+    out = xp.matmul(a, b)
     if bias is not None:
         out += bias
     return out
@@ -50,7 +50,8 @@ def attention(
         xp.exp(p, out=p)
         inverse = 1 / p.sum(axis=-1, keepdims=True)
         out = xp.matmul(p, v[:, :, None]) * inverse
-    stats = xp.concatenate([largest, inverse], axis=-1)
+        stats = xp.empty((*largest.shape[:-1], 2), dtype=largest.dtype)
+        stats[..., :1], stats[..., 1:] = largest, inverse
     return out.reshape(*q.shape[:-1], v.shape[-1]), stats.reshape(*q.shape[:-1], 2)
 
 

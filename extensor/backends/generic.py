@@ -7,12 +7,15 @@ subclasses it and overrides what is hot.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from extensor.backends import dense, layers, training, windows
 from extensor.backends.protocol import Array, Window
+from extensor.backends.recording import Graph, Guard, Recording
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.context import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -23,6 +26,7 @@ class GenericBackend:
     """Implements `extensor.backends.protocol.Backend` on the array module ``xp``."""
 
     steps_together = False
+    recording: Recording | None = None
 
     def __init__(self, name: str, xp: Any) -> None:
         self.name = name
@@ -53,7 +57,7 @@ class GenericBackend:
 
     def operand(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
-    ) -> tuple[Array, QuantStats]:
+    ) -> tuple[Array, Counts]:
         """See the protocol."""
         return reference.operand(x, spec, stream, self.xp)
 
@@ -71,7 +75,7 @@ class GenericBackend:
         x: Array,
         specs: tuple[QuantSpec, QuantSpec],
         streams: tuple[Stream | None, Stream | None] = (None, None),
-    ) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
+    ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
         """See the protocol."""
         return self.operand(x, specs[0], streams[0]), self.operand(x, specs[1], streams[1])
 
@@ -94,9 +98,9 @@ class GenericBackend:
         streams: Sequence[Stream | None],
         work: int,
         memory: dict[str, Any] | None = None,
-    ) -> list[tuple[Any, QuantStats | Callable[[], QuantStats]]]:
+    ) -> list[tuple[Any, Counts]]:
         """See the protocol."""
-        made: Sequence[tuple[Array, QuantStats]]
+        made: Sequence[tuple[Array, Counts]]
         if len(specs) == 2:
             made = self.operand_pair(x, (specs[0], specs[1]), (streams[0], streams[1]))
         else:
@@ -108,8 +112,7 @@ class GenericBackend:
 
     def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
         """See the protocol."""
-        x = x.astype(self.xp.float32, copy=False)
-        values = x if dtype == "float32" else self.bfloat16_values(x)
+        values = layers.dense_values(self, x, dtype)
         return values if axis == 1 else values.T
 
     def keeps_operands(
@@ -135,7 +138,7 @@ class GenericBackend:
         shape: tuple[int, ...],
         window: Window,
         bias: Array | None = None,
-    ) -> tuple[Array, QuantStats]:
+    ) -> tuple[Array, Counts]:
         """See the protocol."""
         xp = self.xp
         values, stats = self._patches_operand(x, spec, stream, shape, window)
@@ -154,7 +157,7 @@ class GenericBackend:
         stream: Stream | None,
         shape: tuple[int, ...],
         window: Window,
-    ) -> tuple[Array, QuantStats]:
+    ) -> tuple[Array, Counts]:
         """See the protocol."""
         xp = self.xp
         values, stats = self._patches_operand(x, spec, stream, shape, window)
@@ -167,7 +170,7 @@ class GenericBackend:
         stream: Stream | None,
         shape: tuple[int, ...],
         window: Window,
-    ) -> tuple[Array, QuantStats]:
+    ) -> tuple[Array, Counts]:
         groups = x.shape[1] // shape[1]
         patches = windows.patch_matrix(x, window, groups, self.xp)
         return self.operand(patches if groups > 1 else patches[0], spec, stream)
@@ -239,6 +242,14 @@ class GenericBackend:
         """See the protocol."""
         return training.softmax_grad(g, out, axis, self.xp)
 
+    def log_softmax(self, x: Array, axis: int) -> Array:
+        """See the protocol."""
+        return training.log_softmax(x, axis, self.xp)
+
+    def log_softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """See the protocol."""
+        return training.log_softmax_grad(g, out, axis, self.xp)
+
     def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
         """See the protocol."""
         return training.cross_entropy(x, labels, smoothing, self.xp)
@@ -284,6 +295,7 @@ class GenericBackend:
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
+        guard: Guard | None = None,
     ) -> None:
         """See the protocol."""
         for part, mine in zip(parts, factors, strict=True):
@@ -295,12 +307,42 @@ class GenericBackend:
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
+        guard: Guard | None = None,
     ) -> None:
         """See the protocol."""
         for part, mine in zip(parts, factors, strict=True):
-            rate, momentum, decay = mine["rate"], mine["momentum"], mine["decay"]
+            rate, momentum, decay = mine["lr"], mine["momentum"], mine["decay"]
             weight, grad, buffer = (None if a is None else a.reshape(-1) for a in part)
             self.sgd(weight, grad, buffer, rate, momentum, decay, bool(mine["nesterov"]))
+
+    def raising(self) -> AbstractContextManager[Any]:
+        """See the protocol."""
+        return nullcontext()
+
+    def scale_each(self, arrays: Sequence[Array], factor: float | Array) -> None:
+        """See the protocol."""
+        for x in arrays:
+            number = factor if isinstance(factor, float) else factor.astype(x.dtype)
+            self.xp.multiply(x, number, out=x)
+
+    def square_sum_each(self, arrays: Sequence[Array]) -> float | Array:
+        """See the protocol."""
+        return sum((training.square_sum(x, self.xp) for x in arrays), 0.0)
+
+    def new_graph(self) -> Graph | None:
+        """See the protocol."""
+        return None
+
+    def refuse(self, bad: Array, error: Callable[[], Exception]) -> None:
+        """See the protocol."""
+        if self.recording is not None:
+            self.recording.watch(bad, error)
+        elif bool(bad.any()):  # one wait for a GPU
+            raise error()
+
+    def add_rows(self, out: Array, index: Array, rows: Array) -> None:
+        """See the protocol."""
+        training.add_rows(out, index, rows, self.xp)
 
     def relu(self, x: Array) -> Array:
         """See the protocol."""

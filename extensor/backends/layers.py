@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from extensor.backends.protocol import Array
+from extensor.backends.protocol import Array, Backend
 
 __all__ = [
     "all_finite",
@@ -20,6 +20,7 @@ __all__ = [
     "batch_norm_grad",
     "bfloat16_values",
     "channel_sum",
+    "dense_values",
     "relu",
     "relu_grad",
     "sgd",
@@ -49,6 +50,18 @@ def bfloat16_values(x: Array, xp: Any) -> Array:
     """Float32 values rounded to the nearest bfloat16, ties to even, NaN the quiet one."""
     with np.errstate(all="ignore"):
         return x.astype(_BFLOAT16).astype(np.float32)
+
+
+def dense_values(backend: Backend, x: Array, dtype: str) -> Array:
+    """What a product of ``dtype`` multiplies, float32: the values of x, or these in bfloat16.
+
+    Args:
+        backend: the device's.
+        x: float32 or a 16-bit float.
+        dtype: "float32" or "bfloat16".
+    """
+    x = x.astype(backend.xp.float32, copy=False)
+    return x if dtype == "float32" else backend.bfloat16_values(x)
 
 
 def all_finite(x: Array, xp: Any) -> bool:

@@ -4,7 +4,8 @@ A product is *bf16* where this CPU has tiles of bfloat16 (AMX), every value is e
 sum can leave float32's normal range (`bf16_reason`): runs of 32 terms are summed in float32, the
 even and the odd ones apart, and added in the order of K. Else it is *integer* where both elements
 are small integers times a power of two (e2m1, e2m3, int8, int4): exact int32 sums over ``step``
-elements that share both scales, each times its two scales, added in float32 in the order of K.
+elements that share both scales, each rounded to float32, times its two scales, added in the order
+of K. With one float32 scale a row on both sides it is *int8*: the same sums, on AMX tiles.
 Otherwise it is *float*: values as `dequantize` gives them, multiplied and added in float32.
 
 Products of operands (float32 arrays of decoded values, inside quantized ops) are bf16 too where
@@ -42,12 +43,13 @@ __all__ = [
     "block_step",
     "matrix",
     "matrix_reason",
+    "on_int8_tiles",
     "operand_factors",
     "weight_reason",
 ]
 
 MAX_ROWS = 32  # of x in a weight-only product; beyond, decoding once and BLAS is faster
-_MAX_STEP = 256  # 255 * 255 * 256 is still a float32
+_MAX_STEP = 8192  # of an exact sum: with zero points it and its parts stay in int32
 _LARGEST = 2.0**60  # of activations in a weight-only product: no unscaled sum overflows
 _LARGEST_PRODUCT = 2.0**100  # of two scales
 _BF16_DIGITS = 8  # of a bfloat16, and so of an element and its scale together
@@ -108,6 +110,12 @@ def block_step(a: QuantArray, b: QuantArray) -> int | str:
     return 0
 
 
+def on_int8_tiles(a: QuantArray, b: QuantArray) -> bool:
+    """Whether an integer product (`block_step`) is one of rows under one float32 scale each."""
+    floats = all(q.spec.scale_name not in ("e8m0", "ue4m3") for q in (a, b))
+    return floats and all(_tile(q)[1] >= q.shape[1] for q in (a, b))
+
+
 def bf16_reason(a: QuantArray, b: QuantArray) -> str | None:
     """Why tiles of bfloat16 cannot hold this product of two `matrix` operands; None if they can."""
     for q in (a, b):
@@ -127,7 +135,7 @@ def operand_factors(core: Any, a: Any, b: Any) -> tuple[float, float] | str:
     rounded ones; NVFP4's and those with one float32 scale are within a relative 2**-21 of bfloat16
     times a factor, which comes of their largest value; those with many float32 scales are not.
     """
-    if not core.gemm_has_bf16():
+    if not core.gemm_has_tiles():
         return f"no tiles of bfloat16 at {core.gemm_level()}; BLAS"
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         return "not (M, K) and (K, N)"

@@ -9,10 +9,13 @@ them on the array module; a backend overrides the hot ones, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from extensor.backends.recording import Graph, Guard, Recording
 from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.context import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -46,6 +49,8 @@ class Backend(Protocol):
 
     name: str
     xp: Any
+    recording: Recording | None
+    """The step that is being recorded, None while nothing is; see `extensor.capture`."""
     steps_together: bool
     """Whether `adam_each` and `sgd_each` are faster than parameter after parameter."""
 
@@ -68,7 +73,7 @@ class Backend(Protocol):
 
     def operand(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
-    ) -> tuple[Array, QuantStats]:
+    ) -> tuple[Array, Counts]:
         """The float32 values a GEMM multiplies: quantized and decoded, still transformed.
 
         Same values, bit for bit, as decoding ``quantize``. Along the axis the result has the
@@ -93,7 +98,7 @@ class Backend(Protocol):
         x: Array,
         specs: tuple[QuantSpec, QuantSpec],
         streams: tuple[Stream | None, Stream | None] = (None, None),
-    ) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
+    ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
         """The same for ``operand``."""
         ...
 
@@ -116,7 +121,7 @@ class Backend(Protocol):
         streams: Sequence[Stream | None],
         work: int,
         memory: dict[str, Any] | None = None,
-    ) -> list[tuple[Any, QuantStats | Callable[[], QuantStats]]]:
+    ) -> list[tuple[Any, Counts]]:
         """A matrix under one spec, or under one along its rows and one down its columns.
 
         Each as `operand_product` takes it: what a spec blocks along is contracted, and last.
@@ -160,7 +165,7 @@ class Backend(Protocol):
         shape: tuple[int, ...],
         window: Window,
         bias: Array | None = None,
-    ) -> tuple[Array, QuantStats]:
+    ) -> tuple[Array, Counts]:
         """The convolution of x's patches, quantized by ``spec``, with the values w, plus a bias.
 
         The patches are a matrix (C / groups * kh * kw, N * Ho * Wo), or one of each group,
@@ -177,7 +182,7 @@ class Backend(Protocol):
         stream: Stream | None,
         shape: tuple[int, ...],
         window: Window,
-    ) -> tuple[Array, QuantStats]:
+    ) -> tuple[Array, Counts]:
         """The gradient in the weights, of ``shape``, from quantized patches, and what it counted.
 
         Patches as for `operand_conv2d`; g is (O, M) or (groups, O / groups, M), as `operand` gives
@@ -263,6 +268,14 @@ class Backend(Protocol):
         """Gradient of softmax, whose output is ``out``."""
         ...
 
+    def log_softmax(self, x: Array, axis: int) -> Array:
+        """The logarithm of softmax, without underflow."""
+        ...
+
+    def log_softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """Gradient of log_softmax, whose output is ``out``."""
+        ...
+
     def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
         """-log softmax(x)[label] of rows (N, C), labels (N,) in 0..C - 1; what its gradient needs.
 
@@ -311,11 +324,13 @@ class Backend(Protocol):
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
+        guard: Guard | None = None,
     ) -> None:
         """`adam` on each (weight, grad, mean, square), with the factors of each.
 
         Arrays are float32, C-contiguous and of one size in each part, whatever their shapes. A
         factor ``decay`` times the weight is added to the gradient first, which is not written.
+        ``guard`` says, while recording, what the device decides.
         """
         ...
 
@@ -323,11 +338,45 @@ class Backend(Protocol):
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
+        guard: Guard | None = None,
     ) -> None:
         """`sgd` on each (weight, grad, buffer), arrays as for `adam_each`.
 
-        Factors are rate, momentum, decay and nesterov.
+        Factors are lr, momentum, decay and nesterov.
         """
+        ...
+
+    def scale_each(self, arrays: Sequence[Array], factor: float | Array) -> None:
+        """Multiply each array in place by a number, or by an array of shape () on the device."""
+        ...
+
+    def square_sum_each(self, arrays: Sequence[Array]) -> float | Array:
+        """The sum of all squares in float64, in an order that depends on sizes alone.
+
+        A number, or an array of shape () where the device computes it without waiting.
+        """
+        ...
+
+    def new_graph(self) -> Graph | None:
+        """What repeats a step without Python; None where Python is all there is."""
+        ...
+
+    def refuse(self, bad: Array, error: Callable[[], Exception]) -> None:
+        """Raise ``error()`` if an element of a bool array is true; waits for a device.
+
+        While recording, nothing waits: updates stop then, and the error is raised afterwards.
+        """
+        ...
+
+    def add_rows(self, out: Array, index: Array, rows: Array) -> None:
+        """out[index] += rows along the first axis, in place; positions that repeat add up.
+
+        ``index`` is of whole numbers in -len(out)..len(out) - 1, (...), and rows (..., *rest).
+        """
+        ...
+
+    def raising(self) -> AbstractContextManager[Any]:
+        """A context in which the array module's ``linalg`` raises LinAlgError, as numpy's does."""
         ...
 
     def relu(self, x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What a transformer's training step repeats, on any array module: the definitions.
+"""What a training step repeats, on any array module: the definitions.
 
 `GenericBackend` forwards to these functions; each takes the array module ``xp`` last. Kernels are
 compared with them. All arrays are of one float dtype.
@@ -7,7 +7,7 @@ compared with them. All arrays are of one float dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,21 @@ from extensor.backends.protocol import Array
 
 __all__ = [
     "adam",
+    "add_rows",
     "cross_entropy",
     "cross_entropy_grad",
     "gelu",
     "gelu_grad",
     "layer_norm",
     "layer_norm_grad",
+    "log_softmax",
+    "log_softmax_grad",
+    "rescale",
     "rms_norm",
     "rms_norm_grad",
     "softmax",
     "softmax_grad",
+    "square_sum",
 ]
 
 
@@ -61,6 +66,19 @@ def softmax(x: Array, axis: int, xp: Any) -> Array:
 def softmax_grad(g: Array, out: Array, axis: int, xp: Any) -> Array:
     """Gradient of softmax, whose output is ``out``: out (g - sum(g out))."""
     return out * (g - (g * out).sum(axis=axis, keepdims=True))
+
+
+def log_softmax(x: Array, axis: int, xp: Any) -> Array:
+    """The logarithm of softmax, without overflow or underflow."""
+    with np.errstate(all="ignore"):
+        out = x - x.max(axis=axis, keepdims=True)
+        out -= xp.log(xp.exp(out).sum(axis=axis, keepdims=True))
+        return out
+
+
+def log_softmax_grad(g: Array, out: Array, axis: int, xp: Any) -> Array:
+    """Gradient of log_softmax, whose output is ``out``: g - exp(out) sum(g)."""
+    return g - xp.exp(out) * g.sum(axis=axis, keepdims=True)
 
 
 def cross_entropy(x: Array, labels: Array, smoothing: float, xp: Any) -> tuple[Array, Array]:
@@ -158,6 +176,51 @@ def adam(
     one *= factors["rate"]
     weight *= factors["keep"]
     weight -= one
+
+
+def rescale(state: Array, bad: bool, rule: Sequence[float]) -> None:
+    """One step of a loss scale, in place, on float64 (scale, good steps in a row, made, skipped).
+
+    ``rule``: growth and back-off factor, good steps before a growth, least scale.
+    """
+    growth, backoff, interval, least = rule
+    if bad:
+        state[:] = max(state[0] * backoff, least), 0, state[2], state[3] + 1
+        return
+    good, scale = state[1] + 1, state[0]
+    if good == interval:
+        good, scale = 0, scale * growth
+    state[:] = scale, good, state[2] + 1, state[3]
+
+
+def square_sum(x: Array, xp: Any) -> float:
+    """Sum of squares in float64: neither overflow nor a thread-dependent order."""
+    flat, total = x.reshape(-1), 0.0
+    stretch = 1 << 16 if xp is np else max(flat.size, 1)
+    for begin in range(0, flat.size, stretch):
+        wide = flat[begin : begin + stretch].astype(xp.float64)
+        wide *= wide
+        total += float(wide.sum())
+    return total
+
+
+def add_rows(out: Array, index: Array, rows: Array, xp: Any) -> None:
+    """out[index] += rows, with positions that repeat added up in order.
+
+    Sorted first, rows of one position are summed in one sweep: many times faster than add.at.
+    """
+    count = index.size
+    if count == 0:
+        return
+    position = index.reshape(-1) % out.shape[0]
+    order = xp.argsort(position, kind="stable")
+    position = position[order]
+    starts = xp.concatenate(
+        [xp.zeros(1, dtype=position.dtype), xp.nonzero(position[1:] != position[:-1])[0] + 1]
+    )
+    flat = rows.reshape(count, math.prod(out.shape[1:]))[order]
+    sums = xp.add.reduceat(flat, starts, axis=0)
+    out[position[starts]] += sums.reshape(len(starts), *out.shape[1:])
 
 
 def _axes(weight: Array) -> tuple[int, ...]:

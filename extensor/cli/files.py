@@ -13,7 +13,7 @@ import numpy as np
 from tyro.conf import Positional, arg
 
 from extensor.backends import registry
-from extensor.cli.sheet import CommandError, Sheet, show
+from extensor.cli.sheet import CommandError, Sheet, shape_text, show, tile_text
 from extensor.formats import ELEMENTS
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.quant import QuantArray, QuantSpec, QuantStats
@@ -86,7 +86,7 @@ def quantize(
     except (TypeError, ValueError) as error:
         raise CommandError(str(error)) from None
     tensors = read_tensors(source)
-    if not fnmatch.filter(tensors, match):
+    if not any(fnmatch.fnmatchcase(name, match) for name in tensors):
         raise CommandError(
             f"--match {match!r} fits none of: {', '.join(tensors) or '(no tensors)'}"
         )
@@ -107,8 +107,7 @@ def _quantize_one(
     name: str, value: Array | QuantArray, spec: QuantSpec, seed: int, number: int, match: str
 ) -> tuple[Array | QuantArray, tuple[str, ...]]:
     """One tensor's stored form and its line of the report."""
-    shape = "x".join(str(n) for n in value.shape) or "scalar"
-    before = (name, shape, _kind(value), str(value.nbytes))
+    before = (name, shape_text(value.shape), _kind(value), str(value.nbytes))
     chosen = fnmatch.fnmatchcase(name, match)
     if isinstance(value, QuantArray) or not (chosen and value.ndim and _is_float(value)):
         return value, (*before, "copied", str(value.nbytes), "", "", "")
@@ -154,10 +153,9 @@ def inspect(file: Annotated[Positional[Path], arg(metavar="FILE")]) -> None:
     tensors = read_tensors(file)
     rows = []
     for name, value in tensors.items():
-        shape = "x".join(str(n) for n in value.shape) or "scalar"
         bits = f"{8 * value.nbytes / size:.3g}" if (size := math.prod(value.shape)) else "-"
         spread = _scale_histogram(value) if isinstance(value, QuantArray) else ""
-        rows.append((name, shape, _kind(value), str(value.nbytes), bits, spread))
+        rows.append((name, shape_text(value.shape), _kind(value), str(value.nbytes), bits, spread))
     total = sum(value.nbytes for value in tensors.values())
     rows.append(("all", "", "", str(total), "", ""))
     columns = (
@@ -175,8 +173,7 @@ def _kind(value: Array | QuantArray) -> str:
     if not isinstance(value, QuantArray):
         return str(value.dtype)
     spec = value.spec
-    tile = "x".join(map(str, spec.tile)) if isinstance(spec.tile, tuple) else f"per {spec.tile}"
-    return f"{spec.format} ({tile} along axis {spec.axis}, {spec.rule})"
+    return f"{spec.format} ({tile_text(spec.tile)} along axis {spec.axis}, {spec.rule})"
 
 
 def _scale_histogram(q: QuantArray) -> str:

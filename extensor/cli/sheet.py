@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["CommandError", "Sheet", "show"]
+__all__ = ["CommandError", "Sheet", "shape_text", "show", "tile_text"]
 
 
 class CommandError(Exception):
@@ -37,3 +37,13 @@ def show(sheets: Iterable[Sheet]) -> None:
         for row in sheet.rows:
             table.add_row(*(escape(cell) for cell in row))
         console.print(table)
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape as tables show it, such as 3x4."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def tile_text(tile: object) -> str:
+    """A format's tile as tables show it: 1x32, or "per tensor"."""
+    return shape_text(tile) if isinstance(tile, tuple) else f"per {tile}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from extensor.cli.sheet import Sheet, show
+from extensor.cli.sheet import Sheet, show, tile_text
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS, SCALES, BlockFormat, Dialect
 from extensor.io.layouts import LAYOUTS
 from extensor.quant.rounding import decode, encode
@@ -40,10 +40,6 @@ def element_sheet() -> Sheet:
     return Sheet("Element grids", (*columns, "min positive", "specials"), tuple(rows))
 
 
-def _tile_text(row: BlockFormat) -> str:
-    return f"{row.tile[0]}x{row.tile[1]}" if isinstance(row.tile, tuple) else f"per {row.tile}"
-
-
 def format_sheet() -> Sheet:
     """The blocked formats, from their rows."""
     rows = []
@@ -51,7 +47,7 @@ def format_sheet() -> Sheet:
         scale = row.scale.name + (" + float32 per tensor" if row.tensor_scale else "")
         bits = f"{row.bits_per_element():g}" + ("" if isinstance(row.tile, tuple) else " + scales")
         rules = ", ".join((row.scale_rule, *(r for r in row.scale_rules if r != row.scale_rule)))
-        rows.append((row.name, row.element.name, _tile_text(row), scale, bits, rules, row.doc))
+        rows.append((row.name, row.element.name, tile_text(row.tile), scale, bits, rules, row.doc))
     columns = ("format", "element", "block", "scale", "bits/element", "scale rules", "")
     return Sheet("Blocked formats (first scale rule: the default)", columns, tuple(rows))
 

@@ -43,12 +43,16 @@ class Embedding(Module):
         tensors_only("Embedding", index)
         if not index.dtype.is_integer:
             raise TypeError(f"Embedding: wanted integers, got {index.dtype.name}")
-        if index.size and not 0 <= int(index.data.min()) <= int(index.data.max()) < self.count:
-            raise ValueError(
+        data = index.data
+
+        def error() -> ValueError:
+            return ValueError(
                 f"Embedding: wanted numbers in 0..{self.count - 1}, got "
-                f"{int(index.data.min())}..{int(index.data.max())}; the way out: numbers of the "
+                f"{int(data.min())}..{int(data.max())}; the way out: numbers of the "
                 "vocabulary that the layer was made for, or a layer of more vectors"
             )
+
+        index.backend.refuse((data < 0) | (data >= self.count), error)
         return take(self.weight, index, axis=0)
 
     def extra_repr(self) -> str:

@@ -117,6 +117,7 @@ def _bare_copy(model: Module) -> Module:
         without |= {id(hooks): () for hooks in (module._hooks, module._pre_hooks)}
         if isinstance(module, GemmLayer):
             without[id(module.quant)] = None
+    without |= {id(p.grad): None for p in model.parameters()}
     return copy.deepcopy(model, without)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import NO_TENSOR, axis_index, quiet, tensors_only, unary_samples
+from extensor.ops.arguments import NO_TENSOR, axis_index, tensors_only, unary_samples
 from extensor.ops.arithmetic import clip, where
 from extensor.ops.elementwise import erf, sigmoid, tanh
 from extensor.ops.shape import split
@@ -105,18 +105,11 @@ def softmax(x: ExTensor, axis: int = -1) -> ExTensor:
     return apply("softmax", x, axis=_axis("softmax", x, axis))
 
 
-@quiet
-def _log_softmax(backend: Any, x: Any, axis: int) -> Any:
-    out = x - x.max(axis=axis, keepdims=True)
-    out -= backend.xp.log(backend.xp.exp(out).sum(axis=axis, keepdims=True))
-    return out
-
-
 @primitive(
-    forward=_log_softmax,
+    forward=lambda backend, x, axis: backend.log_softmax(x, axis),
     vjps=(lambda g, out, x, axis: g - out.exp() * g.sum(axis, keepdims=True),),
     fused_vjp=lambda backend, g, out, inputs, needs, axis: (
-        g - backend.xp.exp(out) * g.sum(axis=axis, keepdims=True),
+        backend.log_softmax_grad(g, out, axis),
     ),
     reads="output",
     to_float=True,

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.apply import wrap
+from extensor.autograd.mode import MODE
 from extensor.autograd.primitive import BadInput, Sample
 from extensor.autograd.tensor import ExTensor
-from extensor.dtypes import LEVEL_HALF, scalar_dtype
+from extensor.backends.protocol import Array
+from extensor.dtypes import LEVEL_HALF, DType, compute_dtype, float32, scalar_dtype
 from extensor.errors import AxisError
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "quiet",
     "tensors_only",
     "unary_samples",
+    "without_rule",
 ]
 
 Operand = ExTensor | float | complex | np.ndarray[Any, Any]
@@ -58,7 +61,9 @@ def _beside(name: str, value: Any, x: ExTensor) -> ExTensor:
         dtype = scalar_dtype(value, x.dtype)
         # Beside a 16-bit float the number stays float32 inside, so that the result rounds once.
         stored = np.float32 if dtype.level == LEVEL_HALF else dtype.numpy
-        tensor = wrap(x.backend.xp.asarray(value, dtype=stored), x.backend)
+        number, xp = np.asarray(value, dtype=stored), x.backend.xp
+        # Filled, on a device: a copy would wait there, and could not be captured.
+        tensor = wrap(number if xp is np else xp.full((), number[()], stored), x.backend)
         tensor.dtype = dtype
         return tensor
     if hasattr(value, "dtype") and hasattr(value, "shape"):
@@ -93,6 +98,24 @@ def tensors_only(name: str, *values: Any) -> None:
                 f"{name}: wanted an ExTensor, got {type(value).__name__}; "
                 "make one with et.ExTensor(...)"
             )
+
+
+def without_rule(name: str, x: ExTensor, remedy: str) -> tuple[Array, DType]:
+    """The values of x for what has no rule for gradients, and the inexact dtype of the result.
+
+    Decoded; integers become float32, 16-bit floats are given in the float32 that computes them.
+
+    Raises:
+        TypeError: for a tensor that requires a gradient; ``remedy`` says what to use.
+    """
+    if x.requires_grad and MODE.enabled:
+        raise TypeError(
+            f"{name}: wanted a tensor that requires no gradient, for there is no rule for one; "
+            f"use {remedy}"
+        )
+    dense = x.dequantize() if x.dtype.is_blocked else x
+    asked = dense.dtype if dense.dtype.is_inexact else float32
+    return dense.data.astype(compute_dtype(asked).numpy, copy=False), asked
 
 
 def axis_index(name: str, axis: Any, ndim: int) -> int:

@@ -228,14 +228,27 @@ def _packed_vjp(
     return _side_by_side(concatenate(list(grads), axis=-3), heads + 2 * groups)
 
 
+def _packed_reference(x: Any, heads: int, groups: int, causal: bool, scale: float) -> Any:
+    """Head after head, each cut out by its columns."""
+    d = x.shape[-1] // (heads + 2 * groups)
+    out = []
+    for head in range(heads):
+        key = heads + head * groups // heads
+        q, k, v = (x[..., None, :, i * d : (i + 1) * d] for i in (head, key, key + groups))
+        out.append(_reference(q, k, v, causal, scale)[..., 0, :, :])
+    return np.concatenate(out, axis=-1)
+
+
 def _packed_samples(rng: np.random.Generator) -> Iterator[Sample]:
-    for shape, heads, groups, causal in (((2, 3, 12), 2, 1, True), ((4, 6), 1, 1, False)):
+    for shape, heads, groups, causal, scale in (
+        ((2, 3, 12), 2, 1, True, None),
+        ((4, 6), 1, 1, False, None),
+        ((2, 2, 16), 4, 2, False, 0.3),
+    ):
         x = rng.normal(size=shape)
-        q, k, v = _parts(x, heads, groups)
-        expected = _side_by_side(_reference(q, k, v, causal, q.shape[-1] ** -0.5), heads)
-        yield Sample((x, heads, groups), {"causal": causal}, expected=expected)
-    expected = _side_by_side(_reference(q, k, v, False, 0.3), heads)
-    yield Sample((x, heads, groups), {"scale": 0.3}, expected=expected)
+        root = (shape[-1] / (heads + 2 * groups)) ** -0.5
+        expected = _packed_reference(x, heads, groups, causal, scale or root)
+        yield Sample((x, heads, groups), {"causal": causal, "scale": scale}, expected=expected)
 
 
 @primitive(

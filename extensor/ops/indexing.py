@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -71,27 +70,8 @@ def _put(backend: Any, g: Any, key: Any, shape: tuple[int, ...]) -> Any:
     elif isinstance(key, tuple):
         backend.xp.add.at(out, key, g)
     else:
-        _add_rows(backend.xp, out, key, g)
+        backend.add_rows(out, key, g)
     return out
-
-
-def _add_rows(xp: Any, out: Any, index: Any, rows: Any) -> None:
-    """out[index] += rows, with positions that repeat added up in order.
-
-    Sorted first, rows of one position are summed in one sweep: many times faster than add.at.
-    """
-    count = index.size
-    if count == 0:
-        return
-    position = index.reshape(-1) % out.shape[0]
-    order = xp.argsort(position, kind="stable")
-    position = position[order]
-    starts = xp.concatenate(
-        [xp.zeros(1, dtype=position.dtype), xp.nonzero(position[1:] != position[:-1])[0] + 1]
-    )
-    flat = rows.reshape(count, math.prod(out.shape[1:]))[order]
-    sums = xp.add.reduceat(flat, starts, axis=0)
-    out[position[starts]] += sums.reshape(len(starts), *out.shape[1:])
 
 
 @primitive(
@@ -116,16 +96,19 @@ def _positions(name: str, indices: Any, x: ExTensor) -> ExTensor:
     return made
 
 
-def _in_range(name: str, index: Any, length: int) -> None:
-    if index.size and (int(index.min()) < -length or int(index.max()) >= length):
-        raise IndexError(
+def _in_range(backend: Any, name: str, index: Any, length: int) -> None:
+    def error() -> IndexError:
+        return IndexError(
             f"{name}: wanted positions in {-length}..{length - 1}, got "
             f"{int(index.min())}..{int(index.max())}"
         )
 
+    signed = index if index.dtype.kind == "i" else index.astype(np.int64)
+    backend.refuse((signed < -length) | (signed >= length), error)
+
 
 def _take(backend: Any, x: Any, index: Any, axis: int) -> Any:
-    _in_range("take", index, x.shape[axis])
+    _in_range(backend, "take", index, x.shape[axis])
     return backend.xp.take(x, index, axis=axis)
 
 
@@ -181,7 +164,7 @@ def _check_gather(name: str, x: ExTensor, index: ExTensor, at: int) -> None:
             f"{name}: wanted indices of {x.ndim} axes, none longer than in {x.shape} but axis "
             f"{at}, got shape {index.shape}"
         )
-    _in_range(name, index.data, x.shape[at])
+    _in_range(x.backend, name, index.data, x.shape[at])
 
 
 def _grid(xp: Any, index: Any, axis: int) -> Any:

@@ -206,13 +206,16 @@ def _check_labels(name: str, x: ExTensor, labels: Any) -> None:
         raise ValueError(f"{name}: wanted scores of one class or more, got shape {x.shape}")
 
 
-def _check_classes(name: str, labels: Any, classes: int, hint: str) -> None:
+def _check_classes(backend: Any, name: str, labels: Any, classes: int, hint: str) -> None:
     """Refuse labels (an array) that are no class numbers."""
-    if bool(((labels < 0) | (labels >= classes)).any()):  # one wait for a GPU
-        raise ValueError(
+
+    def error() -> ValueError:
+        return ValueError(
             f"{name}: labels: wanted 0..{classes - 1} for {classes} classes, got "
             f"{int(labels.min())}..{int(labels.max())}{hint}"
         )
+
+    backend.refuse((labels < 0) | (labels >= classes), error)
 
 
 def _flat(xp: Any, x: Any) -> Any:
@@ -231,7 +234,7 @@ def _cross_entropy(
     kept = None if ignore is None else flat != ignore
     safe = flat if kept is None else xp.where(kept, flat, 0)
     hint = "" if ignore is not None else "; say ignore_index=... if some are to be left out"
-    _check_classes("cross_entropy", safe, classes, hint)
+    _check_classes(backend, "cross_entropy", safe, classes, hint)
     losses, p = backend.cross_entropy(rows, safe, smoothing)
     if kept is not None:
         losses = xp.where(kept, losses, 0)
@@ -392,7 +395,7 @@ def nll(log_probabilities: ExTensor, labels: ExTensor, reduction: Reduction = "m
         TypeError, ValueError: for labels that are no class numbers, or shapes that do not match.
     """
     _check_labels("nll", log_probabilities, labels)
-    _check_classes("nll", labels.data, log_probabilities.shape[1], "")
+    _check_classes(labels.backend, "nll", labels.data, log_probabilities.shape[1], "")
     picked = log_probabilities.gather(labels.expand_dims(1), 1).squeeze(1)
     return _reduced("nll", -picked, reduction)
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from extensor.autograd.apply import apply, wrap
-from extensor.autograd.mode import MODE
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.dtypes import DTypeLike, compute_dtype, float32
-from extensor.ops.arguments import tensors_only
+from extensor.backends.protocol import Backend
+from extensor.dtypes import DTypeLike, compute_dtype
+from extensor.ops.arguments import tensors_only, without_rule
 from extensor.ops.creation import tril
 from extensor.ops.linalg import matmul
 from extensor.ops.parts import conj
@@ -55,16 +55,23 @@ def matrices(name: str, x: ExTensor, square: bool = True) -> ExTensor:
     return x
 
 
-def _solved(name: str, *arrays: Any, **options: Any) -> Any:
+_REFUSED = {
+    **dict.fromkeys(("inv", "solve"), "Singular matrix"),
+    "cholesky": "Matrix is not positive definite",
+}
+"""What LAPACK says of a matrix in numpy's words; cupy's are the name of a routine and a number."""
+
+
+def _solved(name: str, backend: Backend, *arrays: Any, **options: Any) -> Any:
     """LAPACK's answer; what it refuses is a ValueError that names the function."""
-    xp = options.pop("xp")
-    routine = getattr(xp.linalg, name, None)
+    routine = getattr(backend.xp.linalg, name, None)
     if routine is None:
-        raise TypeError(f"{name}: {xp.__name__} has no such routine; use x.to('cpu')")
+        raise TypeError(f"{name}: {backend.xp.__name__} has no such routine; use x.to('cpu')")
     try:
-        return routine(*arrays, **options)
+        with backend.raising():
+            return routine(*arrays, **options)
     except np.linalg.LinAlgError as error:
-        raise np.linalg.LinAlgError(f"{name}: {error}") from None
+        raise np.linalg.LinAlgError(f"{name}: {_REFUSED.get(name, error)}") from None
 
 
 def _good(rng: np.random.Generator, *shape: int) -> Any:
@@ -77,7 +84,7 @@ def _t(x: ExTensor) -> ExTensor:
 
 
 @primitive(
-    forward=lambda backend, x: _solved("inv", x, xp=backend.xp),
+    forward=lambda backend, x: _solved("inv", backend, x),
     vjps=(lambda g, out, x: -matmul(matmul(_t(out), g), _t(out)),),
     reads="output",
     to_float=True,
@@ -94,7 +101,7 @@ def inv(x: ExTensor, /) -> ExTensor:
 
 
 @primitive(
-    forward=lambda backend, x: _solved("det", x, xp=backend.xp),
+    forward=lambda backend, x: _solved("det", backend, x),
     vjps=(lambda g, out, x: reshape(g * out, (*g.shape, 1, 1)) * _t(inv(x)),),
     to_float=True,
     samples=lambda rng: [Sample((_good(rng, 3, 3),)), Sample((_good(rng, 2, 2, 2),))],
@@ -111,7 +118,7 @@ def det(x: ExTensor, /) -> ExTensor:
 
 @primitive(
     name="logabsdet",
-    forward=lambda backend, x: _solved("slogdet", x, xp=backend.xp)[1],
+    forward=lambda backend, x: _solved("slogdet", backend, x)[1],
     vjps=(lambda g, out, x: reshape(g, (*g.shape, 1, 1)) * _t(inv(x)),),
     reads="inputs",
     to_float=True,
@@ -128,18 +135,11 @@ def factored(routine: str, x: ExTensor, name: str | None = None, **options: Any)
     Raises:
         TypeError: for a tensor that requires a gradient.
     """
-    if x.requires_grad and MODE.enabled:
-        raise TypeError(
-            f"{name or routine}: wanted a tensor that requires no gradient, for there is no rule "
-            "for one; use x.detach(), or det, inv, solve or cholesky, which have theirs"
-        )
-    dense = x.dequantize() if x.dtype.is_blocked else x
-    asked = dense.dtype if dense.dtype.is_inexact else float32
-    compute = compute_dtype(asked)
-    array = dense.data.astype(compute.numpy, copy=False)
-    found = _solved(routine, array, xp=dense.backend.xp, **options)
+    remedy = "x.detach(), or det, inv, solve or cholesky, which have theirs"
+    array, asked = without_rule(name or routine, x, remedy)
+    found = _solved(routine, x.backend, array, **options)
     parts = [wrap(p, x.backend) for p in (found if isinstance(found, tuple) else (found,))]
-    return [part.astype(asked) if part.dtype is compute else part for part in parts]
+    return [part.astype(asked) if part.dtype is compute_dtype(asked) else part for part in parts]
 
 
 def slogdet(x: ExTensor, /) -> SlogdetResult:
@@ -159,7 +159,7 @@ def _solve_left_vjp(g: ExTensor, out: ExTensor, a: ExTensor, b: ExTensor) -> ExT
 
 
 @primitive(
-    forward=lambda backend, a, b: _solved("solve", a, b, xp=backend.xp),
+    forward=lambda backend, a, b: _solved("solve", backend, a, b),
     vjps=(_solve_left_vjp, lambda g, out, a, b: apply("solve", _t(a), g)),
     broadcasts=True,
     to_float=True,
@@ -206,7 +206,7 @@ def _cholesky_vjp(g: ExTensor, out: ExTensor, x: ExTensor) -> ExTensor:
 
 def _cholesky(backend: Any, x: Any) -> Any:
     whole = (x + x.conj().swapaxes(-1, -2)) / 2  # both triangles count, as in the gradient
-    return _solved("cholesky", whole.astype(x.dtype, copy=False), xp=backend.xp)
+    return _solved("cholesky", backend, whole.astype(x.dtype, copy=False))
 
 
 def _definite(rng: np.random.Generator, *shape: int) -> Any:

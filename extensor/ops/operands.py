@@ -12,25 +12,14 @@ from functools import lru_cache
 from typing import Any
 
 from extensor.autograd.mode import MODE
+from extensor.backends.layers import dense_values
 from extensor.backends.protocol import Array, Backend
 from extensor.quant.context import LayerContext
 from extensor.quant.recipe import SLOTS, Gemm
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
-__all__ = ["Slots", "dense", "of_forward", "of_products", "placed", "values"]
-
-
-def dense(backend: Backend, x: Array, dtype: str) -> Array:
-    """What a slot of ``dtype`` multiplies, float32: the values of x, or these rounded to bfloat16.
-
-    Args:
-        backend: the device's.
-        x: float32 or a 16-bit float.
-        dtype: "float32" or "bfloat16".
-    """
-    x = x.astype(backend.xp.float32, copy=False)
-    return x if dtype == "float32" else backend.bfloat16_values(x)
+__all__ = ["Slots", "of_forward", "of_products", "placed", "values"]
 
 
 @lru_cache(maxsize=1024)
@@ -52,7 +41,7 @@ def values(backend: Backend, x: Array, context: LayerContext, slot: str, axis: i
     """The values of a matrix, or of each group's, that GEMM ``slot`` contracts along ``axis``."""
     wanted = context.operand(slot)
     if isinstance(wanted, str):
-        return dense(backend, x, wanted)
+        return dense_values(backend, x, wanted)
     made, stats = backend.operand(x, *placed(context, slot, wanted, axis, x.ndim))
     context.record(slot, stats)
     return made

@@ -29,6 +29,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
+from extensor.backends.layers import dense_values
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.ops import operands
 from extensor.ops.arguments import tensors_only
@@ -209,7 +210,7 @@ def _conv_forward(
     kernels = operands.values(backend, _stacked(w, groups), context, "fprop.w", -1)
     wanted = context.operand("fprop.x")
     if isinstance(wanted, str):
-        a = operands.dense(backend, x, wanted)
+        a = dense_values(backend, x, wanted)
         out = backend.conv2d(a, kernels.reshape(w.shape), window, groups, early)
     else:
         spec, stream = operands.placed(context, "fprop.x", wanted, -2, 2 if groups == 1 else 3)
@@ -251,7 +252,7 @@ def _conv_dgrad(
     rows = kernels.shape[-2] * groups  # a transform may have padded the output channels
     wanted = context.operand("dgrad.g")
     if isinstance(wanted, str):
-        values = operands.dense(backend, g, wanted)
+        values = dense_values(backend, g, wanted)
     else:
         matrix = operands.values(
             backend, _pixels_last(g, groups, backend.xp), context, "dgrad.g", -2
@@ -274,13 +275,13 @@ def _conv_wgrad(
     gemm, (n, _, ho, wo), xp = context.layer.wgrad, g.shape, backend.xp
     wanted_g, wanted_x = context.operand("wgrad.g"), context.operand("wgrad.x")
     if isinstance(wanted_g, str):
-        values = operands.dense(backend, g, wanted_g)
+        values = dense_values(backend, g, wanted_g)
         matrix = None if isinstance(wanted_x, str) else _pixels_last(values, groups, xp)
     else:
         matrix = operands.values(backend, _pixels_last(g, groups, xp), context, "wgrad.g", -1)
         values = g
     if isinstance(wanted_x, str):
-        a = operands.dense(backend, x, wanted_x)
+        a = dense_values(backend, x, wanted_x)
         if matrix is not None:
             values = xp.swapaxes(matrix.reshape(shape[0], n, ho, wo), 0, 1)
         return _scaled(backend.conv2d_grad_w(values, a, shape, window, groups), gemm, xp)

@@ -21,10 +21,10 @@ from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends import windows
+from extensor.backends.layers import dense_values
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import Pair, int_pair
-from extensor.ops.operands import dense
 from extensor.ops.quantized import layer_context
 from extensor.quant import views
 from extensor.quant.array import QuantArray
@@ -61,7 +61,7 @@ def _matmul_forward(backend: Backend, x: Array, w: QuantArray, context: LayerCon
     rows = x.reshape(-1, x.shape[-1])
     operand = context.operand("fprop.x")
     if isinstance(operand, str):
-        out = backend.weight_matmul(dense(backend, rows, operand), w)
+        out = backend.weight_matmul(dense_values(backend, rows, operand), w)
     else:
         out = backend.block_matmul(_quantized(backend, rows, context, 1), w)
     return out.reshape(*x.shape[:-1], w.shape[0])
@@ -200,7 +200,7 @@ def _conv_forward(
     operand = context.operand("fprop.x")
     if isinstance(operand, str):
         kernel = backend.dequantize(w).reshape(outputs, x.shape[1] // groups, *window.kernel)
-        return backend.conv2d(dense(backend, x, operand), kernel, window, groups)
+        return backend.conv2d(dense_values(backend, x, operand), kernel, window, groups)
     size = outputs // groups
     rows = [
         backend.block_matmul(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from extensor.backends.recording import Guard
 from extensor.optim.optimizer import Array, Optimizer, Option, check_betas, check_range
 
 __all__ = ["Adam"]
@@ -87,23 +88,38 @@ class Adam(Optimizer):
         backend: Any,
         parts: Sequence[tuple[Array, Array, Mapping[str, Array], int]],
         options: Mapping[str, Any],
+        guard: Guard | None = None,
     ) -> None:
         """Move whole parameters, in place, in one call."""
         arrays = [(w, g, state["mean"], state["square"]) for w, g, state, _ in parts]
-        factors = {step: self._factors(options, step) for *_, step in parts}
-        backend.adam_each(arrays, [factors[step] for *_, step in parts])
+        backend.adam_each(arrays, self.factors_each([step for *_, step in parts], options), guard)
+
+    def factors_each(
+        self, steps: Sequence[int], options: Mapping[str, Any]
+    ) -> list[Mapping[str, float]]:
+        """What a backend's kernel multiplies by, for parameters in such steps."""
+        factors = {step: self._factors(options, step) for step in set(steps)}
+        return [factors[step] for step in steps]
 
     def _factors(self, options: Mapping[str, Any], step: int) -> dict[str, float]:
-        """What a step multiplies by; ``decay`` is that of an L2 gradient."""
+        """What a step multiplies by; ``decay`` is that of an L2 gradient.
+
+        ``rate`` and ``keep`` are also given in parts, lr / correct and 1 - lr shrink: what a device
+        computes that reads the learning rate by itself.
+        """
         lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
         decay = options["weight_decay"]
+        shrink, correct = (decay if self.decoupled else 0.0), 1.0 - beta1**step
         return {
-            "keep": 1.0 - lr * decay if self.decoupled else 1.0,
+            "lr": lr,
+            "shrink": shrink,
+            "correct": correct,
+            "keep": 1.0 - lr * shrink,
             "take1": 1.0 - beta1,
             "keep2": beta2,
             "take2": 1.0 - beta2,
             "widen": 1.0 / math.sqrt(1.0 - beta2**step),
             "eps": options["eps"],
-            "rate": lr / (1.0 - beta1**step),
+            "rate": lr / correct,
             "decay": 0.0 if self.decoupled else decay,
         }

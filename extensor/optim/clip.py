@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import numpy as np
-
+from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
 from extensor.optim.optimizer import check_range
 
@@ -27,7 +26,7 @@ def clip_grad_norm(
     params: Iterable[ExTensor],
     max_norm: float,
     nonfinite: Literal["raise", "return"] = "raise",
-) -> float:
+) -> float | ExTensor:
     """Scale all gradients together, in place, so that their joint 2-norm is at most ``max_norm``.
 
     Args:
@@ -37,7 +36,8 @@ def clip_grad_norm(
             leave the gradients alone, for a caller who looks.
 
     Returns:
-        The norm before clipping, summed in float64.
+        The norm before clipping, summed in float64; while a step is recorded (`extensor.capture`)
+        a tensor of shape ().
 
     Raises:
         TypeError: for a ``max_norm`` that is no number.
@@ -51,7 +51,12 @@ def clip_grad_norm(
     if nonfinite not in ("raise", "return"):
         raise ValueError(f"nonfinite: wanted 'raise' or 'return', got {nonfinite!r}")
     grads = _some(grad_arrays(params))
-    norm = math.sqrt(sum(_square_sum(g, backend.xp) for g, backend in grads))
+    backends = {id(backend): backend for _, backend in grads}.values()
+    each = [(b, [g for g, backend in grads if backend is b]) for b in backends]
+    sums = [backend.square_sum_each(arrays) for backend, arrays in each]
+    if len(each) == 1 and each[0][0].recording is not None:
+        return _clip_recorded(*each[0], sums[0], max_norm, nonfinite)
+    norm = math.sqrt(sum(float(total) for total in sums))
     if not math.isfinite(norm):
         if nonfinite == "raise":
             raise FloatingPointError(
@@ -60,9 +65,29 @@ def clip_grad_norm(
             )
         return norm
     if norm > max_norm:
-        for g, backend in grads:
-            backend.xp.multiply(g, max_norm / norm, out=g)
+        for backend, arrays in each:
+            backend.scale_each(arrays, max_norm / norm)
     return norm
+
+
+def _clip_recorded(
+    backend: Any, arrays: list[Array], total: Array, max_norm: float, nonfinite: str
+) -> ExTensor:
+    """The same without waiting: the factor stays on the device, 1 where nothing is to be done."""
+    xp = backend.xp
+    norm = xp.sqrt(total)
+    if nonfinite == "raise":
+        backend.refuse(
+            ~xp.isfinite(norm),
+            lambda: FloatingPointError(
+                "clip_grad_norm: wanted finite gradients, got a norm that is NaN or infinite; "
+                "lower the learning rate or the loss scale, or pass nonfinite='return'"
+            ),
+        )
+    clips = xp.isfinite(norm) & (norm > max_norm)
+    factor = xp.where(clips, max_norm / xp.where(clips, norm, 1.0), 1.0)
+    backend.scale_each(arrays, factor.astype(xp.float32))
+    return wrap(norm, backend)
 
 
 def clip_grad_value(params: Iterable[ExTensor], max_value: float) -> None:
@@ -88,14 +113,3 @@ def _some(grads: list[tuple[Array, Any]]) -> list[tuple[Array, Any]]:
     if not grads:
         raise ValueError("wanted gradients to clip, got none; call loss.backward() first")
     return grads
-
-
-def _square_sum(grad: Array, xp: Any) -> float:
-    """Sum of squares in float64: neither overflow nor a thread-dependent order."""
-    flat, total = grad.reshape(-1), 0.0
-    stretch = 1 << 16 if xp is np else max(flat.size, 1)
-    for begin in range(0, flat.size, stretch):
-        wide = flat[begin : begin + stretch].astype(xp.float64)
-        wide *= wide
-        total += float(wide.sum())
-    return total

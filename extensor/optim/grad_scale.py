@@ -15,7 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
+from extensor.backends.recording import Mirror, Mirrors, Recording
+from extensor.backends.training import rescale
 from extensor.inspect.health import SlotHealth, slot_health
 from extensor.optim.clip import grad_arrays
 from extensor.optim.optimizer import Optimizer
@@ -25,6 +30,7 @@ from extensor.quant.spec import QuantSpec
 
 __all__ = ["GradScaleReport", "MXGradScaler"]
 
+Array = Any
 Key = tuple[str, str]
 
 
@@ -35,7 +41,7 @@ class GradScaleReport:
     Attributes:
         scale: the loss scale now.
         good_steps: steps since the scale last changed.
-        stepped: optimizer steps made; skipped: steps left out for non-finite gradients.
+        stepped: steps made; skipped: steps left out for non-finite gradients.
         slots: one row per layer and slot with telemetry, in model order.
     """
 
@@ -109,26 +115,65 @@ class MXGradScaler:
         self.min_scale = float(min_scale)
         self.saturation_threshold = saturation_threshold
         self.saturation_interval = saturation_interval
-        self._scale = float(init_scale)
-        self._good = self._stepped = self._skipped = self._updates = 0
+        # The scale, good steps since it changed, steps made and skipped.
+        self._state = np.array([init_scale, 0, 0, 0], np.float64)
+        self._mirrors = Mirrors()
+        self._recording: Recording | None = None  # and the state in it, while a step is recorded
+        self._device: Array | None = None
+        self._updates = 0
         self._switched: set[Key] = set()
         # Counts of the running interval, and what the telemetry showed at the last update.
         self._counts: dict[Key, QuantStats] = {}
         self._seen: dict[Key, QuantStats] = dict(recipe_state.telemetry) if recipe_state else {}
-        # Within one step: whether gradients were finite, by id of the unscaled optimizer.
-        self._finite: dict[int, bool] = {}
+        # Within one step: whether gradients were not finite, by id of the unscaled optimizer; on
+        # the device while the step is recorded.
+        self._bad: dict[int, bool | Array] = {}
         self._done: set[int] = set()
 
     @property
     def current_scale(self) -> float:
-        """The loss scale in force."""
-        return self._scale
+        """The loss scale in force; waits for a device that repeats a captured step."""
+        self._mirrors.settle()
+        return float(self._state[0])
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out so far; waits for a device that repeats a captured step."""
+        self._mirrors.settle()
+        return int(self._state[3])
+
+    @property
+    def _rule(self) -> tuple[float, float, float, float]:
+        interval = float(self.growth_interval)
+        return self.growth_factor, self.backoff_factor, interval, self.min_scale
 
     def scale(self, loss: ExTensor) -> ExTensor:
         """The loss times the scale, recorded for backward."""
         if not isinstance(loss, ExTensor):
             raise TypeError(f"loss: wanted an ExTensor, got {type(loss).__name__}")
-        return loss * self._scale
+        recording = loss.backend.recording
+        if recording is None:
+            return loss * self.current_scale
+        return loss * wrap(self._recorded(recording)[0].astype(np.float32), loss.backend)
+
+    def _recorded(self, recording: Recording) -> Array:
+        """The state on the device, where recorded steps move it."""
+        if self._device is None:
+            state = recording.persistent(self._state)
+            mirror = Mirror(
+                lambda: recording.write(state, self._state),
+                lambda: np.copyto(self._state, recording.read(state)),
+            )
+            recording.mirror(self._mirrors, mirror)
+            recording.on_failure(self._end)
+            self._recording, self._device = recording, state
+        return self._device
+
+    def _end(self) -> None:
+        """Forget what belongs to one step alone."""
+        self._recording = self._device = None
+        self._bad.clear()
+        self._done.clear()
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place; exact above the subnormals.
@@ -138,24 +183,32 @@ class MXGradScaler:
         Raises:
             RuntimeError: if it was already called in this step, or there are no gradients.
         """
-        if id(optimizer) in self._finite:
+        if id(optimizer) in self._bad:
             raise RuntimeError("unscale_: already called in this step; call update() after step()")
         grads = grad_arrays(optimizer.params)
         if not grads:
             raise RuntimeError(
                 "unscale_: wanted gradients, got none; call scaler.scale(loss).backward() first"
             )
+        backends = {id(backend): backend for _, backend in grads}.values()
         finite = True
-        for grad, backend in grads:
-            backend.xp.multiply(grad, 1.0 / self._scale, out=grad)
-            finite = backend.all_finite(grad) and finite
-        self._finite[id(optimizer)] = finite
+        for backend in backends:
+            arrays = [grad for grad, where in grads if where is backend]
+            if (recording := backend.recording) is not None:
+                scale = self._recorded(recording)[0]
+                backend.scale_each(arrays, (1.0 / scale).astype(np.float32))
+                self._bad[id(optimizer)] = recording.finite(arrays, None)
+                return
+            backend.scale_each(arrays, 1.0 / self.current_scale)
+            finite = all(backend.all_finite_each(arrays)) and finite
+        self._bad[id(optimizer)] = not finite
 
-    def step(self, optimizer: Optimizer) -> bool:
+    def step(self, optimizer: Optimizer) -> bool | None:
         """Make the optimizer's step, unless a gradient is NaN or infinite.
 
         Returns:
-            Whether the step was made; one that was not is counted in `report`.
+            Whether the step was made; one that was not is counted in `report`. None while a step is
+            recorded (`extensor.capture`): the device will see.
 
         Raises:
             RuntimeError: if it was already called in this step, or there are no gradients.
@@ -163,15 +216,12 @@ class MXGradScaler:
         key = id(optimizer)
         if key in self._done:
             raise RuntimeError("step: already called in this step; call update() first")
-        if key not in self._finite:
+        if key not in self._bad:
             self.unscale_(optimizer)
         self._done.add(key)
-        if not self._finite[key]:
-            self._skipped += 1
-            return False
-        optimizer.step()
-        self._stepped += 1
-        return True
+        bad = self._bad[key]
+        optimizer.step_unless(bad)
+        return not bad if isinstance(bad, bool) else None
 
     def update(self) -> None:
         """End the step: grow or back off, and look at saturation where the recipe allows it.
@@ -179,19 +229,15 @@ class MXGradScaler:
         Raises:
             RuntimeError: if neither `unscale_` nor `step` was called since the last update.
         """
-        if not self._finite:
+        if not self._bad:
             raise RuntimeError("update: wanted a step first; call step(optimizer)")
-        if not all(self._finite.values()):
-            self._scale = max(self._scale * self.backoff_factor, self.min_scale)
-            self._good = 0
-        else:
-            self._good += 1
-            if self._good == self.growth_interval:
-                self._scale *= self.growth_factor
-                self._good = 0
-        self._finite.clear()
-        self._done.clear()
         state = self.recipe_state
+        if self._device is not None:
+            self._update_recorded()
+            return
+        self._mirrors.settle()
+        rescale(self._state, any(self._bad.values()), self._rule)
+        self._end()
         if state is not None and state.recipe.adaptive_scale_rule:
             self._count(state)
             self._updates += 1
@@ -199,6 +245,19 @@ class MXGradScaler:
                 self._look(state)
                 self._counts.clear()
                 self._updates = 0
+
+    def _update_recorded(self) -> None:
+        state = self.recipe_state
+        if len(self._bad) > 1 or (state is not None and state.recipe.adaptive_scale_rule):
+            what = "several optimizers" if len(self._bad) > 1 else "adaptive_scale_rule"
+            raise ValueError(
+                f"update: a recorded step cannot decide about {what} on the device; leave "
+                "scaler.update() out of it, or use a recipe without"
+            )
+        (bad,) = self._bad.values()
+        assert self._recording is not None
+        self._recording.rescale(self._device, bad, self._rule)
+        self._end()  # the next recording makes its own
 
     def _count(self, state: RecipeState) -> None:
         """Add what the telemetry gained since the last update, noticing resets in between."""
@@ -235,7 +294,9 @@ class MXGradScaler:
         """The scale, the steps, and per layer and slot the shares that saturated and flushed."""
         state = self.recipe_state
         slots = slot_health(state, self._switched) if state else ()
-        return GradScaleReport(self._scale, self._good, self._stepped, self._skipped, slots)
+        self._mirrors.settle()
+        good, stepped, skipped = (int(number) for number in self._state[1:])
+        return GradScaleReport(float(self._state[0]), good, stepped, skipped, slots)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values for a checkpoint, taken between two steps (after `update`).
@@ -243,13 +304,14 @@ class MXGradScaler:
         Raises:
             RuntimeError: in the middle of a step.
         """
-        if self._finite:
+        self._mirrors.settle()
+        if self._bad:
             raise RuntimeError("state_dict: in the middle of a step; call update() first")
         return {
-            "scale": self._scale,
-            "good": self._good,
-            "stepped": self._stepped,
-            "skipped": self._skipped,
+            "scale": float(self._state[0]),
+            "good": int(self._state[1]),
+            "stepped": int(self._state[2]),
+            "skipped": int(self._state[3]),
             "updates": self._updates,
             "switched": [list(key) for key in sorted(self._switched)],
             "counts": [
@@ -291,9 +353,8 @@ class MXGradScaler:
         self._switched = switched
         self._counts = counts
         self._seen = dict(recipe_state.telemetry) if recipe_state else {}
-        self._scale = state["scale"]
-        self._good, self._updates = state["good"], state["updates"]
-        self._stepped, self._skipped = state["stepped"], state["skipped"]
+        self._state[:] = [state[name] for name in ("scale", "good", "stepped", "skipped")]
+        self._updates = state["updates"]
 
 
 def _may_switch(spec: object) -> bool:

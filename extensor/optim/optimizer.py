@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,10 +20,11 @@ import numpy as np
 from extensor.autograd.apply import wrap
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
+from extensor.backends.recording import Guard, Mirrors
 from extensor.backends.registry import get as get_backend
 from extensor.errors import layout_error, unknown_name
 from extensor.optim.states import STATES, Stored, state_stream
-from extensor.optim.together import check_finite, moves_together, step_together
+from extensor.optim.together import check_finite, moves_together, step_recorded, step_together
 from extensor.quant.array import QuantArray
 
 __all__ = ["Optimizer", "Option", "ParamGroup"]
@@ -63,6 +64,8 @@ class ParamGroup:
     options: dict[str, Option]
     base_lr: float
     members: list[_Member] = field(default_factory=list)
+    foretell: Callable[[int], float] | None = field(default=None, repr=False)
+    """The learning rate so many steps after this one, as far as a schedule knows it."""
 
     @property
     def params(self) -> list[ExTensor]:
@@ -101,6 +104,7 @@ class Optimizer(ABC):
         if not isinstance(states, str) or states not in STATES:
             raise ValueError(unknown_name("kind of optimizer state", states, STATES))
         self.states = states
+        self._mirrors = Mirrors()
         if isinstance(params, ExTensor):
             raise TypeError("params: wanted a list of tensors, got one tensor; pass [tensor]")
         if hasattr(params, "parameters"):
@@ -193,6 +197,7 @@ class Optimizer(ABC):
         backend: Any,
         parts: Sequence[tuple[Array, Array, Mapping[str, Array], int]],
         options: Mapping[str, Any],
+        guard: Guard | None = None,
     ) -> None:
         """Move whole parameters, in place, in one call of the backend; ``fused`` ones have it.
 
@@ -201,8 +206,15 @@ class Optimizer(ABC):
             parts: weight, gradient, state by slot and step of each: C-contiguous float32 arrays
                 of one size, whatever their shapes.
             options: the group's options.
+            guard: while a step is recorded: what the device decides.
         """
-        raise NotImplementedError(f"{type(self).__name__} says fused and has no update_each")
+        raise TypeError(f"{type(self).__name__} says fused: wanted an update_each of its own")
+
+    def factors_each(
+        self, steps: Sequence[int], options: Mapping[str, Any]
+    ) -> Sequence[Mapping[str, float]]:
+        """What `update_each` gives the backend for parameters in such steps; as that."""
+        raise TypeError(f"{type(self).__name__} says fused: wanted a factors_each of its own")
 
     def prepare(
         self,
@@ -230,7 +242,19 @@ class Optimizer(ABC):
                 state which was not kept; for a gradient of another shape, or of no floats.
 
         Nothing is updated after an error.
+
+        While a step is recorded (`extensor.capture`) nothing can wait for the gradients' check:
+        updates stop at the first that is not finite, and the error follows.
         """
+        self.step_unless(None)
+
+    def step_unless(self, bad: Array | bool | None) -> None:
+        """`step`, where somebody else has looked at the gradients: nothing is done if ``bad``.
+
+        A bool; while a step is recorded, uint32 of shape () on the device; None: nobody has looked.
+        """
+        if bad is True:
+            return
         ready = [
             (group, member, member.param.grad)
             for group in self.groups
@@ -256,7 +280,12 @@ class Optimizer(ABC):
                     f"step: wanted a float gradient of shape {member.param.shape} for "
                     f"{member.name}, got {grad.dtype.name} of shape {grad.shape}"
                 )
-        check_finite([(member, grad) for _, member, grad in ready])
+        if (recording := ready[0][1].param.backend.recording) is not None:
+            step_recorded(self, ready, bad, recording)
+            return
+        self._mirrors.settle()
+        if bad is None:
+            check_finite([(member, grad) for _, member, grad in ready])
         for group in self.groups:
             mine = [(member, grad) for owner, member, grad in ready if owner is group]
             how = [moves_together(self, member, grad) for member, grad in mine]
@@ -332,6 +361,7 @@ class Optimizer(ABC):
         ``group.<i>.<option>``; the optimizer's name under ``optimizer``. Arrays have the
         parameters' shapes (blocks run along the flat parameter) and are copies.
         """
+        self._mirrors.settle()
         state: dict[str, Any] = {"optimizer": type(self).__name__}
         for i, group in enumerate(self.groups):
             state[f"group.{i}.base_lr"] = group.base_lr
@@ -380,7 +410,12 @@ class Optimizer(ABC):
                 for slot in member.arrays:
                     host = state[f"state.{member.name}.{slot}"]
                     flat = host if isinstance(host, QuantArray) else host.reshape(-1)
-                    member.arrays[slot] = _moved(flat, get_backend("cpu"), member.param.device)
+                    fresh = _moved(flat, get_backend("cpu"), member.param.device)
+                    mine = member.arrays[slot]
+                    if isinstance(mine, QuantArray) or member.param.backend.xp is np:
+                        member.arrays[slot] = fresh
+                    else:
+                        mine[...] = fresh  # where a captured step has it
 
     def _check_options(self, options: Mapping[str, Option]) -> None:
         """Refuse options out of range; subclasses add their own."""

@@ -12,6 +12,7 @@ import bisect
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from extensor.optim.optimizer import Optimizer
@@ -49,7 +50,11 @@ class Schedule(ABC):
         factor = self.factor(step)
         for group in optimizer.groups:
             group.options["lr"] = group.base_lr * factor
+            group.foretell = partial(self._rate, group.base_lr, step)
         return factor
+
+    def _rate(self, base: float, step: int, ahead: int) -> float:
+        return base * self.factor(step + ahead)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from extensor.backends.recording import Guard
 from extensor.optim.optimizer import Array, Optimizer, Option, check_range
 
 __all__ = ["SGD"]
@@ -80,13 +81,20 @@ class SGD(Optimizer):
         backend: Any,
         parts: Sequence[tuple[Array, Array, Mapping[str, Array], int]],
         options: Mapping[str, Any],
+        guard: Guard | None = None,
     ) -> None:
         """Move whole parameters, in place, in one call."""
         arrays = [(w, g, state.get("momentum")) for w, g, state, _ in parts]
+        backend.sgd_each(arrays, self.factors_each([step for *_, step in parts], options), guard)
+
+    def factors_each(
+        self, steps: Sequence[int], options: Mapping[str, Any]
+    ) -> list[Mapping[str, float]]:
+        """What a backend's kernel multiplies by, for parameters in such steps."""
         factors = {
-            "rate": options["lr"],
+            "lr": options["lr"],
             "momentum": options["momentum"],
             "decay": options["weight_decay"],
             "nesterov": options["nesterov"],
         }
-        backend.sgd_each(arrays, [factors] * len(parts))
+        return [factors] * len(steps)

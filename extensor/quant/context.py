@@ -14,7 +14,11 @@ from extensor.random import Stream
 __all__ = ["Counts", "LayerContext", "RecipeState"]
 
 Counts = QuantStats | Callable[[], QuantStats]
-"""What quantizing counted, or, where a GPU is still at it, what waits for that."""
+"""What quantizing counted, or, where a GPU is still at it, what waits for that.
+
+Such a function with a true attribute ``stays`` belongs to a step that the GPU repeats: each call
+gives what was counted since the one before.
+"""
 
 _MOST_PENDING = 4096
 
@@ -43,6 +47,7 @@ class RecipeState:
         default_factory=dict, repr=False, compare=False
     )
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
+    _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
 
     @property
     def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:
@@ -52,13 +57,18 @@ class RecipeState:
 
     def reset_telemetry(self) -> None:
         """Forget the counts."""
-        self._counts.clear()
         self._pending.clear()
+        for _, counts in self._standing:
+            counts()
+        self._counts.clear()
 
     def record(self, key: tuple[str, str], counts: Counts) -> None:
         """Add to the counts of a (layer path, slot), without waiting for a GPU."""
         if isinstance(counts, QuantStats):
             self._add(key, counts)
+            return
+        if getattr(counts, "stays", False):
+            self._standing.append((key, counts))
             return
         self._pending.append((key, counts))
         if len(self._pending) >= _MOST_PENDING:
@@ -68,6 +78,9 @@ class RecipeState:
         for key, counts in self._pending:
             self._add(key, counts())
         self._pending.clear()
+        for key, counts in self._standing:
+            if (gained := counts()).count:
+                self._add(key, gained)
 
     def _add(self, key: tuple[str, str], stats: QuantStats) -> None:
         self._counts[key] = self._counts.get(key, QuantStats()) + stats
@@ -104,7 +117,8 @@ class LayerContext:
     def stream(self, slot: str, column: bool) -> Stream:
         """The random stream of one slot in this use and step."""
         tensor = self.index + (self.call << CALL_SHIFT)
-        return Stream(self.state.seed, self.state.step, tensor, SLOTS.index(slot), column)
+        state = self.state
+        return Stream(state.seed, state.step, tensor, SLOTS.index(slot), column, state)
 
     def memory(self, slot: str) -> dict[str, Any]:
         """What a backend keeps of the slot's tensor from step to step; it decides no value."""

@@ -11,53 +11,14 @@ constexpr int kChunkVectors = kChunk / kPerVector;
 // Where a vector of a tile's row lies: the chunks of a warp, 16 rows apart, in different banks.
 __device__ __forceinline__ int swizzled(int vector, int down) { return vector ^ (down * (8 / kAcross)); }
 
-#if OUT == 3
-// ---- E5M2 codes under one power of two for the whole matrix ----
-
-// 4-bit codes of a block, times 2**shift, as E5M2: a table of eight magnitudes.
-struct Table {
-    u32 low, high;
-};
-
-__device__ __forceinline__ Table table_of(const Scale& s, int anchor) {
-    // Beyond the window lie only blocks of zeros, or a matrix whose flag is raised.
-    const int below = max(min(static_cast<int>(s.stored) - anchor, 0), -WINDOW_SPAN);
-    const int shift = below + WINDOW_TOP;
-    Table table;
-    table.low = shift >= -13 ? 0x3E3C3800u + static_cast<u32>(shift) * 0x04040400u
-                             : shift == -14 ? 0x06040200u : 0x03020100u;
-    table.high = 0x46444240u + static_cast<u32>(shift) * 0x04040404u;
-    if (!s.live) table.low = table.high = 0x7F7F7F7Fu;
-    return table;
-}
-
-// The four codes in the low half of a word -> four bytes.
-__device__ __forceinline__ u32 look_up(u32 codes, const Table& table) {
-    // A selector with its top bit set repeats the byte's sign instead: 0x40 or 0 a byte here.
-    // (__byte_perm would clear that bit.)
-    u32 positive;
-    asm("prmt.b32 %0, %1, %1, %2;" : "=r"(positive) : "r"(0x40u), "r"(codes & 0x8888u));
-    return __byte_perm(table.low, table.high, codes & 0x7777u) | (~(positive << 1) & 0x80808080u);
-}
-
-__device__ __forceinline__ bool outside(u32 amax, const Scale& s, int anchor) {
-    const int byte = static_cast<int>(s.stored);
-    return amax && s.live && (byte > anchor || byte < anchor - WINDOW_SPAN);
-}
-#endif
-
 // x (rows, columns). Whole: rows and columns are multiples of a tile's, x is aligned to 16 bytes.
-// Results along rows, then down columns: codes and scales; decoded values (OUT 1); E5M2 codes (OUT
-// 3) whose rows are pitch0 and pitch1 bytes apart, those of columns transposed. For OUT 3 `maximum`
-// holds the bits of the magnitude that decides the `exponent` of all codes, and `flag` is raised
-// where a block lies outside the window.
+// Results along rows, then down columns: codes and scales, or decoded values (OUT 1).
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict__ codes1,
               u8* __restrict__ scales0, u8* __restrict__ scales1, float* __restrict__ values0,
               float* __restrict__ values1, const Tensor* __restrict__ tensor_of,
-              u64* __restrict__ counters, const u32* __restrict__ maximum, int* __restrict__ exponent,
-              u32* __restrict__ flag, u32 key00, u32 key01, u32 high00, u32 high01, u32 key10,
-              u32 key11, u32 high10, u32 high11, i64 pitch0, i64 pitch1, i64 rows, i64 columns) {
+              u64* __restrict__ counters, const u32* __restrict__ clock, u32 key00, u32 key01, u32 high00, u32 high01, u32 key10,
+              u32 key11, u32 high10, u32 high11, i64 rows, i64 columns) {
     __shared__ uint4 tile[TALL][kVectors];
     const i64 across = (columns + kWide - 1) / kWide;
     const i64 top = blockIdx.x / across * TALL, left = blockIdx.x % across * kWide;
@@ -65,11 +26,6 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
     const Tensor tensor = *tensor_of;
 #else
     const Tensor tensor = {1, 1, 0, 1};
-#endif
-#if OUT == 3
-    const int anchor = min(max(exponent_byte(*maximum), 0), 254);
-    bool wide = false;
-    if (blockIdx.x == 0 && threadIdx.x == 0) *exponent = anchor - 127 - WINDOW_TOP;
 #endif
 
     u32 raw[COLUMNS][sizeof(Raw) * kChunk / 4];
@@ -107,7 +63,7 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
     __syncthreads();
 
     Tally tally = {0, 0};
-    [[maybe_unused]] Stream stream = {key00, key01, high00, high01};
+    [[maybe_unused]] Stream stream = stream_of(clock, key00, key01, high00, high01);
     const i64 tiles_along = (columns + BLOCK - 1) / BLOCK;
 #pragma unroll
     for (int item = 0; item < COLUMNS; ++item) {
@@ -129,14 +85,7 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
         const Scale s = block_scale(amax, tensor);
         encode(v, s, is_far(amax, s), tensor, static_cast<u32>(block), part, stream, codes_of, tally);
 #endif
-#if OUT == 3
-        wide = wide || outside(amax, s, anchor);
-        const Table table = table_of(s, anchor);
-        if (row < rows && start < pitch0)
-            *reinterpret_cast<uint4*>(codes0 + row * pitch0 + start) =
-                uint4{look_up(codes_of[0], table), look_up(codes_of[0] >> 16, table),
-                      look_up(codes_of[1], table), look_up(codes_of[1] >> 16, table)};
-#elif OUT == 1
+#if OUT == 1
         float* to = values0 + row * columns + start;
 #if WHOLE
 #pragma unroll
@@ -166,7 +115,7 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
 
     // Down the columns: neighbouring lanes hold the chunks of the same columns.
     tally = Tally{0, 0};
-    stream = Stream{key10, key11, high10, high11};
+    stream = stream_of(clock, key10, key11, high10, high11);
     const int below = threadIdx.x % kAcross, group = threadIdx.x / kAcross;
     const i64 column = left + group * COLUMNS, start = top + below * kChunk;
     u32 mine[kChunk][kPairs];
@@ -225,26 +174,7 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
 #endif
     }
 #endif
-#if OUT == 3
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-        wide = wide || outside(amax[c], s[c], anchor);
-        const Table table = table_of(s[c], anchor);
-        u32 four[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-#if PAIRS
-            four[w] = look_up(codes_of[c / 2][w] >> (c % 2 * 16), table);
-#else
-            four[w] = look_up(codes_of[c][w / 2] >> (w % 2 * 16), table);
-#endif
-        }
-        if (column + c < columns && start < pitch1)
-            *reinterpret_cast<uint4*>(codes1 + (column + c) * pitch1 + start) =
-                uint4{four[0], four[1], four[2], four[3]};
-    }
-    if (__any_sync(~0u, wide) && threadIdx.x % 32 == 0) atomicOr(flag, 1u);
-#elif OUT == 1
+#if OUT == 1
     float* to = values1 + start * columns + column;
 #pragma unroll
     for (int k = 0; k < kChunk; ++k, to += columns) {

@@ -8,9 +8,9 @@ constexpr int kPanel = kThreads / 32 * kChunk;  // positions of a thread block: 
 extern "C" __global__ void __launch_bounds__(kThreads, (IN == 0 && WORDS) || HADAMARD || SEARCH || OUT == 1 ? 1 : 2)
 quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
                  float* __restrict__ values, const Tensor* __restrict__ tensor_of,
-                 u32* __restrict__ maximum, u64* __restrict__ counters, u32 key0, u32 key1,
-                 u32 high0, u32 high1, SIGNS i64 outer, i64 length, i64 inner) {
-    const Stream stream = {key0, key1, high0, high1};
+                 u32* __restrict__ maximum, u64* __restrict__ counters, const u32* __restrict__ clock,
+                 u32 key0, u32 key1, u32 high0, u32 high1, SIGNS i64 outer, i64 length, i64 inner) {
+    [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     const i64 across = (inner + 32 * COLUMNS - 1) / (32 * COLUMNS);
 #if HADAMARD
     const Signs signs = {sign0, sign1, sign2, sign3};

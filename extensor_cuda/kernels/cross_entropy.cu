@@ -53,7 +53,10 @@ losses(const float* __restrict__ x, const i64* __restrict__ labels, float* __res
     shifts = over_row(shifts, Sum{});
     if (!real || lane) return;
     const float log_sum = logf(sum);
-    float loss = __fsub_rn(log_sum, __fsub_rn(mine[labels[row]], top));
+    // A label that is no class is refused elsewhere, but not always before this runs.
+    const i64 label = labels[row];
+    const float score = label >= 0 && label < classes ? mine[label] : __uint_as_float(0x7FC00000u);
+    float loss = __fsub_rn(log_sum, __fsub_rn(score, top));
     if (smoothing != 0) {
         const float uniform = __fsub_rn(log_sum, __fdiv_rn(shifts, static_cast<float>(classes)));
         loss = __fadd_rn(__fmul_rn(loss, __fsub_rn(1.0f, smoothing)), __fmul_rn(uniform, smoothing));

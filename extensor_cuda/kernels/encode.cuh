@@ -2,8 +2,6 @@
 
 // ---- random words ----
 
-#include "philox.cuh"
-
 // ---- elements ----
 
 constexpr u32 kLowest = static_cast<u32>(127 + MIN_EXPONENT) << 23;

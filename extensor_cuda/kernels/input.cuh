@@ -6,7 +6,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-#define CODES (OUT == 0 || OUT == 3)  // packed codes are made, to be stored or rebased
+#define CODES (OUT == 0)  // packed codes are made
 
 constexpr u32 kMagnitude = 0x7FFFFFFFu, kSign = 0x80000000u, kExponent = 0x7F800000u;
 constexpr u32 kMantissa = 0x007FFFFFu, kNaN = 0x7FC00000u;
@@ -22,9 +22,7 @@ struct Tensor {
     float amax;           // NVFP4: the largest finite magnitude
 };
 
-struct Stream {
-    u32 key0, key1, high0, high1;
-};
+#include "philox.cuh"
 
 __device__ __forceinline__ u32 bits_of(float v) { return __float_as_uint(v); }
 __device__ __forceinline__ float float_of(u32 v) { return __uint_as_float(v); }

@@ -299,10 +299,12 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, RESIDENT)
 operands(const Raw* __restrict__ x, History* history, u8* __restrict__ along,
          u8* __restrict__ down, int* __restrict__ exponent, u32* __restrict__ along_flag,
          u32* __restrict__ down_flag, u64* __restrict__ along_counts, u64* __restrict__ down_counts,
-         const u32* __restrict__ guard, const u32* __restrict__ other_guard, u32 a0, u32 a1, u32 a2,
+         const u32* __restrict__ guard, const u32* __restrict__ other_guard,
+         const u32* __restrict__ clock, u32 a0, u32 a1, u32 a2,
          u32 a3, u32 d0, u32 d1, u32 d2, u32 d3, i64 rows, i64 columns) {
     if (guard && !(*guard | *other_guard)) return;
-    const Stream along_stream = {a0, a1, a2, a3}, down_stream = {d0, d1, d2, d3};
+    [[maybe_unused]] const Stream along_stream = stream_of(clock, a0, a1, a2, a3);
+    [[maybe_unused]] const Stream down_stream = stream_of(clock, d0, d1, d2, d3);
     const int anchor =
         WIDE ? 0 : static_cast<int>(block_scale(history->before, Tensor{1, 1, 0, 1}).stored) + MARGIN;
     if (!WIDE && blockIdx.x == 0 && threadIdx.x == 0) *exponent = anchor - 127 - LIFT;

@@ -14,9 +14,19 @@ struct Tensor {
     const float *grad;
     float *first, *second;  // moments; of gradient descent: the buffer, or null
     i64 count, start;
-    float take1, keep2, take2, widen, eps, rate, keep, decay;  // rate: of gradient descent lr
-    float momentum;
-    u32 nesterov;
+    double shrink;  // times the learning rate: the share that decoupled decay takes
+    float take1, keep2, take2, eps, decay, momentum;
+    u32 nesterov, pace;
+};
+
+// What changes from step to step. Paces are several for tensors that have had different numbers of
+// updates; each has `length` rows, of which `made` (null: 0) says the one that holds. `apart` is the
+// distance of the paces' learning rates, 0 if they share one. Nothing is done if *bad or *stop.
+struct Pace {
+    const double* lr;
+    const double2* rows;  // 1 - beta1^t, and 1 / sqrt(1 - beta2^t)
+    const u32 *made, *bad, *stop;
+    int length, apart;
 };
 
 __device__ __forceinline__ const Tensor& tensor_of(const Tensor* tensors, int number) {
@@ -33,9 +43,15 @@ __device__ __forceinline__ const Tensor& tensor_of(const Tensor* tensors, int nu
 
 struct Adam {
     float take1, keep2, take2, widen, eps, rate, keep, decay;
-    __device__ explicit Adam(const Tensor& t)
-        : take1(t.take1), keep2(t.keep2), take2(t.take2), widen(t.widen), eps(t.eps), rate(t.rate),
-          keep(t.keep), decay(t.decay) {}
+    __device__ Adam(const Tensor& t, const Pace& pace)
+        : take1(t.take1), keep2(t.keep2), take2(t.take2), eps(t.eps), decay(t.decay) {
+        // In double, as the host has it, and rounded once.
+        const double lr = pace.lr[t.pace * pace.apart];
+        const double2 row = pace.rows[static_cast<i64>(t.pace) * pace.length + (pace.made ? *pace.made : 0)];
+        rate = static_cast<float>(__ddiv_rn(lr, row.x));
+        widen = static_cast<float>(row.y);
+        keep = static_cast<float>(__dsub_rn(1.0, __dmul_rn(lr, t.shrink)));
+    }
     __device__ void operator()(float& weight, float grad, float& mean, float& square) const {
         if (decay != 0) grad = __fadd_rn(__fmul_rn(weight, decay), grad);
         mean = __fadd_rn(mean, __fmul_rn(__fsub_rn(grad, mean), take1));
@@ -48,8 +64,9 @@ struct Adam {
 struct Descent {
     float rate, decay, momentum;
     bool nesterov, keeps;
-    __device__ explicit Descent(const Tensor& t)
-        : rate(t.rate), decay(t.decay), momentum(t.momentum), nesterov(t.nesterov), keeps(t.first) {}
+    __device__ Descent(const Tensor& t, const Pace& pace)
+        : rate(static_cast<float>(pace.lr[t.pace * pace.apart])), decay(t.decay), momentum(t.momentum),
+          nesterov(t.nesterov), keeps(t.first) {}
     __device__ void operator()(float& weight, float grad, float& buffer, float&) const {
         if (decay != 0) grad = __fadd_rn(__fmul_rn(weight, decay), grad);
         if (keeps) {
@@ -65,9 +82,10 @@ __device__ __forceinline__ bool aligned(const void* p) {
 }
 
 template <class Rule>
-__device__ __forceinline__ void step(const Tensor* tensors, int number) {
+__device__ __forceinline__ void step(const Tensor* tensors, int number, const Pace& pace) {
+    if (pace.bad && (*pace.bad | *pace.stop)) return;
     const Tensor t = tensor_of(tensors, number);
-    const Rule rule(t);
+    const Rule rule(t, pace);
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
     const i64 left = t.count - begin;
     const int count = left < kPart ? static_cast<int>(left) : kPart;
@@ -98,17 +116,22 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adam(const Tensor* tensors, int number) {
-    step<Adam>(tensors, number);
+#define PACE                                                                                      \
+    const double *lr, const double2 *rows, const u32 *made, const u32 *bad, const u32 *stop, int length, \
+        int apart
+
+extern "C" __global__ void __launch_bounds__(kThreads) adam(const Tensor* tensors, int number, PACE) {
+    step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) sgd(const Tensor* tensors, int number) {
-    step<Descent>(tensors, number);
+extern "C" __global__ void __launch_bounds__(kThreads) sgd(const Tensor* tensors, int number, PACE) {
+    step<Descent>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
-// flags[i] is raised where the gradient of tensor i holds NaN or infinity.
+// flags[i] is raised where the gradient of tensor i holds NaN or infinity, and then flags[number]
+// and *stop, which may be null.
 extern "C" __global__ void __launch_bounds__(kThreads)
-finite(const Tensor* tensors, int number, u32* flags) {
+finite(const Tensor* tensors, int number, u32* flags, u32* stop) {
     const Tensor& t = tensor_of(tensors, number);
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
     const i64 left = t.count - begin;
@@ -127,5 +150,57 @@ finite(const Tensor* tensors, int number, u32* flags) {
     }
     for (int i = done + threadIdx.x; i < count; i += kThreads)
         most = max(most, __float_as_uint(grad[i]) & 0x7FFFFFFFu);
-    if (__any_sync(~0u, most >= 0x7F800000u) && threadIdx.x % 32 == 0) atomicOr(flags + (&t - tensors), 1u);
+    if (__any_sync(~0u, most >= 0x7F800000u) && threadIdx.x % 32 == 0) {
+        atomicOr(flags + (&t - tensors), 1u);
+        atomicOr(flags + number, 1u);
+        if (stop) atomicOr(stop, 1u);
+    }
+}
+
+// Gradients times *factor, or times `value` where that is null.
+extern "C" __global__ void __launch_bounds__(kThreads)
+scale(const Tensor* tensors, int number, const float* factor, float value) {
+    const Tensor& t = tensor_of(tensors, number);
+    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart, left = t.count - begin;
+    const int count = left < kPart ? static_cast<int>(left) : kPart;
+    float* grad = const_cast<float*>(t.grad) + begin;
+    const float by = factor ? *factor : value;
+    for (int i = threadIdx.x; i < count; i += kThreads) grad[i] = __fmul_rn(grad[i], by);
+}
+
+// The sum over a block's threads, in one order; the first thread has it.
+__device__ __forceinline__ double block_sum(double mine) {
+    __shared__ double sums[kThreads];
+    sums[threadIdx.x] = mine;
+    for (int half = kThreads / 2; half; half /= 2) {
+        __syncthreads();
+        if (static_cast<int>(threadIdx.x) < half)
+            sums[threadIdx.x] = __dadd_rn(sums[threadIdx.x], sums[threadIdx.x + half]);
+    }
+    return sums[0];
+}
+
+// Of each block the sum of the squares of its part of a gradient.
+extern "C" __global__ void __launch_bounds__(kThreads)
+squares(const Tensor* tensors, int number, double* partial) {
+    const Tensor& t = tensor_of(tensors, number);
+    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart, left = t.count - begin;
+    const int count = left < kPart ? static_cast<int>(left) : kPart;
+    const float* grad = t.grad + begin;
+    double mine = 0;
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+        const double g = static_cast<double>(grad[i]);
+        mine = __dadd_rn(mine, __dmul_rn(g, g));
+    }
+    const double sum = block_sum(mine);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+// The sum of these, by one block.
+extern "C" __global__ void __launch_bounds__(kThreads)
+total(const double* partial, i64 count, double* out) {
+    double mine = 0;
+    for (i64 i = threadIdx.x; i < count; i += kThreads) mine = __dadd_rn(mine, partial[i]);
+    const double sum = block_sum(mine);
+    if (threadIdx.x == 0) *out = sum;
 }

@@ -1,4 +1,7 @@
-"""Steps of Adam and of gradient descent on many parameters in one launch, to the CPU's bits."""
+"""Steps of Adam and of gradient descent on many parameters in one launch, to the CPU's bits.
+
+And what a step does to all gradients: looking for NaN and infinity, scaling, the sum of squares.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,26 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.recording import Guard
 from extensor_cuda.jit import Source, launch
 
-__all__ = ["adam", "finite", "sgd", "source", "takes"]
+__all__ = ["adam", "find_nonfinite", "finite", "scale", "sgd", "source", "square_sum", "takes"]
 
 Array = Any
 THREADS, PART = 256, 16384  # as in optimizer.cu
 
+_NULL = np.uint64(0)
 _FLOAT32 = np.dtype(np.float32)
-_FLOATS = ("take1", "keep2", "take2", "widen", "eps", "rate", "keep", "decay", "momentum")
+_STATIC = ("shrink", "take1", "keep2", "take2", "eps", "decay", "momentum", "nesterov")
 _TENSOR = np.dtype(
     [(name, np.uint64) for name in ("weight", "grad", "first", "second")]
     + [(name, np.int64) for name in ("count", "start")]
-    + [(name, np.float32) for name in _FLOATS]
-    + [("nesterov", np.uint32)],
+    + [("shrink", np.float64)]
+    + [(name, np.float32) for name in ("take1", "keep2", "take2", "eps", "decay", "momentum")]
+    + [(name, np.uint32) for name in ("nesterov", "pace")],
 )
 """`Tensor` of optimizer.cu."""
+_PACE = ("correct", "widen")
 
 
 @cache
@@ -38,61 +45,151 @@ def takes(array: Array) -> bool:
     return bool(array.dtype == _FLOAT32 and array.flags.c_contiguous)
 
 
-def _run(
-    kernel: str,
-    columns: Mapping[str, Sequence[Array | None]],
-    factors: Sequence[Mapping[str, float]],
-    xp: Any,
-    *more: Any,
-) -> None:
-    """Launch on the arrays of each tensor, ``grad`` and others of `_TENSOR`'s first columns."""
+def _table(columns: Mapping[str, Sequence[Array | None]]) -> tuple[np.ndarray, int]:
+    """A row for each tensor, and the blocks that work on them.
+
+    ``columns``: arrays, "grad" and others of `_TENSOR`'s first columns.
+    """
     # Column by column: there are hundreds of tensors, and a GPU waits for this.
-    table = np.zeros(len(factors), _TENSOR)
+    table = np.zeros(len(columns["grad"]), _TENSOR)
     for name, arrays in columns.items():
         table[name] = [0 if a is None else a.data.ptr for a in arrays]
     table["count"] = [a.size for a in columns["grad"] if a is not None]
     blocks = -(-table["count"] // PART)
     table["start"] = np.cumsum(blocks) - blocks
+    return table, int(blocks.sum())
+
+
+def _paces(factors: Sequence[Mapping[str, float]]) -> tuple[list[int], list[int]]:
+    """Which factors differ in what changes from step to step: each tensor's, and one of each."""
+    seen: dict[Any, int] = {}
+    which, first = [], []
+    for i, mine in enumerate(factors):
+        key = (mine["lr"], *(mine.get(name) for name in _PACE))
+        if key not in seen:
+            seen[key] = len(seen)
+            first.append(i)
+        which.append(seen[key])
+    return which, first
+
+
+def _pairs(factors: Sequence[Mapping[str, float]], first: Sequence[int]) -> np.ndarray:
+    return np.array([[factors[i].get(name, 1.0) for name in _PACE] for i in first], np.float64)
+
+
+def _step(
+    kernel: str,
+    names: Sequence[str],
+    parts: Sequence[Sequence[Array | None]],
+    factors: Sequence[Mapping[str, float]],
+    xp: Any,
+    guard: Guard | None,
+) -> None:
+    table, blocks = _table(dict(zip(names, zip(*parts, strict=True), strict=False)))
+    if not blocks:
+        return
     same = all(mine is factors[0] for mine in factors)
-    for name in factors[0] if factors else ():
-        table[name] = factors[0][name] if same else [mine[name] for mine in factors]
-    if count := int(blocks.sum()):
-        there = xp.asarray(table.view(np.uint8))
-        launch(source(), kernel, count, THREADS, there, np.int32(len(table)), *more)
+    for name in _STATIC:
+        if name in factors[0]:
+            table[name] = factors[0][name] if same else [mine[name] for mine in factors]
+    which, first = _paces(factors[:1] if same else factors)
+    table["pace"] = which[0] if same else which
+    number = np.int32(len(table))
+    if guard is None:
+        rows, rates = _pairs(factors, first), np.array([float(factors[i]["lr"]) for i in first])
+        sizes = np.cumsum([rows.nbytes, rates.nbytes])
+        held = np.concatenate([a.view(np.uint8).reshape(-1) for a in (rows, rates, table)])
+        there = xp.asarray(held)
+        alone = (_NULL, _NULL, _NULL, np.int32(1), np.int32(1))
+        tensors, rates = there[sizes[1] :], there[sizes[0] :]
+        launch(source(), kernel, blocks, THREADS, tensors, number, rates, there, *alone)
+        return
+    from extensor_cuda.recording import current
+
+    recording = current()
+    assert recording is not None
+    tensors = recording.persistent(table.view(np.uint8))
+    rows = recording.persistent(np.zeros((len(first), guard.most, len(_PACE))))
+
+    def push() -> None:
+        made = [_pairs(guard.ahead(step), first) for step in range(guard.most)]
+        recording.write(rows, np.stack(made, axis=1))
+
+    guard.pushes.append(push)
+    recording.at_once(push)
+    moving = (guard.lr, rows, guard.made, guard.bad, recording.stop)
+    lengths = np.int32(guard.most), np.int32(0)
+    launch(source(), kernel, blocks, THREADS, tensors, number, *moving, *lengths)
 
 
 def adam(
     parts: Sequence[tuple[Array, Array, Array, Array]],
     factors: Sequence[Mapping[str, float]],
     xp: Any,
+    guard: Guard | None = None,
 ) -> None:
     """`extensor.backends.training.adam` on each (weight, grad, mean, square).
 
     Args:
         parts: arrays that `takes` accepts, of one size in each part.
-        factors: of each, as `Adam.update` makes them, and ``decay``, which times the weight is
-            added to the gradient first.
+        factors: of each, as `Adam` makes them. The rate lr / correct and what decoupled decay
+            keeps, 1 - lr shrink, are computed in double from their parts on the device.
         xp: cupy.
+        guard: while recording: what the device decides.
     """
-    names = ("weight", "grad", "first", "second")
-    _run("adam", dict(zip(names, zip(*parts, strict=True), strict=False)), factors, xp)
+    _step("adam", ("weight", "grad", "first", "second"), parts, factors, xp, guard)
 
 
 def sgd(
     parts: Sequence[tuple[Array, Array, Array | None]],
     factors: Sequence[Mapping[str, float]],
     xp: Any,
+    guard: Guard | None = None,
 ) -> None:
     """`extensor.backends.layers.sgd` on each (weight, grad, buffer or None).
 
-    ``factors``: rate (the learning rate), momentum, decay and nesterov of each.
+    ``factors``: lr, momentum, decay and nesterov of each.
     """
-    names = ("weight", "grad", "first")
-    _run("sgd", dict(zip(names, zip(*parts, strict=True), strict=False)), factors, xp)
+    _step("sgd", ("weight", "grad", "first"), parts, factors, xp, guard)
+
+
+def _over(kernel: str, arrays: Sequence[Array], xp: Any, *more: Any) -> None:
+    table, blocks = _table({"grad": arrays})
+    if blocks:
+        there = _uploaded(table.view(np.uint8), xp)
+        launch(source(), kernel, blocks, THREADS, there, np.int32(len(table)), *more)
+
+
+def _uploaded(host: np.ndarray, xp: Any) -> Array:
+    from extensor_cuda.recording import current
+
+    recording = current()
+    return xp.asarray(host) if recording is None else recording.persistent(host)
+
+
+def find_nonfinite(arrays: Sequence[Array], flags: Array, stop: Any, xp: Any) -> None:
+    """Raise flags[i] where array i holds NaN or infinity, then the last flag and ``stop``."""
+    _over("finite", arrays, xp, flags, stop)
 
 
 def finite(arrays: Sequence[Array], xp: Any) -> list[bool]:
     """Whether each array is without NaN and infinity; waits for the GPU once."""
-    flags = xp.zeros(len(arrays), dtype=np.uint32)
-    _run("finite", {"grad": arrays}, [{}] * len(arrays), xp, flags)
-    return [not flag for flag in flags.get().tolist()]
+    flags = xp.zeros(len(arrays) + 1, dtype=np.uint32)
+    find_nonfinite(arrays, flags, _NULL, xp)
+    return [not flag for flag in flags.get().tolist()[:-1]]
+
+
+def scale(arrays: Sequence[Array], factor: Any, xp: Any) -> None:
+    """Multiply each array in place by a number, or by a float32 array of shape ()."""
+    on_device = isinstance(factor, xp.ndarray)
+    given = (factor, np.float32(0)) if on_device else (_NULL, np.float32(factor))
+    _over("scale", arrays, xp, *given)
+
+
+def square_sum(arrays: Sequence[Array], xp: Any) -> Array:
+    """The sum of all squares, float64 of shape (), in an order that depends on sizes alone."""
+    blocks = sum(-(-a.size // PART) for a in arrays)
+    partial, out = xp.empty(max(blocks, 1), dtype=np.float64), xp.empty((), dtype=np.float64)
+    _over("squares", arrays, xp, partial)
+    launch(source(), "total", 1, THREADS, partial, np.int64(blocks), out)
+    return out

@@ -15,20 +15,18 @@ import numpy as np
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
+from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.quantize import CHUNK, SLOTS, THREADS, Plan
+from extensor_cuda.recording import clock_of
 
-__all__ = ["PITCH", "SPAN", "TOP", "PairPlan", "Rebased", "pair_plan", "pair_source", "rebase_pair"]
+__all__ = ["PairPlan", "operand", "pair_plan", "pair_source", "quantize", "quantize_raw"]
 
 Array = Any
 Streams = tuple[Stream | None, Stream | None]
 
-PITCH = 128
-"""Rows of a rebased operand begin at multiples of so many bytes."""
-# e2m1's 6 times 2**13 is E5M2's 49152; its 0.5 times 2**-15 is E5M2's least, 2**-16.
-TOP, SPAN = 13, 28
-_LEAST_TALL, _REBASED_TALL = 32, 128  # rows of a tile; rebased columns are written in whole lines
+_LEAST_TALL = 32  # rows of a tile
 _MOST_BLOCK = 64
 
 
@@ -43,24 +41,6 @@ class PairPlan:
     def ordered(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
         """(along, down) in the order of the specs, or back."""
         return (pair[1], pair[0]) if self.swapped else pair
-
-
-@dataclass(frozen=True)
-class Rebased:
-    """A matrix (M, K) as two operands of the FP8 GEMM, on the device.
-
-    Attributes:
-        rows: E5M2 codes, (M, K), rows `PITCH` bytes or a multiple apart.
-        columns: likewise of the transposed matrix, (K, M).
-        exponent: int32 (1,): codes times 2**exponent are the values.
-        flag: uint32 (): not zero where a block lies outside the window of E5M2, and its codes
-            are not its values.
-    """
-
-    rows: Array
-    columns: Array
-    exponent: Array
-    flag: Array
 
 
 @lru_cache(maxsize=4096)
@@ -89,16 +69,16 @@ def pair_plan(specs: tuple[QuantSpec, QuantSpec], shape: tuple[int, ...]) -> Pai
 
 def _tile(plan: PairPlan, dtype: str, out: str) -> tuple[int, int, int]:
     """Rows and columns of a tile, and columns of a thread."""
-    tall = _REBASED_TALL if out == "rebased" else max(_LEAST_TALL, plan.along.block)
+    tall = max(_LEAST_TALL, plan.along.block)
     each = 2 if out == "values" else kernels.columns_of(plan.down, dtype)
     return tall, THREADS // (tall // CHUNK) * each, each
 
 
 @lru_cache(maxsize=4096)
 def pair_source(plan: PairPlan, dtype: str, out: str, whole: bool, stats: bool) -> Source:
-    """The program; ``out`` is "codes", "values" or "rebased"."""
+    """The program; ``out`` is "codes" or "values"."""
     tall, _, each = _tile(plan, dtype, out)
-    extra = {"BOTH": 1, "TALL": tall, "COLUMNS": each, "WINDOW_TOP": TOP, "WINDOW_SPAN": SPAN}
+    extra = {"BOTH": 1, "TALL": tall, "COLUMNS": each}
     words = plan.along.spec.rounding == "stochastic" or plan.along.spec.ties != "even"
     extra["RESIDENT"] = 3 if whole and not words and out != "values" else 2
     return kernels.quantize_source(plan.along, dtype, out, whole, stats, tuple(extra.items()))
@@ -109,16 +89,14 @@ def _run(
     plan: PairPlan,
     out: str,
     streams: Streams,
-    counters: Array | None,
+    counters: Counters | None,
     arrays: dict[str, Array],
-    pitches: tuple[int, int] = (0, 0),
 ) -> None:
     dtype, (rows, columns) = x.dtype.name, plan.along.shape
     tall, wide, _ = _tile(plan, dtype, out)
     whole = rows % tall == 0 and columns % wide == 0 and x.data.ptr % 16 == 0
     names = ("codes0", "codes1", "scales0", "scales1", "values0", "values1", "tensor")
-    given = [arrays.get(name) for name in names]
-    given += [counters, *(arrays.get(name) for name in ("maximum", "exponent", "flag"))]
+    given = [*(arrays.get(name) for name in names), None if counters is None else counters.array]
     words = [w for s in streams for w in ((0,) * 4 if s is None else (*s.key, *s.counter_high))]
     launch(
         pair_source(plan, dtype, out, whole, counters is not None),
@@ -127,20 +105,21 @@ def _run(
         THREADS,
         x,
         *(np.uint64(0) if array is None else array for array in given),
+        clock_of(streams),
         *(np.uint32(word) for word in words),
-        *(np.int64(size) for size in (*pitches, rows, columns)),
+        *(np.int64(size) for size in (rows, columns)),
     )
 
 
-def _counters(stats: bool, xp: Any) -> Array | None:
-    return xp.zeros((2, SLOTS, 2), dtype=xp.uint64) if stats else None
+def _counters(stats: bool, xp: Any) -> Counters | None:
+    return Counters(4 * SLOTS, xp) if stats else None
 
 
-def _stats(counters: Array, plan: PairPlan) -> tuple[QuantStats, QuantStats]:
-    """Counts along rows and down columns; waits for the kernel."""
-    sums = counters.get().sum(axis=1).tolist()
-    first, second = (QuantStats(plan.along.count, int(s), int(f)) for s, f in sums)
-    return first, second
+def _stats(counters: Counters | None, plan: PairPlan) -> tuple[Counts, Counts]:
+    """Counts along rows and down columns, which wait for the kernel when they are called."""
+    assert counters is not None
+    half, count = 2 * SLOTS, plan.along.count
+    return Counts(counters, (0, half), count), Counts(counters, (half, 2 * half), count)
 
 
 def quantize_raw(
@@ -150,7 +129,7 @@ def quantize_raw(
     xp: Any,
     amax: Array | None = None,
     stats: bool = True,
-) -> tuple[tuple[QuantArray, QuantArray], Array | None]:
+) -> tuple[tuple[QuantArray, QuantArray], Counters | None]:
     """Launch and return without waiting: arrays along rows and down columns, and the counters.
 
     Args:
@@ -180,13 +159,13 @@ def quantize(
     """Codes, scales and counts in the order of the specs; waits for the counts."""
     pair, counters = quantize_raw(x, plan, plan.ordered(streams), xp)
     counts = _stats(counters, plan)
-    return plan.ordered(((pair[0], counts[0]), (pair[1], counts[1])))
+    return plan.ordered(((pair[0], counts[0]()), (pair[1], counts[1]())))
 
 
 def operand(
     x: Array, plan: PairPlan, streams: Streams, xp: Any
-) -> tuple[tuple[Array, QuantStats], tuple[Array, QuantStats]]:
-    """Decoded values and counts in the order of the specs; waits for the counts."""
+) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
+    """Decoded values and counts in the order of the specs, without waiting."""
     tensor, _ = kernels.tensor_of(plan.along, x, None, xp)
     values = [xp.empty(plan.along.shape, dtype=xp.float32) for _ in range(2)]
     arrays = {"tensor": tensor, "values0": values[0], "values1": values[1]}
@@ -194,31 +173,3 @@ def operand(
     _run(x, plan, "values", plan.ordered(streams), counters, arrays)
     counts = _stats(counters, plan)
     return plan.ordered(((values[0], counts[0]), (values[1], counts[1])))
-
-
-def rebase_pair(x: Array, plan: PairPlan, streams: Streams, xp: Any, amax: Array) -> Rebased:
-    """MXFP4 operands of the FP8 GEMM, without packed storage between; does not wait.
-
-    Args:
-        x: C-contiguous float32, bfloat16 or float16 matrix of the plan's shape.
-        plan: from `pair_plan`, of MXFP4 specs.
-        streams: along rows, and down columns.
-        xp: cupy.
-        amax: float32 of shape () on the device: at least the largest finite magnitude. It decides
-            the exponent; where values lie above it or far below, the flag is raised.
-
-    Raises:
-        ValueError: for a plan of another format.
-    """
-    element, spec = plan.along.spec.row.element, plan.along.spec
-    if element.bits != 4 or not element.is_float or not spec.is_mx:
-        raise ValueError(f"rebase_pair: wanted mxfp4, got {spec.format}; quantize, then multiply")
-    rows, columns = plan.along.shape
-    pitches = -(-columns // PITCH) * PITCH, -(-rows // PITCH) * PITCH
-    along = xp.empty((rows, pitches[0]), dtype=xp.uint8)
-    down = xp.empty((columns, pitches[1]), dtype=xp.uint8)
-    exponent, flag = xp.empty(1, dtype=xp.int32), xp.zeros((), dtype=xp.uint32)
-    arrays = {"codes0": along, "codes1": down, "maximum": amax}
-    arrays |= {"exponent": exponent, "flag": flag}
-    _run(x, plan, "rebased", streams, None, arrays, pitches)
-    return Rebased(along[:, :columns], down[:, :rows], exponent, flag)

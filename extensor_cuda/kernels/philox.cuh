@@ -1,5 +1,14 @@
 // Philox 4x32-10: four random words for a counter (extensor/random.py).
 
+struct Stream {
+    u32 key0, key1, high0, high1;
+};
+
+// high0 is the step's number. Where steps are repeated on the device it is read from `clock`.
+__device__ __forceinline__ Stream stream_of(const u32* clock, u32 key0, u32 key1, u32 high0, u32 high1) {
+    return Stream{key0, key1, clock ? *clock : high0, high1};
+}
+
 __device__ __forceinline__ void philox(u32 call, u32 block, const Stream& s, u32 (&out)[4]) {
     u32 c0 = call, c1 = block, c2 = s.high0, c3 = s.high1, k0 = s.key0, k1 = s.key1;
 #pragma unroll

@@ -26,7 +26,9 @@ from extensor.quant.array import (
 from extensor.quant.hadamard import hadamard_signs
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
+from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.jit import Source, launch
+from extensor_cuda.recording import clock_of
 
 __all__ = [
     "Outputs",
@@ -47,7 +49,7 @@ THREADS, CHUNK, PANEL, SLOTS = 256, 16, 128, 256  # as in quantize.cu
 SQUARES = (16, 32)
 _RULES = ("floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error")
 SEARCHES = ("four_over_six", "least_error")  # they try several scales on a block's values
-_OUT = {"codes": 0, "values": 1, "maximum": 2, "rebased": 3}
+_OUT = {"codes": 0, "values": 1, "maximum": 2}
 _SCALE = ELEMENTS["e4m3"]
 _TIE_WORDS = {"away": "0x7FFFFFFFu", "zero": "0x80000000u"}  # round as a constant random word
 _FOLDER = Path(__file__).parent
@@ -112,14 +114,13 @@ class Outputs:
 
     q: QuantArray | None
     values: Array | None
-    counters: Array | None
+    counters: Counters | None
     maximum: Array | None
 
-    def stats(self, count: int) -> QuantStats:
-        """The counts; waits for the kernel."""
+    def stats(self, count: int) -> Counts:
+        """The counts, which wait for the kernel when they are called."""
         assert self.counters is not None
-        saturated, flushed = self.counters.get().reshape(SLOTS, 2).sum(axis=0).tolist()
-        return QuantStats(count, int(saturated), int(flushed))
+        return Counts(self.counters, (0, 2 * SLOTS), count)
 
 
 @lru_cache(maxsize=4096)
@@ -257,7 +258,7 @@ def _in_pairs(plan: Plan, dtype: str, out: str, words: bool) -> bool:
     spec, element = plan.spec, plan.spec.row.element
     small = element.bits == 4 and element.is_float and spec.is_mx and spec.element_scale == 1.0
     small = small and spec.transform is None and (plan.columns or plan.rows == 1)
-    return small and dtype == "bfloat16" and out in ("codes", "rebased") and not words
+    return small and dtype == "bfloat16" and out == "codes" and not words
 
 
 def columns_of(plan: Plan, dtype: str) -> int:
@@ -317,6 +318,7 @@ def _run(plan: Plan, x: Array, out: str, stats: bool, stream: Stream | None, arr
         THREADS,
         x,
         *(null if array is None else array for array in arrays),
+        clock_of([stream]),
         *(np.uint32(word) for word in words),
         *(np.int64(size) for size in _sizes(plan)),
     )
@@ -382,14 +384,15 @@ def quantize_raw(
         values: write decoded float32 values instead of codes and scales.
     """
     tensor, maximum = tensor_of(plan, x, amax, xp)
-    counters = xp.zeros(2 * SLOTS, dtype=xp.uint64) if stats else None
+    counters = Counters(2 * SLOTS, xp) if stats else None
+    adds = None if counters is None else counters.array
     if values:
         decoded = xp.empty(plan.coded_shape, dtype=xp.float32)
-        _run(plan, x, "values", stats, stream, (None, None, decoded, tensor, None, counters))
+        _run(plan, x, "values", stats, stream, (None, None, decoded, tensor, None, adds))
         return Outputs(None, decoded, counters, maximum)
     codes = xp.empty(plan.codes_shape, dtype=xp.uint8)
     scales = xp.empty(plan.scales_shape, dtype=xp.uint8)
-    _run(plan, x, "codes", stats, stream, (codes, scales, None, tensor, None, counters))
+    _run(plan, x, "codes", stats, stream, (codes, scales, None, tensor, None, adds))
     of_tensor = None
     if plan.spec.row.tensor_scale:
         assert tensor is not None
@@ -402,11 +405,11 @@ def quantize(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[Quan
     """Codes, scales and counts; waits for the counts."""
     done = quantize_raw(x, plan, stream, xp)
     assert done.q is not None
-    return done.q, done.stats(plan.count)
+    return done.q, done.stats(plan.count)()
 
 
-def operand(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[Array, QuantStats]:
-    """The decoded values and counts; waits for the counts."""
+def operand(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[Array, Counts]:
+    """The decoded values and counts, without waiting."""
     done = quantize_raw(x, plan, stream, xp, values=True)
     return done.values, done.stats(plan.count)
 

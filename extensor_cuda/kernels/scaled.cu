@@ -13,10 +13,6 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-struct Stream {
-    u32 key0, key1, high0, high1;
-};
-
 #include "philox.cuh"
 
 constexpr int kThreads = 256, kWarps = 8, kRows = 32, kColumns = 128, kSlots = 256;
@@ -147,7 +143,7 @@ __device__ __forceinline__ u32 code_of(float x, float scale, u32 word, Tally& ta
 // scales for each block; counts spread over pairs.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ out, float* __restrict__ scales,
-      u64* __restrict__ counters, u32 key0, u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 tall,
+      u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 tall,
       i64 wide, i64 across, i64 pitch) {
 #if DOWN
     __shared__ u32 turned[kWarps][kColumns][kRows / 4 + 1];
@@ -157,7 +153,7 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
     const i64 patch = static_cast<i64>(blockIdx.x) * kWarps + warp;
     const i64 row0 = patch / patches * kRows, column = patch % patches * kColumns + lane * 4;
     Tally tally = {0, 0};
-    const Stream stream = {key0, key1, high0, high1};
+    [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     if (row0 < rows) {
 #pragma unroll 1
         for (int four = 0; four < kRows; four += 4) {

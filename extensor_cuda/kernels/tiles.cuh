@@ -6,9 +6,9 @@ constexpr int kWarps = ROWS / 16;  // warps of a tile's rows; each holds 16 rows
 extern "C" __global__ void __launch_bounds__(kThreads)
 quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
                float* __restrict__ values, const Tensor* __restrict__ tensor_of,
-               u32* __restrict__ maximum, u64* __restrict__ counters, u32 key0, u32 key1, u32 high0,
-               u32 high1, i64 images, i64 rows, i64 length) {
-    const Stream stream = {key0, key1, high0, high1};
+               u32* __restrict__ maximum, u64* __restrict__ counters, const u32* __restrict__ clock,
+               u32 key0, u32 key1, u32 high0, u32 high1, i64 images, i64 rows, i64 length) {
+    [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     const i64 across = (length + BLOCK - 1) / BLOCK, strips = (across * kParts + 1) / 2;
     const i64 bands = (rows + ROWS - 1) / ROWS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -59,7 +59,9 @@ def narrow(x: np.ndarray, dtype: str) -> np.ndarray:
 def misaligned(x: np.ndarray) -> np.ndarray:
     octets = np.empty(x.nbytes + 1, dtype=np.uint8)
     octets[1:] = np.frombuffer(x.tobytes(), dtype=np.uint8)
-    return octets[1:].view(x.dtype).reshape(x.shape)
+    view = octets[1:].view(x.dtype).reshape(x.shape)
+    assert not view.size or not view.flags.aligned
+    return view
 
 
 def read_only(x: np.ndarray) -> np.ndarray:
@@ -82,7 +84,8 @@ def arrays(shape: tuple[int, ...], count: int) -> list[np.ndarray]:
     return [3 * rng.standard_normal(shape).astype(np.float32) for _ in range(count)]
 
 
-def assert_bytes(got: np.ndarray, wanted: np.ndarray, what: object) -> None:
+def assert_bytes(got: Any, wanted: Any, what: object) -> None:
+    """One dtype, one shape and the same bytes; else the first place and both values there."""
     assert got.dtype == wanted.dtype, what
     assert got.shape == wanted.shape, what
     assert got.flags.c_contiguous, what

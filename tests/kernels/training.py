@@ -7,6 +7,7 @@ bound of the formula with any order of additions (1% for the rest).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -35,16 +36,35 @@ def gelu_grad_cases() -> Bounded:
         yield (g, x, below), [g * (below + slope)], [np.abs(g) * bound + 2.0**-144]
 
 
+class Rows:
+    """Float32 scores, some of them ``least``, and exactly: -d, p = softmax, log sum e^-d."""
+
+    def __init__(self, shape: tuple[int, ...], least: float) -> None:
+        self.x = arrays(shape, 1)[0] * np.float32(5)
+        self.x[0, ..., shape[-1] // 2] = least if shape[-1] > 1 else 2.0
+        self.top = self.x.max(axis=-1, keepdims=True).astype(np.float64)
+        self.below = self.x - self.top
+        each = np.exp(self.below)
+        self.sums = each.sum(axis=-1, keepdims=True)
+        self.p, self.log_sum = each / self.sums, np.log(self.sums)
+        self.depth = np.where(self.p > 0, -self.below, 0)
+        self.mean_depth = (self.p * self.depth).sum(axis=-1, keepdims=True)
+
+    @property
+    def p_bound(self) -> np.ndarray:
+        spread = self.depth + self.mean_depth + self.x.shape[-1] + 16
+        return spread * UNIT * self.p + 2.0**-126
+
+    @property
+    def log_bound(self) -> np.ndarray:
+        sums = self.mean_depth + self.x.shape[-1] + 8
+        return UNIT * (sums + 4 * (self.log_sum - self.below))
+
+
 def softmax_cases() -> Bounded:
     for shape in ROWS:
-        x = arrays(shape, 1)[0] * np.float32(5)
-        x[0, ..., shape[-1] // 2] = -np.inf if shape[-1] > 1 else 2.0
-        below = x.astype(np.float64) - x.max(axis=-1, keepdims=True)
-        p = np.exp(below)
-        p /= p.sum(axis=-1, keepdims=True)
-        depth = np.where(p > 0, -below, 0)
-        spread = depth + (p * depth).sum(axis=-1, keepdims=True) + shape[-1] + 16
-        yield (x, x.ndim - 1), [p], [spread * UNIT * p + 2.0**-126]
+        rows = Rows(shape, -np.inf)
+        yield (rows.x, rows.x.ndim - 1), [rows.p], [rows.p_bound]
 
 
 def softmax_grad_cases() -> Bounded:
@@ -54,6 +74,55 @@ def softmax_grad_cases() -> Bounded:
         exact = out * (g - each.sum(axis=-1, keepdims=True))
         size = np.abs(g) + np.abs(each).sum(axis=-1, keepdims=True)
         yield (g, out, axis), [exact], [(x.shape[-1] + 4) * UNIT * out * size + 2.0**-126]
+
+
+def log_softmax_cases() -> Bounded:
+    for shape in ROWS:
+        rows = Rows(shape, -1e30)
+        yield (rows.x, rows.x.ndim - 1), [rows.below - rows.log_sum], [rows.log_bound]
+
+
+def log_softmax_grad_cases() -> Bounded:
+    for (x, axis), (exact,), _ in log_softmax_cases():
+        g, out = np.sin(x + 1), exact.astype(np.float32)
+        p, wide = np.exp(out.astype(np.float64)), g.astype(np.float64)
+        sums, sizes = (a.sum(axis=-1, keepdims=True) for a in (wide, np.abs(wide)))
+        bound = (x.shape[-1] + 16) * UNIT * p * sizes + 2 * UNIT * np.abs(g)
+        yield (g, out, axis), [wide - p * sums], [bound + 2.0**-126 * (1 + sizes)]
+
+
+def labelled() -> Iterator[tuple[Rows, np.ndarray, float, np.ndarray]]:
+    """Rows, a label each, smoothing, and what the backend keeps for the gradient."""
+    for number, shape in enumerate(ROWS):
+        rows = Rows((math.prod(shape[:-1]), shape[-1]), -1e30)
+        labels = np.random.default_rng(number).integers(0, shape[-1], len(rows.x))
+        kept = np.concatenate([rows.top, rows.sums], axis=1) if CORE else rows.p
+        for smoothing in (0.0, 0.1, 1.0):
+            yield rows, labels, smoothing, kept
+
+
+def cross_entropy_cases() -> Bounded:
+    for rows, labels, s, kept in labelled():
+        n, at = rows.x.shape[1], (np.arange(len(labels)), labels)
+        losses, bound = (rows.log_sum - rows.below)[at], rows.log_bound[at]
+        if s:
+            log_sum, mean = rows.log_sum[:, 0], -rows.below.mean(axis=1)
+            losses = (1 - s) * losses + s * (log_sum + mean)
+            bound = bound + UNIT * s * (4 * (log_sum + mean) + (n + 3) * mean)
+        sums = (rows.mean_depth + n + 8) * UNIT * rows.sums
+        kept_bound = np.concatenate([0 * sums, sums], axis=1) if CORE else rows.p_bound
+        yield (rows.x, labels, s), [losses, kept], [bound, kept_bound]
+
+
+def cross_entropy_grad_cases() -> Bounded:
+    for rows, labels, s, kept in labelled():
+        target = np.full(rows.x.shape, s / rows.x.shape[1])
+        target[np.arange(len(labels)), labels] += 1 - s
+        for weight in (np.float32(-0.7), np.cos(rows.x[:, :1])):
+            bound = rows.p_bound + 4 * UNIT * (rows.p + target) + 2.0**-126
+            wide = np.asarray(weight, dtype=np.float64)
+            case = weight, rows.x, labels, kept.astype(np.float32), s
+            yield case, [(rows.p - target) * wide], [bound * np.abs(wide) + 2.0**-149]
 
 
 def norm_cases(centred: bool) -> Bounded:

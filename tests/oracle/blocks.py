@@ -25,7 +25,7 @@ def blocks(
         if places:
             yield (0,) * len(shape), places
         return
-    rows, columns = (1, max(shape[axis], 1)) if tile == "channel" else tile  # type: ignore[misc]
+    rows, columns = (1, max(shape[axis], 1)) if tile == "channel" else tile
     row_axis = axis - 1 if axis > 0 else len(shape) - 1
     extent = [1] * len(shape)
     extent[row_axis] = rows

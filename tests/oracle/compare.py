@@ -46,9 +46,9 @@ def same_stored(q: object, stats: object, oracle: object, context: object = "") 
         assert (got is None) == (want is None), f"{name}: got {got}, wanted {want}; {context}"
         if want is not None:
             same_bytes(name, got, want, context)
-    counted = stats.count, stats.saturated, stats.flushed  # type: ignore[attr-defined]
-    wanted = oracle.operand.size, oracle.saturated, oracle.flushed  # type: ignore[attr-defined]
+    counted = stats.count, stats.saturated, stats.flushed
+    wanted = oracle.operand.size, oracle.saturated, oracle.flushed
     assert counted == wanted, f"count, saturated, flushed: {counted}, wanted {wanted}; {context}"
     parts = [part for name in PARTS if (part := getattr(oracle, name)) is not None]
     total = sum(np.asarray(part).nbytes for part in parts)
-    assert q.nbytes == total, f"nbytes: {q.nbytes}, wanted {total}; {context}"  # type: ignore[attr-defined]
+    assert q.nbytes == total, f"nbytes: {q.nbytes}, wanted {total}; {context}"

@@ -158,7 +158,7 @@ def squared_error(
     total = F(0)
     for at, (code, _) in zip(places, codes, strict=True):
         if at is not None:
-            difference = F(value(decode(code, "e2m1")) - work.x[at])  # type: ignore[operator]
+            difference = F(value(decode(code, "e2m1")) - work.x[at])
             total = F(total + F(difference * difference))
     return total
 

@@ -22,7 +22,7 @@ HUGE = 2**4096
 
 def bits_of(x: object) -> int:
     """The 32 bits of a float32."""
-    return struct.unpack("<I", np.float32(x).tobytes())[0]  # type: ignore[arg-type]
+    return struct.unpack("<I", np.float32(x).tobytes())[0]
 
 
 def from_bits(bits: int) -> np.float32:

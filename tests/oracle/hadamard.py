@@ -13,12 +13,12 @@ TRANSFORMER_ENGINE = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def signs(transform: object) -> list[np.float32]:
-    kind, size = transform.signs, transform.size  # type: ignore[attr-defined]
+    kind, size = transform.signs, transform.size
     if kind == "none":
         return [F(1)] * size
     if kind == "fixed":
         return [F(TRANSFORMER_ENGINE[k % 16]) for k in range(size)]
-    return [F(hadamard_sign(k, transform.seed)) for k in range(size)]  # type: ignore[attr-defined]
+    return [F(hadamard_sign(k, transform.seed)) for k in range(size)]
 
 
 def butterflies(v: list[np.float32]) -> list[np.float32]:
@@ -33,7 +33,7 @@ def butterflies(v: list[np.float32]) -> list[np.float32]:
 
 def hadamard(x: np.ndarray, axis: int, transform: object, inverse: bool = False) -> np.ndarray:
     """The transform along an axis, which is filled with zeros to a multiple of its size."""
-    size = transform.size  # type: ignore[attr-defined]
+    size = transform.size
     s = signs(transform)
     lines = np.moveaxis(x, axis, -1)
     length = -(-lines.shape[-1] // size) * size

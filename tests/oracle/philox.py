@@ -33,13 +33,13 @@ def word(stream: object, block: int, position: int, rbits: int) -> int:
 
     The stream brings ``seed``, ``step``, ``tensor``, ``slot`` and ``column``.
     """
-    key = (stream.seed % WORD, stream.seed // WORD)  # type: ignore[attr-defined]
-    last = stream.tensor * 256 + stream.slot * 2 + (1 if stream.column else 0)  # type: ignore[attr-defined]
+    key = (stream.seed % WORD, stream.seed // WORD)
+    last = stream.tensor * 256 + stream.slot * 2 + (1 if stream.column else 0)
     if rbits == 32:
         call, place = divmod(position, 4)
-        return philox((call, block, stream.step, last), key)[place]  # type: ignore[attr-defined]
+        return philox((call, block, stream.step, last), key)[place]
     call, place = divmod(position, 16)
-    four = philox((call, block, stream.step, last), key)  # type: ignore[attr-defined]
+    four = philox((call, block, stream.step, last), key)
     octet = b"".join(w.to_bytes(4, "little") for w in four)[place]
     return octet * 2**24 + 2**23
 

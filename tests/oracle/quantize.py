@@ -21,18 +21,18 @@ def quantize(
     x: np.ndarray, spec: object, stream: object = None, previous: np.ndarray | None = None
 ) -> Result:
     """What must be stored for an array under a spec."""
-    element, kind, tile = FORMATS[spec.format]  # type: ignore[attr-defined]
-    tile = spec.tile or tile  # type: ignore[attr-defined]
-    axis = spec.axis % x.ndim  # type: ignore[attr-defined]
-    rule = spec.scale_rule or DEFAULT_RULE.get(spec.format)  # type: ignore[attr-defined]
+    element, kind, tile = FORMATS[spec.format]
+    tile = spec.tile or tile
+    axis = spec.axis % x.ndim
+    rule = spec.scale_rule or DEFAULT_RULE.get(spec.format)
     extra: dict[str, np.ndarray] = {}
     with np.errstate(all="ignore"):
         x = np.asarray(x).astype(np.float32)
-        coded = x if spec.transform is None else hadamard(x, axis, spec.transform)  # type: ignore[attr-defined]
+        coded = x if spec.transform is None else hadamard(x, axis, spec.transform)
         work = Work(coded, axis, tile, spec, stream, previous, element)
         tensor_scale = zeros = None
         if kind == "e8m0":
-            rule = rule or DIALECT_RULE.get(spec.dialect, "floor")  # type: ignore[attr-defined]
+            rule = rule or DIALECT_RULE.get(spec.dialect, "floor")
             scales = quantize_mx(work, rule)
         elif kind == "nv":
             assert rule is not None
@@ -42,8 +42,8 @@ def quantize(
         else:
             scales = quantize_outlier(work, rule or "amax", extra)
         values = work.values
-        if spec.transform is not None:  # type: ignore[attr-defined]
-            values = hadamard(values, axis, spec.transform, inverse=True)  # type: ignore[attr-defined]
+        if spec.transform is not None:
+            values = hadamard(values, axis, spec.transform, inverse=True)
             values = values[(slice(None),) * axis + (slice(x.shape[axis]),)]
     flushed = sum(v != 0 and w == 0 for v, w in zip(coded.flat, work.values.flat, strict=True))
     return Result(

@@ -56,7 +56,7 @@ def theirs(x: np.ndarray, name: str, rule: str) -> tuple[np.ndarray, np.ndarray]
 
 def ours(x: np.ndarray, name: str, rule: str) -> tuple[np.ndarray, np.ndarray]:
     dialect = {"dialect": "torchao"} if rule == "floor" else {"scale_rule": rule}
-    q, _ = quantize(x, QuantSpec(name, **dialect))  # type: ignore[arg-type]
+    q, _ = quantize(x, QuantSpec(name, **dialect))
     # torchao keeps six-bit codes one to a byte.
     return q.scales, unpack(q.codes, 6, x.shape[1]) if "fp6" in name else q.codes
 

@@ -143,3 +143,71 @@ def test_unpickled_blocked_tensors_multiply() -> None:
     a, b = et.randn(4, 32, seed=0).to_mxfp4(), et.randn(32, 4, seed=1).to_mxfp4(axis=0)
     again = [pickle.loads(pickle.dumps(q)) for q in (a, b)]
     assert (again[0] @ again[1]).tolist() == (a @ b).tolist()
+
+
+LAYOUTS = {
+    "plain": lambda x: x,
+    "strided": lambda x: x[::2, 1::2],
+    "offset": lambda x: x[1:, 2:],
+    "transposed": lambda x: x.T,
+    "empty": lambda x: x[:0],
+    "no axes": lambda x: x[1, 1],
+}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_any_layout_goes_to_torch_and_back(name: str, layout: str) -> None:
+    torch = pytest.importorskip("torch")
+    x = LAYOUTS[layout](et.arange(24).reshape(4, 6).astype(name))
+    there = torch.from_dlpack(x)
+    back = et.from_dlpack(there)
+    assert (str(there.dtype), tuple(there.shape)) == (f"torch.{name}", x.shape)
+    assert there.tolist() == back.tolist() == x.tolist()
+    assert not x.size or back.data.ctypes.data == there.data_ptr() == x.data.ctypes.data
+    mine = LAYOUTS[layout](torch.arange(24).reshape(4, 6).to(there.dtype))
+    assert et.from_dlpack(mine).tolist() == mine.tolist()
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_what_runs_backwards_is_copied_for_torch_which_it_would_kill(name: str) -> None:
+    x = et.arange(12).reshape(3, 4).astype(name)[::-1]
+    assert x.data.strides[0] < 0
+    with pytest.raises(BufferError, match=r"negative stride.*export x\.clone\(\)"):
+        x.__dlpack__(copy=False)
+    assert et.from_dlpack(x).tolist() == x.tolist()
+    assert min(et.from_dlpack(x).data.strides) > 0
+    torch = pytest.importorskip("torch")
+    assert torch.from_dlpack(x).tolist() == x.tolist()
+    assert torch.from_dlpack(x.clone()).tolist() == x.tolist()
+
+
+@pytest.mark.host
+def test_what_is_read_only_stays_so() -> None:
+    array = np.ones((2, 3), np.float32)
+    array.flags.writeable = False
+    for x in (et.from_dlpack(array), et.ExTensor.from_numpy(array)):
+        assert np.shares_memory(x.data, array) and not np.from_dlpack(x).flags.writeable
+        with pytest.raises(ValueError, match=r"read-only: so is the array .*x\.clone\(\)"):
+            x[0, 0] = 5
+        x.clone()[0, 0] = 5
+    assert array[0, 0] == 1
+
+
+def test_a_dtype_of_another_library_alone_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    if hasattr(torch, "float8_e4m3fn"):
+        with pytest.raises(TypeError, match=r"dtype code 10 of 8 bits; convert it.*as uint8"):
+            et.from_dlpack(torch.ones(2).to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_keep_the_gradient(again: Any) -> None:
+    """A model and its optimizer may be copied between backward and step."""
+    x = et.ExTensor([1.0, 2.0], requires_grad=True)
+    (x * x).sum().backward()
+    y = again(x)
+    assert y.grad.tolist() == [2.0, 4.0]
+    assert y.grad is not x.grad and not np.shares_memory(y.grad.data, x.grad.data)

@@ -63,14 +63,14 @@ def test_full_refuses_a_number_that_the_dtype_cannot_hold(value: float, dtype: s
 @pytest.mark.parametrize("value", ["a", None, [1]])
 def test_full_takes_a_number(value: object) -> None:
     with pytest.raises(TypeError, match="full: wanted a number, got"):
-        et.full((2,), value)  # type: ignore[arg-type]
+        et.full((2,), value)
 
 
 @pytest.mark.parametrize("seed", [-1, "a", 1.5, [1]])
 def test_seeds_are_whole_numbers(seed: object) -> None:
     for make in (et.randn, et.rand):
         with pytest.raises(ValueError, match="seed: wanted an int of 0 or more"):
-            make(3, seed=seed)  # type: ignore[arg-type]
+            make(3, seed=seed)
 
 
 def test_arange_refuses_what_has_no_length() -> None:
@@ -99,7 +99,7 @@ def test_creation_functions() -> None:
     with pytest.raises(ValueError, match="0 or more"):
         et.zeros((2, -1))
     with pytest.raises(TypeError, match="tuple of ints"):
-        et.zeros("23")  # type: ignore[arg-type]
+        et.zeros("23")
     with pytest.raises(TypeError, match="floating-point or blocked"):
         et.randn(3, dtype="int32")
     x, y = et.meshgrid(et.arange(2), et.arange(3))
@@ -181,7 +181,7 @@ def test_numbers() -> None:
     with pytest.raises(ValueError, match="any"):
         bool(et.ones(2))
     with pytest.raises(TypeError, match="float32"):
-        [1][et.ones(1)]  # type: ignore[call-overload]
+        [1][et.ones(1)]
     assert isinstance(et.ones(1, "bfloat16").item(), float)
     assert len(et.ones((2, 3))) == 2
     assert [row.shape for row in et.ones((2, 3))] == [(3,), (3,)]
@@ -269,3 +269,12 @@ def test_blocked_operands_compute_as_float32() -> None:
     np.testing.assert_array_equal(q.sum().numpy(), 64.0)
     with pytest.raises(TypeError, match="dequantize"):
         et.concatenate([q, q])
+
+
+def test_one_number_is_formatted_as_python_does() -> None:
+    loss = et.ExTensor([2.0, 4.0], requires_grad=True).mean()
+    assert f"{loss:.3f} {loss:>6.1f}" == "3.000    3.0"
+    assert f"{et.ExTensor([[7]]):03d} {et.ExTensor(1.5, 'bfloat16'):.2e}" == "007 1.50e+00"
+    assert f"{et.ones(2)}" == repr(et.ones(2))
+    with pytest.raises(TypeError, match=r"format '\.2f': wanted one element, got shape \(2,\)"):
+        f"{et.ones(2):.2f}"

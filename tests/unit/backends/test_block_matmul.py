@@ -58,7 +58,8 @@ FLOAT = [
     (QuantSpec("fp8_e5m2"), NVFP4),
     (QuantSpec("mxfp4", tile=(1, 10)), QuantSpec("mxfp4", tile=(1, 7))),
 ]
-SHAPES = ((1, 1, 1), (5, 7, 33), (14, 70, 300), (37, 33, 1100), (200, 3, 64), (2, 150, 2100))
+SHAPES = ((1, 1, 1), (5, 7, 33), (14, 70, 300), (37, 33, 1100), (200, 3, 64), (2, 150, 2100),
+          (33, 34, 8193))  # fmt: skip
 
 
 def test_decoding_here_is_what_dequantize_rounds() -> None:
@@ -79,9 +80,12 @@ def test_within_the_bound(variant: str, a: QuantSpec, b: QuantSpec) -> None:
             kind = "integer" if step else "float"
             if variant == "amx" and {a.row.name, b.row.name} <= set(TILES):
                 kind = "bf16"
+            elif variant == "amx" and step and products.on_int8_tiles(qa, qb):
+                kind = "int8"
             elif variant == "amx":
                 kind += ": "  # and the reason
-            level = variant if kind == "bf16" or variant != "amx" else "avx512_vnni"
+            tiles = kind in ("bf16", "int8")
+            level = variant if tiles or variant != "amx" else "avx512_vnni"
             assert path.startswith(f"core ({level}, {kind}")
             assert path.endswith(f"{kind})") == (not kind.endswith(" "))
             if shape[2] > 10:  # a short row is one block, however blocks of 7 and 10 would meet
@@ -102,7 +106,7 @@ def test_integer_products_have_the_same_bits_everywhere(a: QuantSpec, b: QuantSp
         results = set()
         for name in VARIANTS:
             CORE.set_gemm_level(name)
-            if "integer" not in BACKEND.path("block_matmul", qa, qb):
+            if "bf16" in BACKEND.path("block_matmul", qa, qb).partition(":")[0]:
                 assert name == "amx"  # sums in another order
                 continue
             results.add(BACKEND.block_matmul(qa, qb).tobytes())
@@ -132,6 +136,24 @@ def test_the_sum_of_one_block_is_exact(variant: str) -> None:
             zero_points=np.full((256, 1), zero, np.int8),
         )
         assert (BACKEND.block_matmul(q, q) == 255.0 * 255 * 256).all()
+
+
+def test_a_row_under_one_scale_is_summed_exactly(variant: str) -> None:
+    """To the definition: int32 sums of 8192 products, each rounded to float32 and scaled."""
+    rng = np.random.default_rng(0)
+    for k in (8, 8192, 16390):
+        codes = rng.choice(np.array([-128, 127, 3, -77], np.int8), (40, k))
+        codes[:8] = -128
+        scales = rng.uniform(0.5, 2, (40, 1)).astype(np.float32)
+        for zeros in (None, rng.choice(np.array([-128, 127, 5], np.int8), (40, 1))):
+            spec = (QuantSpec("int8") if zeros is None else ZEROS).resolve(2)
+            q = QuantArray(codes.view(np.uint8), scales, spec, codes.shape, zero_points=zeros)
+            exactly = codes.astype(np.float64) - (0 if zeros is None else zeros)
+            wanted = np.zeros((40, 40), np.float32)
+            for at in range(0, k, 8192):
+                part = exactly[:, at : at + 8192]
+                wanted += (part @ part.T).astype(np.float32) * (scales * scales.T)
+            assert np.array_equal(BACKEND.block_matmul(q, q), wanted) or CORE is None, k
 
 
 @pytest.mark.parametrize(("a", "b"), [(MXFP4, MXFP4), (ZEROS, ZEROS), FLOAT[0]], ids=short)
@@ -275,9 +297,12 @@ def test_the_core_checks_what_it_is_given() -> None:
     a, b = (products.matrix(CORE, quantized((4, k), MXFP4, 0)) for k in (64, 32))
     with pytest.raises(ValueError, match="differ in k"):
         CORE.block_matmul(a, b, 32)
-    for step in (-4, 3, 24, 512):
+    for step in (-4, 3, 24, 512, 8196):
         with pytest.raises(ValueError, match="step"):
             CORE.block_matmul(a, a, step)
+    if CORE.gemm_has_tiles():
+        with pytest.raises(ValueError, match="one float32 scale a row"):
+            CORE.int8_matmul(a, a)
     fp8 = products.matrix(CORE, quantized((4, 64), QuantSpec("mxfp8_e4m3"), 0))
     with pytest.raises(ValueError, match="small integers"):
         CORE.block_matmul(a, fp8, 32)

@@ -16,13 +16,14 @@ BACKEND = cpu.make_backend()
 CORE = BACKEND.core
 MX = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "mxint8")
 
-# Both operands in the format: on tiles of bfloat16 where there are any, and without.
+# Both operands in the format: on tiles where there are any, and without.
 BLOCKED = {
     **dict.fromkeys(MX, ("bf16", "float")),
     **dict.fromkeys(("mxfp6_e2m3", "mxfp4", "mxint8"), ("bf16", "integer")),
     **dict.fromkeys(("nvfp4", "nvfp4_fp8exact"), ("bf16", "integer")),
     **dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), ("float", "float")),
-    **dict.fromkeys(("int8", "int4", "int8 zero", "int4 zero"), ("integer", "integer")),
+    **dict.fromkeys(("int8", "int8 zero"), ("int8", "integer")),
+    **dict.fromkeys(("int4", "int4 zero"), ("integer", "integer")),
     "outlier": ("generic", "generic"),
 }
 # float32 rows times weights in the format.
@@ -62,7 +63,7 @@ def test_every_format_takes_the_path_that_the_table_says(name: str, spec: QuantS
     try:
         for level in CORE.gemm_levels():
             CORE.set_gemm_level(level)
-            tiles = CORE.gemm_has_bf16()
+            tiles = CORE.gemm_has_tiles()
             wanted = BLOCKED[name][0 if tiles else 1]
             assert kind(BACKEND.path("block_matmul", a, b)) == wanted, level
             path = BACKEND.path("weight_matmul", x[:4], b)

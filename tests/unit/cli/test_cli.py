@@ -277,6 +277,19 @@ def test_directory_and_unknown_kind(capsys: pytest.CaptureFixture[str], tmp_path
     assert str(folder) in fails(capsys, "inspect", folder)
 
 
+def test_names_match_by_their_case_everywhere(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some systems' file names have no case; tensors' names do, also there."""
+    source, out = tmp_path / "small.npz", tmp_path / "out.safetensors"
+    np.savez(source, weight=np.ones((2, 32), np.float32))
+    monkeypatch.setattr("os.path.normcase", str.lower)
+    assert "'W*' fits none of: weight" in fails(
+        capsys, "quantize", source, out, "--format", "mxfp4", "--match", "W*"
+    )
+    assert not out.exists()
+
+
 def test_wrong_arguments_leave_no_file(
     capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ struct Place {
 };
 static Place threadIdx, blockIdx, gridDim;
 struct float2 { float x, y; };
+struct double2 { double x, y; };
 struct float4 { float x, y, z, w; };
 struct uint4 { unsigned x, y, z, w; };
 
@@ -65,6 +66,12 @@ inline bool __any_sync(unsigned, bool mine) {
     for (int step = 1; step < 32; step *= 2) any |= exchange(any, threadIdx.x ^ step);
     return any;
 }
+inline unsigned __ballot_sync(unsigned, bool mine) {
+    unsigned bits = static_cast<unsigned>(mine) << threadIdx.x % 32;
+    for (int step = 1; step < 32; step *= 2) bits |= exchange(bits, threadIdx.x ^ step);
+    return bits;
+}
+inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline void __syncthreads() { block.wait(); }
 inline void atomicOr(unsigned* to, unsigned bits) { *to |= bits; }
 
@@ -72,6 +79,10 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline unsigned __float_as_uint(float v) { unsigned u; std::memcpy(&u, &v, 4); return u; }
 inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }

@@ -21,7 +21,7 @@ from extensor_cuda.training import CudaTraining
 
 COMPILER = shutil.which("c++")
 HEADER = Path(__file__).parent / "emulator.hpp"
-_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([\w, ]+\))?\s*(\w+)\(')
+_KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([\w, ]+\))?\s*(\w+)\(')
 
 
 class Emulator:

@@ -10,7 +10,7 @@ import pytest
 
 from extensor.formats import FORMATS
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import backend
+from extensor_cuda import backend, graph
 from extensor_cuda.kernels import quantize as kernels
 
 
@@ -131,10 +131,8 @@ def test_out_of_memory_names_the_bytes() -> None:
 
     memory = types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
     runtime = types.SimpleNamespace(memGetInfo=lambda: (100, 1000))
-    cupy = types.SimpleNamespace(
-        get_default_memory_pool=lambda: types.SimpleNamespace(malloc=malloc),
-        cuda=types.SimpleNamespace(memory=memory, runtime=runtime),
-    )
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(memory=memory, runtime=runtime))
+    pool = types.SimpleNamespace(malloc=malloc)
     with pytest.raises(MemoryError, match="wanted 101 bytes, 100 of 1000 are free"):
-        backend._allocate(cupy, 101)
-    assert backend._allocate(cupy, 100) == 100
+        graph.allocate(cupy, pool, 101)
+    assert graph.allocate(cupy, pool, 100) == 100

@@ -71,7 +71,7 @@ def check(cuda: Any, x: np.ndarray, spec: QuantSpec, operand: bool = True) -> No
         wanted, _ = reference.operand(x, spec, stream)
         decoded, again = cuda.operand(device, spec, stream)
         same_bytes("operand", host(decoded), wanted, context)
-        assert again == want_stats, context
+        assert again() == want_stats, context
 
 
 def kinds(shape: tuple[int, ...]) -> tuple[str, ...]:

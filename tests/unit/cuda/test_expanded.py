@@ -24,8 +24,8 @@ from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import backend as backends
 from extensor_cuda import dense, expanded, expansion, jit, operands, scaled, scaling
+from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.operands import Counts
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import gemm_stand_in
 from tests.unit.cuda.test_compile import properties
@@ -203,8 +203,8 @@ def maker(xp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def quantize_raw(x: Any, plan: kernels.Plan, stream: Any, xp: Any) -> kernels.Outputs:
         q, stats = reference.quantize(np.asarray(x), plan.spec, stream)
-        counters = xp.zeros(2 * kernels.SLOTS, dtype=np.uint64)
-        counters[:2] = stats.saturated, stats.flushed
+        counters = Counters(2 * kernels.SLOTS, xp)
+        counters.array[:2] = stats.saturated, stats.flushed
         return kernels.Outputs(sent(q, xp), None, counters, None)
 
     if isinstance(xp, emulation.Cupy):

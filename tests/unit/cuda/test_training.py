@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import extensor as et
+from extensor.backends import training
 from extensor.backends.generic import GenericBackend
 from extensor.nn.quantize import apply_recipe
-from extensor.optim import SGD, AdamW, Optimizer
-from extensor_cuda import jit
-from extensor_cuda.kernels import cross_entropy, norm, optimizer
+from extensor.optim import SGD, Adam, AdamW, Optimizer
+from extensor_cuda import jit, recording
+from extensor_cuda.kernels import cross_entropy, norm, optimizer, scatter
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
@@ -24,17 +25,13 @@ from tests.unit.cuda.test_compile import properties
 
 CPU = GenericBackend("cpu", np)
 LENGTHS = (0, 1, 17, 16384, 40_001)
-ADAM = {
-    "keep": 0.99, "take1": 0.1, "keep2": 0.999, "take2": 0.001, "widen": 3.1, "eps": 1e-8,
-    "rate": 0.01, "decay": 0.0,
-}  # fmt: skip
-SGD_FACTORS = {"rate": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": False}
+SGD_FACTORS = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": False}
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
-    sources = [optimizer.source()]
+    sources = [optimizer.source(), recording.source(), scatter.source()]
     sources += [cross_entropy.loss_source(warps) for warps in (1, 8)]
     sources += [norm.norm_source(n, c) for n, c in ((37, True), (1024, True), (norm.MOST, False))]
     for source in sources:
@@ -56,7 +53,7 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return request.getfixturevalue("cuda")
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
-    for module in (cross_entropy, norm, optimizer):
+    for module in (cross_entropy, norm, optimizer, scatter):
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
     return emulation.Emulated("emulated", emulation.Cupy())
 
@@ -73,6 +70,14 @@ def vectors(count: int, special: bool) -> list[list[np.ndarray]]:
     return made
 
 
+def adam_factors(number: int, decay: float) -> Any:
+    """As an optimizer makes them, with a learning rate and a step for each number."""
+    p = et.ones(1, requires_grad=True)
+    options = {"lr": 0.0137 * (number + 1), "weight_decay": decay or 0.1}
+    optimizer = (Adam if decay else AdamW)([p], **options)
+    return optimizer.factors_each([3 + number], optimizer.groups[0].options)[0]
+
+
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("special", [False, True])
 def test_adam_of_many_has_the_cpus_bits(trainer: Any, special: bool, offset: int) -> None:
@@ -80,7 +85,7 @@ def test_adam_of_many_has_the_cpus_bits(trainer: Any, special: bool, offset: int
         parts = vectors(4, special)
         for part in parts:
             part[3] = np.abs(part[3])
-        factors = [{**ADAM, "decay": decay, "rate": 0.01 * (i + 1)} for i in range(len(parts))]
+        factors = [adam_factors(i, decay) for i in range(len(parts))]
         mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
         for _ in range(3):
             CPU.adam_each([tuple(part) for part in parts], factors)  # type: ignore[misc]
@@ -118,6 +123,60 @@ def test_gradients_that_are_not_finite_are_found(trainer: Any) -> None:
     assert trainer.all_finite_each(arrays) == [True] * len(arrays)
     arrays[1][0], arrays[4][40_000] = np.inf, np.nan
     assert trainer.all_finite_each(arrays) == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_gradients_are_scaled_and_summed_up(trainer: Any, offset: int) -> None:
+    parts = [part[0] for part in vectors(1, True)]
+    mine = [shifted(trainer.xp, a, offset) for a in parts]
+    exact = sum(float((a.astype(np.float64) ** 2).sum()) for a in parts)
+    total = float(np.asarray(trainer.square_sum_each(mine).get()))
+    assert total == pytest.approx(exact, rel=sum(LENGTHS) * 2.0**-52)
+    again = trainer.square_sum_each([a.copy() for a in mine])
+    assert total == float(np.asarray(again.get()))  # one order, wherever the arrays lie
+    trainer.scale_each(mine, 0.3)
+    trainer.scale_each(mine, trainer.xp.asarray(np.float32(-1.7)).reshape(()))
+    for ours, theirs in zip(mine, parts, strict=True):
+        same_bytes("scale", ours.get(), theirs * np.float32(0.3) * np.float32(-1.7))
+
+
+@pytest.mark.parametrize("width", [1, 5, 1030, 2100])
+def test_rows_are_added_in_order(trainer: Any, width: int) -> None:
+    rng = np.random.default_rng(width)
+    for count in (1, 31, 300) if width < 1000 else (70,):
+        rows = rng.standard_normal((count, width)).astype(np.float32)
+        index = rng.integers(-7, 7, count) * rng.integers(0, 2, count)
+        out = rng.standard_normal((7, width)).astype(np.float32)
+        want, magnitude = out.astype(np.float64), np.abs(out).astype(np.float64)
+        np.add.at(want, index, rows.astype(np.float64))
+        np.add.at(magnitude, index, np.abs(rows).astype(np.float64))
+        there = [trainer.xp.asarray(a) for a in (out, index, rows)]
+        assert trainer.path("add_rows", *there) == "fused kernel"
+        trainer.add_rows(*there)
+        assert (np.abs(there[0].get() - want) <= (count + 1) * UNIT * magnitude).all()
+        in_order = np.zeros_like(out)
+        for at, row in zip(index % 7, rows, strict=True):
+            in_order[at] += row
+        same_bytes("rows", there[0].get(), out + in_order)
+
+
+def test_the_loss_scale_moves_as_on_the_host(emulator: emulation.Emulator) -> None:
+    rng = np.random.default_rng(0)
+    rule = (2.0, 0.5, 3.0, 1.0)
+    host = np.array([4.0, 0, 0, 0])
+    device, stop = host.copy(), np.zeros((), np.uint32)
+    for bad in rng.random(200) < 0.4:
+        training.rescale(host, bool(bad), rule)
+        emulator(
+            recording.source(), "rescale", 1, 1, device, np.array(bad, np.uint32), stop,
+            *map(np.float64, rule),
+        )  # fmt: skip
+        same_bytes("state", device, host)
+    emulator(
+        recording.source(), "rescale", 1, 1, device, np.array(1, np.uint32),
+        np.array(1, np.uint32), *map(np.float64, rule),
+    )  # fmt: skip
+    same_bytes("stopped", device, host)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "layer_norm_grad", "rms_norm_grad"])

@@ -147,5 +147,5 @@ def test_tables_cannot_be_changed(table: dict[str, object]) -> None:
     with pytest.raises(TypeError):
         table[name] = row
     with pytest.raises(FrozenInstanceError):
-        row.name = "other"  # type: ignore[attr-defined]
-    assert all(name == row.name for name, row in table.items())  # type: ignore[attr-defined]
+        row.name = "other"
+    assert all(name == row.name for name, row in table.items())

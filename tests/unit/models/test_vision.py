@@ -11,7 +11,7 @@ from training.runs import RUNS
 
 
 def parameters(model: object) -> int:
-    return sum(p.size for p in model.parameters())  # type: ignore[attr-defined]
+    return sum(p.size for p in model.parameters())
 
 
 def test_lenet5_has_its_61706_weights() -> None:

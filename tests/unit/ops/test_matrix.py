@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import extensor as et
+from extensor.autograd.primitive import OPS
+from extensor.backends.generic import GenericBackend
 from extensor.testing import gradcheck
 
 RNG = np.random.default_rng(5)
@@ -121,3 +126,27 @@ def test_shift_and_back() -> None:
     assert et.fft.ifftshift(et.fft.fftshift(x)).tolist() == x.tolist()
     assert et.fft.fftshift(et.arange(5)).tolist() == [3, 4, 0, 1, 2]
     gradcheck(et.fft.fftshift, [et.ExTensor(GOOD, requires_grad=True)])
+
+
+def test_an_array_module_that_gives_nan_is_asked_to_raise() -> None:
+    """As cupy: silent unless told, and then in words of its own."""
+    told: list[bool] = []
+
+    class Quiet(GenericBackend):
+        @contextmanager
+        def raising(self) -> Iterator[None]:
+            told.append(True)
+            yield
+            told.pop()
+
+    def inverse(x: np.ndarray) -> np.ndarray:
+        if told:
+            raise np.linalg.LinAlgError("Error reported by getrf in cuSOLVER. devInfo = 2.")
+        return np.full_like(x, np.nan)
+
+    linalg = SimpleNamespace(inv=inverse)
+    backend = Quiet("quiet", SimpleNamespace(__name__="quiet", linalg=linalg))
+    primitive = OPS["inv"].primitive
+    assert primitive is not None
+    with pytest.raises(np.linalg.LinAlgError, match="^inv: Singular matrix$"):
+        primitive.forward(backend, np.zeros((2, 2)))

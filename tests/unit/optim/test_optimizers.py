@@ -403,7 +403,7 @@ def test_the_base_class_is_abstract():
         Optimizer([P], lr=0.1)
 
 
-class Together(type(ExTensor([0.0], device="cpu").backend)):  # type: ignore[misc]
+class Together(type(ExTensor([0.0], device="cpu").backend)):
     """The CPU's backend, saying that it likes many parameters at once."""
 
     steps_together = True

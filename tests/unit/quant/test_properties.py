@@ -61,17 +61,17 @@ def specs(draw: st.DrawFn, ndim: int) -> QuantSpec:
         fields["symmetric"] = draw(st.booleans())
     if row.outliers:
         fields["outliers"] = draw(st.none() | st.integers(0, 32))
-        return QuantSpec(name, **fields)  # type: ignore[arg-type]
+        return QuantSpec(name, **fields)
     rows = 1 if ndim == 1 else draw(st.sampled_from([1, 1, 2, 16]))
     tile = (rows, draw(st.sampled_from([1, 7, 16, 32, 64])))
     fields["tile"] = draw(st.sampled_from([None, "channel", "tensor", tile, tile]))
     if draw(st.booleans()):
         size, signs = draw(st.sampled_from([16, 32])), draw(st.sampled_from(["none", "random"]))
-        fields["transform"] = Hadamard(size, signs, draw(st.integers(0, 2**64 - 1)))  # type: ignore[arg-type]
+        fields["transform"] = Hadamard(size, signs, draw(st.integers(0, 2**64 - 1)))
     if fields.get("symmetric", True):
         fields["statistic"] = draw(st.sampled_from(["amax", "amax", "percentile", "running"]))
         fields["percentile"] = draw(st.floats(0.5, 100))
-    return QuantSpec(name, **fields)  # type: ignore[arg-type]
+    return QuantSpec(name, **fields)
 
 
 def quantized(x: np.ndarray, spec: QuantSpec) -> QuantArray:

@@ -107,19 +107,19 @@ def test_filled_in(tiny: None, tmp_path: Path) -> None:
     assert all((unescape(t) == unescape(s)) == (kind == "good") for kind, t, s in kinds)
     assert said.count("<hr>") == 5
     plain = unescape(re.sub(r'<b class="\w+" title="([^"]*)">.*?</b>|<[^>]+>', r"\1", said))
-    windows = [trainer.task.tokenizer.decode(w) for w in _windows(trainer)]  # type: ignore[attr-defined]
+    windows = [trainer.task.tokenizer.decode(w) for w in _windows(trainer)]
     assert all(window in plain for window in windows)
 
 
 def _windows(trainer: Trainer) -> np.ndarray:
-    tokens = trainer.task.test_tokens  # type: ignore[attr-defined]
+    tokens = trainer.task.test_tokens
     starts = language.even_starts(len(tokens), 16, 8)[:6]
     return tokens[starts[:, None] + np.arange(16)]
 
 
 def test_a_diverged_model_says_so(tiny: None, tmp_path: Path) -> None:
     trainer, _ = trained(language_run("gpt"), tmp_path / "run")
-    trainer.model.norm.weight.data[0] = np.nan  # type: ignore[attr-defined]
+    trainer.model.norm.weight.data[0] = np.nan
     with pytest.raises(UsageError, match="diverged"):
         answers(trainer, None)
     trainer.save(tmp_path / "run" / "checkpoint.safetensors")

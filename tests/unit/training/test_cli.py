@@ -150,7 +150,7 @@ def test_a_run_from_start_to_finish(tmp_path: Path, capsys: pytest.CaptureFixtur
     again = str(tmp_path / "again")
     assert main(["mlp", "--config", f"{out}/config.toml", "--out", again]) == 0
     one, two = (load_checkpoint(f"{p}/checkpoint.safetensors").tensors for p in (out, again))
-    assert all(one[name].tobytes() == two[name].tobytes() for name in one)  # type: ignore[union-attr]
+    assert all(one[name].tobytes() == two[name].tobytes() for name in one)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
@@ -188,7 +188,7 @@ def test_ctrl_c_saves_and_resumes_bit_identically(tmp_path: Path) -> None:
         assert process.returncode == 0, text
     one, two = (load_checkpoint(p / "checkpoint.safetensors").tensors for p in (parts, whole))
     assert one.keys() == two.keys()
-    assert all(one[name].tobytes() == two[name].tobytes() for name in one)  # type: ignore[union-attr]
+    assert all(one[name].tobytes() == two[name].tobytes() for name in one)
     lines = [json.loads(line)["epoch"] for line in metrics.read_text().splitlines()]
     assert lines == [1, 2, 3, 4, 5, 6]
 

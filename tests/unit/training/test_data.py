@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import hashlib
 import struct
@@ -187,30 +188,23 @@ def test_idx_rows_are_whole(source: IdxSource) -> None:
     assert all(len(bytes.fromhex(c)) == 32 for c in source.checksums)
 
 
-def test_an_idx_set_loads_from_four_files(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("row", [MNIST, FASHION_MNIST])
+def test_an_idx_set_loads_from_four_files(
+    row: IdxSource, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
     shapes = ((6, 28, 28), (6,), (4, 28, 28), (4,))
     arrays = [rng.integers(0, 10, shape).astype(np.uint8) for shape in shapes]
     stems = ("a", "b", "c", "d")
     monkeypatch.setattr("training.data.idx.FILES", tuple(zip(stems, shapes, strict=True)))
     for stem, array in zip(stems, arrays, strict=True):
-        put(cache / "toy", gzip.compress(idx_bytes(array)), f"{stem}.gz")
+        put(cache / row.name, gzip.compress(idx_bytes(array)), f"{stem}.gz")
     sums = tuple(hashlib.sha256(idx_bytes(a)).hexdigest() for a in arrays)
-    source = IdxSource(
-        name="toy",
-        classes=tuple("0123456789"),
-        mean=0.5,
-        std=0.25,
-        checksums=sums,
-        system=(),
-        urls=(),
-        remedy="none",
-    )
-    toy = source.load()
-    assert toy.train.images.dtype == np.uint8
-    batch = next(batches(toy, toy.train, 6))
+    data = dataclasses.replace(row, checksums=sums, system=(), urls=()).load()
+    assert data.train.images.dtype == np.uint8
+    batch = next(batches(data, data.train, 6))
     np.testing.assert_allclose(
-        batch.inputs[:, 0], (arrays[0] / 255 - 0.5) / 0.25, rtol=1e-6, atol=1e-6
+        batch.inputs[:, 0], (arrays[0] / 255 - row.mean) / row.std, rtol=1e-6, atol=1e-6
     )
     assert batch.labels.tolist() == arrays[1].tolist()
 

@@ -110,7 +110,7 @@ def test_a_run_leaves_everything(small: Make, tmp_path: Path) -> None:
     assert 0 <= result["waited"] < 1
     assert 0 < result["peak_rss_mb"] < 16_000  # of the whole process, other tests included
     assert any((out / "tensorboard").iterdir())
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert text.count("epoch 1/2") == 1
     assert "saturated" in text
     assert "layers.1" in text
@@ -237,7 +237,7 @@ def test_early_stopping_stops(small: Make, tmp_path: Path) -> None:
     )
     trainer.fit()
     losses = [report.val_loss for report in trainer.history]
-    assert len(losses) - 1 - losses.index(min(losses)) == 2  # type: ignore[type-var]
+    assert len(losses) - 1 - losses.index(min(losses)) == 2
     assert trainer.stop_reason is not None
     assert "has not improved for 2 epochs" in trainer.stop_reason
 

@@ -43,7 +43,7 @@ def shown(width: int) -> str:
     progress.on_end(trainer, None)
     page = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     page.print(bar.get_renderable())
-    return page.file.getvalue()  # type: ignore[attr-defined]
+    return page.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, WIDE, 160])
@@ -60,4 +60,4 @@ def test_elsewhere_there_is_no_bar() -> None:
     console = Console(file=io.StringIO(), force_terminal=False)
     trainer: Any = SimpleNamespace(batches=1)
     ShowProgress(console).on_start(trainer)
-    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+    assert console.file.getvalue() == ""

@@ -67,7 +67,7 @@ def test_calibration_takes_plain_training_images(run: Path) -> None:
     trainer = restored(run)
     batches = calibration_set(trainer, 40)
     assert [x.shape[0] for (x,) in batches] == [32, 8]
-    dataset = trainer.task.dataset  # type: ignore[attr-defined]
+    dataset = trainer.task.dataset
     pixels = dataset.train.images.reshape(96, -1).astype(np.float64)
     pixels /= 255 if dataset.train.images.dtype == np.uint8 else 1
     plain = (pixels - dataset.mean) / dataset.std

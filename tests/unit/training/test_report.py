@@ -87,7 +87,7 @@ def test_report_writes_everything(tmp_path: Path) -> None:
     assert len(content["runs"]) == 5
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     # no number is cut off on a narrow terminal
-    assert "97.50 ± 0.71" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "97.50 ± 0.71" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_the_last_tenth_is_for_testing() -> None:
     assert corpus.limited(7).train == "a" * 7
     assert corpus.limited(None) is corpus
     with pytest.raises(DataError, match="wanted documents of text, got bytes as document 1"):
-        Corpus.of("tiny", ["a", b"b"])  # type: ignore[list-item]
+        Corpus.of("tiny", ["a", b"b"])
     with pytest.raises(DataError, match="without a letter"):
         Corpus.of("tiny", [" ", "\n"])
 

@@ -1,0 +1,303 @@
+"""Whole training steps on a GPU: eager, captured in a CUDA graph, and torch's.
+
+    python ci/bench/cuda_step.py [--only lenet gpt layers] [--recipes mxfp4 ...] [--rounds N]
+
+lenet   LeNet-5, batch 256, SGD with momentum; torch float32: eager, compiled with
+        mode="reduce-overhead", and its whole step in one CUDA graph
+gpt     a GPT of 30 million parameters (8 layers, width 512, vocabulary 8192), 16 windows of 1024
+        tokens, AdamW; torch in bfloat16 (autocast): eager and compiled
+layers  one transformer block, forward and backward, of 16,384 tokens and width 2048 and 4096;
+        torch likewise
+
+A step is forward, backward and update, all of the optimizer's checks included; batches lie on the
+GPU. Ours are `extensor.capture`d, or the same function called by Python ("eager"). CUDA events
+around several steps, each of ours taking turns with torch's in one process, medians. "of_torch" is
+to torch's fastest. Needs a GPU, torch and the extra ``cuda13``; minutes, most of them
+torch.compile's, which `--quick` leaves out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+import extensor as et
+from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
+from ci.bench.gpt_torch import torch_gpt
+from extensor.backends import registry
+from extensor.nn.quantize import apply_recipe
+from extensor.optim import SGD, AdamW
+from models.gpt.configs import GPTConfig
+from models.gpt.model import build as build_gpt
+from models.lenet.configs import LeNetConfig
+from models.lenet.model import build as build_lenet
+
+PARTS = ("lenet", "gpt", "layers")
+RECIPES = {
+    "lenet": ["fp32", "mxfp4", "mxfp8_nvidia"],
+    "gpt": ["bf16", "mxfp8_nvidia", "mxfp4", "nvfp4_nvidia"],
+    "layers": ["bf16", "mxfp8_nvidia", "mxfp4_all"],
+}
+GPT = GPTConfig(vocab=8192, context=1024, layers=8, heads=8, width=512)
+WINDOWS, TOKENS, IMAGES, BATCHES = 16, 16384, 256, 4
+Call = Callable[[int], Any]
+
+
+def measure(calls: dict[str, Call], rounds: int, burst: int) -> dict[str, float]:
+    """Median milliseconds of a step, in turns of ``burst`` after four that warm up."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for turn in range(4):
+            call(turn)
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for turn in range(burst):
+                call(turn)
+            stop.record()
+            stop.synchronize()
+            times[name].append(start.elapsed_time(stop) / burst)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def ours(
+    model: Any, optimizer: Any, recipes: list[str], loss_of: Any, batches: list[Any]
+) -> Iterator[tuple[str, Call]]:
+    """The step by Python, then captured; each with a model of its own."""
+    for recipe, captured in itertools.product(recipes, (False, True)):
+        mine = model()
+        state = apply_recipe(mine, recipe)
+        by = optimizer(mine)
+        place = [tuple(et.from_numpy(a, device="cuda") for a in batch) for batch in batches]
+
+        def step(*batch: et.ExTensor, mine: Any = mine, by: Any = by) -> et.ExTensor:
+            by.zero_grad()
+            loss: et.ExTensor = loss_of(mine, *batch)
+            loss.backward()
+            by.step()
+            return loss
+
+        train = et.capture(step) if captured else step
+
+        def call(turn: int, state: Any = state, train: Any = train, place: Any = place) -> Any:
+            state.step += 1
+            return train(*place[turn % BATCHES])
+
+        yield f"{recipe}, {'captured' if captured else 'eager'}", call
+
+
+def theirs(
+    model: torch.nn.Module, optimizer: Any, loss_of: Any, batches: list[Any], half: bool
+) -> Call:
+    """Torch's step with this model, compiled or not."""
+    place = [tuple(torch.from_numpy(a).cuda() for a in batch) for batch in batches]
+
+    def call(turn: int) -> Any:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            loss = loss_of(model, *place[turn % BATCHES])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return call
+
+
+def torch_lenet() -> torch.nn.Module:
+    nn = torch.nn
+    convs = [nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
+    convs += [nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    rest = [nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
+    return nn.Sequential(*convs, *rest).cuda()
+
+
+def graphed(call: Call, batches: list[Any]) -> Call:
+    """Torch's whole step in one CUDA graph, on the first batch."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(0)
+    return lambda turn: graph.replay()
+
+
+Contest = tuple[dict[str, Call], Iterator[tuple[str, Call]]]
+"""Torch's calls, and ours, each made when its turn comes: all of them would not fit a GPU."""
+
+
+def lenet(recipes: list[str], quick: bool) -> Contest:
+    """Contestants on random images."""
+    rng = np.random.default_rng(0)
+    batches = [
+        (
+            rng.standard_normal((IMAGES, 1, 28, 28)).astype(np.float32),
+            rng.integers(0, 10, IMAGES),
+        )
+        for _ in range(BATCHES)
+    ]
+    loss = torch.nn.functional.cross_entropy
+    calls: dict[str, Call] = {}
+    for name in ("eager", "reduce-overhead", "whole step in a graph"):
+        if quick and name == "reduce-overhead":
+            continue
+        model = torch_lenet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+        ready: Any = model
+        if name == "reduce-overhead":
+            ready = torch.compile(model, mode=name)
+        call = theirs(ready, optimizer, lambda m, x, y: loss(m(x), y), batches, False)
+        calls[f"torch fp32, {name}"] = graphed(call, batches) if "graph" in name else call
+    return calls, ours(
+        lambda: build_lenet(LeNetConfig(), np.random.default_rng(1)).to("cuda"),
+        lambda m: SGD(m.named_parameters(), lr=0.01, momentum=0.9),
+        recipes,
+        lambda m, x, y: et.cross_entropy(m(x), y),
+        batches,
+    )
+
+
+def gpt(recipes: list[str], quick: bool) -> Contest:
+    """Contestants on random tokens."""
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, GPT.vocab, (WINDOWS, GPT.context + 1)) for _ in range(BATCHES)]
+    batches = [(t[:, :-1].copy(), t[:, 1:].reshape(-1).copy()) for t in tokens]
+
+    def model() -> Any:
+        return build_gpt(GPT, np.random.default_rng(1))
+
+    loss = torch.nn.functional.cross_entropy
+    calls: dict[str, Call] = {}
+    for name in ("eager", "compiled")[: 1 if quick else 2]:
+        peer = torch_gpt(GPT, model().state_dict()).cuda()
+        optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-4, fused=True)
+        ready: Any = torch.compile(peer) if name == "compiled" else peer
+        calls[f"torch bf16, {name}"] = theirs(
+            ready,
+            optimizer,
+            lambda m, x, y: loss(m(x).flatten(0, 1).float(), y),
+            batches,
+            True,
+        )
+    return calls, ours(
+        lambda: model().to("cuda"),
+        lambda m: AdamW(m.named_parameters(), lr=1e-4),
+        recipes,
+        lambda m, x, y: et.cross_entropy(m(x).reshape(-1, GPT.vocab), y),
+        batches,
+    )
+
+
+class NoUpdate:
+    """An optimizer for what is forward and backward alone."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = list(params)
+
+    def zero_grad(self, **options: Any) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def step(self) -> None:
+        pass
+
+
+def layers(recipes: list[str], quick: bool, width: int) -> Contest:
+    """Contestants with one block."""
+    config = GPTConfig(vocab=64, context=1024, layers=1, heads=width // 128, width=width)
+    rng = np.random.default_rng(0)
+    shape = (TOKENS // 1024, 1024, width)
+    batches = [(rng.standard_normal(shape).astype(np.float32),) for _ in range(BATCHES)]
+
+    def block() -> Any:
+        return et.nn.TransformerBlock(width, config.heads, causal=True, bias=False, rng=1)
+
+    calls: dict[str, Call] = {}
+    state = build_gpt(config, np.random.default_rng(1)).state_dict()
+    for name in ("eager", "compiled")[: 1 if quick else 2]:
+        peer = torch_gpt(config, state).blocks[0].cuda()
+        ready: Any = torch.compile(peer) if name == "compiled" else peer
+        calls[f"torch bf16, {name}"] = theirs(
+            ready,
+            NoUpdate(peer.parameters()),
+            lambda m, x: m(x).float().square().mean(),
+            batches,
+            True,
+        )
+    return calls, ours(
+        lambda: block().to("cuda"),
+        lambda m: NoUpdate(m.parameters()),
+        recipes,
+        lambda m, x: m(x).square().mean(),
+        batches,
+    )
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--recipes", nargs="+", help="instead of those of each part")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="without torch.compile")
+    chosen = parser.parse_args()
+    xp = registry.get("cuda").xp
+    works: list[tuple[str, Any, int, int]] = []
+    for part in chosen.only:
+        recipes = chosen.recipes or RECIPES[part]
+        if part == "layers":
+            works += [
+                (f"layers {width}", partial(layers, recipes, chosen.quick, width), TOKENS, 4)
+                for width in (2048, 4096)
+            ]
+        else:
+            make, items, burst = (lenet, IMAGES, 50) if part == "lenet" else (gpt, TOKENS, 5)
+            works.append((part, partial(make, recipes, chosen.quick), items, burst))
+    rows: list[dict[str, Any]] = []
+    for title, make, items, burst in works:
+        torchs, mine = make()
+        times = measure(torchs, chosen.rounds, burst)
+        best = min(times, key=times.__getitem__)
+        for name, milliseconds in times.items():
+            rows.append(_row(title, name, milliseconds, times[best], items))
+        for name, call in mine:
+            times = measure({best: torchs[best], name: call}, chosen.rounds, burst)
+            rows.append(_row(title, name, times[name], times[best], items))
+            del call
+            gc.collect()
+            xp.get_default_memory_pool().free_all_blocks()
+        del torchs, mine
+        gc.collect()
+        torch.cuda.empty_cache()
+    name = "cuda-step" + "".join(
+        f"-{part}" for part in chosen.only if len(chosen.only) < len(PARTS)
+    )
+    write(name, command(), rows, about=gpu_of(xp), packages=GPU_PACKAGES)
+
+
+def _row(part: str, name: str, milliseconds: float, best: float, items: int) -> dict[str, Any]:
+    row = {
+        "part": part,
+        "name": name,
+        "milliseconds": round(milliseconds, 4),
+        "per_second": round(1e3 * items / milliseconds),
+        "of_torch": round(best / milliseconds, 3),
+    }
+    print(*row.values(), sep="  ", flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""`capture`: a training step that a GPU repeats without Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from extensor.autograd.apply import wrap
+from extensor.autograd.tensor import ExTensor
+from extensor.backends.recording import Graph
+
+__all__ = ["CapturedStep", "capture"]
+
+CHECK_EVERY = 64
+"""Repetitions between two looks for errors, each of which waits for the device."""
+
+
+def capture(step: Callable[..., Any]) -> CapturedStep:
+    """Make a training step that a GPU repeats without Python, as a CUDA graph.
+
+        state = nn.apply_recipe(model, "mxfp4")
+
+        def step(images, labels):
+            optimizer.zero_grad()
+            loss = et.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        train = et.capture(step)
+        for number, (images, labels) in enumerate(batches):
+            state.step = number
+            schedule.apply(optimizer, number)
+            loss = train(images, labels)
+
+    Each call makes one step, with the bits that ``step`` itself gives. On a GPU the first two calls
+    for inputs of new shapes run Python; the third records what is launched, and from then on only
+    that is repeated. On the CPU every call is a call of ``step``.
+
+    What the step may depend on, apart from its arguments: the recipe's ``step``, learning rates,
+    tensors of parameters, optimizers and layers (which stay where they are), a `MXGradScaler`'s
+    state. Everything else is as it was when the step was recorded. Python inside ``step`` does not
+    run again: no value may be read there, and what it counts stays as it is.
+
+    Args:
+        step: takes tensors, gives a tensor, a tuple of tensors or None. Its optimizers are SGD,
+            Adam or AdamW with float32 parameters and states.
+
+    Returns:
+        A callable with the same arguments and results; results are copies.
+    """
+    return CapturedStep(step)
+
+
+class _Repeated:
+    """The step for inputs of one shape: its graph, and the memory that inputs are copied to."""
+
+    def __init__(self, step: Callable[..., Any], graph: Graph) -> None:
+        self.step, self.graph = step, graph
+        self.calls = 0
+        self.inputs: list[ExTensor] = []
+        self.outputs: Any = None
+
+    def __call__(self, tensors: tuple[ExTensor, ...]) -> Any:
+        self.calls += 1
+        try:
+            return self._call(tensors)
+        except BaseException:
+            self.calls = 0 if self.outputs is None else self.calls
+            raise
+
+    def _call(self, tensors: tuple[ExTensor, ...]) -> Any:
+        if self.calls == 1:
+            self.inputs = self.graph.run(lambda: [_copied(tensor) for tensor in tensors])
+            return self.graph.run(self._run)
+        for mine, theirs in zip(self.inputs, tensors, strict=True):
+            mine.data[...] = theirs.data
+        if self.calls == 2:
+            return self.graph.rehearse(self._run)
+        if self.outputs is None:
+            self.outputs = (self.graph.record(self._run),)
+        self.graph.repeat()
+        if self.calls % CHECK_EVERY == 0:
+            self.graph.check()
+        return _each(self.outputs[0], _copied)
+
+    def _run(self) -> Any:
+        return _each(self.step(*self.inputs), lambda tensor: tensor.detach())
+
+
+class CapturedStep:
+    """What `capture` gives; it keeps a graph for each shape of its inputs."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step = step
+        self._graphs: dict[Any, _Repeated] = {}
+
+    def __call__(self, *inputs: ExTensor) -> Any:
+        """One step.
+
+        Raises:
+            TypeError: for arguments that are no dense tensors without gradients, or none.
+            RuntimeError: if the step does what cannot be recorded, naming the line; nothing was
+                updated then. If something changed that was recorded as it was.
+            Exception: what a captured step before this one found wrong, such as a label that is no
+                class; no update was made since.
+        """
+        for tensor in inputs:
+            if not isinstance(tensor, ExTensor) or tensor.is_blocked or tensor.requires_grad:
+                got = f"{tensor!r:.80}" if isinstance(tensor, ExTensor) else type(tensor).__name__
+                raise TypeError(f"capture: wanted dense tensors without gradients, got {got}")
+        if not inputs:
+            raise TypeError("capture: wanted the step's batch as arguments, got none")
+        key = tuple((tensor.shape, tensor.dtype.name, tensor.device) for tensor in inputs)
+        if key not in self._graphs:
+            graph = inputs[0].backend.new_graph()
+            if graph is None:
+                return _each(self._step(*inputs), lambda tensor: tensor.detach())
+            self._graphs[key] = _Repeated(self._step, graph)
+        return self._graphs[key](inputs)
+
+    def check(self) -> None:
+        """Raise what captured steps found wrong since the last look; waits for the device."""
+        for repeated in self._graphs.values():
+            repeated.graph.check()
+
+
+def _copied(tensor: ExTensor) -> ExTensor:
+    return wrap(tensor.data.copy(), tensor.backend)
+
+
+def _each(results: Any, change: Callable[[ExTensor], ExTensor]) -> Any:
+    """A tensor, a tuple or list of them, or None, each changed."""
+    if results is None:
+        return None
+    if isinstance(results, ExTensor):
+        return change(results)
+    if isinstance(results, (tuple, list)) and all(isinstance(t, ExTensor) for t in results):
+        return tuple(change(tensor) for tensor in results)
+    raise TypeError(
+        f"capture: wanted a step that gives a tensor, a tuple of tensors or None, got "
+        f"{type(results).__name__}"
+    )

@@ -1,0 +1,181 @@
+"""Float32 products by cuBLAS, in and out of CUDA graphs.
+
+cupy refuses to call cuBLAS while a stream is captured. cuBLAS itself does not mind, given memory of
+its own to work in, so this calls the library that cupy has loaded, with a handle and a workspace of
+its own. Eager and captured products go the same way and give the same bits. Everything that is no
+pair of float32 arrays of two axes or more is left to cupy.
+
+Sums are float32 (no TF32), in cuBLAS's order: |error| <= 2 K 2**-24 sum |a| |b|.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import types
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Blas", "matmul", "placed", "with_matmul"]
+
+Array = Any
+
+_NAMES = ("libcublas.so.13", "libcublas.so.12", "libcublas.so")
+_WORKSPACE = 32 << 20
+"""Bytes that cuBLAS asks for on Hopper."""
+_POINTER, _INT, _I64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
+_PLAIN, _TURNED = 0, 1
+
+
+class Blas:
+    """cuBLAS on one device.
+
+    Raises:
+        RuntimeError: if the library is not found, or refuses a call.
+    """
+
+    def __init__(self, xp: Any) -> None:
+        self.xp = xp
+        xp.cuda.device.get_cublas_handle()  # cupy finds the library and loads it
+        for name in _NAMES:
+            try:
+                self.library = ctypes.CDLL(name)
+                break
+            except OSError:
+                continue
+        else:
+            raise RuntimeError(
+                f"device 'cuda': none of {', '.join(_NAMES)} is loaded; "
+                "pip install 'extensor[cuda13]'"
+            )
+        self.handle = ctypes.c_void_p()
+        self._call("cublasCreate_v2", ctypes.byref(self.handle))
+        self.workspace = xp.empty(_WORKSPACE, dtype=xp.uint8)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self.library, name)(*arguments):
+            raise RuntimeError(f"{name}: cuBLAS status {status}")
+
+    def gemm(
+        self,
+        turned: tuple[int, int],
+        sizes: tuple[int, int, int],
+        arrays: tuple[Array, Array, Array],
+        pitches: tuple[int, int, int],
+        strides: tuple[int, int, int],
+        batch: int,
+    ) -> None:
+        """The column-major product of cublasSgemmStridedBatched, on the current stream."""
+        stream = self.xp.cuda.get_current_stream().ptr
+        self._call("cublasSetStream_v2", self.handle, _POINTER(stream))
+        # Setting the stream has taken the workspace away.
+        memory = _POINTER(self.workspace.data.ptr)
+        size = ctypes.c_size_t(_WORKSPACE)
+        self._call("cublasSetWorkspace_v2", self.handle, memory, size)
+        one, zero = ctypes.c_float(1), ctypes.c_float(0)
+        a, b, c = (
+            (_POINTER(array.data.ptr), _INT(pitch), _I64(stride))
+            for array, pitch, stride in zip(arrays, pitches, strides, strict=True)
+        )
+        self._call(
+            "cublasSgemmStridedBatched",
+            self.handle,
+            *(_INT(number) for number in (*turned, *sizes)),
+            ctypes.byref(one),
+            *a,
+            *b,
+            ctypes.byref(zero),
+            *c,
+            _INT(batch),
+        )
+
+
+@lru_cache(maxsize=16)
+def _blas(device: int) -> Blas:
+    import cupy
+
+    return Blas(cupy)
+
+
+def placed(x: Array, lead: tuple[int, ...], xp: Any) -> tuple[Array, int, int, int]:
+    """How cuBLAS reads matrices (..., M, K), of leading axes that broadcast to ``lead``.
+
+    Returns:
+        The array or a copy; whether rows lie down columns; elements between rows (columns) and
+        between matrices, 0 for one that all share.
+    """
+    (rows, columns), item = x.shape[-2:], x.itemsize
+    down, along = x.strides[-2:]
+    along = item if columns == 1 else along  # strides of a single row or column mean nothing
+    down = columns * item if rows == 1 else down
+    if along == item and down >= columns * item and down % item == 0:
+        turned, pitch = _PLAIN, down // item
+    elif down == item and along >= rows * item and along % item == 0:
+        turned, pitch = _TURNED, along // item
+    else:
+        return placed(xp.ascontiguousarray(x), lead, xp)
+    stride = _stride(x, lead)
+    if stride is None:
+        return placed(xp.ascontiguousarray(xp.broadcast_to(x, (*lead, rows, columns))), lead, xp)
+    return x, turned, pitch, stride
+
+
+def _stride(x: Array, lead: tuple[int, ...]) -> int | None:
+    """Elements between neighbouring matrices; None if there is no one distance."""
+    mine = (1,) * (len(lead) - x.ndim + 2) + x.shape[:-2]
+    strides = (0,) * (len(lead) - x.ndim + 2) + x.strides[:-2]
+    if math.prod(mine) == 1:
+        return 0
+    if mine != lead:
+        return None
+    wanted: int | None = None
+    first = 0
+    for size, stride in zip(reversed(mine), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if wanted is not None and stride != wanted:
+            return None
+        first = stride if wanted is None else first
+        wanted = stride * size
+    return None if first % x.itemsize or first < 0 else first // x.itemsize
+
+
+def matmul(a: Array, b: Array, xp: Any, blas: Any) -> Array:
+    """A b of float32 (..., M, K) and (..., K, N), leading axes broadcasting, nothing empty."""
+    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    out = xp.empty((*lead, m, n), dtype=np.float32)
+    left, a_turned, a_pitch, a_stride = placed(a, lead, xp)
+    right, b_turned, b_pitch, b_stride = placed(b, lead, xp)
+    # Row by row a b is, column by column, b^T a^T.
+    blas.gemm(
+        (b_turned, a_turned),
+        (n, m, k),
+        (right, left, out),
+        (b_pitch, a_pitch, n),
+        (b_stride, a_stride, m * n),
+        math.prod(lead),
+    )
+    return out
+
+
+def _takes(a: Any, b: Any) -> bool:
+    if not (a.dtype == b.dtype == np.float32 and a.ndim > 1 and b.ndim > 1):
+        return False
+    return bool(a.size and b.size and a.shape[-1] == b.shape[-2])
+
+
+def with_matmul(cupy: Any) -> Any:
+    """Cupy with this module's matmul: what the CUDA backend calls its array module."""
+    module = types.ModuleType("cupy")
+    module.__dict__.update(cupy.__dict__)
+
+    def multiply(a: Array, b: Array) -> Array:
+        if not _takes(a, b):
+            return cupy.matmul(a, b)
+        return matmul(a, b, cupy, _blas(cupy.cuda.runtime.getDevice()))
+
+    module.matmul = multiply  # type: ignore[attr-defined]
+    return module

@@ -1,0 +1,463 @@
+"""Captured steps: the bits of eager ones, and what is said of what cannot be captured.
+
+Without a GPU on one made of numpy (`tests.unit.cuda.fake`), whose quantizers are the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import extensor as et
+from extensor.backends import registry
+from extensor.nn.quantize import apply_recipe
+from extensor.optim import SGD, AdamW, MXGradScaler, WarmupCosine, clip_grad_norm
+from extensor.quant import reference
+from extensor_cuda import blas, recording
+from extensor_cuda.backend import CudaBackend
+from extensor_cuda.counts import Counters, Counts
+from extensor_cuda.kernels import cross_entropy, norm, optimizer, pair, scatter
+from extensor_cuda.kernels import quantize as kernels
+from models.gpt.configs import GPTConfig
+from models.gpt.model import build as build_gpt
+from models.lenet.configs import LeNetConfig
+from models.lenet.model import build as build_lenet
+from tests.oracle.compare import same_bytes
+from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda import fake
+from tests.unit.training.conftest import SMALL
+from training.config import RunConfig
+from training.loop import Trainer
+from training.loop import train as run_training
+from training.rundir import UsageError
+from training.runs import defaults
+
+SLOTS = 2 * kernels.SLOTS
+QUIET = Console(quiet=True)
+
+
+class FakeBlas:
+    """cublasSgemmStridedBatched on numpy: column-major matrices by pitch and stride."""
+
+    def gemm(
+        self, turned: Any, sizes: Any, arrays: Any, pitches: Any, strides: Any, batch: int
+    ) -> None:
+        (m, n, k), held = sizes, [fake.plain(a) for a in arrays]
+        shapes = [(k, m) if turned[0] else (m, k), (n, k) if turned[1] else (k, n), (m, n)]
+
+        def matrix(i: int, number: int) -> np.ndarray:
+            rows, columns = shapes[i]
+            assert pitches[i] >= rows
+            flat = np.lib.stride_tricks.as_strided(
+                held[i], (batch * max(strides[i], 1) + pitches[i] * columns,), (4,)
+            )
+            start = number * strides[i]
+            return np.lib.stride_tricks.as_strided(
+                flat[start:], (rows, columns), (4, 4 * pitches[i])
+            )
+
+        def again() -> None:
+            for number in range(batch):
+                a, b = matrix(0, number), matrix(1, number)
+                a, b = (a.T if turned[0] else a), (b.T if turned[1] else b)
+                matrix(2, number)[...] = (a @ b).astype(np.float32)
+
+        fake.TAPE.launch(again)
+
+
+def counted(x: Any, spec: Any, stream: Any, counters: Counters, part: tuple[int, int]) -> Any:
+    """A quantizer's launch: the reference, with the step that the device has."""
+    clock = recording.clock_of([stream])
+    values = fake.plain(x)
+    decoded, stats = reference.operand(values, spec, stream)
+    out, adds = fake.made(decoded), fake.plain(counters.array)
+    memory = fake.plain(out)
+
+    def again() -> None:
+        now = stream
+        if isinstance(clock, np.ndarray):
+            now = replace(stream, step=int(fake.plain(clock)))
+        made, found = reference.operand(values, spec, now)
+        memory[...] = made
+        adds[part[0] : part[0] + 2] += np.array([found.saturated, found.flushed], np.uint64)
+
+    fake.TAPE.launch(again)
+    return out, Counts(counters, part, stats.count)
+
+
+def fake_operand(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
+    return counted(x, plan.spec, stream, Counters(SLOTS, xp), (0, SLOTS))
+
+
+def fake_pair(x: Any, plan: Any, streams: Any, xp: Any) -> Any:
+    counters, streams = Counters(2 * SLOTS, xp), plan.ordered(streams)
+    sides = (plan.along.spec, 0), (plan.down.spec, 1)
+    made = [
+        counted(x, spec, streams[i], counters, (i * SLOTS, (i + 1) * SLOTS)) for spec, i in sides
+    ]
+    return plan.ordered((made[0], made[1]))
+
+
+@pytest.fixture(params=["fake", "on a GPU"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The CUDA backend, on a GPU or on numpy, as device "cuda"."""
+    if request.param == "on a GPU":
+        return request.getfixturevalue("cuda")
+    if emulation.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    launch = request.getfixturevalue("fake_launch")
+    for module in (cross_entropy, norm, optimizer, scatter, recording):
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(kernels, "operand", fake_operand)
+    monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
+    monkeypatch.setattr(pair, "operand", fake_pair)
+    monkeypatch.setattr("extensor_cuda.backend._capability", lambda device: "80")
+    xp: Any = fake.FakeCupy()
+
+    def matmul(a: Any, b: Any) -> Any:
+        if a.dtype == b.dtype == np.float32 and min(a.ndim, b.ndim) > 1:
+            return blas.matmul(a, b, xp, FakeBlas())
+        return np.matmul(a, b)
+
+    xp.matmul = matmul
+    backend, usual = CudaBackend(xp), registry._made
+    monkeypatch.setattr(registry, "_made", lambda d: backend if d == "cuda" else usual(d))
+    return backend
+
+
+@pytest.fixture(scope="session")
+def fake_launch(tmp_path_factory: pytest.TempPathFactory) -> fake.FakeLaunch:
+    return fake.FakeLaunch(tmp_path_factory.mktemp("kernels"))
+
+
+def lenet(recipe: str) -> tuple[Any, Any, Any]:
+    model = build_lenet(LeNetConfig(), np.random.default_rng(1)).to("cuda")
+    rng = np.random.default_rng(2)
+    batches = [
+        (rng.standard_normal((4, 1, 28, 28)).astype(np.float32), rng.integers(0, 10, 4))
+        for _ in range(7)
+    ]
+    return model, SGD(model.named_parameters(), lr=0.05, momentum=0.9), batches
+
+
+def gpt(recipe: str) -> tuple[Any, Any, Any]:
+    config = GPTConfig(vocab=40, context=8, layers=2, width=32, heads=2)
+    model = build_gpt(config, np.random.default_rng(1)).to("cuda")
+    matrices = [(n, p) for n, p in model.named_parameters() if p.ndim > 1]
+    vectors = [(n, p) for n, p in model.named_parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    rng = np.random.default_rng(2)
+    tokens = [rng.integers(0, 40, (2, 9)) for _ in range(7)]
+    batches = [(np.ascontiguousarray(t[:, :-1]), t[:, 1:].reshape(-1)) for t in tokens]
+    return model, AdamW(groups, lr=0.01), batches
+
+
+def train(make: Any, recipe: str, captured: bool, scaled: bool, bad: int = -1) -> dict[str, Any]:
+    """Seven steps; what they leave behind."""
+    model, step_of, batches = make(recipe)
+    state = apply_recipe(model, recipe, 5)
+    scaler = MXGradScaler(state, init_scale=4.0, growth_interval=2) if scaled else None
+    schedule = WarmupCosine(2, 9)
+
+    def step(inputs: et.ExTensor, labels: et.ExTensor) -> tuple[et.ExTensor, et.ExTensor]:
+        step_of.zero_grad()
+        scores = model(inputs)
+        scores = scores.reshape(-1, scores.shape[-1])
+        loss = et.cross_entropy(scores, labels)
+        if scaler is None:
+            loss.backward()
+            clip_grad_norm(step_of.params, 0.5)
+            step_of.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(step_of)
+            clip_grad_norm(step_of.params, 0.5, nonfinite="return")
+            scaler.step(step_of)
+            scaler.update()
+        return loss, scores
+
+    call: Callable[..., Any] = et.capture(step) if captured else step
+    losses = []
+    for number, (inputs, labels) in enumerate(batches):
+        state.step = number
+        schedule.apply(step_of, number)
+        if number == bad:
+            inputs = np.full_like(inputs, np.inf)
+        there = [et.from_numpy(a, device="cuda") for a in (inputs, labels)]
+        losses.append([t.numpy().copy() for t in call(*there)])
+    counts = dict(state.telemetry)
+    report = None if scaler is None else scaler.state_dict()
+    return {
+        "losses": losses,
+        "model": model.state_dict(),
+        "optimizer": step_of.state_dict(),
+        "telemetry": counts,
+        "scaler": report,
+    }
+
+
+def same(ours: Any, theirs: Any, where: str = "") -> None:
+    assert type(ours) is type(theirs), where
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in ours:
+            same(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(ours, (list, tuple)):
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            same(a, b, f"{where}[{i}]")
+    elif isinstance(ours, np.ndarray):
+        same_bytes(where, ours, theirs)
+    else:
+        assert ours == theirs, (where, ours, theirs)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("recipe", ["fp32", "mxfp4"])
+@pytest.mark.parametrize("make", [lenet, gpt])
+def test_captured_steps_are_the_eager_ones_bit_for_bit(
+    gpu: Any, make: Any, recipe: str, scaled: bool
+) -> None:
+    eager, captured = (train(make, recipe, c, scaled) for c in (False, True))
+    assert eager["losses"][0][0] != eager["losses"][6][0]
+    same(captured, eager)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2, 4])
+def test_steps_without_finite_gradients_are_skipped_as_in_eager_ones(gpu: Any, bad: int) -> None:
+    eager, captured = (train(lenet, "fp32", c, True, bad) for c in (False, True))
+    assert eager["scaler"]["skipped"] == 1
+    same(captured, eager)
+
+
+def small(step: Any, recipe: str = "fp32") -> tuple[Any, Any, list[et.ExTensor]]:
+    """A layer, an optimizer and a batch on the device, for steps of all kinds."""
+    layer = et.nn.Linear(8, 4, rng=0).to("cuda")
+    inputs = et.randn((5, 8), seed=1).to("cuda")
+    labels = et.asarray([0, 1, 2, 3, 0]).to("cuda")
+    return layer, step(layer), [inputs, labels]
+
+
+def plain_step(layer: Any, change: Any = None) -> tuple[Any, Any]:
+    by = SGD(layer.named_parameters(), lr=0.1, momentum=0.5)
+
+    def step(inputs: et.ExTensor, labels: et.ExTensor) -> et.ExTensor:
+        by.zero_grad()
+        loss = et.cross_entropy(layer(inputs), labels)
+        if change is not None:
+            loss = change(loss)
+        loss.backward()
+        by.step()
+        return loss
+
+    return by, et.capture(step)
+
+
+def weights(layer: Any) -> bytes:
+    return b"".join(a.tobytes() for a in layer.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda loss: loss * float(loss), "float"),
+        (lambda loss: loss if loss > 0 else -loss, "test_graph.py"),
+        (lambda loss: loss * et.asarray(np.float32(2)).to("cuda"), "copied from the host"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_named_and_changes_nothing(
+    gpu: Any, change: Any, line: str
+) -> None:
+    layer, (by, train), batch = small(lambda layer: plain_step(layer, change))
+    for _ in range(2):
+        train(*batch)
+    before = weights(layer)
+    with pytest.raises(RuntimeError, match="cannot be recorded.*move that out of the step") as got:
+        train(*batch)
+    assert line in str(got.value)
+    assert weights(layer) == before
+    loss = et.cross_entropy(layer(batch[0]), batch[1])  # eager steps go on
+    by.zero_grad()
+    loss.backward()
+    by.step()
+    assert weights(layer) != before and by.state_dict()["step.weight"] == 3
+
+
+def test_a_label_that_is_no_class_stops_updates_and_is_reported(gpu: Any) -> None:
+    layer, (_, train), (inputs, labels) = small(plain_step)
+    for _ in range(3):
+        train(inputs, labels)
+    before = weights(layer)
+    for wrong in (labels + 2, labels):
+        train(inputs, wrong)
+    with pytest.raises(ValueError, match="labels: wanted 0..3 for 4 classes") as got:
+        train.check()
+    assert "no update was made" in "".join(got.value.__notes__)
+    assert weights(layer) == before
+
+
+def test_a_gradient_that_is_not_finite_stops_updates_and_is_reported(gpu: Any) -> None:
+    layer, (by, train), (inputs, labels) = small(plain_step)
+    for _ in range(3):
+        train(inputs, labels)
+    before = weights(layer)
+    for values in (inputs * np.inf, inputs):
+        train(values, labels)
+    with pytest.raises(FloatingPointError, match="in that of weight"):
+        by.state_dict()
+    assert weights(layer) == before
+
+
+def test_an_option_that_changes_is_an_error_and_a_learning_rate_is_not(gpu: Any) -> None:
+    layer, (by, train), batch = small(plain_step)
+    for _ in range(3):
+        train(*batch)
+    before = weights(layer)
+    by.groups[0].options["lr"] = 0.0
+    train(*batch)
+    assert weights(layer) == before
+    by.groups[0].options["momentum"] = 0.25
+    with pytest.raises(RuntimeError, match="options of parameter group 0 was.*record it again"):
+        train(*batch)
+
+
+def test_what_is_loaded_is_found(gpu: Any) -> None:
+    layer, (by, train), batch = small(plain_step)
+    for _ in range(2):
+        train(*batch)
+    kept = layer.state_dict(), by.state_dict()
+    losses = [float(train(*batch)) for _ in range(3)]
+    layer.load_state_dict(kept[0])
+    by.load_state_dict(kept[1])
+    assert [float(train(*batch)) for _ in range(3)] == losses
+    assert by.state_dict()["step.weight"] == 5
+
+
+def test_memory_that_is_exchanged_is_an_error(gpu: Any) -> None:
+    layer, (_, train), batch = small(plain_step)
+    for _ in range(3):
+        train(*batch)
+    layer.weight.data = layer.weight.data.copy()
+    with pytest.raises(RuntimeError, match="memory was exchanged.*weight"):
+        train(*batch)
+
+
+def test_other_shapes_and_eager_steps_in_between_count_on(gpu: Any) -> None:
+    layers = []
+    for captured in (False, True):
+        layer = et.nn.Linear(8, 4, rng=0).to("cuda")
+        by = AdamW(layer.named_parameters(), lr=0.1)
+
+        def step(inputs: et.ExTensor, by: Any = by, layer: Any = layer) -> et.ExTensor:
+            by.zero_grad()
+            loss = layer(inputs).square().mean()
+            loss.backward()
+            by.step()
+            return loss
+
+        train = et.capture(step) if captured else step
+        for number in range(14):
+            inputs = et.randn((3 if number % 3 else 5, 8), seed=number).to("cuda")
+            (step if number == 11 else train)(inputs)
+        layers.append((layer.state_dict(), by.state_dict()))
+    same(layers[1], layers[0])
+    assert layers[0][1]["step.weight"] == 14
+
+
+def test_random_bits_that_nobody_counts_are_refused(gpu: Any) -> None:
+    layer = et.nn.Linear(8, 4, rng=0).to("cuda")
+
+    def step(inputs: et.ExTensor) -> et.ExTensor:
+        return layer(inputs).quantize(et.QuantSpec("mxfp4", rounding="stochastic"), seed=1)
+
+    train = et.capture(lambda x: step(x).dequantize())
+    with pytest.raises(RuntimeError, match="clock|back from the GPU"):
+        for _ in range(3):
+            train(et.ones((5, 8), device="cuda"))
+
+
+def test_states_in_blocks_are_refused(gpu: Any) -> None:
+    layer = et.nn.Linear(8, 4, rng=0).to("cuda")
+    by = AdamW(layer.named_parameters(), states="bfloat16")
+
+    def step(inputs: et.ExTensor) -> et.ExTensor:
+        by.zero_grad()
+        loss = layer(inputs).square().mean()
+        loss.backward()
+        by.step()
+        return loss
+
+    train, batch = et.capture(step), et.ones((5, 8), device="cuda")
+    train(batch)
+    with pytest.raises(ValueError, match="states='float32', got AdamW with states='bfloat16'"):
+        train(batch)
+
+
+def test_results_are_copies_and_arguments_are_checked(gpu: Any) -> None:
+    layer, (_, train), batch = small(plain_step)
+    losses = [train(*batch) for _ in range(6)]
+    assert len({float(loss) for loss in losses}) == 6
+    with pytest.raises(TypeError, match="got none"):
+        train()
+    with pytest.raises(TypeError, match="without gradients"):
+        train(layer.weight, batch[1])
+    with pytest.raises(TypeError, match="a tuple of tensors or None, got str"):
+        et.capture(lambda x: "loss")(batch[0])
+
+
+def test_on_the_cpu_a_captured_step_is_the_step() -> None:
+    calls = []
+    train = et.capture(lambda x: calls.append(1) or x * 2)
+    for _ in range(4):
+        assert train(et.ones(2, device="cpu")).tolist() == [2.0, 2.0]
+    assert len(calls) == 4
+
+
+def test_running_averages_advance(gpu: Any) -> None:
+    found = []
+    for captured in (False, True):
+        layer = et.nn.BatchNorm2d(3).to("cuda")
+        by = SGD(layer.named_parameters(), lr=0.1)
+
+        def step(inputs: et.ExTensor, by: Any = by, layer: Any = layer) -> None:
+            by.zero_grad()
+            layer(inputs).square().sum().backward()
+            by.step()
+
+        train = et.capture(step) if captured else step
+        for number in range(6):
+            train(et.randn((4, 3, 5, 5), seed=number).to("cuda"))
+        found.append(layer.state_dict())
+    same(found[1], found[0])
+
+
+def small_run(**changes: Any) -> RunConfig:
+    return RunConfig(**{**defaults("mlp"), **SMALL, **changes})
+
+
+def test_training_with_a_graph_is_training(gpu: Any, tmp_path: Path) -> None:
+    results = []
+    for graph in (False, True):
+        config = small_run(device="cuda", recipe="mxfp4", epochs=2, batch_size=40, clip_norm=1.0)
+        (tmp_path / str(graph)).mkdir()
+        trainer = Trainer(config, tmp_path / str(graph), graph=graph)
+        trainer.fit()
+        results.append((trainer.model.state_dict(), trainer.optimizer.state_dict()))
+        results[-1] += (trainer.history[-1].train_loss, trainer.history[-1].flushed)
+    same(results[1], results[0])
+
+
+def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
+    for options, word in (
+        ({}, "add --device cuda"),
+        ({"device": "cuda", "optimizer": "lion"}, "sgd, adam or adamw"),
+        ({"device": "cuda", "optimizer_states": "bfloat16"}, "--optimizer-states float32"),
+    ):
+        config = small_run(**options)
+        with pytest.raises(UsageError, match=word):
+            run_training(config, tmp_path, resume=False, console=QUIET, graph=True)
