@@ -141,6 +141,14 @@ def _counters(xp: Any, device: int, stream: int, count: int) -> Array:
     return xp.zeros(count, dtype=np.uint32)
 
 
+def _zeros(xp: Any, count: int) -> Array:
+    """Counters for one launch; those of a graph are its own, and set to zero by it."""
+    runtime, stream = xp.cuda.runtime, xp.cuda.get_current_stream().ptr
+    if runtime.streamIsCapturing(stream):
+        return xp.zeros(count, dtype=np.uint32)
+    return _counters(xp, runtime.getDevice(), stream, count)
+
+
 def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> Array:
     """X w^T of operands that `reason` covers, float32 or bfloat16 (M, N); does not wait.
 
@@ -169,8 +177,6 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> Array:
         (rows, lines), dtype=ml_dtypes.bfloat16 if out_dtype == "bfloat16" else "float32"
     )
     partial = xp.empty((splits, rows * int(macros["PARTS"]), lines), dtype=np.float32)
-    runtime = xp.cuda.runtime
-    stream = xp.cuda.get_current_stream().ptr
     launch(
         source,
         "decode_product",
@@ -182,7 +188,7 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> Array:
         null if zeros is None else xp.ascontiguousarray(zeros),
         null if w.tensor_scale is None else w.tensor_scale,
         partial,
-        _counters(xp, runtime.getDevice(), stream, count),
+        _zeros(xp, count),
         out,
         np.int32(rows),
         np.int32(lines),

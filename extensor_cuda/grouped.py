@@ -29,7 +29,7 @@ _OUT = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 def offsets_of(sizes: Array, xp: Any) -> Array:
     """Group sizes, integers on the device -> where groups begin and end, int32 (groups + 1,)."""
     out = xp.zeros(len(sizes) + 1, dtype=np.int32)
-    out[1:] = xp.cumsum(sizes)
+    out[1:] = xp.cumsum(sizes).astype(np.int32)
     return out
 
 

@@ -64,7 +64,7 @@ def _parts(x: Array, xp: Any) -> Array:
     rest = xp.where(xp.isfinite(x), x, np.float32(0))
     for i in range(3):
         upper = rest.view(np.uint32) & np.uint32(0xFFFF0000)
-        out[i * rows : (i + 1) * rows] = upper >> np.uint32(16)
+        out[i * rows : (i + 1) * rows] = (upper >> np.uint32(16)).astype(np.uint16)
         rest = rest - upper.view(np.float32)
     bits = (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     out[:rows] = xp.where(xp.isinf(x), bits, out[:rows])

@@ -27,7 +27,8 @@ from ci.bench.cuda_gemm import Call, measure
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import gemm as blocked
-from extensor_cuda import grouped, weights
+from extensor_cuda import grouped, scaling, weights
+from extensor_cuda import scaled as scaled_products
 
 CACHE = 64 << 20  # bytes that no cache holds
 TOKENS = (1, 4, 16, 64)
@@ -60,20 +61,20 @@ def scaled(backend: Any, rounds: int) -> Rows:
     xp = backend.xp
     for size in (4096, 8192):
         a, b = tensor(size, size), tensor(size, size, seed=1)
-        kinds: dict[str, Any] = {
-            "E4M3, scale a tensor": {"name": "fp8_e4m3"},
-            "E4M3, scales of rows": {"name": "fp8_e4m3", "tile": "channel"},
-            "INT8, scales of rows": {"name": "int8"},
-            "INT8, zero points": {"name": "int8", "symmetric": False},
+        wide, eight = QuantSpec("fp8_e4m3"), QuantSpec("int8")
+        small = wide.replace(tile=(1, 128))
+        specs = {
+            "E4M3, scale a tensor": (wide, wide),
+            "E4M3, scales of rows": (wide.replace(tile="channel"),) * 2,
+            "E4M3, 1x128 x 128x128": (small, wide.replace(tile=(128, 128))),
+            "E4M3, 1x128 x 1x128": (small, small),
+            "INT8, scales of rows": (eight, eight),
         }
         sides = {
-            name: [packed(x, options.pop("name"), backend, **options) for x in (a, b)]
-            for name, options in ((n, dict(o)) for n, o in kinds.items())
+            name: [_side(x, spec, xp) for x, spec in zip((a, b), pair, strict=True)]
+            for name, pair in specs.items()
         }
-        small = packed(a, "fp8_e4m3", backend, tile=(1, 128))
-        square = packed(b, "fp8_e4m3", backend, tile=(128, 128))
-        sides["E4M3, 1x128 x 128x128"] = [small, square]
-        sides["E4M3, 1x128 x 1x128"] = [small, packed(b, "fp8_e4m3", backend, tile=(1, 128))]
+        zeros = [packed(x, "int8", backend, symmetric=False) for x in (a, b)]
         fp4 = [packed(x, "mxfp4", backend, scale_rule="one") for x in (a, b)]
         codes = [x.to(torch.float8_e4m3fn) for x in (a, b)]
         ones = torch.ones(size, 1, device="cuda"), torch.ones(1, size, device="cuda")
@@ -89,10 +90,12 @@ def scaled(backend: Any, rounds: int) -> Rows:
         calls: dict[str, Call] = {
             "torch bf16": lambda turn, a=a, b=b: a @ b.T,  # type: ignore[misc]
             "torch FP8, row scales": torch_fp8,
-            "torch INT8": lambda turn, e=eight: torch._int_mm(e[0], e[1].T),  # type: ignore[misc]
+            "torch INT8": lambda turn, e=integers: torch._int_mm(e[0], e[1].T),  # type: ignore[misc]
         }
         for name, pair in sides.items():
-            calls[name] = partial(_matmul, pair, xp, "promote")
+            calls[name] = partial(_multiply, pair, xp)
+            calls[f"{name}: quantizing a"] = partial(_quantizing, a, specs[name][0], xp)
+        calls["INT8, zero points, from storage"] = partial(_matmul, zeros, xp, "promote")
         calls["MXFP4 as INT8, from storage"] = partial(_matmul, fp4, xp, "exact")
         times = measure(calls, rounds)
         for name, milliseconds in times.items():
@@ -104,6 +107,18 @@ def scaled(backend: Any, rounds: int) -> Rows:
                 "teraflops": round(2 * size**3 / milliseconds / 1e9, 1),
                 "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
             }
+
+
+def _side(x: Any, spec: QuantSpec, xp: Any) -> Any:
+    return scaling.make(ours(x, xp), [spec.replace(axis=1).resolve(2)], [None], xp)[0][0]
+
+
+def _quantizing(x: Any, spec: QuantSpec, xp: Any, turn: int) -> Any:
+    return _side(x, spec, xp)
+
+
+def _multiply(pair: Any, xp: Any, turn: int) -> Any:
+    return scaled_products.multiply(pair[0], pair[1], "bfloat16", xp)
 
 
 def _matmul(pair: Any, xp: Any, accumulate: str, turn: int) -> Any:

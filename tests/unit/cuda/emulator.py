@@ -85,7 +85,7 @@ class _Cuda:
         attributes = MappingProxyType({"MultiProcessorCount": 2})
         compute_capability = "90"
 
-    runtime = SimpleNamespace(getDevice=lambda: 0)  # cupy.cuda.runtime
+    runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda stream: False)
 
     @staticmethod
     def get_current_stream() -> Any:
