@@ -78,7 +78,7 @@ def scaled(backend: Any, rounds: int) -> Rows:
         fp4 = [packed(x, "mxfp4", backend, scale_rule="one") for x in (a, b)]
         codes = [x.to(torch.float8_e4m3fn) for x in (a, b)]
         ones = torch.ones(size, 1, device="cuda"), torch.ones(1, size, device="cuda")
-        eight = [
+        integers = [
             torch.randint(-96, 97, (size, size), device="cuda", dtype=torch.int8) for _ in "ab"
         ]
 
