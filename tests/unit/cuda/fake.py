@@ -263,6 +263,10 @@ class FakeCupy:
     )
 
     @staticmethod
+    def get_default_memory_pool() -> Any:
+        return types.SimpleNamespace(free_all_blocks=lambda: None)
+
+    @staticmethod
     def get_default_pinned_memory_pool() -> Any:
         return types.SimpleNamespace(malloc=lambda size: None)
 
