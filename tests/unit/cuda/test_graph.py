@@ -310,6 +310,29 @@ def test_a_label_that_is_no_class_stops_updates_and_is_reported(gpu: Any) -> Non
     assert weights(layer) == before
 
 
+def test_labels_may_be_left_out(gpu: Any) -> None:
+    found = []
+    for captured in (False, True):
+        layer = et.nn.Linear(8, 4, rng=0).to("cuda")
+        by = SGD(layer.named_parameters(), lr=0.1)
+
+        def step(x: et.ExTensor, labels: et.ExTensor, by: Any = by, layer: Any = layer) -> Any:
+            by.zero_grad()
+            loss = et.cross_entropy(layer(x), labels, ignore_index=-1)
+            loss.backward()
+            by.step()
+            return loss
+
+        train, losses = et.capture(step) if captured else step, []
+        for number in range(6):
+            labels = et.asarray([0, -1, 2, 3 if number % 2 else -1, -1]).to("cuda")
+            losses.append(float(train(et.randn((5, 8), seed=number).to("cuda"), labels)))
+        found.append((losses, layer.state_dict()))
+    same(found[1], found[0])
+    with pytest.raises(ValueError, match="all 5 are left out"):
+        step(et.ones((5, 8), device="cuda"), et.asarray([-1] * 5).to("cuda"))
+
+
 def test_a_gradient_that_is_not_finite_stops_updates_and_is_reported(gpu: Any) -> None:
     layer, (by, train), (inputs, labels) = small(plain_step)
     for _ in range(3):
