@@ -61,6 +61,7 @@ def inner() -> None:
             backend.dequantize(q)
             count += 1
     count += pairs(backend, rng) + training(backend, rng) + products(backend, rng)
+    count += stored_products(backend, rng)
     for rows, columns, depth in ((128, 256, 512), (192, 200, 288)):
         a, b = (
             backend.xp.asarray(rng.standard_normal((n, depth)).astype("float32"))
@@ -119,6 +120,50 @@ def products(backend: Any, rng: Any) -> int:
         one = dense.make(xp.asarray(rng.standard_normal((72, 203)).astype("float32")), axis, xp)
         dense.multiply(one, one, "float32", xp)
         count += 1
+    return count
+
+
+def stored_products(backend: Any, rng: Any) -> int:
+    """Every other way of a product: scales of floats, expanded operands, packed weights, groups."""
+    from extensor.random import Stream
+    from extensor_cuda import expanded, grouped, scaled, scaling, weights
+
+    xp, count = backend.xp, 0
+    if xp.cuda.Device().compute_capability != "90":
+        return 0
+    stochastic = QuantSpec("int8", rounding="stochastic")
+    floats = [QuantSpec("fp8_e4m3"), QuantSpec("fp8_e4m3", tile=(1, 128)), stochastic]
+    for shape in ((256, 256), (70, 203)):
+        x = xp.asarray(rng.standard_normal(shape).astype("float32"))
+        for axis in (0, 1):
+            for spec in (*floats, QuantSpec("fp8_e4m3", tile=(128, 128))):
+                stream = Stream(1, 2, 3, 4) if spec.rounding == "stochastic" else None
+                ((side, counts),) = scaling.make(
+                    x, [spec.replace(axis=axis).resolve(2)], [stream], xp
+                )
+                scaled.multiply(side, side, "float32", xp)
+                counts()
+                count += 1
+            for name in ("mxfp6_e2m3", "nvfp4", "nvfp4_fp8exact", "mxint8"):
+                spec = QuantSpec(name, axis=axis).resolve(2)
+                ((operand, counts),) = expanded.make(x, [spec], [None], xp)
+                expanded.multiply(operand, operand, "bfloat16", xp)
+                counts()
+                count += 1
+        for spec in (QuantSpec("mxfp4"), QuantSpec("nvfp4"), QuantSpec("int4", symmetric=False)):
+            w, _ = backend.quantize(x, spec.replace(axis=1).resolve(2))
+            for rows, dtype in ((1, "float32"), (20, "float32"), (60, "bfloat16")):
+                weights.product(
+                    xp.ones((rows, shape[1]), dtype="float32").astype(dtype), w, dtype, xp
+                )
+                count += 1
+        zeros, _ = backend.quantize(x, QuantSpec("int8", axis=1, symmetric=False).resolve(2))
+        backend.block_matmul(zeros, zeros)
+        rows, _ = backend.quantize(x, QuantSpec("mxfp4", axis=1).resolve(2))
+        half = shape[0] // 2
+        offsets = grouped.offsets_of(xp.asarray([half - 5, shape[0] - half + 5]), xp)
+        grouped.matmul(rows, rows, offsets, xp)
+        count += 2
     return count
 
 

@@ -21,7 +21,7 @@ from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.context import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import blas, dense, gemm, operands
+from extensor_cuda import blas, dense, expanded, gemm, operands, scaled, scaling, tuned, weights
 from extensor_cuda.graph import CudaGraph, allocate
 from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
@@ -134,10 +134,11 @@ class CudaBackend(CudaTraining):
         """Which code ``method(*args)`` takes: "fused kernel", or "host: " and the reason.
 
         "generic: " and the reason for what runs on cupy; "two calls: " and the reason for
-        a pair that is not read once.
+        a pair that is not read once; "expanded: " and the reason for operands of a product that
+        are quantized to packed storage first; "scaled kernel" for those under float scales.
 
-        A product's way depends on the values, so that `block_matmul` is run to tell: see
-        `extensor_cuda.gemm.Product`.
+        A product's way depends on the values, so that `block_matmul` and `weight_matmul` are run to
+        tell: see `extensor_cuda.gemm.Product` and `extensor_cuda.weights`.
 
         Raises:
             ValueError: for a method that has no kernel.
@@ -145,6 +146,9 @@ class CudaBackend(CudaTraining):
         if method == "block_matmul":
             done = self._product(*args)
             return f"generic: {done}" if isinstance(done, str) else done.path
+        if method == "weight_matmul":
+            made = self._weight_product(*args)
+            return f"generic: {made}" if isinstance(made, str) else made[1]
         reasons: dict[str, Callable[..., str | None]] = {
             "quantize": self._quantize_reason,
             "operand": self._operand_reason,
@@ -157,11 +161,16 @@ class CudaBackend(CudaTraining):
             reason = training[method](*args)
             return "fused kernel" if reason is None else f"generic: {reason}"
         if method not in reasons:
-            known = ", ".join((*reasons, *training, "block_matmul"))
+            known = ", ".join((*reasons, *training, "block_matmul", "weight_matmul"))
             raise ValueError(f"path: wanted one of {known}, got {method!r}")
         reason = reasons[method](*args)
         if reason is not None and method.endswith("_pair"):
             return f"two calls: {reason}"
+        if reason is not None and method == "product_operands":
+            if self._other_reason(scaling.reason, *args) is None:
+                return "scaled kernel"
+            other = self._other_reason(expanded.reason, *args)
+            return f"host: {other}" if other else f"expanded: {reason}"
         return "fused kernel" if reason is None else f"host: {reason}"
 
     def quantize(
@@ -257,6 +266,16 @@ class CudaBackend(CudaTraining):
         done = self._product(a, b)
         return super().block_matmul(a, b) if isinstance(done, str) else done.out
 
+    def weight_matmul(self, x: Array, w: QuantArray) -> Array:
+        """See the protocol; `extensor_cuda.weights` has ways, bounds, and which of them wait."""
+        done = self._weight_product(x, w)
+        return super().weight_matmul(x, w) if isinstance(done, str) else done[0]
+
+    def _weight_product(self, x: Array, w: QuantArray) -> tuple[Array, str] | str:
+        """The product of packed weights and the way it was taken, or why there is none."""
+        capability = _capability(self.xp.cuda.runtime.getDevice())
+        return weights.reason(x, w, capability) or weights.product(x, w, "float32", self.xp)
+
     def _product(self, a: QuantArray, b: QuantArray) -> gemm.Product | str:
         """The product on the tensor cores, or why there is none."""
         capability = _capability(self.xp.cuda.runtime.getDevice())
@@ -277,6 +296,10 @@ class CudaBackend(CudaTraining):
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
         x = self._ready(x)
         if self._product_operands_reason(x, specs, streams, work):
+            if self._other_reason(scaling.reason, x, specs, streams, work) is None:
+                return list(scaling.make(x, specs, streams, self.xp))
+            if self._other_reason(expanded.reason, x, specs, streams, work) is None:
+                return list(expanded.make(x, specs, streams, self.xp))
             return super().product_operands(x, specs, streams, work, memory)
         if len(specs) == 2 and not _turned(specs[0], specs[1]):
             sides = zip(specs, streams, strict=True)
@@ -292,7 +315,8 @@ class CudaBackend(CudaTraining):
     def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
         """See the protocol. Does not wait for the GPU."""
         hopper = _capability(self.xp.cuda.runtime.getDevice()) == "90"
-        if dtype != "bfloat16" or not hopper or work < operands.LEAST_WORK:
+        least = tuned.least_work("dense", operands.LEAST_WORK)
+        if dtype != "bfloat16" or not hopper or work < least:
             return super().dense_operand(x, axis, dtype, work)
         return dense.make(self._ready(x), axis, self.xp)
 
@@ -311,8 +335,27 @@ class CudaBackend(CudaTraining):
     ) -> str | None:
         capability = _capability(self.xp.cuda.runtime.getDevice())
         for spec, stream in zip(specs, streams, strict=True):
+            if spec.row.element.bits == 6:
+                return f"FP8 holds {spec.format}; operands made at once are MXFP4 or bfloat16"
             found = operands.reason(x, spec, work, capability)
             if reason := found or self._operand_reason(x, spec, stream):
+                return reason
+        return None
+
+    def _other_reason(
+        self,
+        reason_of: Callable[[Array, QuantSpec, int, str], str | None],
+        x: Array,
+        specs: Sequence[QuantSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+    ) -> str | None:
+        """Why operands are not made the second way, through storage, or the third, under floats."""
+        capability = _capability(self.xp.cuda.runtime.getDevice())
+        for spec, stream in zip(specs, streams, strict=True):
+            found = reason_of(x, spec, work, capability)
+            gap = self._input_reason(x, spec, stream) or dialect_gap(spec)
+            if reason := found or gap:
                 return reason
         return None
 
@@ -321,16 +364,22 @@ class CudaBackend(CudaTraining):
         xp, kind = self.xp, "bfloat16" if dtype == "bfloat16" else "float32"
         if isinstance(a, dense.Dense) and isinstance(b, dense.Dense):
             return dense.multiply(a, b, kind, xp)
+        if self._falls is None:
+            self._falls = xp.zeros((), dtype=xp.uint32)
         if isinstance(a, operands.Operand) and isinstance(b, operands.Operand):
-            if self._falls is None:
-                self._falls = xp.zeros((), dtype=xp.uint32)
             return operands.multiply(a, b, kind, xp, self._falls)
+        if expanded.joinable(a, b):
+            return expanded.multiply(a, b, kind, xp, self._falls)
+        if scaled.joinable(a, b):
+            return scaled.multiply(a, b, kind, xp)[0]
         return super().operand_product(self._decoded(a), self._decoded(b), dtype)
 
     def _decoded(self, operand: Any) -> Array:
         """The values of an operand whose other side has no kernel."""
-        if isinstance(operand, dense.Dense):
+        if isinstance(operand, (dense.Dense, expanded.Expanded)):
             return operand.values(self.xp)
+        if isinstance(operand, scaled.Side):
+            return scaling.values(operand, self.xp)
         if not isinstance(operand, operands.Operand):
             return operand
         values, _ = self.operand(operand.x, operand.spec, operand.stream)

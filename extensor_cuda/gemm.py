@@ -1,8 +1,9 @@
 """Products of blocked matrices on Hopper's tensor cores.
 
-MXFP4 x MXFP4 is rebased to E5M2, exactly, with one exponent per row; everything else that the
-decoder covers is expanded to bfloat16, exactly (NVFP4 without its tensor scale, which multiplies
-the result). With S = sum |a| |b| over K, the result is off the product of the exact values by up to
+MXFP4 x MXFP4 is rebased to E5M2, exactly, with one exponent per row; MXFP6 and NVFP4 with scales
+that FP8 holds are expanded to FP8, everything else that the decoder covers to bfloat16, exactly
+(`extensor_cuda.expansion`; NVFP4 without its tensor scale, which multiplies the result). With
+S = sum |a| |b| over K, the result is off the product of the exact values by up to
 
     FP8    (K' 34 / 32 2**-13 + 2**-20) S, K' = min(K, 512): the tensor core aligns 32 products and
            its sum to the largest and cuts each to 13 fraction bits (`extensor_cuda.gemm_model`);
@@ -11,12 +12,16 @@ the result). With S = sum |a| |b| over K, the result is off the product of the e
     bf16   K 2**-22 S: a float32 sum that is cut, not rounded
 
 plus, for a result below 2**-126, what underflows: less than 2**-126 a term. A bfloat16 output adds
-2**-8 of itself.
+2**-8 of itself. FP8 and INT8 under float scales: `extensor_cuda.scaled`, with bounds of its own.
+
+accumulate="exact" takes MXFP4 as 8-bit integers where a row's scales span at most 3 binades: the
+sum is exact and rounded once, so that it equals every other exact one, the CPU's too where its
+sums stay below 2**24 units. Where they span more: bfloat16.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,9 +30,11 @@ import ml_dtypes
 import numpy as np
 
 from extensor.quant.array import QuantArray
+from extensor_cuda import scaled
+from extensor_cuda.expansion import expand, join, kind_of
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import Config, empty_rows, gemm
+from extensor_cuda.kernels.gemm import MOST_TERMS, Config, configure, empty_rows, gemm
 
 __all__ = ["SPAN", "Product", "matmul", "reason", "rebase_source"]
 
@@ -35,6 +42,7 @@ Array = Any
 
 # e2m1's 6 times 2**13 is E5M2's 49152; its 0.5 times 2**-15 is E5M2's least, 2**-16.
 TOP, SPAN = 13, 28
+INT_TOP, INT_SPAN = 4, 3  # 6 times 2**4 and 0.5 times 2**1 are integers of 8 bits
 _SOURCE = Path(__file__).parent / "kernels" / "rebase.cu"
 _PROMOTE = {"promote": 4, "fast": 0}  # stages of 128 elements
 _OUT = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
@@ -46,7 +54,7 @@ class Product:
 
     Attributes:
         out: (M, N).
-        path: "FP8 tensor cores" or "bf16 tensor cores: " and why.
+        path: "FP8 tensor cores", "int8 tensor cores" or "bf16 tensor cores: " and why.
     """
 
     out: Array
@@ -68,18 +76,26 @@ def reason(a: QuantArray, b: QuantArray, capability: str) -> str | None:
             return f"{len(q.shape)} axes; the kernel multiplies matrices"
         if q.spec.axis != 1:
             return f"blocks along axis {q.spec.axis}; the kernel wants them along the last"
-        if q.spec.row.outliers:
-            return "the outlier codec"
+    if any(_is_float_scaled(q) for q in (a, b)):
+        return scaled.reason(a, b)
+    for q in (a, b):
         plan = kernels.plan_of(q.spec, q.shape, decoding=True)
         if isinstance(plan, str):
             return plan
     return None
 
 
-@lru_cache(maxsize=8)
-def rebase_source(block: int) -> Source:
-    """The program that rebases MXFP4 rows of such blocks."""
-    return Source.read(_SOURCE, {"BLOCK": block, "TOP": TOP, "SPAN": SPAN})
+def _is_float_scaled(q: QuantArray) -> bool:
+    return not (q.spec.is_mx or q.spec.row.tensor_scale)
+
+
+@lru_cache(maxsize=16)
+def rebase_source(block: int, integers: bool = False) -> Source:
+    """The program that rebases MXFP4 rows of such blocks, to E5M2 or to integers of 8 bits."""
+    top, span = (INT_TOP, INT_SPAN) if integers else (TOP, SPAN)
+    return Source.read(
+        _SOURCE, {"BLOCK": block, "TOP": top, "SPAN": span, "INTEGERS": int(integers)}
+    )
 
 
 def _is_mxfp4(q: QuantArray) -> bool:
@@ -92,8 +108,8 @@ def _aligned(array: Array, octets: int, xp: Any) -> Array:
     return array if array.data.ptr % octets == 0 else array.copy()
 
 
-def _rebase(q: QuantArray, flag: Array, xp: Any) -> tuple[Array, Array]:
-    """E5M2 codes (rows, K) and int32 exponents (rows,); raises ``flag`` where a row is too wide."""
+def _rebase(q: QuantArray, flag: Array, xp: Any, integers: bool = False) -> tuple[Array, Array]:
+    """Codes (rows, K) and int32 exponents (rows,); raises ``flag`` where a row does not fit."""
     assert isinstance(q.spec.tile, tuple)
     (rows, k), block = q.shape, q.spec.tile[1]
     codes, scales = _aligned(q.codes, 8, xp), _aligned(q.scales, 1, xp)
@@ -101,24 +117,40 @@ def _rebase(q: QuantArray, flag: Array, xp: Any) -> tuple[Array, Array]:
     out = xp.empty((rows, blocks * block), dtype=xp.uint8)
     exponents = xp.empty(rows, dtype=xp.int32)
     arrays = (codes, scales, out, exponents, flag, np.int64(blocks))
-    launch(rebase_source(block), "rebase", rows, 128, *arrays)
+    launch(rebase_source(block, integers), "rebase", rows, 128, *arrays)
     return out[:, :k], exponents
 
 
-def _expand(q: QuantArray, xp: Any) -> Array | None:
-    """The bits of q's values as bfloat16, (rows, K), less a tensor scale; None if not exact."""
-    if q.tensor_scale is not None:
-        q = replace(q, tensor_scale=xp.ones((), dtype=xp.float32))
-    plan = kernels.plan_of(q.spec, q.shape, decoding=True)
-    assert isinstance(plan, kernels.Plan), plan
-    bits = kernels.dequantize(q, plan, xp).view(xp.uint32)
-    lost = ((bits & 0xFFFF) != 0) & ((bits & 0x7FFFFFFF) <= 0x7F800000)  # NaN stays NaN
-    if bool(lost.any()):
-        return None
-    rows, k = q.shape
-    out = xp.zeros((rows, -(-k // 8) * 8), dtype=xp.uint16)
-    out[:, :k] = bits >> 16
-    return out[:, :k]
+def _as_fp4(a: QuantArray, b: QuantArray, out: Array, accumulate: str, xp: Any) -> Product | str:
+    """MXFP4 x MXFP4 with an exponent a row, in FP8 or in integers; or why it does not fit."""
+    integers = accumulate == "exact"
+    if integers and a.shape[1] > MOST_TERMS:
+        return f"K = {a.shape[1]}, beyond {MOST_TERMS}"
+    flag = xp.zeros((), dtype=xp.uint32)
+    (x, rows), (y, columns) = (_rebase(q, flag, xp, integers) for q in (a, b))
+    if int(flag):
+        return f"a row's scales span more than {INT_SPAN if integers else SPAN} binades"
+    if integers:
+        config = configure("s8", *out.shape, out.dtype.name)
+    else:
+        config = Config(promote=_PROMOTE[accumulate], out=out.dtype.name)
+    gemm(x, y, out, config, rows, columns)
+    return Product(xp.ascontiguousarray(out), f"{'int8' if integers else 'FP8'} tensor cores")
+
+
+def _as_fp8(a: QuantArray, b: QuantArray, out: Array, accumulate: str, xp: Any) -> Product | str:
+    """Formats that FP8 can hold, with one scale for a tensor; or why it does not fit."""
+    kinds = [kind_of(q.spec)[0] for q in (a, b)]
+    if "bf16" in kinds:
+        return f"FP8 does not hold {(a, b)[kinds.index('bf16')].spec.format}"
+    if accumulate == "exact":
+        return "an operand is not MXFP4"
+    flag = xp.zeros(1, dtype=xp.uint32)
+    x, y = (expand(q, kind, flag, xp) for q, kind in zip((a, b), kinds, strict=True))
+    if int(flag[0]):
+        return "scales span more binades than FP8 holds"
+    join(x, y, out, promote=_PROMOTE[accumulate])
+    return Product(xp.ascontiguousarray(out), "FP8 tensor cores")
 
 
 def matmul(
@@ -138,7 +170,8 @@ def matmul(
         b: (N, K), blocked along K.
         xp: cupy.
         accumulate: "promote": FP8 sums move to float32 every 512 elements; "fast": never, and K'
-            in the bound is K; "bf16": always bfloat16 operands, twice the time and no such loss.
+            in the bound is K; "exact": as 8-bit integers where the scales allow it, else as
+            "bf16": always bfloat16 operands, twice the time and no such loss.
         out_dtype: "float32" or "bfloat16".
 
     Returns:
@@ -147,35 +180,28 @@ def matmul(
     Raises:
         ValueError: for an unknown option, operands that do not fit, or that `reason` refuses.
     """
-    if accumulate not in (*_PROMOTE, "bf16") or out_dtype not in _OUT:
+    if accumulate not in (*_PROMOTE, "exact", "bf16") or out_dtype not in _OUT:
         raise ValueError(
-            f"matmul: wanted accumulate 'promote', 'fast' or 'bf16' and out_dtype 'float32' or "
-            f"'bfloat16', got {accumulate!r} and {out_dtype!r}"
+            f"matmul: wanted accumulate 'promote', 'fast', 'exact' or 'bf16' and out_dtype "
+            f"'float32' or 'bfloat16', got {accumulate!r} and {out_dtype!r}"
         )
     if refused := reason(a, b, xp.cuda.Device().compute_capability):
         raise ValueError(f"matmul: {refused}; call .dequantize() on the operands")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul: wanted (M, K) and (N, K), got {a.shape} and {b.shape}")
-    size = a.shape[0], b.shape[0]
-    out = empty_rows(xp, *size, _OUT[out_dtype])
+    if _is_float_scaled(a):
+        return Product(*scaled.product(a, b, out_dtype, xp))
+    out = empty_rows(xp, a.shape[0], b.shape[0], _OUT[out_dtype])
     why = "asked for"
     if accumulate != "bf16":
-        why = "an operand is not MXFP4"
-        if _is_mxfp4(a) and _is_mxfp4(b):
-            flag = xp.zeros((), dtype=xp.uint32)
-            (x, rows), (y, columns) = _rebase(a, flag, xp), _rebase(b, flag, xp)
-            if not int(flag):
-                config = Config(promote=_PROMOTE[accumulate], out=out_dtype)
-                gemm(x, y, out, config, rows, columns)
-                return Product(xp.ascontiguousarray(out), "FP8 tensor cores")
-            why = f"a row's scales span more than {SPAN} binades"
-    x, y = _expand(a, xp), _expand(b, xp)
-    if x is None or y is None:
-        return "values below what bfloat16 holds"
-    tensor_scales = [q.tensor_scale for q in (a, b) if q.tensor_scale is not None]
-    sums = empty_rows(xp, *size, xp.float32) if tensor_scales else out
-    gemm(x, y, sums, Config("bf16", "bf16", promote=0, out=str(sums.dtype)))
-    for scale in tensor_scales:  # one after the other: their product may underflow
-        sums *= scale
-    sums = xp.ascontiguousarray(sums.astype(out.dtype, copy=False))
-    return Product(sums, f"bf16 tensor cores: {why}")
+        attempt = _as_fp4 if _is_mxfp4(a) and _is_mxfp4(b) else _as_fp8
+        done = attempt(a, b, out, accumulate, xp)
+        if isinstance(done, Product):
+            return done
+        why = done
+    flag = xp.zeros(1, dtype=xp.uint32)
+    x, y = (expand(q, "bf16", flag, xp) for q in (a, b))
+    if int(flag[0]):
+        return "values that bfloat16 does not hold"
+    join(x, y, out)
+    return Product(xp.ascontiguousarray(out), f"bf16 tensor cores: {why}")

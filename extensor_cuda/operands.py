@@ -28,6 +28,7 @@ import numpy as np
 
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
+from extensor_cuda import tuned
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.dense import Dense
 from extensor_cuda.gemm import SPAN, TOP
@@ -92,8 +93,8 @@ def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
     """
     if capability != "90":
         return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
-    if work < LEAST_WORK:
-        return f"{work} multiplications, fewer than {LEAST_WORK}"
+    if work < (least := tuned.least_work("made at once", LEAST_WORK)):
+        return f"{work} multiplications, fewer than {least}"
     if x.strides != (x.shape[-1] * x.itemsize, x.itemsize) or x.strides[0] % 16 or x.data.ptr % 16:
         return f"strides {x.strides}; the kernel reads contiguous rows, multiples of 16 bytes"
     return _reason(spec, x.dtype.name, tuple(x.shape))

@@ -1,12 +1,13 @@
 """The Hopper GEMM against torch's bf16 and FP8 products: TFLOP/s of square matrices.
 
-    python ci/bench/cuda_gemm.py [--sizes 4096 8192] [--rounds N]
+    python ci/bench/cuda_gemm.py [--sizes 4096 8192] [--rounds N] [--data FILE.npz]
 
-Normal data; the FP8 contestants multiply its MXFP4 rounding. bfloat16 results. CUDA events around
-four calls, the contestants taking turns in one process, medians over the rounds, up to three inputs
-in turn. "mxfp4 storage" is `extensor_cuda.gemm.matmul` whole, from packed codes and scales, with
-its flag read on the host. Needs a Hopper GPU, torch and the extra ``cuda13``; writes GPU, versions
-and command beside the figures.
+Normal data, or with --data the forward products X W^T that `record_tensors.py` kept of a training
+step (and which way MXFP4 took there); the FP8 contestants multiply its MXFP4 rounding. bfloat16
+results. CUDA events around four calls, the contestants taking turns in one process, medians over
+the rounds, up to three inputs in turn. "mxfp4 storage" is `extensor_cuda.gemm.matmul` whole, from
+packed codes and scales, with its flag read on the host. Needs a Hopper GPU, torch and the extra
+``cuda13``; writes GPU, versions and command beside the figures.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import numpy as np
 import torch
 
 from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
+from ci.bench.record_tensors import load
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import gemm as blocked
-from extensor_cuda.kernels.gemm import Config, configure, gemm
+from extensor_cuda.kernels.gemm import Config, configure, empty_rows, gemm
 
 INPUTS, CALLS, WARMUP = 3, 4, 3
 PROMOTED, UNPROMOTED, BF16 = "E5M2, promoted", "E5M2, not promoted", "bf16"
@@ -32,45 +36,70 @@ PROMOTED, UNPROMOTED, BF16 = "E5M2, promoted", "E5M2, not promoted", "bf16"
 Call = Callable[[int], Any]
 
 
-def contestants(size: int, backend: Any) -> dict[str, Call]:
-    """Calls that take their number and choose their input by it."""
-    xp, spec = backend.xp, QuantSpec("mxfp4", axis=1)
-    raw, stored, fp8 = [], [], []
+def normal(size: int) -> list[list[Any]]:
+    """Pairs of square matrices."""
+    pairs = []
     for seed in range(INPUTS):
         torch.manual_seed(seed)
-        pair = [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-        raw.append(pair)
+        pairs.append(
+            [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        )
+    return pairs
+
+
+def recorded(path: Path) -> dict[str, list[Any]]:
+    """X (M, K), w (N, K) and g (M, N) of each layer in a file of `record_tensors.py`."""
+    layers, _ = load(path)
+    return {
+        name: [torch.from_numpy(kinds[k].view(np.int16)).cuda().view(torch.bfloat16) for k in "xwg"]
+        for name, kinds in layers.items()
+    }
+
+
+def contestants(raw: list[list[Any]], backend: Any) -> dict[str, Call]:
+    """Calls that take their number and choose among pairs (M, K) and (N, K) by it."""
+    xp, spec = backend.xp, QuantSpec("mxfp4", axis=1)
+    (m, _), n = raw[0][0].shape, len(raw[0][1])
+    stored, fp8 = [], []
+    for pair in raw:
         views = [xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16) for x in pair]
         stored.append([backend.quantize(x, spec.resolve(2))[0] for x in views])
         values = [torch.utils.dlpack.from_dlpack(backend.dequantize(q)) for q in stored[-1]]
         fp8.append([[v.to(t) for v in values] for t in (torch.float8_e4m3fn, torch.float8_e5m2)])
-    ones = torch.ones(size, 1, device="cuda"), torch.ones(1, size, device="cuda")
-    out = xp.empty((size, size), dtype=ml_dtypes.bfloat16)
+    ones = torch.ones(m, 1, device="cuda"), torch.ones(1, n, device="cuda")
+    out = empty_rows(xp, m, n, ml_dtypes.bfloat16)
     exponent = xp.zeros(1, dtype=xp.int32)
 
     def torch_fp8(turn: int, fast: bool) -> Any:
-        x, y = fp8[turn % INPUTS][0]
+        x, y = fp8[turn % len(raw)][0]
         return torch._scaled_mm(x, y.T, *ones, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     def ours(turn: int, config: Config) -> None:
-        tensors = raw[turn % INPUTS] if config.a == "bf16" else fp8[turn % INPUTS][1]
+        tensors = raw[turn % len(raw)] if config.a == "bf16" else fp8[turn % len(raw)][1]
         plain = torch.int16 if config.a == "bf16" else torch.uint8
         a, b = (xp.from_dlpack(t.view(plain)) for t in tensors)
         gemm(a, b, out, config, *([] if config.a == "bf16" else [exponent, exponent]))
 
     def storage(turn: int) -> Any:
-        a, b = stored[turn % INPUTS]
+        a, b = stored[turn % len(raw)]
         return blocked.matmul(a, b, xp, out_dtype="bfloat16")
 
     made: dict[str, Call] = {
-        "torch bf16": lambda turn: raw[turn % INPUTS][0] @ raw[turn % INPUTS][1].T,
+        "torch bf16": lambda turn: raw[turn % len(raw)][0] @ raw[turn % len(raw)][1].T,
         "torch FP8, row scales": partial(torch_fp8, fast=True),
         "torch FP8, row scales, promoted": partial(torch_fp8, fast=False),
     }
     for name, kind, promote in ((PROMOTED, "e5m2", 4), (UNPROMOTED, "e5m2", 0), (BF16, "bf16", 0)):
-        config = configure(kind, size, size, "bfloat16", promote)
+        config = configure(kind, m, n, "bfloat16", promote)
         made[name] = partial(ours, config=config)
     return made | {"mxfp4 storage, promoted": storage}
+
+
+def way_of(pair: list[Any], backend: Any) -> str:
+    """Which way the product of a pair takes from packed MXFP4."""
+    xp, spec = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
+    views = [xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16) for x in pair]
+    return str(backend.path("block_matmul", *(backend.quantize(x, spec)[0] for x in views)))
 
 
 def measure(calls: dict[str, Call], rounds: int) -> dict[str, float]:
@@ -94,23 +123,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="the Hopper GEMM against torch's")
     parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192, 16384])
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--data", type=Path, help="a file of record_tensors.py")
     chosen = parser.parse_args()
-    backend = registry.get("cuda")
+    backend: Any = registry.get("cuda")
+    sets: dict[str, Callable[[], list[list[Any]]]] = {
+        str(size): partial(normal, size) for size in chosen.sizes
+    }
+    if chosen.data is not None:
+        layers = recorded(chosen.data)
+        sets = {name: partial(list, [tensors[:2]]) for name, tensors in layers.items()}
     rows = []
-    for size in chosen.sizes:
+    for size, make in sets.items():
+        pairs = make()
+        work = 2 * len(pairs[0][0]) * pairs[0][0].shape[1] * len(pairs[0][1])
         with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            times = measure(contestants(size, backend), chosen.rounds)
+            times = measure(contestants(pairs, backend), chosen.rounds)
+            way = way_of(pairs[0], backend)
         for name, milliseconds in times.items():
             row = {
-                "size": size,
+                "size": int(size) if size.isdigit() else size,
                 "name": name,
                 "milliseconds": round(milliseconds, 4),
-                "teraflops": round(2 * size**3 / milliseconds / 1e9, 1),
+                "teraflops": round(work / milliseconds / 1e9, 1),
                 "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
+                "mxfp4_way": way,
             }
             rows.append(row)
             print(*row.values(), flush=True)
-    write("cuda-gemm", command(), rows, about=gpu_of(backend.xp), packages=GPU_PACKAGES)
+    write(
+        "cuda-gemm" if chosen.data is None else "cuda-gemm-recorded",
+        command(),
+        rows,
+        about=gpu_of(backend.xp),
+        packages=GPU_PACKAGES,
+    )
 
 
 if __name__ == "__main__":

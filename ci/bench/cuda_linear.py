@@ -1,8 +1,10 @@
 """A linear layer's forward and backward under recipes on a GPU, against torch in bfloat16.
 
-    python ci/bench/cuda_linear.py [--sizes 8192x8192x8192 ...] [--rounds N]
+    python ci/bench/cuda_linear.py [--sizes 8192x8192x8192 ...] [--rounds N] [--data FILE.npz]
+        [--recipes mxfp4 mxfp6 nvfp4_nvidia fp8_block fp8_tensor int8 ...]
 
-x (M, K), w (N, K) and the gradient (M, N) are normal bfloat16 data. torch: F.linear and its
+x (M, K), w (N, K) and the gradient (M, N) are normal bfloat16 data, or with --data those that
+`record_tensors.py` kept of a training step. torch: F.linear and its
 backward, three products. Ours: `et.quantized_matmul` and its backward: six operands quantized from
 bfloat16 (under the largest magnitude of the call before, gradients rounded stochastically, values
 counted), three products, three bfloat16 results; "captured" replays the same from a CUDA graph.
@@ -14,14 +16,16 @@ Hopper GPU, torch and the extra ``cuda13``.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import torch
 
 from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
-from ci.bench.cuda_gemm import INPUTS, Call, measure
+from ci.bench.cuda_gemm import INPUTS, Call, measure, recorded
 from extensor.autograd.apply import wrap
 from extensor.backends import registry
 from extensor.ops.quantized import layer_context, quantized_matmul
@@ -30,25 +34,31 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import operands
 
+RECIPES = ["mxfp4", "mxfp8_nvidia", "bf16"]
 SIZES = ["8192x8192x8192", "16384x4096x4096", "4096x4096x4096"]
 
 
-def contestants(sizes: tuple[int, int, int], backend: Any) -> dict[str, Call]:
-    """Calls that take their number and choose their input by it."""
+def normal(sizes: tuple[int, int, int]) -> list[list[Any]]:
+    """x, w and g of M, N and K, for each turn."""
     m, n, k = sizes
-    xp, theirs, ours = backend.xp, [], []
+    made = []
     for seed in range(INPUTS):
         torch.manual_seed(seed)
-        tensors = [
-            torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-            for shape in ((m, k), (n, k), (m, n))
-        ]
-        theirs.append(tensors)
+        made.append(
+            [
+                torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+                for shape in ((m, k), (n, k), (m, n))
+            ]
+        )
+    return made
+
+
+def contestants(theirs: list[list[Any]], backend: Any, recipes: list[str]) -> dict[str, Call]:
+    """Calls that take their number and choose their input by it."""
+    xp, ours = backend.xp, []
+    for tensors in theirs:
         ours.append([xp.from_dlpack(t.view(torch.int16)).view(ml_dtypes.bfloat16) for t in tensors])
-    contexts = {
-        name: layer_context(get_recipe(name).layers, seed=1)
-        for name in ("mxfp4", "mxfp8_nvidia", "bf16")
-    }
+    contexts = {name: layer_context(get_recipe(name).layers, seed=1) for name in RECIPES}
     rows, columns = (
         QuantSpec("mxfp4", axis=axis, scale_rule="rceil").resolve(2) for axis in (1, 0)
     )
@@ -129,14 +139,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="a linear layer's step against torch's")
     parser.add_argument("--sizes", nargs="+", default=SIZES)
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--data", type=Path, help="a file of record_tensors.py")
     chosen = parser.parse_args()
     backend: Any = registry.get("cuda")
-    rows = []
+    sets: dict[str, Callable[[], list[list[Any]]]] = {}
     for text in chosen.sizes:
         m, n, k = map(int, text.split("x"))
+        sets[text] = partial(normal, (m, n, k))
+    if chosen.data is not None:
+        layers = recorded(chosen.data)
+        sets = {name: partial(list, [tensors] * INPUTS) for name, tensors in layers.items()}
+    rows = []
+    for text, make in sets.items():
         before = backend.fallbacks
         with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            times = measure(contestants((m, n, k), backend), chosen.rounds)
+            times = measure(contestants(make(), backend, chosen.recipes), chosen.rounds)
         falls = backend.fallbacks - before
         for name, milliseconds in times.items():
             row = {
@@ -148,7 +166,13 @@ def main() -> None:
             }
             rows.append(row)
             print(*row.values(), flush=True)
-    write("cuda-linear", command(), rows, about=gpu_of(backend.xp), packages=GPU_PACKAGES)
+    write(
+        "cuda-linear" if chosen.data is None else "cuda-linear-recorded",
+        command(),
+        rows,
+        about=gpu_of(backend.xp),
+        packages=GPU_PACKAGES,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line: ``extensor doctor | formats | quantize | inspect``.
+"""The command line: ``extensor doctor | formats | quantize | inspect | tune``.
 
 Commands print tables made from the same rows and counters that the library uses;
 nothing is computed here that the library does not know. What is wrong with a file
@@ -24,11 +24,12 @@ from extensor.cli.tables import (
     layout_sheet,
     scale_sheet,
 )
+from extensor.cli.tune import tune
 
 __all__ = [
     "Sheet", "dialect_sheet", "doctor", "element_sheet", "format_sheet", "formats", "inspect",
     "layout_sheet", "main", "quantize", "read_tensors",
-    "scale_sheet",
+    "scale_sheet", "tune",
 ]  # fmt: skip
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -36,6 +37,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "formats": formats,
     "quantize": quantize,
     "inspect": inspect,
+    "tune": tune,
 }
 
 

@@ -2,21 +2,6 @@
 
 // ---- random words ----
 
-__device__ __forceinline__ void philox(u32 call, u32 block, const Stream& s, u32 (&out)[4]) {
-    u32 c0 = call, c1 = block, c2 = s.high0, c3 = s.high1, k0 = s.key0, k1 = s.key1;
-#pragma unroll
-    for (int round = 0; round < 10; ++round) {
-        const u64 p0 = static_cast<u64>(c0) * 0xD2511F53u, p1 = static_cast<u64>(c2) * 0xCD9E8D57u;
-        c0 = static_cast<u32>(p1 >> 32) ^ c1 ^ k0;
-        c1 = static_cast<u32>(p1);
-        c2 = static_cast<u32>(p0 >> 32) ^ c3 ^ k1;
-        c3 = static_cast<u32>(p0);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
-}
-
 // ---- elements ----
 
 constexpr u32 kLowest = static_cast<u32>(127 + MIN_EXPONENT) << 23;

@@ -1,149 +1,39 @@
-"""Placing the Hopper GEMM: element types, tile and epilogue -> program, tensor maps, launch."""
+"""Placing the Hopper GEMM: operands and what is done to their sums -> tensor maps and launch."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from extensor_cuda import jit
+from extensor_cuda.kernels.gemm_program import (
+    ROW_BYTES,
+    THREADS,
+    TILE_M,
+    Config,
+    configure,
+    gemm_source,
+)
 
-__all__ = ["Config", "Flags", "configure", "empty_rows", "gemm", "gemm_source"]
+__all__ = [
+    "MOST_TERMS",
+    "Config",
+    "Flags",
+    "Zeros",
+    "block_scales",
+    "configure",
+    "empty_rows",
+    "gemm",
+    "gemm_source",
+]
 
-TILE_M, ROW_BYTES, THREADS = 128, 128, 384
-ACTIVATIONS = ("none", "relu", "silu", "gelu")
-_SHARED = 227 * 1024
-_WARPS, _PATCH, _SLACK = 8, 16 * 128, 1024
-_STEP = {"e4m3": 32, "e5m2": 32, "s8": 32, "bf16": 16}  # elements of K in one wgmma
-_FOLDER = Path(__file__).parent
-
-
-@dataclass(frozen=True)
-class Config:
-    """One specialisation of gemm.cu.
-
-    Attributes:
-        a, b: element types: e4m3 and e5m2 in any mix, bf16 or s8 with themselves.
-        tile_n: columns of a block's tile: 64 to 256, a multiple of 16.
-        promote: stages of 128 bytes along K between additions in float32; 0: never.
-        cluster: blocks that share a tile of B, 1 or 2.
-        stages: of the ring; None: as many as fit.
-        out: "float32" or "bfloat16".
-        activation: applied to the sum with its bias.
-        patches: of 16 rows of 128 bytes, in which a warp's results leave while it goes on.
-        group: rows of blocks that are walked together, for the second-level cache.
-        skew: stages by which the second warpgroup starts late, so that they promote in turn.
-        vectors: exponents of each row or column; else one for all of an operand.
-        extras: bias, residual, amax or an activation.
-        guard: a barrier that is never reached ends the kernel with an error.
-    """
-
-    a: str = "e5m2"
-    b: str = "e5m2"
-    tile_n: int = 192
-    promote: int = 4
-    cluster: int = 1
-    stages: int | None = None
-    out: str = "float32"
-    activation: str = "none"
-    patches: int = 1
-    group: int = 8
-    skew: int = 0
-    vectors: bool = False
-    extras: bool = False
-    guard: bool = False
-
-    @property
-    def depth(self) -> int:
-        """Stages of the ring."""
-        fits = (_SHARED - self._beside) // ((TILE_M + self.tile_n) * ROW_BYTES + 16)
-        return min(fits, 8) if self.stages is None else self.stages
-
-    @property
-    def _beside(self) -> int:
-        """Bytes of shared memory beside the ring."""
-        tables = 4 * 4 * (64 + self.tile_n) if self.vectors else 0
-        return _WARPS * self.patches * _PATCH + tables + _SLACK
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory."""
-        return self.depth * ((TILE_M + self.tile_n) * ROW_BYTES + 16) + self._beside
-
-
-def _wgmma(a: str, b: str, n: int) -> str:
-    """The wgmma of 64 x n, K of 32 bytes, as a function on n / 2 accumulators."""
-    count, kind = n // 2, "s32" if a == "s8" else "f32"
-    letter = "r" if a == "s8" else "f"
-    tail = {"s8": "", "bf16": ", 1, 1, 0, 0"}.get(a, ", 1, 1")
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
-    return (
-        "__device__ __forceinline__ void wgmma(Sum (&d)[kRegisters], u64 a, u64 b, int more) {\n"
-        f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"\n'
-        f'        "wgmma.mma_async.sync.aligned.m64n{n}k{_STEP[a]}.{kind}.{a}.{b} "\n'
-        f'        "{{{registers}}}, %{count}, %{count + 1}, p{tail};\\n}}"\n'
-        f'        : {operands} : "l"(a), "l"(b), "r"(more));\n}}\n'
-    )
-
-
-# (columns of a tile, patches, what a column costs) as measured on an H100; and with no promotion.
-_TILES = ((128, 2, 1.08), (176, 3, 1.05), (192, 3, 1.0))
-_WIDE_TILES = ((192, 3, 1.05), (256, 1, 1.0))
-
-
-@lru_cache(maxsize=1024)
-def configure(
-    kind: str, m: int, n: int, out: str, promote: int | None = None, blocks: int = 132
-) -> Config:
-    """The program for a product's size: the tile that fills the last round of blocks best.
-
-    Args:
-        kind: element type of both operands.
-        m: rows of the result.
-        n: its columns.
-        out: its type.
-        promote: as in `Config`; None: every 512 elements for FP8, never for the others.
-        blocks: multiprocessors of the GPU.
-    """
-    if promote is None:
-        promote = 4 if kind in ("e4m3", "e5m2") else 0
-
-    def cost(tile: tuple[int, int, float]) -> float:
-        tiles = -(-m // TILE_M) * -(-n // tile[0])
-        return -(-tiles // blocks) * tile[0] * tile[2]
-
-    tile_n, patches, _ = min(_TILES if promote else _WIDE_TILES, key=cost)
-    return Config(kind, kind, tile_n, promote, out=out, patches=patches, group=8)
-
-
-@lru_cache(maxsize=256)
-def gemm_source(config: Config) -> jit.Source:
-    """The GEMM's program."""
-    text = (_FOLDER / "gemm.cu").read_text(encoding="utf-8")
-    macros = {
-        "TILE_N": config.tile_n,
-        "STAGES": config.depth,
-        "CLUSTER": config.cluster,
-        "CLUSTER_DIMS": f"__cluster_dims__({config.cluster}, 1, 1)" if config.cluster > 1 else "",
-        "PROMOTE": config.promote,
-        "KIND": {"s8": 2, "bf16": 1}.get(config.a, 0),
-        "OUT_BF16": int(config.out == "bfloat16"),
-        "ACTIVATION": ACTIVATIONS.index(config.activation),
-        "PATCHES": config.patches,
-        "GROUP": config.group,
-        "SKEW": config.skew,
-        "VECTORS": int(config.vectors),
-        "EXTRAS": int(config.extras),
-        "GUARD": int(config.guard),
-    }
-    pairs = tuple((name, str(value)) for name, value in sorted(macros.items()))
-    text = text.replace("//WGMMA//", _wgmma(config.a, config.b, config.tile_n))
-    return jit.Source("gemm", text, pairs)
+MOST_TERMS = (1 << 17) - 1
+"""K of a product of 8-bit integers: 128 * 128 * K stays below 2**31."""
+_BEYOND = 256  # scales that may be read behind a row of them: a tile's width
 
 
 class _Epilogue(ctypes.Structure):
@@ -165,6 +55,18 @@ class _Epilogue(ctypes.Structure):
         ("rows", ctypes.c_int),
         ("columns", ctypes.c_int),
         ("stages_of_k", ctypes.c_int),
+        ("row_zero", ctypes.c_void_p),
+        ("row_rest", ctypes.c_void_p),
+        ("column_zero", ctypes.c_void_p),
+        ("column_sum", ctypes.c_void_p),
+        ("row_blocks", ctypes.c_void_p),
+        ("column_blocks", ctypes.c_void_p),
+        ("row_block_pitch", ctypes.c_longlong),
+        ("column_block_pitch", ctypes.c_longlong),
+        ("offsets", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("out_pitch", ctypes.c_longlong),
+        ("groups", ctypes.c_int),
     )
 
 
@@ -180,6 +82,23 @@ class Flags:
     row: Any = None
     column: Any = None
     wanted: int = 0
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Zero points of 8-bit integers: a value is (code - zero point) times its factor.
+
+    Attributes:
+        row: int32 (M,), zero points of a's rows.
+        row_rest: int32 (M,), the sums of a's codes less K times their zero points.
+        column: int32 (N,), zero points of b's rows.
+        column_sum: int32 (N,), the sums of b's codes.
+    """
+
+    row: Any
+    row_rest: Any
+    column: Any
+    column_sum: Any
 
 
 def _driver() -> Any:
@@ -264,6 +183,52 @@ def _pointer(array: Any) -> int | None:
     return None if array is None else int(array.data.ptr)
 
 
+def block_scales(scales: Any, rows: int, each: int, xp: Any) -> Any:
+    """Float scales of 128 elements along K, as the kernel reads them.
+
+    Args:
+        scales: float32 (ceil(rows / each), K / 128).
+        rows: of the operand.
+        each: rows that share a scale.
+        xp: cupy.
+
+    Returns:
+        float32 (blocks, pitch); what lies beyond the rows is 0.
+    """
+    pitch = -(-rows // 4) * 4 + _BEYOND
+    out = xp.zeros((scales.shape[1], pitch), dtype=np.float32)
+    out[:, :rows] = scales.T if each == 1 else scales.T.repeat(each, axis=1)[:, :rows]
+    return out
+
+
+def _checked(a: Any, b: Any, out: Any, offsets: Any, config: Config) -> tuple[int, int, int]:
+    """M, N and K.
+
+    Raises:
+        ValueError: if shapes, pitches or alignments do not fit.
+    """
+    for name, operand in (("a", a), ("b", b), ("out", out)):
+        item = operand.dtype.itemsize
+        if operand.strides[1] != item or operand.strides[0] % 16 or operand.data.ptr % 16:
+            raise ValueError(
+                f"gemm: wanted {name} with contiguous rows a multiple of 16 bytes apart, got "
+                f"strides {operand.strides} at address {operand.data.ptr:#x}; copy it into rows "
+                "of a padded pitch"
+            )
+    (m, k), groups = a.shape, 1 if offsets is None else len(offsets) - 1
+    n = b.shape[0] // max(groups, 1)
+    if groups < 1 or b.shape != (groups * n, k) or out.shape != (m, n):
+        raise ValueError(
+            f"gemm: wanted a (M, K), b (groups N, K) and out (M, N), got {a.shape}, {b.shape} and "
+            f"{out.shape} in {groups} groups"
+        )
+    if config.a == "s8" and k > MOST_TERMS:
+        raise ValueError(
+            f"gemm: int32 sums of 8-bit products take K up to {MOST_TERMS}, got {k}; split K"
+        )
+    return m, n, k
+
+
 def gemm(
     a: Any,
     b: Any,
@@ -277,6 +242,11 @@ def gemm(
     amax: Any = None,
     runs: Any = None,
     blocks: int | None = None,
+    *,
+    factors: tuple[Any, Any] | None = None,
+    zeros: Zeros | None = None,
+    scales: tuple[Any, Any] | None = None,
+    offsets: Any = None,
 ) -> None:
     """Launch out = activation(a b^T 2^(row + column exponent) + bias) + residual; does not wait.
 
@@ -293,29 +263,27 @@ def gemm(
         amax: uint32 of shape (): raised to the bits of the largest magnitude written.
         runs: uint32 of shape (): counts the launches that no flag ended.
         blocks: of the grid; None: one per multiprocessor.
+        factors: instead of exponents: float32 (M,) or (1,), and (N,) or (1,); the sum is multiplied
+            by the row's, then by the column's.
+        zeros: zero points, with 8-bit integers and factors.
+        scales: from `block_scales`, of a and of b: float32 for each 128 elements along K, with FP8.
+        offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
+            to the next are multiplied by a b of their own; b is (groups N, K), what belongs to
+            columns (groups N,).
 
     Raises:
-        ValueError: if the pitch or alignment of an operand does not fit.
+        ValueError: if shapes, pitch or alignment of an operand do not fit, or options exclude each
+            other.
         RuntimeError: on a GPU that is not Hopper, or if the driver refuses.
     """
     import cupy
 
-    (m, k), n, size = a.shape, b.shape[0], a.dtype.itemsize
-    for name, operand in (("a", a), ("b", b), ("out", out)):
-        item = operand.dtype.itemsize
-        if operand.strides[1] != item or operand.strides[0] % 16 or operand.data.ptr % 16:
-            raise ValueError(
-                f"gemm: wanted {name} with contiguous rows a multiple of 16 bytes apart, got "
-                f"strides {operand.strides} at address {operand.data.ptr:#x}; copy it into rows "
-                "of a padded pitch"
-            )
-    if b.shape[1] != k or out.shape != (m, n):
-        raise ValueError(f"gemm: a {a.shape}, b {b.shape} and out {out.shape} do not fit")
-    exponents = [x for x in (row_exponent, column_exponent) if x is not None]
-    vectors = any(x.size > 1 for x in exponents)
+    m, n, k = _checked(a, b, out, offsets, config)
+    size = a.dtype.itemsize
     extras = config.activation != "none" or any(x is not None for x in (bias, residual, amax))
-    if (vectors, extras) != (config.vectors, config.extras):
-        config = replace(config, vectors=vectors, extras=extras)
+    exponents = row_exponent, column_exponent
+    config = _with(config, a, exponents, factors, zeros, scales, offsets, extras)
+    row, column = factors or (row_exponent, column_exponent)
     device = cupy.cuda.runtime.getDevice()
     function, _ = _function(config, device)
     maps = [
@@ -324,24 +292,37 @@ def gemm(
     ]
     maps.append(_tensor_map(out.data.ptr, m, n, out.strides[0], 16, config.out.upper()))
     flags = flags or Flags(wanted=-1)
+    item = out.dtype.itemsize
     epilogue = _Epilogue(
-        _pointer(row_exponent),
-        _pointer(column_exponent),
-        _pointer(bias),
-        _pointer(residual),
-        0 if residual is None else residual.strides[0] // out.dtype.itemsize,
-        _pointer(flags.row),
-        _pointer(flags.column),
-        _pointer(amax),
-        _pointer(runs),
-        int(row_exponent is not None and row_exponent.size > 1),
-        int(column_exponent is not None and column_exponent.size > 1),
-        flags.wanted,
-        m,
-        n,
-        -(-k * size // ROW_BYTES),
+        row_exponent=_pointer(row),
+        column_exponent=_pointer(column),
+        bias=_pointer(bias),
+        residual=_pointer(residual),
+        residual_pitch=0 if residual is None else residual.strides[0] // item,
+        row_flag=_pointer(flags.row),
+        column_flag=_pointer(flags.column),
+        amax=_pointer(amax),
+        runs=_pointer(runs),
+        row_step=int(row is not None and row.size > 1),
+        column_step=int(column is not None and column.size > 1),
+        flag_wanted=flags.wanted,
+        rows=m,
+        columns=n,
+        stages_of_k=-(-k * size // ROW_BYTES),
+        offsets=_pointer(offsets),
+        out=_pointer(out),
+        out_pitch=out.strides[0] // item,
+        groups=0 if offsets is None else len(offsets) - 1,
     )
-    tiles = -(-m // (TILE_M * config.cluster)) * -(-n // config.tile_n)
+    if zeros is not None:
+        epilogue.row_zero, epilogue.row_rest = _pointer(zeros.row), _pointer(zeros.row_rest)
+        epilogue.column_zero = _pointer(zeros.column)
+        epilogue.column_sum = _pointer(zeros.column_sum)
+    if scales is not None:
+        epilogue.row_blocks, epilogue.column_blocks = map(_pointer, scales)
+        epilogue.row_block_pitch, epilogue.column_block_pitch = (x.shape[1] for x in scales)
+    tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
+    tiles = tall * -(-n // config.tile_n)
     grid = min((blocks or _multiprocessors(device)) // config.cluster, tiles) * config.cluster
     buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
     addresses = [ctypes.addressof(buffer) for buffer in buffers] + [ctypes.addressof(epilogue)]
@@ -350,3 +331,47 @@ def gemm(
     stream = cupy.cuda.get_current_stream().ptr
     result = _driver().cuLaunchKernel(function, *sizes, stream, ctypes.addressof(parameters), 0)
     _check(result, "cuLaunchKernel")
+
+
+def _with(
+    config: Config,
+    a: Any,
+    exponents: tuple[Any, Any],
+    factors: tuple[Any, Any] | None,
+    zeros: Zeros | None,
+    scales: tuple[Any, Any] | None,
+    offsets: Any,
+    extras: bool,
+) -> Config:
+    """The program with what these arguments ask of it.
+
+    Raises:
+        ValueError: if they exclude each other.
+    """
+    given = [x for x in exponents if x is not None]
+    if factors is not None and given:
+        raise ValueError("gemm: factors stand instead of exponents; give one of the two")
+    if zeros is not None and (factors is None or config.a != "s8"):
+        raise ValueError(f"gemm: zero points go with factors and codes s8, got {config.a}")
+    if scales is not None:
+        if config.a in ("s8", "bf16") or offsets is not None or zeros is not None:
+            raise ValueError(
+                f"gemm: scales of 128 along K go with FP8 codes in one group, got {config.a}"
+            )
+        if any(len(x) != -(-a.shape[1] // ROW_BYTES) for x in scales):
+            raise ValueError(
+                f"gemm: K = {a.shape[1]} has {-(-a.shape[1] // ROW_BYTES)} blocks of 128, got "
+                f"scales of {[len(x) for x in scales]}"
+            )
+    if offsets is not None and extras and config.promote:
+        config = replace(config, tile_n=min(config.tile_n, 128))  # wider ones spill
+    return replace(
+        config,
+        extras=extras,
+        vectors=any(x.size > 1 for x in given),
+        factors=factors is not None,
+        zeros=zeros is not None,
+        blocks=scales is not None,
+        grouped=offsets is not None,
+        promote=1 if scales is not None else config.promote,
+    )

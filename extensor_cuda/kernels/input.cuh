@@ -22,14 +22,7 @@ struct Tensor {
     float amax;           // NVFP4: the largest finite magnitude
 };
 
-struct Stream {
-    u32 key0, key1, high0, high1;
-};
-
-// high0 is the step's number. Where steps are repeated on the device it is read from `clock`.
-__device__ __forceinline__ Stream stream_of(const u32* clock, u32 key0, u32 key1, u32 high0, u32 high1) {
-    return Stream{key0, key1, clock ? *clock : high0, high1};
-}
+#include "philox.cuh"
 
 __device__ __forceinline__ u32 bits_of(float v) { return __float_as_uint(v); }
 __device__ __forceinline__ float float_of(u32 v) { return __uint_as_float(v); }

@@ -4,14 +4,35 @@
 // e2m1 2^(t - s + TOP) 2^(s - 127 - TOP): the first two factors are exact in E5M2 while s - t is at
 // most SPAN, and the last is the row's exponent. A wider row raises the flag. NaN blocks become NaN.
 //
-// No headers but ours; BLOCK (16 to 128), TOP and SPAN are macros.
+// INTEGERS: the same in 8-bit integers, where 6 2^TOP is 96 and the span three binades; these hold no
+// NaN, so that NaN blocks raise the flag too.
+//
+// No headers but ours; BLOCK (16 to 128), TOP, SPAN and INTEGERS are macros.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
+#if INTEGERS
+// The magnitudes 0 to 6 times `unit`, which are integers, in two words.
+__device__ __forceinline__ uint2 int8_table(u32 unit) {
+    const u32 half = unit / 2;
+    return uint2{half << 8 | unit << 16 | (unit + half) << 24,
+                 2 * unit | 3 * unit << 8 | 4 * unit << 16 | 6 * unit << 24};
+}
+
+// Four 4-bit codes -> four bytes. Minus a byte of `table` has no carry, but for that of 0.
+__device__ __forceinline__ u32 signed_integers(u32 codes, const uint2& table) {
+    const u32 signs = (codes & 0x8u) << 4 | (codes & 0x80u) << 8 | (codes & 0x800u) << 12 |
+                      (codes & 0x8000u) << 16;
+    const u32 m = __byte_perm(table.x, table.y, codes & 0x7777u);
+    const u32 some = (m + 0x7F7F7F7Fu) & signs;  // top bits: negative and not 0
+    return (m ^ (some >> 7) * 255u) + (some >> 7);
+}
+#else
 #include "rebased.cuh"
+#endif
 
 constexpr int kThreads = 128, kNaN = 255;
 
@@ -33,6 +54,7 @@ rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restri
             any |= words.x | words.y;
         }
         const int scale = scales[b];
+        if (INTEGERS && scale == kNaN) atomicOr(flag, 1u);
         if ((any & 0x77777777u) && scale != kNaN) {
             atomicMax(&top, scale);
             atomicMin(&bottom, scale);
@@ -47,15 +69,20 @@ rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restri
         const int scale = scales[b];
         // Beyond the window lie only zero blocks, or rows whose codes are not used.
         const int shift = max(min(scale - top + TOP, TOP), TOP - SPAN);
+#if INTEGERS
+        const uint2 table = int8_table(1u << shift);
+        const auto convert = [&](u32 four) { return signed_integers(four, table); };
+#else
         const float unit = __uint_as_float(static_cast<u32>(shift + 127) << 23);
         uint2 table = e5m2_table(unit);
         if (scale == kNaN) table = uint2{0x7F7F7F7Fu, 0x7F7F7F7Fu};
+        const auto convert = [&](u32 four) { return look_up(four, table); };
+#endif
 #pragma unroll
         for (int i = 0; i < BLOCK / 16; ++i) {
             const uint2 words = from[b * (BLOCK / 16) + i];
-            to[b * (BLOCK / 16) + i] =
-                uint4{look_up(words.x, table), look_up(words.x >> 16, table),
-                      look_up(words.y, table), look_up(words.y >> 16, table)};
+            to[b * (BLOCK / 16) + i] = uint4{convert(words.x), convert(words.x >> 16),
+                                             convert(words.y), convert(words.y >> 16)};
         }
     }
 }

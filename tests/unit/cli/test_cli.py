@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -308,3 +309,28 @@ def test_unknown_command_exits_with_2(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as stopped:
         cli.main(["quantise"])
     assert stopped.value.code == 2
+
+
+def test_tune_shows_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    timing = SimpleNamespace(way="scaled", size=512, ours=0.001, other=0.002, ratio=2.0)
+    module = SimpleNamespace(
+        SIZES=(512,),
+        NEVER=9,
+        tune=lambda plot, sizes: (tmp_path / "table.json", [timing]),
+        crossovers=lambda timings: {"scaled": 512**3, "dense": 9},
+    )
+    monkeypatch.setitem(sys.modules, "extensor_cuda.tune", module)
+    assert cli.main(["tune"]) == 0
+    text = capsys.readouterr().out
+    assert "2.00x" in text and "134,217,728" in text and "never" in text
+    assert cli.main(["tune", "--sizes", "8"]) == 2
+    assert "sides of 16 or more" in capsys.readouterr().err
+
+    def fails(plot: object, sizes: object) -> None:
+        raise RuntimeError("no GPU here")
+
+    module.tune = fails
+    assert cli.main(["tune"]) == 2
+    assert "no GPU here" in capsys.readouterr().err

@@ -14,6 +14,7 @@
 #define __restrict__
 #define __launch_bounds__(...)
 #define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
 
 struct Place {
     unsigned x, y, z;
@@ -58,7 +59,8 @@ T exchange(T mine, int other) {
     return theirs;
 }
 
-inline float __shfl_xor_sync(unsigned, float v, int step) { return exchange(v, threadIdx.x ^ step); }
+template <class T>
+T __shfl_xor_sync(unsigned, T v, int step) { return exchange(v, threadIdx.x ^ step); }
 inline bool __any_sync(unsigned, bool mine) {
     int any = mine;
     for (int step = 1; step < 32; step *= 2) any |= exchange(any, threadIdx.x ^ step);
@@ -90,6 +92,60 @@ inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); retu
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 template <class T>
 T __ldcs(const T* from) { return *from; }
+
+struct uint2 { unsigned x, y; };
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long both = x | static_cast<unsigned long long>(y) << 32;
+    unsigned out = 0;
+    for (int i = 0; i < 4; ++i) out |= (both >> (selector >> (4 * i) & 7) * 8 & 0xFF) << (8 * i);
+    return out;
+}
+template <class T>
+T atomicMax(T* to, T value) { const T before = *to; *to = before < value ? value : before; return before; }
+template <class T>
+T atomicMin(T* to, T value) { const T before = *to; *to = value < before ? value : before; return before; }
+template <class T>
+T atomicAdd(T* to, T value) { const T before = *to; *to = before + value; return before; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline void __threadfence() {}
+template <class T>
+T __ldcg(const T* from) { return *from; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+
+inline float of_bfloat16(unsigned half) { return __uint_as_float(half << 16); }
+// Pairs of bfloat16: a b + c, rounded to nearest even once.
+inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
+    unsigned out = 0;
+    for (int h = 0; h < 32; h += 16) {
+        const double v = static_cast<double>(of_bfloat16(a >> h & 0xFFFF)) * of_bfloat16(b >> h & 0xFFFF) +
+                         of_bfloat16(c >> h & 0xFFFF);  // exact, as all but far apart terms are
+        const unsigned bits = __float_as_uint(static_cast<float>(v));
+        const unsigned rounded = v != v ? 0x7FC0u : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+        out |= rounded << h;
+    }
+    return out;
+}
+// mma.sync m16n8k16 of bfloat16: the fragments of the PTX ISA; the sum is rounded once.
+inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x - lane;
+    double sums[4] = {d[0], d[1], d[2], d[3]};
+    for (int t = 0; t < 4; ++t) {
+        unsigned rows[4], columns[2][2];
+        for (int i = 0; i < 4; ++i) rows[i] = exchange(a[i], warp + lane / 4 * 4 + t);
+        for (int c = 0; c < 2; ++c) {
+            const int from = warp + (lane % 4 * 2 + c) * 4 + t;
+            columns[c][0] = exchange(b0, from), columns[c][1] = exchange(b1, from);
+        }
+        for (int h = 0; h < 2; ++h)
+            for (int c = 0; c < 2; ++c)
+                for (int k = 0; k < 2; ++k)
+                    for (int e = 0; e < 32; e += 16)
+                        sums[2 * h + c] += static_cast<double>(of_bfloat16(rows[h + 2 * k] >> e & 0xFFFF)) *
+                                           of_bfloat16(columns[c][k] >> e & 0xFFFF);
+    }
+    for (int i = 0; i < 4; ++i) d[i] = static_cast<float>(sums[i]);
+}
 
 static std::vector<char> finished;
 static void (*work)();

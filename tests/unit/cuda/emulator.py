@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,14 @@ class Device(np.ndarray):
 class _Cuda:
     class Device:  # cupy.cuda.Device
         attributes = MappingProxyType({"MultiProcessorCount": 2})
+        compute_capability = "90"
+
+    runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda stream: False)
+
+    @staticmethod
+    def get_current_stream() -> Any:
+        """cupy.cuda.get_current_stream."""
+        return SimpleNamespace(ptr=0)
 
 
 class Cupy:

@@ -14,7 +14,16 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda import gemm, jit
 from tests.unit.cuda.test_compile import properties
 
-FORMATS = ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxint8", "nvfp4")
+FORMATS = (
+    "mxfp4",
+    "mxfp8_e4m3",
+    "mxfp8_e5m2",
+    "mxfp6_e2m3",
+    "mxfp6_e3m2",
+    "mxint8",
+    "nvfp4",
+    "nvfp4_fp8exact",
+)
 SHAPES = ((1, 7, 16), (300, 200, 1000), (129, 193, 2050))
 
 
@@ -77,7 +86,8 @@ def test_products_are_within_the_bound(
     va, vb = (reference.dequantize(q, np).astype(np.float64) for q in (a, b))
     sides = sent(a, hopper.xp), sent(b, hopper.xp)
     path = hopper.path("block_matmul", *sides)
-    assert path.startswith("FP8" if name == "mxfp4" else "bf16")
+    fp8 = {"mxfp4": True, "mxfp6_e2m3": not spread, "mxfp6_e3m2": True, "nvfp4_fp8exact": True}
+    assert path.startswith("FP8" if fp8.get(name) else "bf16")
     got = hopper.block_matmul(*sides).get()
     assert (np.abs(got - va @ vb.T) <= bound(va, vb, path)).all()
     wide = gemm.matmul(*sides, hopper.xp, accumulate="bf16", out_dtype="bfloat16")

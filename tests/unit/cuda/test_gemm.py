@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +11,15 @@ import pytest
 
 from extensor_cuda import jit
 from extensor_cuda.gemm_model import accumulate
-from extensor_cuda.kernels.gemm import Config, Flags, empty_rows, gemm, gemm_source
+from extensor_cuda.kernels.gemm import (
+    Config,
+    Flags,
+    block_scales,
+    empty_rows,
+    gemm,
+    gemm_source,
+)
+from extensor_cuda.kernels.gemm_program import ACTIVATIONS
 from tests.unit.cuda.test_compile import properties
 
 COMPILED = (
@@ -113,6 +122,109 @@ def test_one_exponent_for_all_with_bias_activation_residual_and_amax(
     want = np.maximum(wide, 0) + residual.astype(np.float32)
     np.testing.assert_array_equal(out.get(), want.astype(dtype))
     assert amax.get().view(np.float32) == np.abs(want).max()
+
+
+def reference_of(name: str, v: np.ndarray) -> np.ndarray:
+    v = v.astype(np.float64)
+    if name == "relu":
+        return np.maximum(v, 0)
+    if name == "silu":
+        return v / (1 + np.exp(-v))
+    if name == "gelu_tanh":
+        return 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
+    if name == "gelu":
+        return 0.5 * v * (1 + np.vectorize(math.erf)(v / np.sqrt(2)))
+    return v
+
+
+@pytest.mark.parametrize("tile", [(128, 2), (192, 3)])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_after_factors_and_bias(
+    hopper: Any, activation: str, tile: tuple[int, int]
+) -> None:
+    """exp, tanh and erf of a GPU: a few units of float32's last place."""
+    rng = np.random.default_rng(5)
+    m, n, k = 150, 200, 256
+    (a, va), (b, vb) = (operand(rng, rows, k, "e4m3", hopper) for rows in (m, n))
+    rows, columns = (rng.uniform(0.01, 0.1, size).astype(np.float32) for size in (m, n))
+    bias = rng.standard_normal(n).astype(np.float32)
+    out = empty_rows(hopper, m, n, np.float32)
+    config = Config("e4m3", "e4m3", *tile[:1], patches=tile[1], activation=activation)
+    factors = hopper.asarray(rows), hopper.asarray(columns)
+    gemm(a, b, out, config, bias=hopper.asarray(bias), factors=factors)
+    wide = (va @ vb.T) * rows[:, None].astype(float) * columns[None].astype(float) + bias
+    want = reference_of(activation, wide)
+    np.testing.assert_allclose(out.get(), want, rtol=1e-4, atol=1e-4 * np.abs(wide).max())
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("sizes", [(5, 0, 123), (16, 17, 128, 129), (0, 0, 1), (256, 256)], ids=str)
+def test_groups_with_exponents_bias_residual_and_amax(
+    hopper: Any, sizes: tuple[int, ...], cluster: int
+) -> None:
+    """What lies beyond the last group is not written, and no group writes into another."""
+    rng = np.random.default_rng(len(sizes))
+    total, n, k, groups = sum(sizes), 201, 384, len(sizes)
+    rows = total + 9
+    a, va = operand(rng, rows, k, "e5m2", hopper)
+    b, vb = operand(rng, groups * n, k, "e5m2", hopper)
+    row = rng.integers(-5, 6, rows).astype(np.int32)
+    column = rng.integers(-5, 6, groups * n).astype(np.int32)
+    bias = rng.integers(-9, 10, groups * n).astype(np.float32)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    residual = rng.integers(-9, 10, (rows, n)).astype(np.float32)
+    for config in (Config(cluster=cluster), Config(tile_n=128, patches=2, cluster=cluster)):
+        for extras in (False, True):
+            out = empty_rows(hopper, rows, n, np.float32)
+            out[...] = np.nan
+            amax = hopper.zeros((), dtype=np.uint32)
+            options = (
+                {
+                    "bias": hopper.asarray(bias),
+                    "amax": amax,
+                    "residual": empty_rows(hopper, rows, n, np.float32),
+                }
+                if extras
+                else {}
+            )
+            if extras:
+                options["residual"][...] = hopper.asarray(residual)
+            exponents = hopper.asarray(row), hopper.asarray(column)
+            gemm(a, b, out, config, *exponents, offsets=hopper.asarray(offsets), **options)
+            want = np.full((rows, n), np.nan)
+            for g in range(groups):
+                part, columns = slice(offsets[g], offsets[g + 1]), slice(g * n, (g + 1) * n)
+                want[part] = va[part] @ vb[columns].T
+                want[part] *= np.exp2(row[part, None] + column[None, columns].astype(float))
+                if extras:
+                    want[part] = (want[part].astype(np.float32) + bias[columns]) + residual[part]
+            np.testing.assert_array_equal(out.get(), want.astype(np.float32))
+            if extras:
+                assert amax.get().view(np.float32) == np.abs(want[:total]).astype(np.float32).max(
+                    initial=0
+                )
+
+
+@pytest.mark.parametrize("tile", [128, 176, 192])
+def test_scales_of_128_along_k_multiply_exact_sums(hopper: Any, tile: int) -> None:
+    """Powers of two as scales and small values: every sum is exact, and so is the result."""
+    rng = np.random.default_rng(tile)
+    for m, n, k in ((130, 200, 640), (1, 7, 130), (257, 33, 1000)):
+        (a, va), (b, vb) = (operand(rng, rows, k, "e4m3", hopper) for rows in (m, n))
+        blocks = -(-k // 128)
+        scales = [
+            np.exp2(rng.integers(-2, 3, (rows, blocks))).astype(np.float32) for rows in (m, n)
+        ]
+        out = empty_rows(hopper, m, n, np.float32)
+        out[...] = np.nan
+        made = [block_scales(hopper.asarray(s), len(s), 1, hopper) for s in scales]
+        config = Config("e4m3", "e4m3", tile, 1, patches=2)
+        gemm(a, b, out, config, scales=(made[0], made[1]))
+        left, right = (
+            v * s.astype(float).repeat(128, axis=1)[:, :k]
+            for v, s in zip((va, vb), scales, strict=True)
+        )
+        np.testing.assert_array_equal(out.get(), (left @ right.T).astype(np.float32))
 
 
 def test_flags_decide_on_the_device(hopper: Any) -> None:

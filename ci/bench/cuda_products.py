@@ -1,0 +1,251 @@
+"""Products of stored matrices on a GPU: FP8 and INT8 under float scales, packed weights, groups.
+
+    python ci/bench/cuda_products.py [--rounds N] [--only scaled decode weights grouped]
+
+scaled: square bfloat16 results of normal data from codes, against torch's bf16, FP8 (`_scaled_mm`,
+row scales) and INT8 (`_int_mm`, int32 results) products. decode: x (M, K) bfloat16 and packed
+weights (N, K), against torch's bf16 `linear`; "of_copy" is what the weights' stored bytes would
+take at the speed of torch's clone. weights: the same for many rows. grouped: eight groups of
+unequal size, against a bf16 product of torch for each. CUDA events around four calls, the
+contestants taking turns in one process, medians over the rounds; weights rotate past the
+second-level cache. Needs a Hopper GPU, torch and the extra ``cuda13``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
+from ci.bench.cuda_gemm import Call, measure
+from extensor.backends import registry
+from extensor.quant.spec import QuantSpec
+from extensor_cuda import gemm as blocked
+from extensor_cuda import grouped, scaling, weights
+from extensor_cuda import scaled as scaled_products
+
+CACHE = 64 << 20  # bytes that no cache holds
+TOKENS = (1, 4, 16, 64)
+LAYERS = ((8192, 8192), (28672, 8192))  # N, K
+MANY = (2048, 8192)
+FORMATS = ("mxfp4", "nvfp4", "int4", "int8")
+
+Rows = Iterator[dict[str, Any]]
+
+
+def tensor(*shape: int, seed: int = 0) -> Any:
+    """Normal bfloat16 on the device."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+
+def ours(x: Any, xp: Any) -> Any:
+    """Torch's bfloat16 as cupy's, without a copy."""
+    return xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16)
+
+
+def packed(x: Any, name: str, backend: Any, **options: Any) -> Any:
+    """X quantized along its rows."""
+    spec = QuantSpec(name, axis=1, **options).resolve(2)
+    return backend.quantize(ours(x, backend.xp), spec)[0]
+
+
+def scaled(backend: Any, rounds: int) -> Rows:
+    """FP8 and INT8 under float scales."""
+    xp = backend.xp
+    for size in (4096, 8192):
+        a, b = tensor(size, size), tensor(size, size, seed=1)
+        wide, eight = QuantSpec("fp8_e4m3"), QuantSpec("int8")
+        small = wide.replace(tile=(1, 128))
+        specs = {
+            "E4M3, scale a tensor": (wide, wide),
+            "E4M3, scales of rows": (wide.replace(tile="channel"),) * 2,
+            "E4M3, 1x128 x 128x128": (small, wide.replace(tile=(128, 128))),
+            "E4M3, 1x128 x 1x128": (small, small),
+            "INT8, scales of rows": (eight, eight),
+        }
+        sides = {
+            name: [_side(x, spec, xp) for x, spec in zip((a, b), pair, strict=True)]
+            for name, pair in specs.items()
+        }
+        zeros = [packed(x, "int8", backend, symmetric=False) for x in (a, b)]
+        fp4 = [packed(x, "mxfp4", backend, scale_rule="one") for x in (a, b)]
+        codes = [x.to(torch.float8_e4m3fn) for x in (a, b)]
+        ones = torch.ones(size, 1, device="cuda"), torch.ones(1, size, device="cuda")
+        integers = [
+            torch.randint(-96, 97, (size, size), device="cuda", dtype=torch.int8) for _ in "ab"
+        ]
+
+        def torch_fp8(turn: int, codes: Any = codes, ones: Any = ones) -> Any:
+            return torch._scaled_mm(
+                codes[0], codes[1].T, ones[0], ones[1], out_dtype=torch.bfloat16
+            )
+
+        calls: dict[str, Call] = {
+            "torch bf16": lambda turn, a=a, b=b: a @ b.T,  # type: ignore[misc]
+            "torch FP8, row scales": torch_fp8,
+            "torch INT8": lambda turn, e=integers: torch._int_mm(e[0], e[1].T),  # type: ignore[misc]
+        }
+        for name, pair in sides.items():
+            calls[name] = partial(_multiply, pair, xp)
+            calls[f"{name}: quantizing a"] = partial(_quantizing, a, specs[name][0], xp)
+        calls["INT8, zero points, from storage"] = partial(_matmul, zeros, xp, "promote")
+        calls["MXFP4 as INT8, from storage"] = partial(_matmul, fp4, xp, "exact")
+        times = measure(calls, rounds)
+        for name, milliseconds in times.items():
+            yield {
+                "what": "scaled",
+                "size": f"{size}^3",
+                "name": name,
+                "milliseconds": round(milliseconds, 4),
+                "teraflops": round(2 * size**3 / milliseconds / 1e9, 1),
+                "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
+            }
+
+
+def _side(x: Any, spec: QuantSpec, xp: Any) -> Any:
+    return scaling.make(ours(x, xp), [spec.replace(axis=1).resolve(2)], [None], xp)[0][0]
+
+
+def _quantizing(x: Any, spec: QuantSpec, xp: Any, turn: int) -> Any:
+    return _side(x, spec, xp)
+
+
+def _multiply(pair: Any, xp: Any, turn: int) -> Any:
+    return scaled_products.multiply(pair[0], pair[1], "bfloat16", xp)
+
+
+def _matmul(pair: Any, xp: Any, accumulate: str, turn: int) -> Any:
+    return blocked.matmul(pair[0], pair[1], xp, accumulate=accumulate, out_dtype="bfloat16")
+
+
+def _rows(what: str, size: str, times: dict[str, float], nbytes: dict[str, int]) -> Rows:
+    copied = nbytes["copy"] / times["copy"]  # bytes read and written a millisecond
+    for name, milliseconds in times.items():
+        row = {
+            "what": what,
+            "size": size,
+            "name": name,
+            "milliseconds": round(milliseconds, 4),
+            "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
+        }
+        if name in nbytes:
+            row["of_copy"] = round(nbytes[name] / milliseconds / copied, 3)
+        yield row
+
+
+def _contests(
+    backend: Any, layer: tuple[int, int], tokens: tuple[int, ...], what: str, rounds: int
+) -> Rows:
+    """Products of packed weights (N, K) with so many rows."""
+    xp, (n, k) = backend.xp, layer
+    turns = -(-CACHE // (n * k // 2)) + 1
+    dense = [tensor(n, k, seed=i) for i in range(turns)]
+    big = tensor(CACHE)
+    int4: dict[str, Any] = {"tile": (1, 128), "scale_dtype": "float16"}
+    held = {
+        name: [packed(w, name, backend, **(int4 if name == "int4" else {})) for w in dense]
+        for name in FORMATS
+    }
+    for m in tokens:
+        x = tensor(m, k)
+        view = ours(x, xp)
+        calls: dict[str, Call] = {
+            "torch bf16": partial(_linear, x, dense),
+            "copy": lambda turn: big.clone(),
+        }
+        nbytes = {"copy": 4 * CACHE, "torch bf16": 2 * n * k}
+        for name, stored in held.items():
+            if weights.reason(view, stored[0], "90") is None:
+                nbytes[name] = stored[0].nbytes
+                calls[name] = partial(_packed, view, stored, xp)
+        yield from _rows(what, f"{m} x {n} x {k}", measure(calls, rounds), nbytes)
+
+
+def _linear(x: Any, held: list[Any], turn: int) -> Any:
+    return torch.nn.functional.linear(x, held[turn % len(held)])
+
+
+def _packed(x: Any, held: list[Any], xp: Any, turn: int) -> Any:
+    return weights.product(x, held[turn % len(held)], "bfloat16", xp)
+
+
+def decoding(backend: Any, rounds: int) -> Rows:
+    """Few tokens."""
+    for layer in LAYERS:
+        yield from _contests(backend, layer, TOKENS, "decode", rounds)
+
+
+def many(backend: Any, rounds: int) -> Rows:
+    """Packed weights and many rows."""
+    yield from _contests(backend, LAYERS[0], MANY, "weights", rounds)
+
+
+def groups(backend: Any, rounds: int) -> Rows:
+    """Eight groups of unequal size: a mixture of experts' first product."""
+    xp, n, k = backend.xp, 4096, 4096
+    sizes = [4096, 100, 3000, 1, 2048, 0, 900, 6239]
+    x, w = tensor(sum(sizes), k), tensor(len(sizes) * n, k, seed=1)
+    offsets = grouped.offsets_of(xp.asarray(np.array(sizes)), xp)
+    ends = np.cumsum([0, *sizes])
+    parts = [(x[ends[g] : ends[g + 1]], w[g * n : (g + 1) * n]) for g in range(len(sizes))]
+    fp8 = [packed(v, "fp8_e4m3", backend, tile="channel") for v in (x, w)]
+    plain = [ours(v, xp) for v in (x, w)]
+    times = measure(
+        {
+            "torch bf16": lambda turn: [a @ b.T for a, b in parts],
+            "bf16": partial(_grouped, plain, offsets, xp),
+            "E4M3, scales of rows": partial(_grouped, fp8, offsets, xp),
+        },
+        rounds,
+    )
+    work = 2 * sum(sizes) * n * k
+    for name, milliseconds in times.items():
+        yield {
+            "what": "grouped",
+            "size": f"{len(sizes)} groups, {sum(sizes)} x {n} x {k}",
+            "name": name,
+            "milliseconds": round(milliseconds, 4),
+            "teraflops": round(work / milliseconds / 1e9, 1),
+            "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
+        }
+
+
+def _grouped(sides: list[Any], offsets: Any, xp: Any, turn: int) -> Any:
+    return grouped.matmul(sides[0], sides[1], offsets, xp, out_dtype="bfloat16")
+
+
+PARTS = {"scaled": scaled, "decode": decoding, "weights": many, "grouped": groups}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=11)
+    chosen = parser.parse_args()
+    backend: Any = registry.get("cuda")
+    rows = []
+    for name in chosen.only:
+        with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            for row in PARTS[name](backend, chosen.rounds):
+                row["key"] = f"{row['what']}, {row['size']}, {row['name']}"
+                rows.append(row)
+                print(*row.values(), flush=True)
+    write(
+        "cuda-products",
+        command(),
+        rows,
+        merge="key",
+        about=gpu_of(backend.xp),
+        packages=GPU_PACKAGES,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""``extensor tune``: from which size on each way of multiplying pays on this GPU."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from extensor.cli.sheet import CommandError, Sheet, show
+
+__all__ = ["tune"]
+
+MODULE = "extensor_cuda.tune"
+
+
+def tune(plot: Path | None = None, sizes: tuple[int, ...] = ()) -> None:
+    """Measure products on this GPU; the choice between kernels and cupy follows what is found.
+
+    Args:
+        plot: an SVG file for the curve.
+        sizes: sides of the cubes to measure; none: 128 to 4096.
+    """
+    if any(size < 16 for size in sizes):
+        raise CommandError(f"--sizes: wanted sides of 16 or more, got {min(sizes)}")
+    try:
+        module = importlib.import_module(MODULE)
+        path, timings = module.tune(plot, sizes or module.SIZES)
+    except (RuntimeError, ImportError) as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(f"{error.filename}: {error.strerror}") from error
+    rows = tuple(
+        (t.way, str(t.size), f"{t.ours * 1e3:.3f}", f"{t.other * 1e3:.3f}", f"{t.ratio:.2f}x")
+        for t in timings
+    )
+    least = tuple(
+        (way, "never" if work == module.NEVER else f"{work:,}")
+        for way, work in module.crossovers(timings).items()
+    )
+    show(
+        [
+            Sheet("Products", ("way", "size", "ours, ms", "cupy, ms", "ratio"), rows),
+            Sheet(f"Taken from (M N K), in {path}", ("way", "least"), least),
+        ]
+    )

@@ -1,0 +1,200 @@
+"""Products of few rows of activations with packed weights, on tensor cores of sm_80 and later.
+
+Weights are read once, packed, and become bfloat16 on the way to the tensor core, exactly: elements
+of MXFP4 and NVFP4 times their scales, codes of INT4 and INT8 less their zero points (whose sums are
+multiplied by the float scales). float32 activations are three bfloat16 numbers each, exactly. Sums
+are float32 that is cut (K 2**-22 S, as in `extensor_cuda.gemm`); those of stretches of K are added
+in order, so that a result depends on shapes and values alone. With S = sum |x| |w| over K and n
+groups of float scales, the result is off by up to
+
+    (K 2**-22 + (stretches + n + 8) 2**-24) S
+
+plus what underflows: of float32 activations 2**-133 times the weights, and 2**-126 a term.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from extensor.quant.array import QuantArray, tile_extent
+from extensor_cuda.jit import Source, launch
+
+__all__ = ["MOST_TOKENS", "decode_source", "product", "reason", "stretches"]
+
+Array = Any
+
+MOST_TOKENS = 64
+"""Rows of bfloat16 activations, or three times the rows of float32 ones."""
+_ROWS, _THREADS, _BLOCKS = 64, 128, 1056  # as in decode.cu; blocks that fill a large GPU
+_PIECE = {1: 1024, 2: 512, 4: 256, 8: 256}  # elements of K in shared memory, by tiles of 8 tokens
+_RESIDENT = {1: 8, 2: 7, 4: 4, 8: 3}
+_SOURCE = Path(__file__).parent / "kernels" / "decode.cu"
+_FLOATS = ("float32", "bfloat16")
+_PARTS = {"float32": 3, "bfloat16": 1}
+
+
+def reason(x: Array, w: QuantArray, capability: str) -> str | None:
+    """Why there is no such product of x (M, K) and w (N, K); None if there is.
+
+    Args:
+        x: activations.
+        w: weights.
+        capability: compute capability of the GPU, such as "90".
+    """
+    if int(capability) < 80:
+        return f"compute capability {capability}; the kernel is for 80 and later"
+    if x.ndim != 2 or len(w.shape) != 2 or w.spec.axis != 1:
+        return "not two matrices, the weights blocked along the last axis"
+    if x.dtype.name not in _FLOATS:
+        return f"{x.dtype} activations; the kernel takes float32 and bfloat16"
+    tokens = x.shape[0] * _PARTS[x.dtype.name]
+    if not 1 <= tokens <= MOST_TOKENS:
+        return f"{x.shape[0]} rows of {x.dtype}; the kernel takes 1 to {MOST_TOKENS} tokens"
+    if 0 in w.shape or max(*w.shape, x.shape[1]) > 1 << 30:
+        return f"weights of shape {w.shape}"
+    return _weight_reason(w)
+
+
+def _weight_reason(w: QuantArray) -> str | None:
+    spec, element = w.spec, w.spec.row.element
+    if spec.row.outliers or spec.transform:
+        return "the outlier codec" if spec.row.outliers else "a Hadamard transform to undo"
+    rows, length = tile_extent(spec, w.shape)
+    if rows > 1 and not (spec.tile == "tensor" or rows >= w.shape[0]):
+        return f"tiles {spec.tile}"
+    if spec.is_mx or spec.row.tensor_scale:
+        if element.bits != 4 or length not in (16, 32, 64, 128):
+            return f"{spec.format} in blocks of {length}; the kernel has E2M1 in 16, 32, 64, 128"
+        return None if rows == 1 else f"tiles {spec.tile}"
+    if element.is_float:
+        return f"{element.name} under float scales"
+    if length < w.shape[1] and length % 32:
+        return f"groups of {length}; the kernel has multiples of 32"
+    return None
+
+
+def stretches(lines: int, columns: int, segment: int) -> tuple[int, int]:
+    """How many stretches K is cut into, and the elements of one, for N = lines and K = columns."""
+    segments = -(-columns // segment)
+    wanted = max(_BLOCKS // -(-lines // _ROWS), 1)
+    each = -(-segments // min(wanted, segments))
+    return -(-segments // each), each * segment
+
+
+def _lane(w: QuantArray) -> int:
+    """Neighbouring elements of a row in a lane: 16 bytes, if four lanes' share a group's scale."""
+    widest = 128 // w.spec.row.element.bits
+    _, length = tile_extent(w.spec, w.shape)
+    if w.spec.is_mx or w.spec.row.tensor_scale or length >= w.shape[1]:
+        return widest
+    return next(n for n in (32, 16, 8) if n <= widest and length % (4 * n) == 0)
+
+
+@lru_cache(maxsize=256)
+def _source(
+    bits: int, is_float: bool, ue4m3: bool, block: int, scaled: bool, group: int, half: bool,
+    lane: int, tiles: int, dtype: str, out: str,
+) -> Source:  # fmt: skip
+    macros = {
+        "BITS": bits,
+        "IS_FLOAT": int(is_float),
+        "UE4M3": int(ue4m3),
+        "BLOCK": block,
+        "SCALED": int(scaled),
+        "GROUP": group,
+        "HALF": int(half),
+        "LANE": lane,
+        "PIECE": _PIECE[tiles],
+        "TILES": tiles,
+        "PARTS": _PARTS[dtype],
+        "IN": _FLOATS.index(dtype),
+        "OUT": _FLOATS.index(out),
+        "RESIDENT": _RESIDENT[tiles],
+    }
+    return Source.read(_SOURCE, macros)
+
+
+def decode_source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
+    """The program for weights and that many rows of activations of a dtype."""
+    spec, element = w.spec, w.spec.row.element
+    tiles = next(n for n in (1, 2, 4, 8) if 8 * n >= rows * _PARTS[dtype])
+    scaled = not (spec.is_mx or spec.row.tensor_scale)
+    length, lane = tile_extent(spec, w.shape)[1], _lane(w)
+    block, group = (32, 0) if scaled else (length, 0)
+    if scaled and length < w.shape[1]:
+        group = length // (4 * lane)
+    half = spec.scale_name == "float16"
+    return _source(
+        element.bits, element.is_float, spec.row.tensor_scale, block, scaled, group, half, lane,
+        tiles, dtype, out,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _counters(xp: Any, device: int, stream: int, count: int) -> Array:
+    """Zeros that each launch leaves as it found them; one stream's launches follow each other."""
+    return xp.zeros(count, dtype=np.uint32)
+
+
+def _zeros(xp: Any, count: int) -> Array:
+    """Counters for one launch; those of a graph are its own, and set to zero by it."""
+    runtime, stream = xp.cuda.runtime, xp.cuda.get_current_stream().ptr
+    if runtime.streamIsCapturing(stream):
+        return xp.zeros(count, dtype=np.uint32)
+    return _counters(xp, runtime.getDevice(), stream, count)
+
+
+def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> Array:
+    """X w^T of operands that `reason` covers, float32 or bfloat16 (M, N); does not wait.
+
+    Args:
+        x: (M, K).
+        w: (N, K), blocked along K.
+        out_dtype: "float32" or "bfloat16".
+        xp: cupy.
+    """
+    (rows, columns), lines = x.shape, w.shape[0]
+    source = decode_source(w, rows, x.dtype.name, out_dtype)
+    macros = dict(source.macros)
+    splits, stretch = stretches(lines, columns, 4 * int(macros["LANE"]))
+    count = -(-lines // _ROWS)
+    x, codes, scales = (xp.ascontiguousarray(a) for a in (x, w.codes, w.scales))
+    if x.data.ptr % 16:
+        x = x.copy()
+    if codes.data.ptr % 16:
+        codes = codes.copy()
+    zeros = w.zero_points
+    if macros["SCALED"] == "1" and len(scales) < lines:  # one scale for all rows
+        scales = scales.repeat(lines, axis=0)
+        zeros = None if zeros is None else zeros.repeat(lines, axis=0)
+    null = np.uint64(0)
+    out = xp.empty(
+        (rows, lines), dtype=ml_dtypes.bfloat16 if out_dtype == "bfloat16" else "float32"
+    )
+    partial = xp.empty((splits, rows * int(macros["PARTS"]), lines), dtype=np.float32)
+    launch(
+        source,
+        "decode_product",
+        count * splits,
+        _THREADS,
+        x,
+        codes,
+        scales,
+        null if zeros is None else xp.ascontiguousarray(zeros),
+        null if w.tensor_scale is None else w.tensor_scale,
+        partial,
+        _zeros(xp, count),
+        out,
+        np.int32(rows),
+        np.int32(lines),
+        np.int32(columns),
+        *(np.int64(n) for n in (codes.shape[1], scales.shape[1])),
+        np.int32(splits),
+        np.int32(stretch),
+    )
+    return out

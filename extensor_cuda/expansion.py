@@ -1,0 +1,181 @@
+"""Packed codes and scales -> what Hopper's tensor cores multiply, exactly: FP8 codes or bfloat16.
+
+`kernels/expand.cu` writes the contraction contiguous, blocks along either axis, square tiles.
+A tensor's scales lie relative to its largest one; FP8 holds every value of
+
+    mxfp4                   as E5M2 while the scales span up to 28 binades
+    mxfp6_e2m3              as E4M3, 11 binades
+    mxfp6_e3m2              as E5M2, 23 binades
+    nvfp4 by least_error    as E4M3, 12 binades below the top scale: scales are 1, 1.25, 1.5 2**e
+
+and bfloat16 of everything, but what lies more than 110 binades below the tensor's largest scale.
+What is not held raises a flag on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.array import QuantArray, coded_length
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels.gemm import Flags, configure, gemm
+
+__all__ = ["Expansion", "expand", "expand_source", "join", "kind_of", "scale_of"]
+
+Array = Any
+
+_FOLDER = Path(__file__).parent / "kernels"
+_THREADS, _GUARDED_BLOCKS, _ANCHOR_BLOCKS = 256, 264, 264
+_KINDS = ("bf16", "e5m2", "e4m3")  # as in expand.cu
+# The power of two by which the largest scale is lifted, so that the largest element is in range:
+# 6 * 2**13 and 28 * 2**11 in E5M2, 7.5 * 2**5 in E4M3; NVFP4's largest scale is 1.5 * 2**8, and
+# 6 * 1.5 * 2**5 is 288.
+_FP8 = {"e2m1": ("e5m2", 13), "e3m2": ("e5m2", 11), "e2m3": ("e4m3", 5)}
+_NVFP4_LIFT = -3
+
+
+def kind_of(spec: QuantSpec) -> tuple[str, int]:
+    """The element type that operands of a spec have, and how far their scales are lifted."""
+    if spec.is_mx:
+        return _FP8.get(spec.row.element.name, ("bf16", 0))
+    return ("e4m3", _NVFP4_LIFT) if spec.rule == "least_error" else ("bf16", 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Expansion:
+    """A matrix's values: the codes' times two to the exponent, or times the factor: one number.
+
+    Attributes:
+        codes: (rows, K), rows a multiple of 16 bytes apart: uint8, or uint16 for bfloat16.
+        kind: their element type: "bf16", "e5m2", "e4m3" or "s8".
+        exponent: int32 (1,); None if the factor is no power of two, or where it is 0.
+        factor: float32, (1,) or one for each row; None if it is not known, or 1.
+    """
+
+    codes: Array
+    kind: str
+    exponent: Array | None = None
+    factor: Array | None = None
+
+
+@lru_cache(maxsize=256)
+def expand_source(spec: QuantSpec, kind: str, lift: int) -> Source:
+    """The program that expands packed codes of a spec resolved for a matrix."""
+    element = spec.row.element
+    assert isinstance(spec.tile, tuple)
+    macros = {
+        "BITS": element.bits,
+        "MANTISSA": element.mantissa_bits,
+        "MIN_EXPONENT": element.min_exponent,
+        "IS_FLOAT": int(element.is_float),
+        "UE4M3": int(not spec.is_mx),
+        "BLOCK": spec.tile[1],
+        "TILE_ROWS": spec.tile[0],
+        "DOWN": int(spec.axis == 0),
+        "OUT": _KINDS.index(kind),
+        "LIFT": lift,
+    }
+    return Source.read(_FOLDER / "expand.cu", macros)
+
+
+def _blocks(threads: int, guarded: bool) -> int:
+    blocks = -(-threads // _THREADS)
+    return max(min(blocks, _GUARDED_BLOCKS if guarded else 1 << 16), 1)
+
+
+def expand(
+    q: QuantArray, kind: str, flag: Array, xp: Any, guards: Sequence[Array] = ()
+) -> Expansion:
+    """The values of a packed matrix, contraction contiguous; does not wait.
+
+    Args:
+        q: MX or NVFP4 in tiles (n, 16 to 128), along either axis.
+        kind: "bf16", or what `kind_of` says.
+        flag: uint32 (1,), raised where the kind does not hold a value.
+        xp: cupy.
+        guards: two flags; nothing is written unless one is set. None: always.
+    """
+    axis, mx = q.spec.axis, q.spec.is_mx
+    lift = 0 if kind == "bf16" else kind_of(q.spec)[1]
+    source = expand_source(q.spec, kind, lift)
+    k = coded_length(q.spec, q.shape)
+    lines, pitch = q.shape[1 - axis], -(-k // 16) * 16
+    codes, scales = (_aligned(part, xp) for part in (q.codes, q.scales))
+    out = xp.empty((lines, pitch), dtype=np.uint16 if kind == "bf16" else np.uint8)
+    null = np.uint64(0)
+    largest, exponent, factor = null, null, xp.empty(1, dtype=np.float32)
+    if mx:
+        largest, exponent = xp.zeros(1, dtype=np.uint32), xp.empty(1, dtype=np.int32)
+        count = scales.size
+        blocks = min(-(-count // _THREADS), _ANCHOR_BLOCKS)
+        launch(source, "anchor", blocks, _THREADS, scales, largest, np.int64(count))
+    chunks = pitch // 16
+    threads = lines * chunks
+    if axis == 0:
+        threads = -(-lines // 32) * -(-chunks // 4) * 32
+    launch(
+        source,
+        "expand",
+        _blocks(threads, bool(guards)),
+        _THREADS,
+        codes,
+        scales,
+        largest,
+        null if mx else q.tensor_scale,
+        out,
+        exponent,
+        factor,
+        flag,
+        *(guards or (null, null)),
+        *(np.int64(n) for n in (lines, pitch, codes.shape[1], scales.shape[1])),
+    )
+    return Expansion(out[:, :k], kind, exponent if mx else None, factor)
+
+
+def _aligned(array: Array, xp: Any) -> Array:
+    array = xp.ascontiguousarray(array)
+    return array if array.data.ptr % 16 == 0 else array.copy()
+
+
+def scale_of(a: Expansion, b: Expansion) -> str | None:
+    """What two operands share: "exponent", "factor", or "none" where neither has any.
+
+    None if one has a factor alone and the other an exponent alone.
+    """
+    scaled = [side for side in (a, b) if side.exponent is not None or side.factor is not None]
+    names = ("exponent", "factor") if scaled else ("none",)
+    shared = (n for n in names if all(getattr(side, n) is not None for side in scaled))
+    return next(shared, None) if scaled else "none"
+
+
+def join(
+    a: Expansion,
+    b: Expansion,
+    out: Array,
+    flags: Flags | None = None,
+    runs: Array | None = None,
+    promote: int | None = None,
+) -> None:
+    """Launch out = a b^T of operands with a shared `scale_of`; FP8 with FP8, bf16 with bf16.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart.
+        flags: on the device, whether to run.
+        runs: counts the launches that ran.
+        promote: as in `extensor_cuda.kernels.gemm.Config`.
+    """
+    config = configure(a.kind, *out.shape, out.dtype.name, promote, b=b.kind)
+    shared = scale_of(a, b)
+    assert shared is not None
+    exponents = (a.exponent, b.exponent) if shared == "exponent" else (None, None)
+    factors = (a.factor, b.factor) if shared == "factor" else None
+    gemm(a.codes, b.codes, out, config, *exponents, flags=flags, runs=runs, factors=factors)

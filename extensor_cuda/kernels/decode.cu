@@ -1,0 +1,318 @@
+// out = x w^T for few rows of x: packed weights of 4 or 8 bits, read once, decoded to bfloat16 on the way
+// to mma.sync (m16n8k16; weights on the side of 16).
+//
+// A block of four warps has 64 rows of w, a warp 16 of them, and a stretch of K. A lane reads LANE
+// neighbouring elements of two rows, a segment is four lanes' worth; x lies in shared memory in the
+// order in which decoding leaves the elements, so that no element moves between lanes. float32 x is
+// three bfloat16 matrices, which together are exactly x: its rows are three tokens (PARTS).
+//
+// SCALED 0: E8M0 or E4M3 scales of BLOCK elements; element times scale is a bfloat16, exactly.
+// SCALED 1: float scales of GROUP segments (0: all of K), zero points: code less zero point is a bfloat16, and the
+// sum of a group is multiplied by its scale in float32.
+//
+// Stretches of K leave their sums in `partial`; the last block of a group of rows adds them in order,
+// so that the result depends on nothing but shapes. No headers. Macros: BITS, IS_FLOAT, UE4M3, BLOCK,
+// SCALED, GROUP, HALF (scales), LANE, PIECE (of K in shared memory), TILES (of 8 tokens), PARTS, IN and OUT (0:
+// float32, 1: bfloat16), RESIDENT.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+
+constexpr int kWarps = 4, kThreads = 128, kRows = 64, kTokens = 8 * TILES;
+constexpr int kSegment = 4 * LANE, kCodeWords = LANE * BITS / 32, kUnits = LANE / 8;
+constexpr int kGroup = GROUP ? GROUP : 1;
+constexpr int kPitch = PIECE * 2 + 64;  // bytes of a token: no bank conflicts
+constexpr int kPart = BLOCK < LANE ? BLOCK : LANE, kScaleCount = SCALED ? 1 : LANE / kPart;
+
+#ifdef __CUDA_ARCH__
+// d += a b with a (16, 16) and b (16, 8) of bfloat16 pairs, float32 sums.
+__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// a b + c of bfloat16 pairs, rounded once.
+__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+#endif
+
+__device__ __forceinline__ u32 twice(u32 half) { return half | half << 16; }
+
+// ---- weights ----
+
+#if SCALED
+#if HALF
+typedef u16 Stored;
+__device__ __forceinline__ float scale_value(u16 bits) {
+    const u32 magnitude = static_cast<u32>(bits & 0x7FFF) << 13;
+    if (magnitude >= 0x0F800000u) return __uint_as_float(magnitude | 0x7F800000u);  // no number
+    return __uint_as_float(magnitude) * __uint_as_float((112u + 127u) << 23);
+}
+#else
+typedef float Stored;
+__device__ __forceinline__ float scale_value(float value) { return value; }
+#endif
+#else
+typedef u8 Stored;
+// A scale as a bfloat16.
+__device__ __forceinline__ u32 scale_pair(u32 byte) {
+#if UE4M3
+    if (byte >= 0x7Fu) return twice(0x7FC0u);
+    const u32 field = byte >> 3, part = byte & 7u;
+    if (field) return twice((field + 120u) << 7 | part << 4);
+    return twice(__float_as_uint(static_cast<float>(part) * 0.001953125f) >> 16);
+#else
+    return twice(byte == 255u ? 0x7FC0u : byte ? byte << 7 : 0x40u);
+#endif
+}
+#endif
+
+// Eight codes -> four pairs of bfloat16: elements (p, p + 4) of 4-bit codes, (2 p, 2 p + 1) of bytes.
+__device__ __forceinline__ void decode(const u32* words, u32 scale, int zero, u32 (&pairs)[4]) {
+#if BITS == 4
+    const u32 w = IS_FLOAT ? words[0] : words[0] ^ 0x88888888u;
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+        const u32 four = w >> (4 * p);
+#if IS_FLOAT
+        // The bits are a bfloat16 already, 2^-126 times the element.
+        const u32 bits = (four & 0x00070007u) << 6 | (four & 0x00080008u) << 12;
+        pairs[p] = fma_pair(fma_pair(bits, 0x7E807E80u, 0u), scale, 0u);
+#else
+        const u32 offset = twice(0xC300u | static_cast<u32>(8 + zero));  // -(136 + zero)
+        pairs[p] = fma_pair((four & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, offset);
+#endif
+    }
+#else
+    const float offset = static_cast<float>(8388608 + 128 + zero);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+        const u32 w = (words[p / 2] ^ 0x80808080u) >> (16 * (p % 2));
+        const float low = __uint_as_float(0x4B000000u | (w & 0xFFu)) - offset;
+        const float high = __uint_as_float(0x4B000000u | (w >> 8 & 0xFFu)) - offset;
+        pairs[p] = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+    }
+#endif
+}
+
+// What a lane holds of one row of a segment.
+struct Codes {
+    u32 words[kCodeWords];
+    u32 scale[kScaleCount];
+};
+
+// `at`: the lane's first element along K, a multiple of LANE; `octets`, `blocks`: of a row in memory.
+__device__ __forceinline__ void fetch(Codes& c, const u8* codes, const Stored* scales, i64 row, int at,
+                                      i64 octets, i64 blocks, bool whole) {
+    const i64 offset = static_cast<i64>(at) * BITS / 8, left = octets - offset;
+    const u8* from = codes + row * octets + offset;
+    if (whole && left > 0) {
+        if (kCodeWords % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < kCodeWords; i += 4) {
+                const uint4 four = __ldcs(reinterpret_cast<const uint4*>(from) + i / 4);
+                c.words[i] = four.x, c.words[i + 1] = four.y, c.words[i + 2] = four.z, c.words[i + 3] = four.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kCodeWords; ++i) c.words[i] = __ldcs(reinterpret_cast<const u32*>(from) + i);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCodeWords; ++i) {
+            u32 word = 0;
+            for (int b = 0; b < 4; ++b)
+                if (4 * i + b < left) word |= static_cast<u32>(from[4 * i + b]) << (8 * b);
+            c.words[i] = word;
+        }
+    }
+#if !SCALED
+#pragma unroll
+    for (int i = 0; i < kScaleCount; ++i) {
+        const int block = (at + i * kPart) / BLOCK;
+        c.scale[i] = block < blocks ? scales[row * blocks + block] : 0;
+    }
+#endif
+}
+
+// ---- x ----
+
+#if IN == 0
+typedef float Raw;
+#else
+typedef u16 Raw;
+#endif
+
+// The part of a value that a token holds, as a bfloat16: upper, middle or lower bits of the significand.
+__device__ __forceinline__ u32 part_of(Raw raw, int part) {
+#if IN == 1
+    return raw;
+#else
+    const u32 bits = __float_as_uint(raw);
+    if ((bits & 0x7F800000u) == 0x7F800000u) return part ? 0u : bits << 9 ? 0x7FC0u : bits >> 16;
+    float rest = raw;
+    for (int i = 0; i < part; ++i) rest -= __uint_as_float(__float_as_uint(rest) & 0xFFFF0000u);
+    return __float_as_uint(rest) >> 16;
+#endif
+}
+
+// x from `k0` on, zeros beyond `rows` and `columns`, as decoding leaves the weights.
+__device__ __forceinline__ void load_x(u8* to, const Raw* x, int k0, int rows, int columns) {
+    constexpr int kOfToken = PIECE / 8;
+    for (int u = threadIdx.x; u < kTokens * kOfToken; u += kThreads) {
+        const int token = u / kOfToken, i = u % kOfToken, part = token / rows;
+        const int k = k0 + i * 8;
+        u32 v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        if (part < PARTS && k < columns) {
+            const Raw* from = x + static_cast<i64>(token - part * rows) * columns + k;
+            if (columns % 8 == 0) {
+                const uint4* four = reinterpret_cast<const uint4*>(from);
+#if IN == 0
+                const uint4 a = four[0], b = four[1];
+                const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+                for (int e = 0; e < 8; ++e) v[e] = part_of(__uint_as_float(words[e]), part);
+#else
+                const u32 words[4] = {four->x, four->y, four->z, four->w};
+#pragma unroll
+                for (int e = 0; e < 8; ++e) v[e] = words[e / 2] >> (16 * (e % 2)) & 0xFFFFu;
+#endif
+            } else {
+                for (int e = 0; e < 8; ++e)
+                    if (k + e < columns) v[e] = part_of(from[e], part);
+            }
+        }
+        uint4 unit;
+        if (BITS == 4)
+            unit = uint4{v[0] | v[4] << 16, v[1] | v[5] << 16, v[2] | v[6] << 16, v[3] | v[7] << 16};
+        else
+            unit = uint4{v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16};
+        const int within = i % (kSegment / 8), lane = within / kUnits, j = within % kUnits;
+        const int place = i / (kSegment / 8) * (kSegment / 8) + j * 4 + lane;
+        *reinterpret_cast<uint4*>(to + token * kPitch + place * 16) = unit;
+    }
+}
+
+// ---- the product ----
+
+extern "C" __global__ void __launch_bounds__(128, RESIDENT)
+decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const Stored* __restrict__ scales,
+               const signed char* __restrict__ zeros, const float* __restrict__ tensor_scale,
+               float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out, int rows,
+               int lines, int columns, i64 octets, i64 blocks, int splits, int stretch) {
+    __shared__ __align__(16) u8 tokens[kTokens * kPitch];
+    __shared__ u32 last;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
+    const int split = blockIdx.x % splits, line0 = blockIdx.x / splits * kRows;
+    const i64 upper = min(line0 + warp * 16 + row, lines - 1), lower = min(line0 + warp * 16 + row + 8, lines - 1);
+    const bool whole = octets % 16 == 0;
+    const int begin = split * stretch, end = min(columns, begin + stretch);
+    float sum[TILES][4], part[TILES][4];
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[t][c] = part[t][c] = 0.0f;
+    int zero[2] = {0, 0};
+    Codes now[2], next[2];
+    fetch(next[0], codes, scales, upper, begin + quarter * LANE, octets, blocks, whole);
+    fetch(next[1], codes, scales, lower, begin + quarter * LANE, octets, blocks, whole);
+    for (int k0 = begin; k0 < end; k0 += PIECE) {
+        __syncthreads();
+        load_x(tokens, x, k0, rows, columns);
+        __syncthreads();
+        const int stop = min(end, k0 + PIECE);
+        for (int k = k0; k < stop; k += kSegment) {
+            now[0] = next[0], now[1] = next[1];
+            const int after = k + kSegment;
+            if (after < end) {
+                fetch(next[0], codes, scales, upper, after + quarter * LANE, octets, blocks, whole);
+                fetch(next[1], codes, scales, lower, after + quarter * LANE, octets, blocks, whole);
+            }
+#if SCALED
+            const int of_group = GROUP ? k / kSegment / kGroup : 0;
+            if (zeros) zero[0] = zeros[upper * blocks + of_group], zero[1] = zeros[lower * blocks + of_group];
+#endif
+            const u8* of_segment = tokens + (k - k0) * 2 + row * kPitch + quarter * 16;
+#pragma unroll
+            for (int j = 0; j < kUnits; ++j) {
+                u32 pairs[2][4];
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+#if SCALED
+                    const u32 scale = 0;
+#else
+                    const u32 scale = scale_pair(now[h].scale[j * 8 / kPart]);
+#endif
+                    decode(now[h].words + j * kCodeWords / kUnits, scale, zero[h], pairs[h]);
+                }
+                const u32 first[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
+                const u32 second[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
+#pragma unroll
+                for (int t = 0; t < TILES; ++t) {
+                    const uint4 b = *reinterpret_cast<const uint4*>(of_segment + t * 8 * kPitch + j * 64);
+                    mma(part[t], first, b.x, b.y);
+                    mma(part[t], second, b.z, b.w);
+                }
+            }
+#if SCALED
+            if ((GROUP && after / kSegment % kGroup == 0) || after >= end) {
+                const float a = scale_value(scales[upper * blocks + of_group]);
+                const float b = scale_value(scales[lower * blocks + of_group]);
+#pragma unroll
+                for (int t = 0; t < TILES; ++t) {
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) {
+                        sum[t][c] = __fmaf_rn(part[t][c], c < 2 ? a : b, sum[t][c]);
+                        part[t][c] = 0.0f;
+                    }
+                }
+            }
+#endif
+        }
+    }
+    const int count = rows * PARTS;
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const int line = line0 + warp * 16 + row + c / 2 * 8, token = t * 8 + quarter * 2 + c % 2;
+            if (line < lines && token < count)
+                partial[(static_cast<i64>(split) * count + token) * lines + line] = SCALED ? sum[t][c] : part[t][c];
+        }
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(done + blockIdx.x / splits, 1u) + 1 == static_cast<u32>(splits);
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    if (threadIdx.x == 0) done[blockIdx.x / splits] = 0;
+    const float factor = tensor_scale ? *tensor_scale : 1.0f;
+    for (int i = threadIdx.x; i < rows * kRows; i += kThreads) {
+        const int line = line0 + i % kRows, m = i / kRows;
+        if (line >= lines) continue;
+        float total = 0.0f;
+        for (int p = PARTS - 1; p >= 0; --p) {  // the smallest first
+            float of_part = 0.0f;
+            for (int s = 0; s < splits; ++s)
+                of_part += __ldcg(partial + (static_cast<i64>(s) * count + p * rows + m) * lines + line);
+            total += of_part;
+        }
+        total *= factor;
+        const i64 at = static_cast<i64>(m) * lines + line;
+#if OUT == 0
+        static_cast<float*>(out)[at] = total;
+#else
+        const u32 bits = __float_as_uint(total);
+        const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+        static_cast<u16*>(out)[at] = nan ? 0x7FC0 : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+#endif
+    }
+}

@@ -1,0 +1,223 @@
+// What becomes of a tile's sums: factors, bias, activation, residual, and their way to memory.
+
+__device__ __forceinline__ float power_of_two(int exponent) {
+    return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
+}
+
+// v * 2^e in two steps, since 2^e itself may not be a float. Sums of FP8 products are multiples of
+// 2^-32, so that the first step is exact.
+__device__ __forceinline__ float scaled(float v, int e) {
+    e = min(max(e, -252), 254);
+    const int half = e >> 1;
+    return v * power_of_two(half) * power_of_two(e - half);
+}
+
+__device__ __forceinline__ float activate(float v) {
+#if ACTIVATION == 1
+    return v > 0.0f || v != v ? v : 0.0f;
+#elif ACTIVATION == 2
+    return v / (1.0f + __expf(-v));
+#elif ACTIVATION == 3
+    const float inner = 0.7978845608028654f * (v + 0.044715f * v * v * v);
+    return v / (1.0f + __expf(-2.0f * inner));
+#elif ACTIVATION == 4
+    return 0.5f * v * (1.0f + erff(v * 0.7071067811865476f));
+#else
+    return v;
+#endif
+}
+
+#if OUT_BF16
+typedef u16 Out;
+#else
+typedef float Out;
+#endif
+constexpr int kChunk = 128 / sizeof(Out);  // columns of a patch
+
+__device__ __forceinline__ float widen(u16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
+__device__ __forceinline__ float widen(float v) { return v; }
+
+// Where a patch holds a 16-byte unit: TMA's swizzle of 128 bytes.
+__device__ __forceinline__ u32 place(int row, int unit) {
+    return static_cast<u32>(row * 128 + ((unit ^ (row & 7)) << 4));
+}
+
+// Begins to copy what a warpgroup's part of a tile needs of one number a row and one a column.
+__device__ __forceinline__ void fetch_table(int* table, const int* rows, const int* columns, int row_step,
+                                            int column_step, int none, int row0, int column0,
+                                            int end_row, int end_column) {
+    const int thread = threadIdx.x % 128;
+#pragma unroll
+    for (int i = thread; i < kTable; i += 128) {
+        const bool row = i < 64;
+        const int* from = row ? rows : columns;
+        const int at = row ? min(row0 + i, end_row - 1) * row_step
+                           : min(column0 + i - 64, end_column - 1) * column_step;
+        if (from)
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(table + i)),
+                         "l"(from + at)
+                         : "memory");
+        else
+            table[i] = none;
+    }
+}
+
+// `shift`: where the columns of the tile's group begin.
+__device__ __forceinline__ void fetch_tables(int* table, const Epilogue& e, int row0, int column0,
+                                             int end_of_rows, int shift) {
+    constexpr int kNone = VECTORS == 2 ? 0x3F800000 : 0;  // a factor of 1, an exponent of 0
+    const int end = shift + e.columns;
+    column0 += shift;
+    fetch_table(table, e.row_exponent, e.column_exponent, e.row_step, e.column_step, kNone, row0,
+                column0, end_of_rows, end);
+#if ZEROS
+    fetch_table(table + kTable, e.row_zero, e.column_zero, 1, 1, 0, row0, column0, end_of_rows, end);
+    fetch_table(table + 2 * kTable, e.row_rest, e.column_sum, 1, 1, 0, row0, column0, end_of_rows, end);
+#endif
+}
+
+__device__ __forceinline__ void await_tables(int warpgroup) {
+    asm volatile("cp.async.wait_all;\nbar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
+
+#if BLOCKS
+// sum += part times the scales of its row and column, of one stage.
+__device__ __forceinline__ void promote(float (&sum)[kRegisters], const float (&part)[kRegisters],
+                                        const float* scales, int warp, int lane) {
+    const float* rows = scales + warp * 16 + lane / 4;
+    const float upper = rows[0], lower = rows[8];
+#pragma unroll
+    for (int j = 0; j < kTileN / 8; ++j) {
+        const float2 two = *reinterpret_cast<const float2*>(scales + kTileM + 8 * j + lane % 4 * 2);
+        sum[4 * j] = __fmaf_rn(part[4 * j], upper * two.x, sum[4 * j]);
+        sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], upper * two.y, sum[4 * j + 1]);
+        sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], lower * two.x, sum[4 * j + 2]);
+        sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], lower * two.y, sum[4 * j + 3]);
+    }
+}
+#endif
+
+// What multiplies a sum: two powers of two for all of C, or what its own row and column say.
+struct Factors {
+    float first, second;
+    const int* table;
+};
+
+// A warp writes its 16 rows of a tile. kNear: the exponents' powers and their products are floats.
+template <bool kNear>
+__device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const Epilogue& e,
+                                           const TensorMap* map, const Factors& factors, int row0,
+                                           int end_of_rows, int column0, int group, u8* patches,
+                                           u32& turn, int lane) {
+    const int row = lane / 4, pair = lane % 4;
+    const int* columns = factors.table + 64;
+    int row_exponent[2];
+    float row_factor[2];
+#if ZEROS
+    int row_zero[2], row_rest[2];
+#endif
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int at = threadIdx.x / 32 % 4 * 16 + row + 8 * h;
+        row_exponent[h] = VECTORS ? factors.table[at] : 0;
+        row_factor[h] = VECTORS == 2 ? __int_as_float(row_exponent[h])
+                        : VECTORS    ? power_of_two(kNear ? row_exponent[h] : 0)
+                                     : factors.first;
+#if ZEROS
+        row_zero[h] = factors.table[kTable + at], row_rest[h] = factors.table[2 * kTable + at];
+#endif
+    }
+    u32 largest = 0;
+#pragma unroll
+    for (int from = 0; from < kTileN; from += kChunk) {
+        const int start = min(from, kTileN - kChunk);  // the last patch may write columns again
+        u8* patch = patches + turn * kPatch;
+        if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPatches - 1) : "memory");
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < kChunk / 8; ++j) {
+            const int within = start + 8 * j + 2 * pair;
+            float v[4];
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int exponent = VECTORS ? columns[within + c] : 0;
+                const float factor = VECTORS == 2 ? __int_as_float(exponent)
+                                     : VECTORS    ? power_of_two(kNear ? exponent : 0)
+                                                  : factors.second;
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+#if ZEROS
+                    const i64 taken = static_cast<i64>(row_zero[h]) * columns[2 * kTable + within + c] +
+                                      static_cast<i64>(row_rest[h]) * columns[kTable + within + c];
+                    const float raw = __ll2float_rn(sum[(start / 8 + j) * 4 + 2 * h + c] - taken);
+#else
+                    const float raw = static_cast<float>(sum[(start / 8 + j) * 4 + 2 * h + c]);
+#endif
+                    float y = kNear ? raw * row_factor[h] * factor
+                                    : scaled(raw, row_exponent[h] + exponent);
+#if EXTRAS
+                    const int r = row0 + row + 8 * h, k = column0 + within + c;
+                    if (e.bias) y += e.bias[group * e.columns + min(k, e.columns - 1)];
+                    y = activate(y);
+                    if (r < end_of_rows && k < e.columns) {
+                        if (e.residual)
+                            y += widen(static_cast<const Out*>(e.residual)[r * e.residual_pitch + k]);
+                        // NaN stays: comparisons as integers order it above infinity
+                        largest = max(largest, __float_as_uint(y) & 0x7FFFFFFFu);
+                    }
+#endif
+                    v[2 * h + c] = y;
+                }
+            }
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int r = row + 8 * h;
+#if OUT_BF16
+                u32 packed;
+                asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+                    : "=r"(packed)
+                    : "f"(v[2 * h + 1]), "f"(v[2 * h]));
+                *reinterpret_cast<u32*>(patch + place(r, j) + 4 * pair) = packed;
+#else
+                *reinterpret_cast<float2*>(patch + place(r, 2 * j + pair / 2) + 8 * (pair % 2)) =
+                    float2{v[2 * h], v[2 * h + 1]};
+#endif
+            }
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) {
+            if (row0 + (GROUPED ? 15 : 0) < end_of_rows && column0 + start < e.columns)
+                asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+                             "r"(column0 + start), "r"(row0), "r"(shared_address(patch))
+                             : "memory");
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
+#if GROUPED
+        // Rows of the next group lie behind: what is left of this one goes one value after the other.
+        if (row0 < end_of_rows && row0 + 16 > end_of_rows) {
+            for (int i = lane; i < (end_of_rows - row0) * kChunk; i += 32) {
+                const int r = i / kChunk, k = i % kChunk, byte = k * static_cast<int>(sizeof(Out));
+                if (column0 + start + k < e.columns)
+                    static_cast<Out*>(e.out)[(row0 + r) * e.out_pitch + column0 + start + k] =
+                        *reinterpret_cast<const Out*>(patch + place(r, byte / 16) + byte % 16);
+            }
+            __syncwarp();
+        }
+#endif
+        turn = turn + 1 == kPatches ? 0 : turn + 1;
+    }
+#if EXTRAS
+    if (e.amax) {
+        const u32 top = __reduce_max_sync(~0u, largest);
+        if (lane == 0) atomicMax(e.amax, top);
+    }
+#endif
+}
+
+__device__ __forceinline__ bool are_near(const int* table, int lane) {
+    bool near = true;
+#pragma unroll
+    for (int i = lane; i < kTable; i += 32) near = near && abs(table[i]) <= 60;
+    return __all_sync(~0u, near);
+}

@@ -1,0 +1,169 @@
+"""Choosing the Hopper GEMM's program: element types, tile and epilogue -> macros of gemm.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from extensor_cuda import jit
+
+__all__ = ["ROW_BYTES", "THREADS", "TILE_M", "Config", "configure", "gemm_source"]
+
+TILE_M, ROW_BYTES, THREADS = 128, 128, 384
+ACTIVATIONS = ("none", "relu", "silu", "gelu_tanh", "gelu")
+_SHARED = 227 * 1024
+_WARPS, _PATCH, _SLACK = 8, 16 * 128, 1024
+_STEP = {"e4m3": 32, "e5m2": 32, "s8": 32, "bf16": 16}  # elements of K in one wgmma
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Config:
+    """One specialisation of gemm.cu.
+
+    Attributes:
+        a, b: element types: e4m3 and e5m2 in any mix, bf16 or s8 with themselves.
+        tile_n: columns of a block's tile: 64 to 256, a multiple of 16.
+        promote: stages of 128 bytes along K between additions in float32; 0: never.
+        cluster: blocks that share a tile of B, 1 or 2.
+        stages: of the ring; None: as many as fit.
+        out: "float32" or "bfloat16".
+        activation: applied to the sum with its bias.
+        patches: of 16 rows of 128 bytes, in which a warp's results leave while it goes on.
+        group: rows of blocks that are walked together, for the second-level cache.
+        skew: stages by which the second warpgroup starts late, so that they promote in turn.
+        vectors: exponents of each row or column; else one for all of an operand.
+        factors: float32 factors instead of exponents, for both operands.
+        zeros: zero points, with s8 and factors.
+        blocks: float32 scales of 128 elements along K on both sides, with FP8 and promote=1.
+        grouped: rows of A in groups, each with a B of its own.
+        extras: bias, residual, amax or an activation.
+        guard: a barrier that is never reached ends the kernel with an error.
+    """
+
+    a: str = "e5m2"
+    b: str = "e5m2"
+    tile_n: int = 192
+    promote: int = 4
+    cluster: int = 1
+    stages: int | None = None
+    out: str = "float32"
+    activation: str = "none"
+    patches: int = 1
+    group: int = 8
+    skew: int = 0
+    vectors: bool = False
+    factors: bool = False
+    zeros: bool = False
+    blocks: bool = False
+    grouped: bool = False
+    extras: bool = False
+    guard: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Stages of the ring."""
+        return (
+            min((_SHARED - self._beside) // self._stage, 8) if self.stages is None else self.stages
+        )
+
+    @property
+    def _stage(self) -> int:
+        """Bytes of a stage: two tiles, their scales, two barriers."""
+        return (TILE_M + self.tile_n) * (ROW_BYTES + (4 if self.blocks else 0)) + 16
+
+    @property
+    def _beside(self) -> int:
+        """Bytes of shared memory beside the ring."""
+        tables = 4 * 4 * (64 + self.tile_n) * (3 if self.zeros else 1)
+        tables = tables if self.vectors or self.factors else 0
+        return _WARPS * self.patches * _PATCH + tables + _SLACK
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory."""
+        return self.depth * self._stage + self._beside
+
+
+def _wgmma(a: str, b: str, n: int) -> str:
+    """The wgmma of 64 x n, K of 32 bytes, as a function on n / 2 accumulators."""
+    count, kind = n // 2, "s32" if a == "s8" else "f32"
+    letter = "r" if a == "s8" else "f"
+    tail = {"s8": "", "bf16": ", 1, 1, 0, 0"}.get(a, ", 1, 1")
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
+    return (
+        "__device__ __forceinline__ void wgmma(Sum (&d)[kRegisters], u64 a, u64 b, int more) {\n"
+        f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"\n'
+        f'        "wgmma.mma_async.sync.aligned.m64n{n}k{_STEP[a]}.{kind}.{a}.{b} "\n'
+        f'        "{{{registers}}}, %{count}, %{count + 1}, p{tail};\\n}}"\n'
+        f'        : {operands} : "l"(a), "l"(b), "r"(more));\n}}\n'
+    )
+
+
+# (columns of a tile, patches, what a column costs) as measured on an H100; and with no promotion.
+_TILES = ((128, 2, 1.08), (176, 3, 1.05), (192, 3, 1.0))
+_WIDE_TILES = ((192, 3, 1.05), (256, 1, 1.0))
+
+
+@lru_cache(maxsize=1024)
+def configure(
+    kind: str,
+    m: int,
+    n: int,
+    out: str,
+    promote: int | None = None,
+    blocks: int = 132,
+    b: str | None = None,
+) -> Config:
+    """The program for a product's size: the tile that fills the last round of blocks best.
+
+    Args:
+        kind: element type of both operands, or of a.
+        m: rows of the result.
+        n: its columns.
+        out: its type.
+        promote: as in `Config`; None: every 512 elements for FP8, never for the others.
+        blocks: multiprocessors of the GPU.
+        b: element type of b, where it is another.
+    """
+    if promote is None:
+        promote = 4 if kind in ("e4m3", "e5m2") else 0
+
+    def cost(tile: tuple[int, int, float]) -> float:
+        tiles = -(-m // TILE_M) * -(-n // tile[0])
+        return -(-tiles // blocks) * tile[0] * tile[2]
+
+    tile_n, patches, _ = min(_TILES if promote else _WIDE_TILES, key=cost)
+    if promote == 1:  # the ring holds scales too
+        patches = min(patches, 2)
+    return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, group=8)
+
+
+@lru_cache(maxsize=256)
+def gemm_source(config: Config) -> jit.Source:
+    """The GEMM's program."""
+    macros = {
+        "TILE_N": config.tile_n,
+        "STAGES": config.depth,
+        "CLUSTER": config.cluster,
+        "CLUSTER_DIMS": f"__cluster_dims__({config.cluster}, 1, 1)" if config.cluster > 1 else "",
+        "PROMOTE": config.promote,
+        "KIND": {"s8": 2, "bf16": 1}.get(config.a, 0),
+        "OUT_BF16": int(config.out == "bfloat16"),
+        "ACTIVATION": ACTIVATIONS.index(config.activation),
+        "PATCHES": config.patches,
+        "GROUP": config.group,
+        "SKEW": config.skew,
+        "VECTORS": 2 if config.factors else int(config.vectors),
+        "ZEROS": int(config.zeros),
+        "BLOCKS": int(config.blocks),
+        "GROUPED": int(config.grouped),
+        "EXTRAS": int(config.extras),
+        "GUARD": int(config.guard),
+    }
+    plain = jit.Source.read(_FOLDER / "gemm.cu", macros)
+    return replace(
+        plain, text=plain.text.replace("//WGMMA//", _wgmma(config.a, config.b, config.tile_n))
+    )

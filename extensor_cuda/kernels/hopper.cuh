@@ -1,0 +1,103 @@
+// Hopper's barriers, bulk copies and wgmma, as gemm.cu uses them.
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+// ---- barriers and copies ----
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+#if GUARD
+    for (u32 spins = 0;; ++spins) {
+        if (spins > (1u << 22)) asm volatile("trap;");
+#else
+    for (;;) {
+#endif
+        u32 done;
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+        if (done) return;
+    }
+}
+
+// Says to every block of the cluster that a stage of theirs may be overwritten.
+__device__ __forceinline__ void release(u32 barrier, int lane) {
+    if (lane >= kCluster) return;
+    if (kCluster == 1) {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    } else {
+        asm volatile(
+            "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
+            "mbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(barrier),
+            "r"(lane)
+            : "memory");
+    }
+}
+
+__device__ __forceinline__ void load(u32 to, const TensorMap* map, int byte, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(map), "r"(byte), "r"(row), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void load_for_all(u32 to, const TensorMap* map, int byte, int row,
+                                             u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(byte), "r"(row), "r"(barrier), "h"(static_cast<u16>((1 << kCluster) - 1))
+        : "memory");
+}
+
+// Bytes that lie together: a multiple of 16, at such an address.
+__device__ __forceinline__ void load_line(u32 to, const void* from, int bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ u32 rank_in_cluster() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// ---- wgmma ----
+
+// A tile of rows of 128 bytes, swizzled by TMA: groups of 8 rows are 1024 bytes apart.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return static_cast<u64>((address & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// Names the accumulators, so that the compiler moves no use of them across.
+__device__ __forceinline__ void hold(Sum (&d)[kRegisters]) {
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+" SUM(d[i])::"memory");
+}
+
+template <int kInFlight>
+__device__ __forceinline__ void finish(Sum (&d)[kRegisters]) {
+    hold(d);
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
+    hold(d);
+}

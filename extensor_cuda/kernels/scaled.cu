@@ -1,0 +1,233 @@
+// Values -> codes of 8 bits under float scales: s = largest magnitude / largest code (0: s = 1), code =
+// x / s rounded. Codes are written as a product on the tensor cores reads them, contraction contiguous;
+// a block that is not finite has scale NaN and codes 0.
+//
+// Two passes: `maxima` finds each block's largest magnitude, `codes` divides by what it means. A warp
+// has 32 rows of 128 columns, a lane four neighbouring columns; a block of `tall` rows and `wide`
+// columns may be larger or smaller than that. No inline assembly; macros: IN (0: float32, 1: bfloat16,
+// 2: float16), MANTISSA, GRID_EXPONENT, IS_FLOAT, MAX_CODE, TOP, DOWN (contraction along axis 0), WORDS.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#include "philox.cuh"
+
+constexpr int kThreads = 256, kWarps = 8, kRows = 32, kColumns = 128, kSlots = 256;
+constexpr u32 kInfinity = 0x7F800000u;
+
+#if IN == 0
+typedef u32 Raw;
+#else
+typedef u16 Raw;
+#endif
+
+__device__ __forceinline__ float value_of(Raw raw) {
+#if IN == 0
+    return __uint_as_float(raw);
+#elif IN == 1
+    return __uint_as_float(static_cast<u32>(raw) << 16);
+#else
+    const u32 magnitude = static_cast<u32>(raw & 0x7FFF) << 13, sign = static_cast<u32>(raw >> 15) << 31;
+    if (magnitude >= 0x0F800000u) return __uint_as_float(magnitude | kInfinity | sign);
+    return __uint_as_float(__float_as_uint(__uint_as_float(magnitude) * __uint_as_float(239u << 23)) | sign);
+#endif
+}
+
+// Four neighbours of a row; zeros outside.
+__device__ __forceinline__ void load(const Raw* x, i64 row, i64 column, i64 rows, i64 columns, float (&v)[4]) {
+    if (row < rows && column + 3 < columns && columns % 4 == 0) {
+        const Raw* from = x + row * columns + column;
+#if IN == 0
+        const uint4 four = *reinterpret_cast<const uint4*>(from);
+        v[0] = value_of(four.x), v[1] = value_of(four.y), v[2] = value_of(four.z), v[3] = value_of(four.w);
+#else
+        const uint2 two = *reinterpret_cast<const uint2*>(from);
+        v[0] = value_of(static_cast<Raw>(two.x)), v[1] = value_of(static_cast<Raw>(two.x >> 16));
+        v[2] = value_of(static_cast<Raw>(two.y)), v[3] = value_of(static_cast<Raw>(two.y >> 16));
+#endif
+    } else {
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            v[c] = row < rows && column + c < columns ? value_of(x[row * columns + column + c]) : 0.0f;
+    }
+}
+
+__device__ __forceinline__ void raise(u32* most, u32 mine) {
+    if (mine > *static_cast<volatile u32*>(most)) atomicMax(most, mine);
+}
+
+// x (rows, columns) -> the float bits of each block's largest magnitude, at first 0.
+extern "C" __global__ void __launch_bounds__(kThreads)
+maxima(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns, i64 tall, i64 wide,
+       i64 across) {
+    const i64 patches = (columns + kColumns - 1) / kColumns;
+    const i64 patch = static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / 32;
+    const i64 row0 = patch / patches * kRows, column = patch % patches * kColumns + threadIdx.x % 32 * 4;
+    if (row0 >= rows) return;
+    u32 held[4] = {0, 0, 0, 0};
+    i64 until = (row0 / tall + 1) * tall;  // where the blocks of rows at hand end
+    const i64 end = rows < row0 + kRows ? rows : row0 + kRows;
+    for (i64 row = row0; row < end; ++row) {
+        float v[4];
+        load(x, row, column, rows, columns, v);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const u32 magnitude = __float_as_uint(v[c]) & 0x7FFFFFFFu;
+            held[c] = held[c] > magnitude ? held[c] : magnitude;
+        }
+        if (row + 1 < end && row + 1 < until) continue;
+        u32* of_rows = most + row / tall * across;
+        if (wide % kColumns == 0 || wide >= columns) {  // one block for the warp's columns
+            u32 all = held[0];
+#pragma unroll
+            for (int c = 1; c < 4; ++c) all = all > held[c] ? all : held[c];
+#pragma unroll
+            for (int step = 16; step; step /= 2) {
+                const u32 other = __shfl_xor_sync(~0u, all, step);
+                all = all > other ? all : other;
+            }
+            if (threadIdx.x % 32 == 0) raise(of_rows + column / wide, all);
+        } else {
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                if (column + c < columns) raise(of_rows + (column + c) / wide, held[c]);
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c) held[c] = 0;
+        until += tall;
+    }
+}
+
+struct Tally {
+    u32 saturated, flushed;
+};
+
+// x / scale on the grid, as a code with its sign; integers are two's complement.
+__device__ __forceinline__ u32 code_of(float x, float scale, u32 word, Tally& tally) {
+    const u32 bits = __float_as_uint(__fdiv_rn(x, scale)), field = bits >> 23 & 0xFFu;
+    const int exponent = field ? static_cast<int>(field) : 1;  // |y| = significand 2^(exponent - 150)
+    const u64 significand = (bits & 0x7FFFFFu) | (field ? 0x800000u : 0u);
+    const int least = GRID_EXPONENT + MANTISSA;  // of the smallest normal
+    const int step = IS_FLOAT && exponent - 127 > least ? exponent - 127 - least : 0;
+    int shift = GRID_EXPONENT + step - (exponent - 150);
+    shift = shift < 0 ? 0 : shift > 60 ? 60 : shift;
+    const u64 rest = significand & ((1ull << shift) - 1);
+    u32 n = static_cast<u32>(significand >> shift);
+#if WORDS
+    // up exactly when rest / 2^shift 2^32 > word
+    const u64 threshold = shift <= 32 ? rest << (32 - shift) : (rest + (1ull << (shift - 32)) - 1) >> (shift - 32);
+    n += word < threshold;
+#else
+    const u64 half = shift ? 1ull << (shift - 1) : 1;
+    n += rest > half || (rest == half && shift && (n & 1u));
+#endif
+    n += static_cast<u32>(step) << MANTISSA;
+    tally.saturated += n > MAX_CODE;
+    n = n > MAX_CODE ? MAX_CODE : n;
+    bool zero = n == 0;
+    if (IS_FLOAT && scale < 1e-30f) {  // a code that is not 0 may decode to 0
+        const u32 part = n & ((1u << MANTISSA) - 1), top = n >> MANTISSA;
+        const float unit = __uint_as_float(static_cast<u32>(GRID_EXPONENT + 127) << 23);
+        const float grid = top ? __uint_as_float((top + static_cast<u32>(least + 126)) << 23 | part << (23 - MANTISSA))
+                               : static_cast<float>(part) * unit;
+        zero = grid * scale == 0.0f;
+    }
+    tally.flushed += zero && x != 0.0f;
+    return IS_FLOAT ? n | bits >> 31 << 7 : (bits >> 31 ? 0u - n : n) & 0xFFu;
+}
+
+// x -> `out` (rows, pitch), or (columns, pitch) if DOWN, with zeros up to the pitch's multiple of 16;
+// scales for each block; counts spread over pairs.
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ out, float* __restrict__ scales,
+      u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 tall,
+      i64 wide, i64 across, i64 pitch) {
+#if DOWN
+    __shared__ u32 turned[kWarps][kColumns][kRows / 4 + 1];
+#endif
+    const i64 patches = (columns + kColumns - 1) / kColumns;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const i64 patch = static_cast<i64>(blockIdx.x) * kWarps + warp;
+    const i64 row0 = patch / patches * kRows, column = patch % patches * kColumns + lane * 4;
+    Tally tally = {0, 0};
+    [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
+    if (row0 < rows) {
+#pragma unroll 1
+        for (int four = 0; four < kRows; four += 4) {
+            u32 words[4][4] = {};  // of four rows: codes of a lane's columns
+#if WORDS
+            u32 draws[4][4];  // of blocks of one row or column: four positions share a draw
+#endif
+#if WORDS && DOWN
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                philox(static_cast<u32>((row0 + four) % tall / 4),
+                       static_cast<u32>((row0 + four) / tall * across + (column + c) / wide), stream, draws[c]);
+#endif
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const i64 row = row0 + four + r;
+#if WORDS && !DOWN
+                philox(static_cast<u32>(column % wide / 4),
+                       static_cast<u32>(row / tall * across + column / wide), stream, draws[r]);
+#endif
+                float v[4];
+                load(x, row, column, rows, columns, v);
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    if (row >= rows || column + c >= columns) continue;
+                    const i64 block = row / tall * across + (column + c) / wide;
+                    const u32 amax = most[block];
+                    const float ratio = amax < kInfinity ? __fdiv_rn(__uint_as_float(amax), TOP) : 0.0f;
+                    const float scale = ratio == 0.0f ? 1.0f : ratio;
+                    if (row % tall == 0 && (column + c) % wide == 0)
+                        scales[block] = amax < kInfinity ? scale : __uint_as_float(0x7FC00000u);
+                    if (amax >= kInfinity) continue;
+#if WORDS
+                    const u32 word = DOWN ? draws[c][r] : draws[r][c];
+#else
+                    const u32 word = 0;
+#endif
+                    words[r][c] = code_of(v[c], scale, word, tally);
+                }
+            }
+#if DOWN
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                turned[warp][lane * 4 + c][four / 4] =
+                    words[0][c] | words[1][c] << 8 | words[2][c] << 16 | words[3][c] << 24;
+#else
+#pragma unroll
+            for (int r = 0; r < 4; ++r)
+                if (row0 + four + r < rows && column < pitch)
+                    *reinterpret_cast<u32*>(out + (row0 + four + r) * pitch + column) =
+                        words[r][0] | words[r][1] << 8 | words[r][2] << 16 | words[r][3] << 24;
+#endif
+        }
+    }
+#if DOWN
+    __syncthreads();
+    if (row0 < rows) {
+#pragma unroll
+        for (int i = 0; i < kColumns / 16; ++i) {  // a lane has 16 rows of one column
+            const int of_patch = i * 16 + lane / 2, half = lane % 2 * 4;
+            const i64 line = patch % patches * kColumns + of_patch, at = row0 + half * 4;
+            const u32* from = turned[warp][of_patch] + half;
+            if (line < columns && at < pitch)
+                *reinterpret_cast<uint4*>(out + line * pitch + at) = uint4{from[0], from[1], from[2], from[3]};
+        }
+    }
+#endif
+    u32 saturated = tally.saturated, flushed = tally.flushed;
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+        saturated += __shfl_xor_sync(~0u, saturated, step);
+        flushed += __shfl_xor_sync(~0u, flushed, step);
+    }
+    u64* slot = counters + (blockIdx.x * kWarps + warp) % kSlots * 2;
+    if (lane == 0 && saturated) atomicAdd(slot, static_cast<u64>(saturated));
+    if (lane == 0 && flushed) atomicAdd(slot + 1, static_cast<u64>(flushed));
+}

@@ -1,0 +1,146 @@
+"""Training's operands under float scales: values quantized to FP8 or INT8 as products read them.
+
+Per tensor, per row or column, in blocks along the contraction or in square tiles: one pass finds
+each block's largest magnitude, another divides by its scale and rounds, turning the matrix where it
+is contracted along its first axis (`kernels/scaled.cu`). Codes and scales are the reference's, bit
+for bit. Products: `extensor_cuda.scaled`. Nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.array import tile_extent
+from extensor.quant.rounding import decode
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda import tuned
+from extensor_cuda.counts import Counters, Counts
+from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.gemm import MOST_TERMS
+from extensor_cuda.operands import LEAST_WORK
+from extensor_cuda.recording import clock_of
+from extensor_cuda.scaled import Side
+
+__all__ = ["make", "reason", "scaled_source", "values"]
+
+Array = Any
+
+_SOURCE = Path(__file__).parent / "kernels" / "scaled.cu"
+_THREADS, _WARPS, _ROWS, _COLUMNS = 256, 8, 32, 128  # as in scaled.cu
+
+
+def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
+    """Why x, blocked by a resolved spec, is not made such an operand; None if it is.
+
+    Args:
+        x: contiguous matrix, in a dtype that the quantizers read.
+        spec: how it is quantized.
+        work: M N K of the product.
+        capability: compute capability of the GPU, such as "90".
+    """
+    if capability != "90":
+        return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
+    if work < (least := tuned.least_work("scaled", LEAST_WORK)):
+        return f"{work} multiplications, fewer than {least}"
+    if x.ndim != 2 or not x.size or max(x.shape) > 1 << 30:
+        return f"shape {x.shape}"
+    return _spec_reason(spec, tuple(x.shape))
+
+
+@lru_cache(maxsize=4096)
+def _spec_reason(spec: QuantSpec, shape: tuple[int, ...]) -> str | None:
+    element, k = spec.row.element, shape[spec.axis]
+    if spec.is_mx or spec.row.tensor_scale or spec.row.outliers or element.bits != 8:
+        return f"{spec.format}; the kernel makes 8-bit codes under float scales"
+    plain = spec.symmetric and spec.scale_name == "float32" and spec.rule == "amax"
+    if not plain or spec.statistic != "amax" or spec.transform or spec.element_scale != 1.0:
+        return (
+            f"{spec.rule} rule, {spec.statistic} statistic, {spec.scale_name} scales, zero points"
+        )
+    if spec.ties != "even" or (element.is_float and spec.zero_sign != "kept"):
+        return f"the rounding of dialect {spec.dialect}"
+    extent = tile_extent(spec, shape)
+    length, each = extent[spec.axis], extent[1 - spec.axis]
+    if length < k and (length != 128 or not element.is_float):
+        return (
+            f"tiles {spec.tile} of {element.name}; the kernel has 128 along the contraction, of FP8"
+        )
+    if spec.rounding == "stochastic" and (each > 1 or spec.rbits != 32):
+        return f"stochastic rounding in tiles {spec.tile} with {spec.rbits} bits"
+    if not element.is_float and k > MOST_TERMS:
+        return f"K = {k}, beyond {MOST_TERMS}"
+    return None
+
+
+@lru_cache(maxsize=64)
+def scaled_source(spec: QuantSpec, dtype: str) -> Source:
+    """The program for a resolved spec and an input dtype."""
+    element = spec.row.element
+    macros = {
+        "IN": kernels.INPUTS.index(dtype),
+        "MANTISSA": element.mantissa_bits,
+        "GRID_EXPONENT": f"({element.grid_exponent})",
+        "IS_FLOAT": int(element.is_float),
+        "MAX_CODE": f"{element.max_magnitude_code}u",
+        "TOP": f"{element.max}f",
+        "DOWN": int(spec.axis == 0),
+        "WORDS": int(spec.rounding == "stochastic"),
+    }
+    return Source.read(_SOURCE, macros)
+
+
+def make(
+    x: Array, specs: Sequence[QuantSpec], streams: Sequence[Stream | None], xp: Any
+) -> list[tuple[Side, Counts]]:
+    """Operands of x under each spec, and their counts; does not wait.
+
+    Args:
+        x: contiguous matrix that `reason` covers.
+        specs: resolved.
+        streams: one per spec, given exactly under stochastic rounding.
+        xp: cupy.
+    """
+    return [_make(x, spec, stream, xp) for spec, stream in zip(specs, streams, strict=True)]
+
+
+def _make(x: Array, spec: QuantSpec, stream: Stream | None, xp: Any) -> tuple[Side, Counts]:
+    rows, columns = x.shape
+    lines, k = (rows, columns) if spec.axis == 1 else (columns, rows)
+    tall, wide = tile_extent(spec, x.shape)
+    grid = -(-rows // tall), -(-columns // wide)
+    pitch = -(-k // 16) * 16
+    source = scaled_source(spec, x.dtype.name)
+    most = xp.zeros(grid, dtype=np.uint32)
+    counters = Counters(2 * kernels.SLOTS, xp)
+    out, scales = xp.empty((lines, pitch), dtype=np.uint8), xp.empty(grid, dtype=np.float32)
+    warps = -(-rows // _ROWS) * -(-columns // _COLUMNS)
+    sizes = [np.int64(n) for n in (rows, columns, tall, wide, grid[1])]
+    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
+    place = -(-warps // _WARPS), _THREADS
+    launch(source, "maxima", *place, x, most, *sizes)
+    arrays = x, most, out, scales, counters.array, clock_of([stream])
+    launch(source, "codes", *place, *arrays, *map(np.uint32, words), *sizes, np.int64(pitch))
+    element = spec.row.element
+    kind = element.name if element.is_float else "s8"
+    along = scales if spec.axis == 1 else xp.ascontiguousarray(scales.T)
+    each = tall if spec.axis == 1 else wide
+    return Side(kind, out[:, :k], along, each), Counts(counters, (0, 2 * kernels.SLOTS), x.size)
+
+
+def values(side: Side, xp: Any) -> Array:
+    """What a side means, float32 (rows, K)."""
+    from extensor.formats import ELEMENTS
+
+    element = ELEMENTS[{"s8": "int8"}.get(side.kind, side.kind)]
+    rows, k = side.codes.shape
+    grid = side.scales.repeat(side.each, axis=0)[:rows]
+    if not side.by_row:
+        grid = grid.repeat(128, axis=1)[:, :k]
+    return decode(side.codes, element, xp) * grid

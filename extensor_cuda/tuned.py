@@ -1,0 +1,112 @@
+"""From which size on a way of multiplying pays on this GPU: measured once, read ever after.
+
+`extensor tune` (`extensor_cuda.tune`) writes a table per GPU, driver and sources; without one the
+defaults stand. A table decides which code runs and no value of a result: quantized operands are the
+same bits either way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from extensor_cuda.jit import cache_folder
+
+__all__ = ["WAYS", "always", "folder", "least_work", "load", "path_of", "save", "source_digest"]
+
+WAYS = ("made at once", "expanded", "scaled", "dense")
+"""Ways of making a product's operands, as `extensor_cuda.backend` takes them."""
+
+_asked: list[int] = []
+
+
+def folder() -> Path:
+    """Where tables are kept: extensor/tune in the user's cache folder (XDG_CACHE_HOME)."""
+    return cache_folder().parent / "tune"
+
+
+@cache
+def source_digest() -> str:
+    """A digest of all kernels and of the Python that launches them."""
+    here = Path(__file__).parent
+    files = sorted(p for p in here.rglob("*") if p.suffix in (".cu", ".cuh", ".py"))
+    return hashlib.sha256(b"\0".join(p.read_bytes() for p in files)).hexdigest()[:16]
+
+
+def path_of(gpu: str, driver: int) -> Path:
+    """The table's file for a GPU's name and a driver's version."""
+    return folder() / f"{re.sub(r'[^A-Za-z0-9]+', '-', gpu)}-{driver}-{source_digest()}.json"
+
+
+def load(path: Path) -> dict[str, int] | None:
+    """The least M N K of each way, from a table; None if there is none.
+
+    A damaged table is warned of and counts as none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["least_work"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = error
+    numbers = isinstance(found, dict) and all(isinstance(n, int) for n in found.values())
+    if numbers and set(found) <= set(WAYS):
+        return {way: max(n, 1) for way, n in found.items()}
+    warnings.warn(
+        f"{path} is no table of `extensor tune`; the defaults stand: run it again, or delete the "
+        "file",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def save(path: Path, least: Mapping[str, int], about: Mapping[str, Any]) -> None:
+    """Write a table with what was measured beside it, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    record = {"least_work": dict(least), **about}
+    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    _table.cache_clear()
+
+
+@lru_cache(maxsize=64)
+def _table(device: int) -> Mapping[str, int]:
+    """The table of one of cupy's devices; empty where there is none."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    name = runtime.getDeviceProperties(device)["name"].decode()
+    return load(path_of(name, runtime.driverGetVersion())) or {}
+
+
+def least_work(way: str, default: int) -> int:
+    """The M N K, 1 or more, from which a way is taken: asked for, measured here, or the default.
+
+    A work of 0 says that a product has another kind of operand too: it has no such way.
+    """
+    if _asked:
+        return _asked[-1]
+    try:
+        import cupy
+    except ImportError:
+        return default
+    return _table(cupy.cuda.runtime.getDevice()).get(way, default)
+
+
+@contextmanager
+def always() -> Iterator[None]:
+    """Within it every product takes its kernel, whatever its size."""
+    _asked.append(1)
+    try:
+        yield
+    finally:
+        _asked.pop()

@@ -1,0 +1,227 @@
+"""Weight-only products of few rows: on the emulator (mma too) and on a GPU, within the bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor.quant import reference
+from extensor.quant.array import QuantArray
+from extensor.quant.spec import Hadamard, QuantSpec
+from extensor_cuda import decode, expansion, jit
+from extensor_cuda import weights as packed
+from tests.product_cases import exact
+from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda import gemm_stand_in
+from tests.unit.cuda.test_compile import properties
+
+INT4, INT8 = QuantSpec("int4"), QuantSpec("int8")
+WEIGHTS = (
+    QuantSpec("mxfp4"),
+    QuantSpec("mxfp4", tile=(1, 16)),
+    QuantSpec("mxfp4", tile=(1, 128)),
+    QuantSpec("nvfp4"),
+    QuantSpec("nvfp4", scale_rule="four_over_six"),
+    INT4,
+    INT4.replace(tile=(1, 64), scale_dtype="float16"),
+    INT4.replace(tile=(1, 128), symmetric=False),
+    INT4.replace(tile="channel", symmetric=False),
+    INT8,
+    INT8.replace(symmetric=False),
+    INT8.replace(tile="tensor", symmetric=False),
+    INT8.replace(tile=(1, 32)),
+    INT8.replace(tile=(1, 128), scale_dtype="float16", symmetric=False),
+)
+SHAPES = ((1, 70, 96), (2, 17, 600), (3, 5, 33))
+
+
+def name(value: object) -> str:
+    if not isinstance(value, QuantSpec):
+        return str(value)
+    return f"{value.format}-{value.tile}-{value.rule}-{value.scale_name}-{value.symmetric}"
+
+
+def weights(spec: QuantSpec, shape: tuple[int, int], seed: int = 0) -> QuantArray:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 5, shape)) + 0.3
+    return reference.quantize(x.astype(np.float32), spec.replace(axis=1).resolve(2))[0]
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", WEIGHTS, ids=name)
+def test_no_kernel_spills(spec: QuantSpec) -> None:
+    w = weights(spec, (64, 256))
+    cases = ((1, "float32"), (5, "float32"), (32, "bfloat16"), (64, "bfloat16"))
+    for i, (rows, dtype) in enumerate(cases):
+        source = decode.decode_source(w, rows, dtype, dtype)
+        for arch in ("sm_80", "sm_90a")[i % 2 :]:
+            code, log = jit.compile_cubin(source, arch)
+            assert "warning" not in log, log
+            for numbers in properties(code).values():
+                assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
+    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=["emulated", "on a GPU"])
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "on a GPU":
+        cuda = request.getfixturevalue("cuda")
+        if int(cuda.xp.cuda.Device().compute_capability) < 80:
+            pytest.skip("the GPU has no mma.sync of bfloat16")
+        return cuda.xp
+    if emulation.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(decode, "launch", request.getfixturevalue("emulator"))
+    decode._counters.cache_clear()
+    return emulation.Cupy()
+
+
+@pytest.fixture
+def many(xp: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Any:
+    """The array module, where products of many rows run too."""
+    if isinstance(xp, emulation.Cupy):
+        monkeypatch.setattr(expansion, "launch", request.getfixturevalue("emulator"))
+        monkeypatch.setattr(expansion, "gemm", gemm_stand_in.gemm)
+    elif xp.cuda.Device().compute_capability != "90":
+        pytest.skip("the GPU is not a Hopper: no wgmma")
+    return xp
+
+
+def sent(q: QuantArray, xp: Any) -> QuantArray:
+    return replace(q, **{part: xp.asarray(array) for part, array in q.parts.items()})
+
+
+def activations(shape: tuple[int, int], dtype: str) -> np.ndarray:
+    rng = np.random.default_rng(shape[1])
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, shape))
+    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+
+
+def check(x: np.ndarray, w: QuantArray, out: str, xp: Any) -> np.ndarray:
+    assert decode.reason(x, w, "80") is None
+    got = decode.product(xp.asarray(x), sent(w, xp), out, xp)
+    a, b = x.astype(np.float64), exact(w)
+    k = x.shape[1]
+    want, size = a @ b.T, np.abs(a) @ np.abs(b).T
+    groups = w.scales.shape[1] if w.spec.scale_name.startswith("float") else 0
+    splits = 64  # at most, of these shapes
+    bound = (k * 2.0**-22 + (splits + groups + 8) * 2.0**-24) * size + k * 2.0**-126
+    if out == "bfloat16":
+        bound = bound * 2 + 2.0**-8 * np.abs(want)
+    result = np.asarray(got.get())
+    assert result.shape == want.shape and result.dtype.name == out
+    error = np.abs(result.astype(np.float64) - want)
+    assert (error <= bound).all(), (error / np.maximum(bound, 1e-300)).max()
+    return result
+
+
+@pytest.mark.parametrize("spec", WEIGHTS, ids=name)
+def test_products_are_within_the_bound(xp: Any, spec: QuantSpec) -> None:
+    for i, (m, n, k) in enumerate(SHAPES):
+        w = weights(spec, (n, k), i)
+        dtype, out = (("bfloat16", "float32"), ("float32", "float32"), ("float32", "bfloat16"))[
+            i % 3
+        ]
+        check(activations((m, k), dtype), w, out, xp)
+
+
+@pytest.mark.parametrize("rows", [16, 33, 64])
+def test_more_tokens(xp: Any, rows: int) -> None:
+    check(
+        activations((rows, 160), "bfloat16"), weights(QuantSpec("mxfp4"), (20, 160)), "float32", xp
+    )
+    if rows < 22:
+        check(activations((rows, 160), "float32"), weights(INT4, (20, 160)), "float32", xp)
+
+
+def test_stretches_of_k_are_added_in_order_and_leave_the_counters_at_zero(xp: Any) -> None:
+    x, w = activations((1, 2100), "float32"), weights(QuantSpec("mxfp4"), (70, 2100))
+    assert decode.stretches(70, 2100, 128)[0] > 8
+    first = check(x, w, "float32", xp)
+    for _ in range(2):
+        np.testing.assert_array_equal(check(x, w, "float32", xp), first)
+    held = decode._counters(xp, xp.cuda.runtime.getDevice(), xp.cuda.get_current_stream().ptr, 2)
+    assert not held.get().any()
+
+
+def test_how_k_is_cut() -> None:
+    assert decode.stretches(8192, 8192, 128) == (8, 1024)
+    assert decode.stretches(28672, 8192, 128) == (2, 4096)
+    assert decode.stretches(10**6, 100, 64) == (1, 128)
+    for lines, columns in ((1, 100_000), (64, 1), (9000, 5000)):
+        count, each = decode.stretches(lines, columns, 128)
+        assert (count - 1) * each < columns <= count * each and each % 128 == 0
+
+
+def test_nan_and_infinity_stay_in_their_row(xp: Any) -> None:
+    spec = QuantSpec("mxfp4")
+    w = weights(spec, (40, 128))
+    w.scales[7, 2] = 255
+    x = activations((3, 128), "float32")
+    x[1, 5], x[2, 9] = np.nan, np.inf
+    got = decode.product(xp.asarray(x), sent(w, xp), "float32", xp).get()
+    assert np.isnan(got[:, 7]).all() and np.isnan(got[1]).all()
+    assert np.isfinite(np.delete(got[0], 7)).all()
+    assert not np.isfinite(got[2]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "mxfp8_e4m3", "mxfp6_e2m3"])
+def test_many_rows_expand_the_weights(many: Any, form: str, dtype: str) -> None:
+    x, w = activations((70, 300), dtype), weights(QuantSpec(form), (33, 300))
+    x[3, 4] = 0
+    assert packed.reason(x, w, "90") is None
+    for out in ("float32", "bfloat16"):
+        done = packed.product(many.asarray(x), sent(w, many), out, many)
+        assert not isinstance(done, str) and done[1] == packed.EXPANDED
+        a, b = x.astype(np.float64), exact(w)
+        want, size = a @ b.T, np.abs(a) @ np.abs(b).T
+        bound = (300 * 2.0**-22 + 2.0**-20) * size + (2.0**-8 * np.abs(want) + 1e-4 * size) * (
+            out == "bfloat16"
+        )
+        assert (np.abs(done[0].get().astype(np.float64) - want) <= bound).all()
+
+
+def test_the_parts_of_a_float32_add_up_to_it(many: Any) -> None:
+    x = activations((9, 40), "float32")
+    x[0, :4] = np.inf, -np.inf, np.nan, -0.0
+    x[1, 0] = np.uint32(0x7F800001).view(np.float32)  # NaN by its last bit alone
+    parts = packed._parts(many.asarray(x), many).get()
+    values = (np.asarray(parts).astype(np.uint32) << 16).view(np.float32).reshape(3, 9, 40)
+    with np.errstate(invalid="ignore"):  # of the signaling NaN
+        want = x.astype(np.float64)
+    np.testing.assert_array_equal(values.astype(np.float64).sum(axis=0), want)
+
+
+def test_integers_with_many_rows_are_left_to_cupy() -> None:
+    x, w = activations((70, 256), "float32"), weights(INT4, (32, 256))
+    assert "int4 does not fit bfloat16" in str(packed.reason(x, w, "90"))
+    assert "70 rows" in str(packed.reason(x, weights(QuantSpec("mxfp4"), (32, 256)), "80"))
+
+
+@pytest.mark.parametrize(
+    ("x", "spec", "words"),
+    [
+        (np.ones((65, 64), ml_dtypes.bfloat16), QuantSpec("mxfp4"), "65 rows"),
+        (np.ones((22, 64), np.float32), QuantSpec("mxfp4"), "22 rows"),
+        (np.ones((2, 64), np.float16), QuantSpec("mxfp4"), "float16 activations"),
+        (np.ones((2, 64), np.float32), QuantSpec("mxfp8_e4m3"), "mxfp8_e4m3 in blocks"),
+        (np.ones((2, 64), np.float32), QuantSpec("fp8_e4m3"), "e4m3 under float scales"),
+        (np.ones((2, 64), np.float32), QuantSpec("nvfp4", tile=(16, 16)), "tiles (16, 16)"),
+        (np.ones((2, 64), np.float32), INT4.replace(tile=(1, 24)), "groups of 24"),
+        (np.ones((2, 64), np.float32), QuantSpec("mxfp4", transform=Hadamard(16)), "Hadamard"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_what_the_kernel_does_not_cover_is_named(x: Any, spec: QuantSpec, words: str) -> None:
+    w = weights(spec, (32, 64))
+    assert words in str(decode.reason(x, w, "90"))
+    assert "compute capability 75" in str(decode.reason(x, w, "75"))

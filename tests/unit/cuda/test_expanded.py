@@ -1,0 +1,363 @@
+"""Packed matrices expanded to operands: every value exact, the window, products, recipes.
+
+Without a GPU the kernel runs on the emulator, packed matrices come from the reference, and a
+stand-in takes the GEMM's place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor.backends import registry
+from extensor.ops import quantized
+from extensor.ops.quantized import layer_context
+from extensor.quant import reference
+from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.recipe import SLOTS
+from extensor.quant.recipes import RECIPES, get_recipe
+from extensor.quant.spec import Hadamard, QuantSpec
+from extensor.random import Stream
+from extensor_cuda import backend as backends
+from extensor_cuda import dense, expanded, expansion, jit, operands, scaled, scaling
+from extensor_cuda.counts import Counters, Counts
+from extensor_cuda.kernels import quantize as kernels
+from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda import gemm_stand_in
+from tests.unit.cuda.test_compile import properties
+
+FORMATS = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8", "nvfp4")
+SHAPES = ((64, 64), (7, 100), (70, 19), (33, 130), (1, 16))
+SPECS = (
+    *(QuantSpec(name) for name in FORMATS),
+    QuantSpec("nvfp4_fp8exact"),
+    QuantSpec("nvfp4", scale_rule="four_over_six"),
+    QuantSpec("nvfp4", tile=(16, 16)),
+    QuantSpec("mxfp4", tile=(32, 32)),
+    QuantSpec("mxfp4", tile=(1, 16)),
+    QuantSpec("mxfp8_e4m3", tile=(1, 128)),
+    QuantSpec("mxfp4", transform=Hadamard(64, "random"), element_scale=0.75),
+    QuantSpec("nvfp4", transform=Hadamard(16)),
+)
+
+
+def name(value: object) -> str:
+    if not isinstance(value, QuantSpec):
+        return str(value)
+    return f"{value.format}-{value.tile}-{value.rule}-{value.transform is not None}"
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", SPECS, ids=name)
+def test_no_kernel_spills(spec: QuantSpec) -> None:
+    for axis in (0, 1):
+        along = spec.replace(axis=axis).resolve(2)
+        kind, lift = expansion.kind_of(along)
+        for way in {(kind, lift), ("bf16", 0)}:
+            source = expansion.expand_source(along, *way)
+            for arch in ("sm_80", "sm_90a"):
+                code, log = jit.compile_cubin(source, arch)
+                assert "warning" not in log, log
+                for numbers in properties(code).values():
+                    assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
+    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=["emulated", "on a GPU"])
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "on a GPU":
+        cuda = request.getfixturevalue("cuda")
+        if cuda.xp.cuda.Device().compute_capability != "90":
+            pytest.skip("the GPU is not a Hopper: no wgmma")
+        return cuda.xp
+    if emulation.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    for module in (expansion, scaling):
+        monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
+    for module in (expansion, dense, scaled):
+        monkeypatch.setattr(module, "gemm", gemm_stand_in.gemm)
+    return emulation.Cupy()
+
+
+def made(shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
+    rng = np.random.default_rng(shape[0])
+    x = (rng.standard_normal(shape) * np.exp2(rng.integers(-spread, spread + 1, shape))).astype(
+        np.float32
+    )
+    if min(shape) > 1:
+        x[0] = 0
+        x[-1, -1] = np.nan
+    return reference.quantize(x, spec.resolve(2))[0]
+
+
+def sent(q: QuantArray, xp: Any) -> QuantArray:
+    return replace(q, **{part: xp.asarray(array) for part, array in q.parts.items()})
+
+
+def operand_values(q: QuantArray) -> np.ndarray:
+    """Still transformed, contraction last."""
+    from extensor.quant.blockwise import decode_array
+
+    return decode_array(q, np).astype(np.float64)
+
+
+def values_of(made: expansion.Expansion) -> np.ndarray:
+    held = gemm_stand_in.values(np.asarray(made.codes.get()), made.kind)
+    assert made.factor is not None
+    factor = float(made.factor.get()[0])
+    assert made.exponent is None or factor == np.ldexp(1.0, int(made.exponent.get()[0]))
+    return held * factor
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("spec", SPECS, ids=name)
+def test_values_are_the_references(
+    xp: Any, spec: QuantSpec, axis: int, shape: tuple[int, int]
+) -> None:
+    q = made(shape, spec.replace(axis=axis))
+    want = operand_values(q)
+    for kind in {expansion.kind_of(q.spec)[0], "bf16"}:
+        flag = xp.zeros(1, dtype=np.uint32)
+        got = expansion.expand(sent(q, xp), kind, flag, xp)
+        assert got.codes.shape == want.shape and got.codes.strides[0] % 16 == 0
+        assert not int(flag[0]), kind
+        values = values_of(got)
+        live = ~np.isnan(want)
+        if got.exponent is not None:
+            np.testing.assert_array_equal(values, want)
+            np.testing.assert_array_equal(np.signbit(values[live]), np.signbit(want[live]))
+        else:  # the reference rounds each value to float32; here the product is not rounded
+            np.testing.assert_allclose(values, want, rtol=2.0**-23, atol=0)
+
+
+WINDOWS = (
+    ("mxfp4", 28, 1),
+    ("mxfp6_e2m3", 11, 1),
+    ("mxfp6_e3m2", 23, 1),
+    ("mxfp8_e4m3", 124, 1),
+    ("mxfp8_e5m2", 117, 1),
+)
+
+
+@pytest.mark.parametrize(("form", "span", "code"), WINDOWS)
+def test_the_window_is_as_stated_and_zero_blocks_do_not_count(
+    xp: Any, form: str, span: int, code: int
+) -> None:
+    spec = QuantSpec(form, axis=1).resolve(2)
+    kind, _ = expansion.kind_of(spec)
+    for below, beyond in ((span, 0), (span + 1, 1)):
+        x = np.zeros((3, 64), dtype=np.float32)
+        x[0, 0], x[1, 32] = 1, 1
+        q = reference.quantize(x, spec)[0]
+        q.scales[:] = 200
+        q.scales[1, 1] = 200 - below
+        q.scales[2] = 3  # zeros
+        width = q.codes.shape[1] // 2
+        q.codes[1, width] = code  # the least magnitude
+        flag = xp.zeros(1, dtype=np.uint32)
+        got = expansion.expand(sent(q, xp), kind, flag, xp)
+        assert int(flag[0]) == beyond, (form, below)
+        if not beyond:
+            np.testing.assert_array_equal(values_of(got), operand_values(q))
+
+
+def test_nvfp4_exact_window(xp: Any) -> None:
+    """1.25 is held over 12 binades, 1 over 15 and 1.5 over 13, as far as the scales go."""
+    spec = QuantSpec("nvfp4_fp8exact", axis=1).resolve(2)
+    q = reference.quantize(np.ones((1, 16), dtype=np.float32), spec)[0]
+    q.codes[...] = np.arange(8, dtype=np.uint8) * 0x22 % 0x77  # every magnitude
+    least = {0: -5, 2: -3, 4: -4}  # of the exponent, by the last three bits of the scale
+    for exponent in range(-6, 9):
+        for part, first in least.items():
+            q.scales[...] = 8 * (exponent + 7) + part
+            flag = xp.zeros(1, dtype=np.uint32)
+            got = expansion.expand(sent(q, xp), "e4m3", flag, xp)
+            assert int(flag[0]) == (exponent < first), (exponent, part)
+            if exponent >= first:
+                np.testing.assert_allclose(values_of(got), operand_values(q), rtol=2.0**-23)
+
+
+def test_a_guarded_expansion_writes_nothing_unless_a_flag_is_set(xp: Any) -> None:
+    q, flag = made((64, 64), QuantSpec("mxfp4", axis=1)), xp.zeros(1, dtype=np.uint32)
+    quiet, loud = xp.zeros((), dtype=np.uint32), xp.ones((), dtype=np.uint32)
+    for guards, written in (((quiet, quiet), False), ((quiet, loud), True), ((loud, quiet), True)):
+        got = expansion.expand(sent(q, xp), "bf16", flag, xp, guards)
+        if written:
+            np.testing.assert_array_equal(values_of(got), operand_values(q))
+        elif isinstance(xp, emulation.Cupy):
+            assert (got.codes.get() == 77).all()
+
+
+@pytest.fixture
+def maker(xp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`expanded.make`, with the reference as quantizer where there is no GPU."""
+
+    def quantize_raw(x: Any, plan: kernels.Plan, stream: Any, xp: Any) -> kernels.Outputs:
+        q, stats = reference.quantize(np.asarray(x), plan.spec, stream)
+        counters = Counters(2 * kernels.SLOTS, xp)
+        counters.array[:2] = stats.saturated, stats.flushed
+        return kernels.Outputs(sent(q, xp), None, counters, None)
+
+    if isinstance(xp, emulation.Cupy):
+        monkeypatch.setattr(kernels, "quantize_raw", quantize_raw)
+    return lambda x, specs: expanded.make(xp.asarray(x), specs, [None] * len(specs), xp)
+
+
+@pytest.fixture
+def backend(xp: Any, maker: Any, request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The CUDA backend, or its methods on the emulator."""
+    for module in (expanded, operands, scaling):
+        monkeypatch.setattr(module, "LEAST_WORK", 1)
+    if not isinstance(xp, emulation.Cupy):
+        return request.getfixturevalue("cuda")
+    monkeypatch.setattr(backends, "_capability", lambda device: "90")
+    return backends.CudaBackend(xp)
+
+
+EXPANDED = (
+    *("mxfp6", "mxfp4_tseng", "nvfp4_nvidia", "nvfp4_4over6"),
+    *("mxfp4_block16", "mxfp4_block64", "mxfp4_block128"),
+)
+SCALED = ("int8", "fp8_tensor", "fp8_block")
+
+
+@pytest.mark.parametrize("recipe", [*EXPANDED, *SCALED])
+def test_a_layers_three_products_are_the_cpus(xp: Any, backend: Any, recipe: str) -> None:
+    """The same random bits, so that the operands are the same and the products within bounds."""
+    rng = np.random.default_rng(6)
+    m, n, k = 96, 64, 80
+    x, w, g = (
+        rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((m, k), (n, k), (m, n))
+    )
+    results = []
+    for device in (backend, registry.get("cpu")):
+        context = layer_context(get_recipe(recipe).layers, seed=5)
+        sent_x, sent_w, sent_g = (device.xp.asarray(v) for v in (x, w, g))
+        out, saved = quantized._matmul_forward(device, sent_x, sent_w, context)
+        grads = quantized._matmul_vjp(
+            device, sent_g, out, (sent_x, sent_w), (True, True), context, saved
+        )
+        made = [np.asarray(v.get() if hasattr(v, "get") else v) for v in (out, *grads)]
+        results.append([v.astype(np.float64) for v in made])
+        counted = dict(context.state.telemetry)
+        results[-1].append(counted)  # type: ignore[arg-type]
+    assert results[0].pop() == results[1].pop()
+    for got, want in zip(*results, strict=True):
+        assert np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()
+
+
+def test_the_way_of_every_recipe_is_known(xp: Any, backend: Any) -> None:
+    """No recipe's operands come from the CPU; which way they take instead."""
+    ways: dict[str, set[str]] = {}
+    for name, recipe in RECIPES.items():
+        context = layer_context(recipe.layers, seed=1)
+        x = xp.asarray(np.ones((64, 64), dtype=np.float32))
+        for slot in SLOTS:
+            spec = context.operand(slot)
+            if isinstance(spec, str):
+                continue
+            for axis in (0, 1):
+                along = spec.replace(axis=axis).resolve(2)
+                stream = Stream(1, 2, 3, 4) if spec.rounding == "stochastic" else None
+                way = backend.path("product_operands", x, [along], [stream], 1 << 40)
+                ways.setdefault(name, set()).add(way.split(":")[0])
+    others = {name: way for name, way in ways.items() if way != {"fused kernel"}}
+    known = {name: {"expanded"} for name in EXPANDED}
+    assert others == known | {name: {"scaled kernel"} for name in SCALED}
+
+
+PAIRS = (
+    ("mxfp4", "mxfp4", ("e5m2", "e5m2")),
+    ("mxfp6_e2m3", "mxfp6_e3m2", ("e4m3", "e5m2")),
+    ("nvfp4_fp8exact", "nvfp4_fp8exact", ("e4m3", "e4m3")),
+    ("nvfp4", "nvfp4", ("bf16", "bf16")),
+    ("mxfp4", "mxfp8_e4m3", ("e5m2", "bf16")),
+    ("nvfp4_fp8exact", "nvfp4", ("e4m3", "bf16")),
+)
+
+
+@pytest.mark.parametrize("spread", [0, 40])
+@pytest.mark.parametrize(("left", "right", "kinds"), PAIRS)
+def test_products_in_and_out_of_the_window(
+    xp: Any, maker: Any, left: str, right: str, kinds: tuple[str, str], spread: int
+) -> None:
+    m, n, k = 70, 50, 1000
+    rng, sides, values = np.random.default_rng(2), [], []
+    for rows, form in ((m, left), (n, right)):
+        x = rng.standard_normal((rows, k)).astype(np.float32)
+        x[rows // 2] *= 2.0**-spread
+        spec = QuantSpec(form, axis=1).resolve(2)
+        ((side, counts),) = maker(x, [spec])
+        q, stats = reference.quantize(x, spec)
+        assert isinstance(counts, Counts) and counts() == stats
+        sides.append(side)
+        values.append(operand_values(q))
+    assert tuple(side.best.kind for side in sides) == kinds
+    assert expanded.joinable(*sides)
+    falls = xp.zeros((), dtype=np.uint32)
+    got = expanded.multiply(*sides, "float32", xp, falls).get().astype(np.float64)
+    fp8 = "bf16" not in kinds
+    fell = fp8 and any(int(side.flags[0]) for side in sides)
+    assert int(falls) == fell
+    assert fell == (fp8 and spread > 0 and left != "nvfp4_fp8exact") or left == "nvfp4_fp8exact"
+    relative = 512 * 34 / 32 * 2.0**-13 if fp8 and not fell else k * 2.0**-22
+    size = np.abs(values[0]) @ np.abs(values[1]).T
+    error = np.abs(got - values[0] @ values[1].T)
+    assert (error <= (relative + 2.0**-19) * size + k * 2.0**-126).all()
+
+
+def test_columns_under_a_transform_contract_with_their_like(xp: Any, maker: Any) -> None:
+    """A weight gradient: both sides down their columns, padded to the transform's size."""
+    rng = np.random.default_rng(4)
+    g, x = (rng.standard_normal((100, n)).astype(np.float32) for n in (30, 44))
+    spec = QuantSpec("nvfp4", axis=0, transform=Hadamard(16)).resolve(2)
+    sides = [maker(v, [spec])[0][0] for v in (g, x)]
+    got = expanded.multiply(*sides, "bfloat16", xp)
+    assert got.dtype == ml_dtypes.bfloat16 and got.shape == (30, 44)
+    a, b = (operand_values(reference.quantize(v, spec)[0]) for v in (g, x))
+    error = np.abs(got.get().astype(np.float64) - a @ b.T)
+    assert (error <= 2.0**-8 * np.abs(a @ b.T) + 2.0**-11 * np.abs(a) @ np.abs(b).T).all()
+
+
+def test_every_operand_joins_with_every_other(xp: Any, maker: Any) -> None:
+    """Powers of two with NVFP4's tensor scales, and with plain bfloat16."""
+    x = np.random.default_rng(3).standard_normal((16, 64)).astype(np.float32)
+    specs = [QuantSpec(f, axis=1).resolve(2) for f in ("mxfp4", "nvfp4", "nvfp4_fp8exact")]
+    made: list[tuple[Any, np.ndarray]] = [
+        (maker(x, [spec])[0][0], operand_values(reference.quantize(x, spec)[0])) for spec in specs
+    ]
+    rounded = x.astype(ml_dtypes.bfloat16)
+    made.append((dense.Dense(xp.asarray(rounded.view(np.uint16))), rounded.astype(np.float64)))
+    for a, va in made:
+        for b, vb in made:
+            assert expanded.joinable(a, b) and not expanded.joinable(a, x)
+            got = expanded.multiply(a, b, "float32", xp).get()
+            error = np.abs(got - va @ vb.T)
+            assert (error <= (64 * 34 / 32 * 2.0**-13 + 2.0**-19) * np.abs(va) @ np.abs(vb).T).all()
+
+
+def test_a_cut_value_is_warned_of(xp: Any, maker: Any) -> None:
+    x = np.ones((16, 64), dtype=np.float32)
+    x[:2], x[3, 32:] = 2.0**100, 2.0**-40
+    ((_, counts),) = maker(x, [QuantSpec("mxfp8_e5m2", axis=1).resolve(2)])
+    with pytest.warns(RuntimeWarning, match="bfloat16"):
+        assert isinstance(counts(), QuantStats)
+
+
+def test_reasons() -> None:
+    x = np.ones((64, 64), dtype=np.float32)
+    spec = QuantSpec("nvfp4", axis=1).resolve(2)
+    assert expanded.reason(x, spec, 1 << 40, "90") is None
+    assert "compute capability 80" in str(expanded.reason(x, spec, 1 << 40, "80"))
+    assert "fewer than" in str(expanded.reason(x, spec, 1, "90"))
+    assert "shape" in str(expanded.reason(x[0], spec, 1 << 40, "90"))
+    assert "scales" in str(expanded.reason(x, QuantSpec("int8", axis=1).resolve(2), 1 << 40, "90"))

@@ -1,0 +1,121 @@
+"""Grouped products: groups of any size, empty ones too, against a product for each.
+
+Without a GPU a stand-in takes the GEMM's place: it shows the operands and errors, not the kernel's
+walk over groups, which only a GPU does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor.quant import reference
+from extensor.quant.array import QuantArray
+from extensor.quant.spec import QuantSpec
+from extensor_cuda import expansion, grouped
+from tests.product_cases import exact
+from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda import gemm_stand_in
+
+SIZES = ((5,), (128, 0, 131, 1), (0, 0, 300), (16, 17, 15, 33, 128, 2), (0,), (40,) * 7)
+FORMATS = {
+    "mxfp4": "FP8 tensor cores",
+    "mxfp6_e2m3": "FP8 tensor cores",
+    "mxfp8_e4m3": "bf16 tensor cores: FP8 does not hold mxfp8_e4m3",
+    "nvfp4": "bf16 tensor cores: FP8 does not hold nvfp4",
+    "fp8_e4m3": "FP8 tensor cores",
+    "int8": "int8 tensor cores",
+}
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
+    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=["emulated", "on a GPU"])
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "on a GPU":
+        cuda = request.getfixturevalue("cuda")
+        if cuda.xp.cuda.Device().compute_capability != "90":
+            pytest.skip("the GPU is not a Hopper: no wgmma")
+        return cuda.xp
+    if emulation.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(expansion, "launch", request.getfixturevalue("emulator"))
+    monkeypatch.setattr(grouped, "gemm", gemm_stand_in.gemm)
+    return emulation.Cupy()
+
+
+def sent(q: QuantArray, xp: Any) -> QuantArray:
+    return replace(q, **{part: xp.asarray(array) for part, array in q.parts.items()})
+
+
+def want_of(a: np.ndarray, b: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    n, start, parts = len(b) // len(sizes), 0, []
+    for g, size in enumerate(sizes):
+        parts.append(a[start : start + size] @ b[g * n : (g + 1) * n].T)
+        start += size
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("form", [*FORMATS, "bfloat16"])
+def test_each_group_is_a_product_of_its_own(xp: Any, form: str, sizes: tuple[int, ...]) -> None:
+    k, n = 320, 77
+    rng = np.random.default_rng(len(sizes))
+    rows = max(sum(sizes), 1)
+    x = rng.standard_normal((rows, k)).astype(np.float32)
+    w = rng.standard_normal((len(sizes) * n, k)).astype(np.float32)
+    if form == "bfloat16":
+        a, b = (v.astype(ml_dtypes.bfloat16) for v in (x, w))
+        va, vb = a.astype(np.float64), b.astype(np.float64)
+        sides: list[Any] = [xp.asarray(a), xp.asarray(b)]
+    else:
+        spec = QuantSpec(form, axis=1).resolve(2)
+        qa, qb = (reference.quantize(v, spec)[0] for v in (x, w))
+        va, vb = exact(qa), exact(qb)
+        sides = [sent(q, xp) for q in (qa, qb)]
+    offsets = grouped.offsets_of(xp.asarray(np.array(sizes, dtype=np.int64)), xp)
+    for out in ("float32", "bfloat16"):
+        if isinstance(xp, emulation.Cupy) and sum(sizes) < rows:
+            continue  # the stand-in writes all rows
+        done = grouped.matmul(*sides, offsets, xp, out_dtype=out)
+        assert done.path == FORMATS.get(form, "bf16 tensor cores")
+        got = done.out.get()[: sum(sizes)].astype(np.float64)
+        want, size = (want_of(p, q, sizes) for p, q in ((va, vb), (np.abs(va), np.abs(vb))))
+        bound = (k * 34 / 32 * 2.0**-13 + 2.0**-20) * size
+        if form in ("int8", "bfloat16", "nvfp4", "mxfp8_e4m3"):
+            bound = (k * 2.0**-22 + 2.0**-20) * size
+        if out == "bfloat16":
+            bound = 2 * bound + 2.0**-8 * np.abs(want)
+        assert (np.abs(got - want) <= bound).all()
+
+
+def test_what_does_not_fit_is_refused(xp: Any) -> None:
+    a = xp.asarray(np.ones((6, 64), dtype=ml_dtypes.bfloat16))
+    q = sent(
+        reference.quantize(np.ones((6, 64), np.float32), QuantSpec("mxfp4", axis=1).resolve(2))[0],
+        xp,
+    )
+    eight = reference.quantize(
+        np.ones((6, 64), np.float32), QuantSpec("int8", axis=1, symmetric=False).resolve(2)
+    )[0]
+    two = grouped.offsets_of(xp.asarray(np.array([2, 4])), xp)
+    four = grouped.offsets_of(xp.asarray(np.array([1, 1, 2, 2])), xp)
+    cases: list[tuple[Any, Any, Any, dict[str, str], str]] = [
+        (a, a, two.astype(np.int64), {}, "offsets int32"),
+        (a, a, four, {}, "in 4 groups"),
+        (a, a[:, :32], two, {}, "wanted a"),
+        (a, q, two, {}, "two packed operands"),
+        (a.astype(np.float32), a.astype(np.float32), two, {}, "packed or bfloat16"),
+        (a, a, two, {"out_dtype": "float16"}, "out_dtype"),
+        (sent(eight, xp), sent(eight, xp), two, {}, "no zero points"),
+    ]
+    for left, right, offsets, options, words in cases:
+        with pytest.raises(ValueError, match=words):
+            grouped.matmul(left, right, offsets, xp, **options)

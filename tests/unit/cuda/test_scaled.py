@@ -1,0 +1,226 @@
+"""Products of FP8, INT8 and MXFP4-as-INT8: exact values in, exact integers out, stated bounds.
+
+Without a GPU the kernels around the GEMM run on the emulator and a stand-in takes its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from extensor.backends import registry
+from extensor.quant import reference
+from extensor.quant.array import QuantArray
+from extensor.quant.spec import Hadamard, QuantSpec
+from extensor_cuda import gemm, jit, scaled
+from extensor_cuda.kernels import gemm as placed
+from extensor_cuda.kernels.gemm import Config, gemm_source
+from tests.product_cases import exact
+from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda import gemm_stand_in
+from tests.unit.cuda.test_compile import properties
+
+COMPILED = (
+    Config("s8", "s8", 256, 0, factors=True),
+    Config("s8", "s8", 192, 0, factors=True, zeros=True, patches=3),
+    Config("e4m3", "e5m2", factors=True, patches=3),
+    Config("e4m3", "e4m3", 128, 1, blocks=True, patches=2, out="bfloat16"),
+    Config("e4m3", "e4m3", 192, 1, blocks=True, patches=2),
+    Config("bf16", "bf16", 256, 0, grouped=True, out="bfloat16"),
+    Config("e5m2", "e5m2", grouped=True, patches=3, vectors=True),
+    Config("e4m3", "e4m3", 128, grouped=True, factors=True, extras=True, activation="gelu"),
+)
+SHAPES = ((1, 7, 16), (130, 200, 1000), (70, 33, 2050))
+E4M3, E5M2, INT8 = (QuantSpec(name, axis=1) for name in ("fp8_e4m3", "fp8_e5m2", "int8"))
+ROWS, SMALL, SQUARE = (E4M3.replace(tile=t) for t in ("channel", (1, 128), (128, 128)))
+ZEROS = INT8.replace(symmetric=False)
+PAIRS = (
+    (E4M3, E4M3),
+    (ROWS, ROWS),
+    (E4M3, E5M2),
+    (ROWS.replace(scale_dtype="float16"), E5M2.replace(tile="channel")),
+    (SMALL, SQUARE),
+    (SMALL, SMALL),
+    (SMALL, ROWS),
+    (E4M3.replace(tile=(64, 4096)), E4M3),
+    (INT8, INT8),
+    (INT8, INT8.replace(tile="tensor")),
+    (ZEROS, ZEROS),
+    (ZEROS, INT8),
+    (INT8, ZEROS.replace(tile="tensor")),
+)
+
+
+def name(value: object) -> str:
+    return (
+        "" if not isinstance(value, QuantSpec) else f"{value.format}-{value.tile}-{value.symmetric}"
+    )
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("config", COMPILED, ids=lambda c: f"{c.a}-{c.tile_n}-{c.promote}")
+def test_no_gemm_spills_or_serialises(config: Config) -> None:
+    code, log = jit.compile_cubin(gemm_source(config), "sm_90a")
+    assert "warning" not in log.lower() and "C75" not in log, log
+    assert all(numbers["stack"] == 0 for numbers in properties(code).values())
+    assert config.depth >= 4 and config.shared <= 227 * 1024
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("block", [16, 128])
+def test_integers_compile_without_spills(block: int) -> None:
+    for arch in ("sm_80", "sm_90a"):
+        code, log = jit.compile_cubin(gemm.rebase_source(block, True), arch)
+        assert "warning" not in log.lower(), log
+        assert all(numbers["stack"] == 0 for numbers in properties(code).values())
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
+    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=["emulated", "on a GPU"])
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "on a GPU":
+        cuda = request.getfixturevalue("cuda")
+        if cuda.xp.cuda.Device().compute_capability != "90":
+            pytest.skip("the GPU is not a Hopper: no wgmma")
+        return cuda.xp
+    if emulation.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(gemm, "launch", request.getfixturevalue("emulator"))
+    for module in (gemm, scaled):
+        monkeypatch.setattr(module, "gemm", gemm_stand_in.gemm)
+    return emulation.Cupy()
+
+
+def made(rng: Any, shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-spread, spread + 1, shape))
+    return reference.quantize((x + 0.5).astype(np.float32), spec.resolve(2))[0]
+
+
+def sent(q: QuantArray, xp: Any) -> QuantArray:
+    return replace(q, **{part: xp.asarray(array) for part, array in q.parts.items()})
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("left", "right"), PAIRS, ids=name)
+def test_products_are_within_the_bound(
+    xp: Any, left: QuantSpec, right: QuantSpec, shape: tuple[int, int, int]
+) -> None:
+    m, n, k = shape
+    rng = np.random.default_rng(m)
+    a, b = made(rng, (m, k), left), made(rng, (n, k), right)
+    va, vb = exact(a), exact(b)
+    assert gemm.reason(a, b, "90") is None
+    for dtype in ("float32", "bfloat16"):
+        done = gemm.matmul(sent(a, xp), sent(b, xp), xp, out_dtype=dtype)
+        assert isinstance(done, gemm.Product)
+        want, size = va @ vb.T, np.abs(va) @ np.abs(vb).T
+        blocked = SMALL.tile in (left.tile, right.tile) and k > 128
+        if left.format == "int8":
+            assert done.path == "int8 tensor cores"
+            bound = 2.0**-22 * np.abs(want) + 2.0**-50 * size
+        elif blocked:
+            assert done.path == "FP8 tensor cores, scaled every 128"
+            bound = (128 * 34 / 32 * 2.0**-13 + (k / 128 + 3) * 2.0**-24) * size
+        else:
+            assert done.path == "FP8 tensor cores"
+            bound = (min(k, 512) * 34 / 32 * 2.0**-13 + 2.0**-20) * size
+        if dtype == "bfloat16":
+            bound = bound * 2 + 2.0**-8 * np.abs(want)
+        error = np.abs(done.out.get().astype(np.float64) - want)
+        assert (error <= bound + k * 2.0**-126).all(), (dtype, error.max())
+
+
+def test_nan_rows_stay_nan_and_touch_no_other(xp: Any) -> None:
+    x = np.random.default_rng(0).standard_normal((40, 256)).astype(np.float32)
+    x[3, 7] = np.nan
+    for spec in (ROWS, SMALL, INT8, ZEROS):
+        a = reference.quantize(x, spec.resolve(2))[0]
+        done = gemm.matmul(sent(a, xp), sent(a, xp), xp)
+        assert isinstance(done, gemm.Product)
+        nan = np.isnan(done.out.get())
+        assert nan[3].all() and nan[:, 3].all() and nan.sum() == 79
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (INT8.replace(tile=(1, 128)), "tiles (1, 128) of int8"),
+        (SMALL.replace(tile=(1, 64)), "tiles (1, 64) of e4m3"),
+        (QuantSpec("int4", axis=1), "int4 under float scales"),
+        (ROWS.replace(transform=Hadamard(16)), "Hadamard"),
+        (E4M3.replace(axis=0), "axis 0"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_what_the_kernel_does_not_cover_is_named(spec: QuantSpec, words: str) -> None:
+    q = made(np.random.default_rng(0), (16, 256), spec)
+    assert words in str(gemm.reason(q, q, "90"))
+
+
+def test_operands_of_two_kinds_are_refused() -> None:
+    rng = np.random.default_rng(0)
+    fp8, int8, mx = (made(rng, (16, 256), s) for s in (ROWS, INT8, QuantSpec("mxfp4", axis=1)))
+    assert "INT8 operand and an FP8 one" in str(gemm.reason(fp8, int8, "90"))
+    assert "no plain floats" in str(gemm.reason(fp8, mx, "90"))
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_mxfp4_as_integers_is_the_cpus_product_bit_for_bit(xp: Any, block: int) -> None:
+    rng, spec = np.random.default_rng(block), QuantSpec("mxfp4", axis=1, tile=(1, block))
+    a, b = (made(rng, (rows, 1024), spec, 0) for rows in (70, 50))
+    for q in (a, b):  # three binades a row, some blocks of zeros under any scale
+        q.scales[...] = rng.integers(100, 130, (len(q.scales), 1)) + rng.integers(
+            0, 4, q.scales.shape
+        )
+        q.codes[5, : block // 2], q.scales[5, 0] = 0, 3
+    done = gemm.matmul(sent(a, xp), sent(b, xp), xp, accumulate="exact")
+    assert isinstance(done, gemm.Product) and done.path == "int8 tensor cores"
+    got = done.out.get()
+    np.testing.assert_array_equal(got, registry.get("cpu").block_matmul(a, b))
+    np.testing.assert_array_equal(got, (exact(a) @ exact(b).T).astype(np.float32))
+
+
+def test_rows_too_wide_for_integers_say_so(xp: Any) -> None:
+    rng = np.random.default_rng(1)
+    a, b = (made(rng, (20, 256), QuantSpec("mxfp4", axis=1), 0) for _ in range(2))
+    for q in (a, b):
+        q.scales[...] = 120
+    for change in (lambda q: q.scales.__setitem__((7, 2), 116), lambda q: q.scales.fill(255)):
+        wide = replace(a, scales=a.scales.copy())
+        change(wide)
+        flag = xp.zeros((), dtype=np.uint32)
+        gemm._rebase(sent(wide, xp), flag, xp, integers=True)
+        assert int(flag) == 1
+    flag = xp.zeros((), dtype=np.uint32)
+    codes, exponents = gemm._rebase(sent(a, xp), flag, xp, integers=True)
+    assert int(flag) == 0
+    held = codes.get().view(np.int8).astype(np.float64)
+    np.testing.assert_array_equal(np.ldexp(held, exponents.get()[:, None]), exact(a))
+
+
+def test_options_that_exclude_each_other_are_refused() -> None:
+    xp = emulation.Cupy()
+    codes, out = xp.zeros((4, 256), np.uint8), xp.zeros((4, 4), np.float32)
+    one, exponent = xp.zeros(1, np.float32), xp.zeros(1, np.int32)
+    scales, zeros = xp.zeros((1, 260), np.float32), placed.Zeros(one, one, one, one)
+    fp8, s8 = Config("e4m3", "e4m3"), Config("s8", "s8", promote=0)
+    cases: list[tuple[Config, dict[str, Any], str]] = [
+        (fp8, {"row_exponent": exponent, "factors": (one, one)}, "factors stand instead"),
+        (fp8, {"factors": (one, one), "zeros": zeros}, "zero points go with"),
+        (s8, {"zeros": zeros}, "zero points go with"),
+        (s8, {"scales": (scales, scales)}, "FP8 codes in one group"),
+        (fp8, {"scales": (scales, scales)}, "K = 256 has 2 blocks"),
+    ]
+    for config, options, words in cases:
+        with pytest.raises(ValueError, match=words):
+            gemm_stand_in.gemm(codes, codes, out, config, **options)
+    wide = xp.zeros((4, placed.MOST_TERMS + 17), np.uint8)
+    with pytest.raises(ValueError, match="split K"):
+        gemm_stand_in.gemm(wide, wide, out, s8)

@@ -1,0 +1,124 @@
+"""Operands under float scales: codes, scales, counts of the reference, bit for bit, either way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor.quant import reference
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda import jit, scaling
+from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda.test_compile import properties
+
+E4M3, E5M2, INT8 = QuantSpec("fp8_e4m3"), QuantSpec("fp8_e5m2"), QuantSpec("int8")
+SPECS = (
+    E4M3,
+    E5M2.replace(tile="channel"),
+    E4M3.replace(tile=(1, 128)),
+    E4M3.replace(tile=(128, 128)),
+    INT8,
+    INT8.replace(tile="tensor"),
+    INT8.replace(rounding="stochastic"),
+    E5M2.replace(tile=(1, 128), rounding="stochastic"),
+)
+SHAPES = ((64, 256), (70, 19), (1, 300), (300, 130), (129, 1))
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+def name(value: object) -> str:
+    if not isinstance(value, QuantSpec):
+        return str(value)
+    return f"{value.format}-{value.tile}-{value.rounding}"
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", SPECS, ids=name)
+def test_no_kernel_spills(spec: QuantSpec) -> None:
+    for axis in (0, 1):
+        for dtype, arch in (("float32", "sm_80"), ("bfloat16", "sm_90a")):
+            source = scaling.scaled_source(spec.replace(axis=axis).resolve(2), dtype)
+            code, log = jit.compile_cubin(source, arch)
+            assert "warning" not in log, log
+            for numbers in properties(code).values():
+                assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
+    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=["emulated", "on a GPU"])
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "on a GPU":
+        return request.getfixturevalue("cuda").xp
+    if emulation.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(scaling, "launch", request.getfixturevalue("emulator"))
+    return emulation.Cupy()
+
+
+def data(shape: tuple[int, int], dtype: str, kind: str) -> np.ndarray:
+    rng = np.random.default_rng(shape[1])
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-12, 3, shape))
+    if kind == "special":
+        x[0, 0], x[-1, -1] = -0.0, np.nan
+        x[shape[0] // 2] = 0
+        x[:, shape[1] // 2] = 0
+        x[shape[0] // 3, shape[1] // 3] = -np.inf
+    elif kind == "tiny":
+        x *= 2.0 ** (-138 if dtype != "float16" else -14)
+    return x.astype(DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("spec", SPECS, ids=name)
+def test_operands_are_the_references(xp: Any, spec: QuantSpec, axis: int, dtype: str) -> None:
+    along = spec.replace(axis=axis).resolve(2)
+    stream = Stream(3, 1, 4, 1, bool(axis)) if spec.rounding == "stochastic" else None
+    wide = dtype == "float32"  # the others differ in how they are read alone
+    for shape in SHAPES if wide else SHAPES[1:4]:
+        for kind in ("normal", "special", "tiny") if wide else ("special",):
+            x = data(shape, dtype, kind)
+            assert scaling.reason(x, along, 1 << 40, "90") is None
+            q, stats = reference.quantize(x, along, stream)
+            ((side, counts),) = scaling.make(xp.asarray(x), [along], [stream], xp)
+            k = shape[axis]
+            want = q.codes[:, :k] if axis else q.codes[:k].T
+            got = np.asarray(side.codes.get())
+            assert got.shape == want.shape and side.codes.strides[0] % 16 == 0
+            np.testing.assert_array_equal(got, want, err_msg=f"{shape} {kind}")
+            scales = q.scales if axis else q.scales.T
+            np.testing.assert_array_equal(np.asarray(side.scales.get()), scales)
+            assert counts() == stats, (shape, kind)
+            decoded = reference.dequantize(q)
+            np.testing.assert_array_equal(
+                np.asarray(scaling.values(side, xp)), decoded if axis else decoded.T
+            )
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (QuantSpec("mxfp4"), "8-bit codes under float scales"),
+        (INT8.replace(symmetric=False), "zero points"),
+        (E4M3.replace(tile=(1, 64)), "tiles (1, 64)"),
+        (INT8.replace(tile=(1, 128)), "tiles (1, 128) of int8"),
+        (INT8.replace(rounding="stochastic", rbits=8), "8 bits"),
+        (E4M3.replace(tile=(128, 128), rounding="stochastic"), "stochastic rounding in tiles"),
+        (E4M3.replace(scale_dtype="float16"), "float16 scales"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_what_the_kernel_does_not_cover_is_named(spec: QuantSpec, words: str) -> None:
+    x = np.ones((64, 256), dtype=np.float32)
+    assert words in str(scaling.reason(x, spec.replace(axis=1).resolve(2), 1 << 40, "90"))
+    plain = E4M3.replace(axis=1).resolve(2)
+    assert "fewer than" in str(scaling.reason(x, plain, 1, "90"))
+    assert "capability 80" in str(scaling.reason(x, plain, 1 << 40, "80"))
