@@ -24,7 +24,7 @@ from extensor_cuda.backend import CudaBackend
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.kernels import (
     cross_entropy,
-    gelu,
+    elementwise,
     norm,
     optimizer,
     pair,
@@ -121,7 +121,16 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
     launch = request.getfixturevalue("fake_launch")
-    for module in (cross_entropy, gelu, norm, optimizer, scatter, softmax, window, recording):
+    for module in (
+        cross_entropy,
+        elementwise,
+        norm,
+        optimizer,
+        scatter,
+        softmax,
+        window,
+        recording,
+    ):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(kernels, "operand", fake_operand)
     monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
