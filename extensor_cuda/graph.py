@@ -73,6 +73,7 @@ class CudaGraph:
 
     def __init__(self, xp: Any) -> None:
         self.xp = xp
+        xp.get_default_memory_pool().free_all_blocks()  # what eager steps left over
         self._pool = xp.cuda.MemoryPool()
         self._stream = xp.cuda.Stream(non_blocking=True)
         self._graph: Any = None

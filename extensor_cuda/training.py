@@ -11,7 +11,7 @@ from extensor.backends import windows
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Window
 from extensor.backends.recording import Guard
-from extensor_cuda.kernels import cross_entropy, gelu, norm, optimizer, scatter, softmax
+from extensor_cuda.kernels import cross_entropy, elementwise, norm, optimizer, scatter, softmax
 from extensor_cuda.kernels import window as kernels
 
 __all__ = ["CudaTraining"]
@@ -39,6 +39,7 @@ class CudaTraining(GenericBackend):
             "max_pool2d": lambda x, window: self._floats_reason(x),
             "max_pool2d_grad": self._pool_reason,
             "relu_grad": self._floats_reason,
+            "bfloat16_values": self._floats_reason,
             "gelu_grad": self._floats_reason,
             "softmax": lambda x, axis: self._softmax_reason(axis, x),
             "softmax_grad": lambda g, out, axis: self._softmax_reason(axis, g, out),
@@ -174,19 +175,25 @@ class CudaTraining(GenericBackend):
         """See the protocol."""
         if self._floats_reason(g, out):
             return super().relu_grad(g, out)
-        return kernels.relu_grad(self._whole(g), self._whole(out), self.xp)
+        return elementwise.relu_grad(self._whole(g), self._whole(out), self.xp)
+
+    def bfloat16_values(self, x: Array) -> Array:
+        """See the protocol."""
+        if self._floats_reason(x):
+            return super().bfloat16_values(x)
+        return elementwise.bfloat16_values(self._whole(x), self.xp)
 
     def gelu(self, x: Array) -> tuple[Array, Array]:
-        """See the protocol; bounds in `extensor_cuda.kernels.gelu`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.elementwise`."""
         if self._floats_reason(x):
             return super().gelu(x)
-        return gelu.gelu(self._whole(x), self.xp)
+        return elementwise.gelu(self._whole(x), self.xp)
 
     def gelu_grad(self, g: Array, x: Array, phi: Array) -> Array:
-        """See the protocol; bounds in `extensor_cuda.kernels.gelu`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.elementwise`."""
         if self._floats_reason(g, x, phi):
             return super().gelu_grad(g, x, phi)
-        return gelu.gelu_grad(self._whole(g), self._whole(x), self._whole(phi), self.xp)
+        return elementwise.gelu_grad(self._whole(g), self._whole(x), self._whole(phi), self.xp)
 
     def softmax(self, x: Array, axis: int) -> Array:
         """See the protocol; bounds in `extensor_cuda.kernels.softmax`."""

@@ -238,26 +238,41 @@ def _cross_entropy(
     losses, p = backend.cross_entropy(rows, safe, smoothing)
     if kept is not None:
         losses = xp.where(kept, losses, 0)
-    count = len(flat) if kept is None else int(kept.sum())
+    count = len(flat) if kept is None else kept.sum()
+    if kept is not None and xp is np:
+        count = int(count)  # a device keeps it, so that nothing waits
     if reduction == "none":
         return losses.reshape(labels.shape), (p, safe, kept, count)
-    if reduction == "mean" and not count:
-        left_out = "" if kept is None or not len(flat) else f": all {len(flat)} are left out"
-        raise ValueError(
+    out = losses.sum()
+    if reduction == "mean":
+        out = _mean(backend, out, count, len(flat))
+    return out, (p, safe, kept, count)
+
+
+def _mean(backend: Any, total: Any, count: Any, labels: int) -> Any:
+    """The sum of losses over their number, an int or an array of shape () on a device."""
+
+    def error() -> ValueError:
+        left_out = f": all {labels} are left out" if labels else ""
+        return ValueError(
             f"cross_entropy: no labels to average over{left_out}; leave such a batch out, or ask "
             "for reduction='sum'"
         )
-    out = losses.sum()
-    if reduction == "mean":
-        out = out / x.dtype.type(count)
-    return out, (p, safe, kept, count)
+
+    if not isinstance(count, int):
+        backend.refuse(count == 0, error)
+        return total / count.astype(total.dtype)
+    if not count:
+        raise error()
+    return total / total.dtype.type(count)
 
 
 def _row_weights(xp: Any, g: Any, kept: Any, count: int, reduction: str) -> Any:
     """What each row's gradient is multiplied by: () or (rows, 1)."""
     weight = g.reshape(-1, 1) if reduction == "none" else g
     if reduction == "mean":
-        weight = weight * g.dtype.type(1 / count)
+        one = 1 / count
+        weight = weight * (g.dtype.type(one) if isinstance(count, int) else one.astype(g.dtype))
     return weight if kept is None else xp.where(kept[:, None], weight, g.dtype.type(0))
 
 

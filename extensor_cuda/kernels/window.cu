@@ -78,11 +78,3 @@ fold(const float* __restrict__ patches, float* __restrict__ out, SHAPE, i64 coun
         }
     out[at] = sum;
 }
-
-// g where relu's output is positive, else 0.
-extern "C" __global__ void __launch_bounds__(kThreads)
-relu_grad(const float* __restrict__ g, const float* __restrict__ out, float* __restrict__ gx, i64 count) {
-    for (i64 i = static_cast<i64>(blockIdx.x) * (4 * kThreads) + threadIdx.x, k = 0; k < 4 && i < count;
-         i += kThreads, ++k)
-        gx[i] = out[i] > 0 ? g[i] : 0.0f;
-}

@@ -1,4 +1,4 @@
-"""Max pooling, patches summed back to images, and relu's gradient: one launch each, the CPU's bits.
+"""Max pooling, and patches summed back to images: one launch each, the CPU's bits.
 
 A sum goes through the windows that cover a place in their order, as `extensor.backends.windows`
 adds them.
@@ -16,7 +16,7 @@ import numpy as np
 from extensor.backends.protocol import Window
 from extensor_cuda.jit import Source, launch
 
-__all__ = ["fold", "max_pool", "max_pool_grad", "relu_grad", "source"]
+__all__ = ["fold", "max_pool", "max_pool_grad", "source"]
 
 Array = Any
 _THREADS = 256
@@ -61,11 +61,3 @@ def fold(patches: Array, shape: tuple[int, ...], window: Window, xp: Any) -> Arr
     numbers = _shape(window, (shape[2], shape[3]), patches.shape[4:])
     _launch("fold", out.size, patches, out, *numbers)
     return out
-
-
-def relu_grad(g: Array, out: Array, xp: Any) -> Array:
-    """G where relu's output is positive, 0 elsewhere; float32, C-contiguous, not empty."""
-    gx = xp.empty_like(out)
-    blocks = -(-out.size // (4 * _THREADS))
-    launch(source(), "relu_grad", blocks, _THREADS, g, out, gx, np.int64(out.size))
-    return gx

@@ -263,6 +263,10 @@ class FakeCupy:
     )
 
     @staticmethod
+    def get_default_memory_pool() -> Any:
+        return types.SimpleNamespace(free_all_blocks=lambda: None)
+
+    @staticmethod
     def get_default_pinned_memory_pool() -> Any:
         return types.SimpleNamespace(malloc=lambda size: None)
 
@@ -288,6 +292,8 @@ class FakeCupy:
         if isinstance(a, Device):
             return a if dtype is None else a.astype(dtype, copy=False)
         value = np.asarray(a, dtype=dtype)
+        if not value.ndim:  # cupy fills such an array
+            return self.full((), value, value.dtype)
         if TAPE.copies is not None:
             TAPE.copies(value.nbytes)
         return made(value.copy())

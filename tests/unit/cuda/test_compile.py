@@ -81,6 +81,7 @@ def properties(code: bytes) -> dict[int, dict[str, int]]:
                         "registers" if attribute == REGISTERS else "stack"
                     ] = value
                 at += number
+    assert found, "the cubin says nothing of its kernels"
     return found
 
 

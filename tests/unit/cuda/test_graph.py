@@ -24,7 +24,7 @@ from extensor_cuda.backend import CudaBackend
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.kernels import (
     cross_entropy,
-    gelu,
+    elementwise,
     norm,
     optimizer,
     pair,
@@ -121,7 +121,16 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
     launch = request.getfixturevalue("fake_launch")
-    for module in (cross_entropy, gelu, norm, optimizer, scatter, softmax, window, recording):
+    for module in (
+        cross_entropy,
+        elementwise,
+        norm,
+        optimizer,
+        scatter,
+        softmax,
+        window,
+        recording,
+    ):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(kernels, "operand", fake_operand)
     monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
@@ -276,7 +285,7 @@ def weights(layer: Any) -> bytes:
     [
         (lambda loss: loss * float(loss), "float"),
         (lambda loss: loss if loss > 0 else -loss, "test_graph.py"),
-        (lambda loss: loss * et.asarray(np.float32(2)).to("cuda"), "copied from the host"),
+        (lambda loss: (loss * et.asarray([2.0]).to("cuda")).sum(), "copied from the host"),
     ],
 )
 def test_what_a_graph_cannot_hold_is_named_and_changes_nothing(
@@ -308,6 +317,29 @@ def test_a_label_that_is_no_class_stops_updates_and_is_reported(gpu: Any) -> Non
         train.check()
     assert "no update was made" in "".join(got.value.__notes__)
     assert weights(layer) == before
+
+
+def test_labels_may_be_left_out(gpu: Any) -> None:
+    found = []
+    for captured in (False, True):
+        layer = et.nn.Linear(8, 4, rng=0).to("cuda")
+        by = SGD(layer.named_parameters(), lr=0.1)
+
+        def step(x: et.ExTensor, labels: et.ExTensor, by: Any = by, layer: Any = layer) -> Any:
+            by.zero_grad()
+            loss = et.cross_entropy(layer(x), labels, ignore_index=-1)
+            loss.backward()
+            by.step()
+            return loss
+
+        train, losses = et.capture(step) if captured else step, []
+        for number in range(6):
+            labels = et.asarray([0, -1, 2, 3 if number % 2 else -1, -1]).to("cuda")
+            losses.append(float(train(et.randn((5, 8), seed=number).to("cuda"), labels)))
+        found.append((losses, layer.state_dict()))
+    same(found[1], found[0])
+    with pytest.raises(ValueError, match="all 5 are left out"):
+        step(et.ones((5, 8), device="cuda"), et.asarray([-1] * 5).to("cuda"))
 
 
 def test_a_gradient_that_is_not_finite_stops_updates_and_is_reported(gpu: Any) -> None:

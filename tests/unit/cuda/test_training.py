@@ -15,7 +15,15 @@ from extensor.backends.windows import fold
 from extensor.nn.quantize import apply_recipe
 from extensor.optim import SGD, Adam, AdamW, Optimizer
 from extensor_cuda import jit, recording
-from extensor_cuda.kernels import cross_entropy, gelu, norm, optimizer, scatter, softmax, window
+from extensor_cuda.kernels import (
+    cross_entropy,
+    elementwise,
+    norm,
+    optimizer,
+    scatter,
+    softmax,
+    window,
+)
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
@@ -34,7 +42,7 @@ SGD_FACTORS = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": False}
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
-    sources = [optimizer.source(), recording.source(), scatter.source(), gelu.source()]
+    sources = [optimizer.source(), recording.source(), scatter.source(), elementwise.source()]
     sources += [window.source()]
     sources += [softmax.softmax_source(n) for n in (10, 1024, 1025, softmax.MOST)]
     sources += [cross_entropy.loss_source(warps) for warps in (1, 8)]
@@ -58,7 +66,7 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return request.getfixturevalue("cuda")
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
-    for module in (cross_entropy, gelu, norm, optimizer, scatter, softmax, window):
+    for module in (cross_entropy, elementwise, norm, optimizer, scatter, softmax, window):
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
     return emulation.Emulated("emulated", emulation.Cupy())
 
@@ -194,6 +202,16 @@ def test_windows_have_the_cpus_bits(trainer: Any, where: Window) -> None:
     arrays[0][0, 0, 0, 0] = np.nan
     slope = trainer.relu_grad(*map(trainer.xp.asarray, arrays))
     same_bytes("relu", slope.get(), CPU.relu_grad(*arrays))
+
+
+def test_rounding_to_bfloat16_has_the_cpus_bits(trainer: Any) -> None:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 1 << 32, 50_000, dtype=np.uint32)
+    bits[:8] = 0x7F800001, 0xFFFFFFFF, 0x7F7FFFFF, 0x3F808000, 0x3F818000, 0x80000001, 0, 0xFF800000
+    x = bits.view(np.float32)
+    same_bytes(
+        "bfloat16", trainer.bfloat16_values(trainer.xp.asarray(x)).get(), CPU.bfloat16_values(x)
+    )
 
 
 def test_the_loss_scale_moves_as_on_the_host(emulator: emulation.Emulator) -> None:

@@ -1,0 +1,84 @@
+"""The machine code has the instructions that the kernels are written for. Needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from extensor.quant.spec import QuantSpec
+from extensor_cuda import jit, operands
+from extensor_cuda.kernels import optimizer
+from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.gemm import configure, gemm_source
+
+pytestmark = pytest.mark.usefixtures("nvrtc")
+
+
+@pytest.fixture(scope="session")
+def disassembler(nvrtc: None) -> str:
+    """The path of nvdisasm."""
+    places = [shutil.which("nvdisasm")]
+    if (found := importlib.util.find_spec("nvidia")) is not None:
+        for folder in found.submodule_search_locations or ():
+            places += map(str, Path(folder).glob("*/bin/nvdisasm"))
+    for place in places:
+        if place:
+            return place
+    pytest.skip("nvdisasm is not installed; pip install nvidia-cuda-nvdisasm")
+
+
+def instructions(source: jit.Source, disassembler: str, folder: Path) -> Counter[str]:
+    """How often each instruction of Hopper stands in a program."""
+    path = folder / "code.cubin"
+    path.write_bytes(jit.compile_cubin(source, "sm_90a")[0])
+    done = subprocess.run([disassembler, str(path)], check=True, capture_output=True, text=True)
+    text = re.sub(r"/\*[0-9a-f]+\*/", "", done.stdout)
+    return Counter(re.findall(r"^\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\b", text, re.MULTILINE))
+
+
+def starting(found: Counter[str], start: str) -> int:
+    return sum(count for name, count in found.items() if name.startswith(start))
+
+
+@pytest.mark.parametrize(("kind", "meant"), [("e5m2", "QGMMA"), ("bf16", "HGMMA")])
+def test_products_run_on_wgmma_and_bulk_copies(
+    kind: str, meant: str, disassembler: str, tmp_path: Path
+) -> None:
+    source = gemm_source(configure(kind, 8192, 8192, "bfloat16"))
+    found = instructions(source, disassembler, tmp_path)
+    assert starting(found, meant) and starting(found, "UTMALDG")
+    assert not starting(found, "HMMA") and not starting(found, "QMMA")  # the slower ones
+    assert not starting(found, "LDL") and not starting(found, "STL")
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4", "nvfp4"])
+def test_quantizers_read_and_write_vectors(name: str, disassembler: str, tmp_path: Path) -> None:
+    plan = kernels.plan_of(QuantSpec(name), (256, 256))
+    assert isinstance(plan, kernels.Plan)
+    source = kernels.quantize_source(plan, "bfloat16", "codes", True, False)
+    found = instructions(source, disassembler, tmp_path)
+    assert starting(found, "LDG.E.128")
+    assert starting(found, "STG.E.128" if name == "mxfp8_e4m3" else "STG.E.64")
+    assert bool(starting(found, "F2FP.SATFINITE.E4M3")) == (name == "mxfp8_e4m3")
+    assert not starting(found, "LDL")
+
+
+def test_operands_are_fetched_without_registers(disassembler: str, tmp_path: Path) -> None:
+    spec = QuantSpec("mxfp4", axis=1, scale_rule="rceil").resolve(2)
+    source = operands.operand_source(spec, "bfloat16", True, True, False)
+    found = instructions(source, disassembler, tmp_path)
+    assert starting(found, "LDGSTS.E") and starting(found, "PRMT") and starting(found, "STG.E.128")
+    assert not starting(found, "LDL")
+
+
+def test_an_optimizers_step_reads_vectors(disassembler: str, tmp_path: Path) -> None:
+    found = instructions(optimizer.source(), disassembler, tmp_path)
+    # Addresses come from a table, so that they are generic ones.
+    assert starting(found, "LD.E.128") and starting(found, "ST.E.128")
+    assert not starting(found, "LDL")
