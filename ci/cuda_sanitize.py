@@ -169,6 +169,8 @@ def stored_products(backend: Any, rng: Any) -> int:
 
 def training(backend: Any, rng: Any) -> int:
     """Losses, norms, and optimizers' steps on arrays that vectors fit and do not fit."""
+    from extensor.backends.protocol import Window
+
     xp = backend.xp
     for rows, length in ((33, 70), (5, 4096)):
         x, g = (xp.asarray(rng.standard_normal((rows, length)).astype("float32")) for _ in "xg")
@@ -183,6 +185,24 @@ def training(backend: Any, rng: Any) -> int:
     names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
     backend.all_finite_each([part[1] for part in parts])
     backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3)
+    images, window = (
+        xp.asarray(rng.standard_normal((2, 3, 9, 11)).astype("float32")),
+        Window((3, 2)),
+    )
+    best, index = backend.max_pool2d(images, window)
+    backend.max_pool2d_grad(best, index, images.shape, window)
+    backend.relu_grad(best, best)
+    kernel = xp.ones((4, 3, 3, 2), dtype="float32")
+    backend.conv2d_grad_x(
+        backend.conv2d(images, kernel, window, 1), kernel, images.shape, window, 1
+    )
+    for n in (70, 1100):
+        q, k = (xp.asarray(rng.standard_normal((1, 2, 5, n)).astype("float32")) for _ in "qk")
+        p, phi = backend.softmax(q, 3), backend.gelu(q)[1]
+        backend.softmax_grad(k, p, 3)
+        backend.gelu_grad(k, q, phi)
+        out, stats = backend.attention(q, k, k, True, 0.1)
+        backend.attention_grad(q, q, k, k, out, stats, True, 0.1, (q.copy(), k.copy(), k.copy()))
     backend.scale_each([part[1] for part in parts], 0.5)
     backend.square_sum_each([part[1] for part in parts])
     table, rows = (xp.ones((n, 70), dtype="float32") for n in (9, 300))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 import types
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -171,6 +171,7 @@ def with_matmul(cupy: Any) -> Any:
     """Cupy with this module's matmul: what the CUDA backend calls its array module."""
     module = types.ModuleType("cupy")
     module.__dict__.update(cupy.__dict__)
+    module.__dict__["__getattr__"] = partial(getattr, cupy)  # what is imported later
 
     def multiply(a: Array, b: Array) -> Array:
         if not _takes(a, b):

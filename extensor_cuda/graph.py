@@ -140,10 +140,8 @@ class CudaGraph:
 
     def _abandon(self) -> None:
         """End a capture that an error has broken off or made invalid."""
-        with contextlib.suppress(Exception):
-            if self._stream.is_capturing():
-                self._stream.end_capture()
-        # An invalid capture ends with an error, and the stream is of no more use.
+        with contextlib.suppress(Exception):  # what an invalid capture ends with
+            self._stream.end_capture()
         self._stream = self.xp.cuda.Stream(non_blocking=True)
 
     def repeat(self) -> None:

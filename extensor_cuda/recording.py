@@ -93,8 +93,8 @@ class Recording:
         self._read: list[tuple[int, np.ndarray]] = []
         self._used = 0
         self._foretold: np.ndarray = np.zeros((0, WIDTH), np.uint64)
+        self._after = np.zeros(WIDTH, np.uint64)  # what was foretold of the step after those
         self._next = 0
-        self._right = 0
 
     def begin(self) -> None:
         """The first of what is recorded."""
@@ -288,20 +288,24 @@ class Recording:
         """See that the next row is what the host says; write rows where it is not."""
         if not self._cells:
             return
-        row = self._row(None)
-        if self._next < len(self._foretold) and (self._foretold[self._next] == row).all():
-            self._right += 1
+        row = self._row(0)
+        if self._next < len(self._foretold):
+            right = bool((self._foretold[self._next] == row).all())
         else:
-            self._right = self._right if self._next == len(self._foretold) else 0
-            count = min(ROWS, 1 + self._right)
-            self._foretold = np.stack([row, *(self._row(n) for n in range(1, count))])
+            right = bool((self._after == row).all())
+        if not right or self._next == len(self._foretold):
+            # Twice as far as the last time while that was right, from the next step on if not.
+            count = min(ROWS, 2 * len(self._foretold)) if right else 1
+            rows = np.stack([row, *(self._row(steps) for steps in range(1, count + 1))])
+            self._foretold, self._after = rows[:count], rows[count]
             self.write(self._rows[:count], self._foretold)
             self._position.fill(0)
             self._next = 0
         self._next += 1
 
-    def _row(self, ahead: int | None) -> np.ndarray:
+    def _row(self, ahead: int) -> np.ndarray:
+        """The host's numbers, or what they will be so many steps on."""
         row = np.zeros(WIDTH, np.uint64)
         for _, at, dtype, read, foretell in self._cells.values():
-            row[at : at + 1].view(dtype)[0] = read() if ahead is None else foretell(ahead)
+            row[at : at + 1].view(dtype)[0] = foretell(ahead) if ahead else read()
         return row

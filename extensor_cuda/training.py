@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends import windows
 from extensor.backends.generic import GenericBackend
+from extensor.backends.protocol import Window
 from extensor.backends.recording import Guard
-from extensor_cuda.kernels import cross_entropy, norm, optimizer, scatter
+from extensor_cuda.kernels import cross_entropy, gelu, norm, optimizer, scatter, softmax
+from extensor_cuda.kernels import window as kernels
 
 __all__ = ["CudaTraining"]
 
@@ -29,6 +32,16 @@ class CudaTraining(GenericBackend):
             "layer_norm_grad": lambda g, x, weight, *_: self._norm_reason(x, weight, g),
             "rms_norm": lambda x, weight, eps: self._norm_reason(x, weight),
             "add_rows": self._rows_reason,
+            "attention": lambda q, k, v, *_: self._attention_reason(q, k, v),
+            "attention_grad": lambda g, q, k, v, *_: self._attention_reason(q, k, v, g),
+            "conv2d_grad_x": lambda g, w, *_: self._floats_reason(g, w),
+            "gelu": self._floats_reason,
+            "max_pool2d": lambda x, window: self._floats_reason(x),
+            "max_pool2d_grad": self._pool_reason,
+            "relu_grad": self._floats_reason,
+            "gelu_grad": self._floats_reason,
+            "softmax": lambda x, axis: self._softmax_reason(axis, x),
+            "softmax_grad": lambda g, out, axis: self._softmax_reason(axis, g, out),
             "rms_norm_grad": lambda g, x, weight, rstd: self._norm_reason(x, weight, g),
         }
 
@@ -108,6 +121,127 @@ class CudaTraining(GenericBackend):
         if not optimizer.takes(out) or rows.dtype != np.float32:
             return "no contiguous float32 arrays"
         return None if index.size else "an empty array"
+
+    def _floats_reason(self, *arrays: Array) -> str | None:
+        if any(a.dtype != np.float32 for a in arrays):
+            return "no float32 arrays"
+        return None if arrays[0].size else "an empty array"
+
+    def _softmax_reason(self, axis: int, *arrays: Array) -> str | None:
+        x = arrays[-1]
+        if reason := self._floats_reason(*arrays):
+            return reason
+        if axis != x.ndim - 1 or x.shape[-1] > softmax.MOST:
+            return f"rows of {x.shape[axis]} values along axis {axis} of {x.ndim}"
+        return None
+
+    def _attention_reason(self, q: Array, k: Array, *others: Array) -> str | None:
+        if reason := self._floats_reason(q, k, *others):
+            return reason
+        keys = k.shape[-2]
+        return None if keys <= softmax.MOST else f"{keys} keys; a row has up to {softmax.MOST}"
+
+    def _pool_reason(
+        self, g: Array, index: Array, shape: tuple[int, ...], window: Window | None = None
+    ) -> str | None:
+        return "an unknown window" if window is None else self._floats_reason(g)
+
+    def conv2d_grad_x(
+        self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
+    ) -> Array:
+        """See the protocol: a product, and a launch that sums its patches."""
+        if self._floats_reason(g, w):
+            return super().conv2d_grad_x(g, w, shape, window, groups)
+        patches = windows.patches_grad(g, w, shape, window, groups, self.xp)
+        return kernels.fold(self._whole(patches), shape, window, self.xp)
+
+    def max_pool2d(self, x: Array, window: Window) -> tuple[Array, Array]:
+        """See the protocol; the same bits as on the CPU."""
+        if self._floats_reason(x):
+            return super().max_pool2d(x, window)
+        out = windows.check_max_windows(window, x.shape[2:])
+        return kernels.max_pool(self._whole(x), window, out, self.xp)
+
+    def max_pool2d_grad(
+        self, g: Array, index: Array, shape: tuple[int, ...], window: Window | None = None
+    ) -> Array:
+        """See the protocol; the same bits as on the CPU, where the window is known."""
+        if window is None or self._floats_reason(g):
+            return super().max_pool2d_grad(g, index, shape)
+        return kernels.max_pool_grad(self._whole(g), self._whole(index), shape, window, self.xp)
+
+    def relu_grad(self, g: Array, out: Array) -> Array:
+        """See the protocol."""
+        if self._floats_reason(g, out):
+            return super().relu_grad(g, out)
+        return kernels.relu_grad(self._whole(g), self._whole(out), self.xp)
+
+    def gelu(self, x: Array) -> tuple[Array, Array]:
+        """See the protocol; bounds in `extensor_cuda.kernels.gelu`."""
+        if self._floats_reason(x):
+            return super().gelu(x)
+        return gelu.gelu(self._whole(x), self.xp)
+
+    def gelu_grad(self, g: Array, x: Array, phi: Array) -> Array:
+        """See the protocol; bounds in `extensor_cuda.kernels.gelu`."""
+        if self._floats_reason(g, x, phi):
+            return super().gelu_grad(g, x, phi)
+        return gelu.gelu_grad(self._whole(g), self._whole(x), self._whole(phi), self.xp)
+
+    def softmax(self, x: Array, axis: int) -> Array:
+        """See the protocol; bounds in `extensor_cuda.kernels.softmax`."""
+        if self._softmax_reason(axis, x):
+            return super().softmax(x, axis)
+        return softmax.softmax(self._whole(x), self.xp)
+
+    def softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """See the protocol; bounds in `extensor_cuda.kernels.softmax`."""
+        if self._softmax_reason(axis, g, out):
+            return super().softmax_grad(g, out, axis)
+        return softmax.softmax_grad(self._whole(g), self._whole(out), self.xp)
+
+    def attention(
+        self, q: Array, k: Array, v: Array, causal: bool, scale: float
+    ) -> tuple[Array, Array]:
+        """See the protocol: two products and a launch between them."""
+        if self._attention_reason(q, k, v):
+            return super().attention(q, k, v, causal, scale)
+        split = q.reshape(*k.shape[:2], q.shape[1] // k.shape[1], *q.shape[-2:])
+        scores = self.xp.matmul(split, k[:, :, None].swapaxes(-1, -2))
+        stats = softmax.attend(scores, scale, causal, self.xp)
+        out = self.xp.matmul(scores, v[:, :, None])
+        return out.reshape(*q.shape[:-1], v.shape[-1]), stats.reshape(*q.shape[:-1], 2)
+
+    def attention_grad(
+        self,
+        g: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        stats: Array,
+        causal: bool,
+        scale: float,
+        into: tuple[Array, Array, Array],
+    ) -> None:
+        """See the protocol: five products, and a launch in the middle."""
+        if self._attention_reason(q, k, v, g):
+            super().attention_grad(g, q, k, v, out, stats, causal, scale, into)
+            return
+        shape = (*k.shape[:2], q.shape[1] // k.shape[1], q.shape[2])
+        gg, qq = (a.reshape(*shape, a.shape[-1]) for a in (g, q))
+        product, keys = self.xp.matmul, k[:, :, None]
+        scores = product(qq, keys.swapaxes(-1, -2))
+        d = product(gg, v[:, :, None].swapaxes(-1, -2))
+        along = self._whole((g * out).sum(axis=-1))  # of strided arrays it may be strided
+        softmax.attend_grad(scores, d, self._whole(stats), along, scale, causal)
+        into[0][...] = product(d, keys).reshape(q.shape)
+        into[1][...] = product(d.swapaxes(-1, -2), qq).sum(axis=2)
+        into[2][...] = product(scores.swapaxes(-1, -2), gg).sum(axis=2)
+
+    def _whole(self, a: Array) -> Array:
+        """C-contiguous, of the same axes."""
+        return a if a.flags.c_contiguous else self.xp.ascontiguousarray(a)
 
     def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
         """See the protocol. One launch, and one wait for the GPU."""

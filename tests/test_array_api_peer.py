@@ -127,6 +127,12 @@ def _factored(name: str, x: Any, got: Any, wanted: Any, what: str) -> None:
         judge.spectrum(x, *parts[0], what)
 
 
+def _unique(x: Any, got: Any, wanted: Any, what: str) -> None:
+    pairs = {f: _alike(getattr(got, f), getattr(wanted, f), what) for f in wanted._fields}
+    mine, theirs = ({f: pair[i] for f, pair in pairs.items()} for i in (0, 1))
+    judge.unique(x, mine, theirs, what)
+
+
 def _scale(name: str, x: Any, kwargs: Any) -> float:
     """What a Fourier transform multiplies by: all that an impulse at the origin leaves."""
     impulse = np.zeros_like(x)
@@ -162,6 +168,9 @@ def _check(name: str, drawn: Call) -> bool:
         if name in judge.FACTORED:
             _factored(name, args[0], got, wanted, what)
             return True
+        if name in judge.PLACES:
+            _unique(args[0], got, wanted, what)
+            return True
         told = {"scale": _scale(name, args[0], kwargs)} if name in judge.FOURIER else {}
         _same(name, (args, kwargs | told), got, wanted, what)
     return True
@@ -173,7 +182,7 @@ def test_every_function_is_called() -> None:
 
 
 def test_every_function_has_one_tolerance() -> None:
-    classes = (judge.EXACT, judge.ELEMENTARY, set(judge.SUMMED), judge.FACTORED)
+    classes = (judge.EXACT, judge.ELEMENTARY, set(judge.SUMMED), judge.FACTORED, judge.PLACES)
     assert sorted(itertools.chain(*classes)) == sorted(set(NAMES) - set(NO_RESULT))
 
 

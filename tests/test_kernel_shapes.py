@@ -302,9 +302,13 @@ def assert_stored(
 
 @pytest.mark.parametrize("name", [n for n, row in FORMATS.items() if not row.outliers])
 def test_every_code_under_every_scale(level: str, name: str) -> None:
-    """Decoded to all floats: scales that overflow, are subnormal or no number, and ragged rows."""
+    """Decoded to all floats: scales that overflow, are subnormal or no number, and ragged rows.
+
+    A tensor scale half a bfloat16 above 1 makes ties of many of NVFP4's values.
+    """
     rng = np.random.default_rng(5)
-    for shape, tensor_scale in (((96, 512), 1.0), ((95, 262), 1.7e-3), ((40, 96), 3e38)):
+    tensors = (((96, 512), 1.0), ((95, 262), 1.7e-3), ((40, 96), 3e38), ((8, 512), 1 + 2**-8))
+    for shape, tensor_scale in tensors:
         q, _ = GENERIC.quantize(rng.standard_normal(shape, dtype=F), QuantSpec(name))
         codes = rng.integers(0, 256, q.codes.shape, np.uint8)
         codes[::3] &= 0x77  # no special FP8 codes: whole runs of them take the fast way
@@ -453,10 +457,11 @@ def test_eight_threads_on_one_tensor(level: str, name: str, axis: int) -> None:
 # --- large results on memory that is used again -------------------------------------------------
 
 
-def test_large_results_that_live_never_share_memory() -> None:
-    """Blocks of a megabyte and more come back after an array has died, and not before."""
+@pytest.mark.parametrize("rows", [1056, 70])  # codes of a little over 1 MiB and 64 KiB
+def test_large_results_that_live_never_share_memory(rows: int) -> None:
+    """Blocks of these sizes come back after an array has died, and not before."""
     spec = QuantSpec("mxfp8_e4m3").resolve(2)
-    inputs = [values((1056, 1024), seed) for seed in range(3)]  # codes of a little over 1 MiB
+    inputs = [values((rows, 1024), seed) for seed in range(3)]
     wanted = [GENERIC.quantize(x, spec)[0].codes.tobytes() for x in inputs]
     alive = [BACKEND.quantize(x, spec)[0].codes for x in inputs]
     view = alive[0][1:, ::2]  # keeps the block alive by itself
@@ -469,6 +474,19 @@ def test_large_results_that_live_never_share_memory() -> None:
             assert not any(np.may_share_memory(a, b) for b in arrays[i + 1 :])
         assert [a.tobytes() for a in (*alive, *again)] == wanted[1:] + wanted
     assert view.tobytes() == kept
+
+
+def test_results_lent_to_the_system_are_whole_when_they_come_back() -> None:
+    """Single blocks of more than 256 MiB, whose pages the system may have taken in between."""
+    x = np.ones((1 << 26) + 5, F)
+    for _ in range(2):
+        first, second = BACKEND.relu(x), BACKEND.relu(x)
+        assert not np.may_share_memory(first, second)
+        for result in (first, second):
+            assert result.shape == x.shape
+            assert (result[::1021] == 1).all()
+            assert result[-1] == 1
+        del first, second, result
 
 
 def test_the_memory_that_is_kept_for_later_is_bounded() -> None:

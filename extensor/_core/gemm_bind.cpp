@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "buffers.hpp"
 #include "gemm.hpp"
 #include "kernels.hpp"
 #include "rows.hpp"
@@ -161,7 +162,7 @@ bool small_integers(const Matrix& m) {
 // a b^T; `step` 0: in floats, whatever the elements.
 Floats block_matmul(const Matrix& a, const Matrix& b, int64_t step) {
     require(a.k == b.k, "block_matmul: the matrices differ in k");
-    Floats out({a.m.rows, b.m.rows});
+    Floats out = buffers::array<float>({a.m.rows, b.m.rows});
     const BlockGemm g{a.m, b.m, a.k, step, out.mutable_data()};
     if (step == 0) {
         require(!a.m.zero_points && !b.m.zero_points, "block_matmul: zero points need a step");
@@ -189,7 +190,7 @@ Floats int8_matmul(const Matrix& a, const Matrix& b) {
         require(small_integers(*side) && side->m.scale == static_cast<int>(Scale::float32) &&
                     side->m.tile_length >= side->k,
                 "int8_matmul: wanted small integers, and one float32 scale a row");
-    Floats out({a.m.rows, b.m.rows});
+    Floats out = buffers::array<float>({a.m.rows, b.m.rows});
     const BlockGemm g{a.m, b.m, a.k, 0, out.mutable_data()};
     py::gil_scoped_release release;
     current.tiles->integer(g);
@@ -204,7 +205,7 @@ Floats bf16_matmul(const Matrix& a, const Matrix& b) {
     for (const Matrix* side : {&a, &b})
         require(!side->m.zero_points && side->m.scale != static_cast<int>(Scale::float32),
                 "bf16_matmul: wanted scales as bytes, and no zero points");
-    Floats out({a.m.rows, b.m.rows});
+    Floats out = buffers::array<float>({a.m.rows, b.m.rows});
     const BlockGemm g{a.m, b.m, a.k, 0, out.mutable_data()};
     py::gil_scoped_release release;
     current.tiles->codes(g);
@@ -221,7 +222,7 @@ Floats bf16_value_matmul(const py::array_t<float>& a, const py::array_t<float>& 
     for (const auto* x : {&a, &b})
         require((x->flags() & (py::array::c_style | py::array::f_style)) != 0,
                 "bf16_value_matmul: wanted contiguous arrays");
-    Floats out({a.shape(0), b.shape(1)});
+    Floats out = buffers::array<float>({a.shape(0), b.shape(1)});
     const ValueGemm g{a.data(), b.data(), a_factor, b_factor, (a.flags() & py::array::c_style) != 0,
                       (b.flags() & py::array::f_style) != 0, a.shape(0), b.shape(1), a.shape(1),
                       out.mutable_data()};
@@ -250,7 +251,7 @@ Floats weight_matmul(const Floats& x, const Matrix& w) {
     require(bits == 8 || (bits == 4 && (tile == 16 || tile == 32 || tile == 64 || tile % 128 == 0 ||
                                         tile >= w.k)),
             "weight_matmul: wanted elements of 8 bits, or 4 in blocks of 16, 32, 64 or 128 n");
-    Floats out({x.shape(0), static_cast<py::ssize_t>(w.m.rows)});
+    Floats out = buffers::array<float>({x.shape(0), static_cast<py::ssize_t>(w.m.rows)});
     const WeightGemm g{w.m, x.data(), x.shape(0), w.k, out.mutable_data()};
     py::gil_scoped_release release;
     current.kernels->weights(g);

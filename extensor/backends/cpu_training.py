@@ -111,7 +111,7 @@ class CpuTraining(CoreBackend):
         if self._losses_grad_reason(weight, x, labels, kept, smoothing):
             return super().cross_entropy_grad(weight, x, labels, kept, smoothing)
         weight = ready(weight.astype(np.float32, copy=False))
-        return self.core.losses_grad(weight, ready(x), _numbers(labels), kept, smoothing)
+        return self.core.losses_grad(weight, ready(x), _numbers(labels), ready(kept), smoothing)
 
     def _losses_grad_reason(
         self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float

@@ -159,7 +159,9 @@ class CpuWindows(CoreBackend):
         values, index = self.core.max_pool2d(ready(x), window.kernel, *_placement(window))
         return values, index
 
-    def max_pool2d_grad(self, g: Array, index: Array, shape: tuple[int, ...]) -> Array:
+    def max_pool2d_grad(
+        self, g: Array, index: Array, shape: tuple[int, ...], window: Window | None = None
+    ) -> Array:
         """See the protocol."""
         if self._max_pool2d_grad_reason(g, index, shape):
             return super().max_pool2d_grad(g, index, shape)

@@ -197,7 +197,9 @@ class GenericBackend:
         """See the protocol."""
         return windows.max_pool2d(x, window, self.xp)
 
-    def max_pool2d_grad(self, g: Array, index: Array, shape: tuple[int, ...]) -> Array:
+    def max_pool2d_grad(
+        self, g: Array, index: Array, shape: tuple[int, ...], window: Window | None = None
+    ) -> Array:
         """See the protocol."""
         return windows.max_pool2d_grad(g, index, shape, self.xp)
 

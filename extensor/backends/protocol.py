@@ -216,8 +216,13 @@ class Backend(Protocol):
         """
         ...
 
-    def max_pool2d_grad(self, g: Array, index: Array, shape: tuple[int, ...]) -> Array:
-        """Scatter-add of g (N, C, Ho, Wo) to the positions in ``index``, giving ``shape``."""
+    def max_pool2d_grad(
+        self, g: Array, index: Array, shape: tuple[int, ...], window: Window | None = None
+    ) -> Array:
+        """Scatter-add of g (N, C, Ho, Wo) to the positions in ``index``, giving ``shape``.
+
+        ``window`` is that of the maxima, where it is known.
+        """
         ...
 
     def matmul(self, a: Array, b: Array, bias: Array | None = None) -> Array:

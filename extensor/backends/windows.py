@@ -19,9 +19,11 @@ __all__ = [
     "conv2d",
     "conv2d_grad_w",
     "conv2d_grad_x",
+    "fold",
     "max_pool2d",
     "max_pool2d_grad",
     "patch_matrix",
+    "patches_grad",
 ]
 
 
@@ -52,11 +54,18 @@ def conv2d_grad_x(
     g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int, xp: Any
 ) -> Array:
     """Gradient of conv2d in x, of ``shape`` (N, C, H, W)."""
+    return fold(patches_grad(g, w, shape, window, groups, xp), shape, window, xp)
+
+
+def patches_grad(
+    g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int, xp: Any
+) -> Array:
+    """Gradient of conv2d in x's patches, (N, C, kh, kw, Ho, Wo)."""
     n, outputs, ho, wo = g.shape
     kh, kw = window.kernel
     weight = w.reshape(groups, outputs // groups, shape[1] // groups * kh * kw).swapaxes(1, 2)
     columns = xp.matmul(weight, g.reshape(n, groups, outputs // groups, ho * wo))
-    return _fold(columns.reshape(n, shape[1], kh, kw, ho, wo), shape, window, xp)
+    return columns.reshape(n, shape[1], kh, kw, ho, wo)
 
 
 def conv2d_grad_w(
@@ -178,7 +187,7 @@ def _taps(
             yield (i, j), (i * dh, j * dw), rows, columns
 
 
-def _fold(patches: Array, shape: tuple[int, ...], window: Window, xp: Any) -> Array:
+def fold(patches: Array, shape: tuple[int, ...], window: Window, xp: Any) -> Array:
     """Sum (N, C, kh, kw, Ho, Wo) back to ``shape``: the transpose of ``_patches``."""
     n, c, h, w = shape
     ph, pw = window.padding

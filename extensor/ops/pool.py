@@ -63,7 +63,7 @@ def _samples(rng: np.random.Generator) -> Iterator[Sample]:
         lambda g, out, x, window, saved: apply("max_pool2d_grad", g, index=saved, shape=x.shape),
     ),
     fused_vjp=lambda backend, g, out, inputs, needs, window, saved: (
-        backend.max_pool2d_grad(g, saved, inputs[0].shape),
+        backend.max_pool2d_grad(g, saved, inputs[0].shape, window),
     ),
     reads="nothing",
     saves=True,

@@ -47,7 +47,9 @@ class Draw:
         return bool(self.rng.integers(2))
 
     def shape(self, least: int = 0, most: int = 3, side: int = 0, top: int = 4) -> tuple[int, ...]:
+        """Axes of a few places; at times of more, for what loops over vectors and has a tail."""
         count = int(self.rng.integers(least, most + 1))
+        top = 4 * top + 3 if self.rng.random() < 0.1 else top
         return tuple(int(n) for n in self.rng.integers(side, top + 1, count))
 
     def array(self, kinds: Any, shape: Any = None, odd: bool = False, **range_: Any) -> Any:

@@ -10,7 +10,8 @@ magnitude what the terms would give without cancelling, both computed from the a
 of n terms in any order are each off by at most (n - 1) eps/2 times that (Higham, Accuracy and
 Stability of Numerical Algorithms, section 4.2), and (n + 1) eps/2 for products of pairs (3.1). For
 `linalg` the magnitude is first-order perturbation theory's, for backward stable algorithms.
-`FACTORED` decompositions are not unique: their parts are judged by what they must be.
+`FACTORED` decompositions are not unique: their parts are judged by what they must be. So are the
+indices that `PLACES` give.
 
 eps is the result's dtype's, 2**-23 or 2**-52.
 """
@@ -42,14 +43,14 @@ EXACT = _names("""
     logical_not logical_or logical_xor matrix_transpose max maximum meshgrid min minimum moveaxis
     multiply negative nextafter nonzero not_equal ones ones_like permute_dims positive real
     reciprocal remainder repeat reshape result_type roll round searchsorted sign signbit sort sqrt
-    square squeeze stack subtract take take_along_axis tile tril triu trunc unique_all
-    unique_counts unique_inverse unique_values unstack where zeros zeros_like
+    square squeeze stack subtract take take_along_axis tile tril triu trunc
+    unique_counts unique_values unstack where zeros zeros_like
 """)
 
 COMPLEX_ROUNDED = {"abs", "divide", "linalg.outer", "multiply", "reciprocal", "sqrt", "square"}
 """EXACT for real numbers; several operations, so ELEMENTARY, for complex ones."""
 
-EITHER_ZERO = _names("clip max maximum min minimum unique_all unique_counts unique_values")
+EITHER_ZERO = _names("clip max maximum min minimum unique_counts unique_values")
 """The standard leaves open which of 0 and -0 is larger, and which stands for both."""
 
 ELEMENTARY = _names("""
@@ -234,6 +235,7 @@ SUMMED: dict[str, Callable[..., Bound]] = {
 }  # fmt: skip
 
 FACTORED = {"linalg.eig", "linalg.eigh", "linalg.eigvals", "linalg.qr", "linalg.svd"}
+PLACES = {"unique_all", "unique_inverse"}
 
 
 # --- the three comparisons ------------------------------------------------------------------------
@@ -343,6 +345,17 @@ def factored(name: str, x: Array, parts: list[Array], what: str) -> None:
         lengths = np.sqrt((np.abs(vectors) ** 2).sum(-2))
         within(lengths, np.ones_like(lengths), 8 * n * eps, f"{what}: of length one")
         within((x + 0j) @ vectors, vectors * values[..., None, :], size, what)
+
+
+def unique(x: Array, parts: dict[str, Array], wanted: dict[str, Array], what: str) -> None:
+    """Unique values beside the judge's; places by what stands there, for NaNs have no order."""
+    for name in ("values", "counts"):
+        if name in wanted:
+            exact(parts[name], wanted[name], f"{what}.{name}", True)
+    values = parts["values"]
+    exact(values[parts["inverse_indices"]], x, f"{what}.inverse_indices", True)
+    if "indices" in wanted:
+        exact(x.reshape(-1)[parts["indices"]], values, f"{what}.indices", True)
 
 
 def spectrum(x: Array, g: Array, w: Array, what: str) -> None:

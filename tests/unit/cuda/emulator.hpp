@@ -84,6 +84,9 @@ inline double __dsub_rn(double a, double b) { return a - b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline float normcdff(float x) {
+    return static_cast<float>(0.5 * std::erfc(-static_cast<double>(x) * 0.70710678118654752));
+}
 inline unsigned __float_as_uint(float v) { unsigned u; std::memcpy(&u, &v, 4); return u; }
 inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }

@@ -111,9 +111,9 @@ class Cupy:
         return np.ascontiguousarray(a).view(Device)
 
     def empty(self, shape: Any, dtype: Any = np.float64) -> Any:
-        """Of NaN, or 77."""
-        fill = 77 if np.dtype(dtype).kind in "iu" else np.nan
-        return np.full(shape, fill, dtype).view(Device)
+        """Of NaN, or of something odd."""
+        odd = np.nan if np.dtype(dtype).kind == "f" else 77
+        return np.full(shape, odd, dtype).view(Device)
 
     def empty_like(self, a: Any) -> Any:
         """Of NaN."""

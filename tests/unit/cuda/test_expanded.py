@@ -23,12 +23,13 @@ from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import backend as backends
-from extensor_cuda import dense, expanded, expansion, jit, operands, scaled, scaling
+from extensor_cuda import dense, expanded, expansion, operands, scaled, scaling
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.kernels import quantize as kernels
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import gemm_stand_in
-from tests.unit.cuda.test_compile import properties
+from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.test_compile import check_compiles
 
 FORMATS = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8", "nvfp4")
 SHAPES = ((64, 64), (7, 100), (70, 19), (33, 130), (1, 16))
@@ -58,33 +59,12 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
         along = spec.replace(axis=axis).resolve(2)
         kind, lift = expansion.kind_of(along)
         for way in {(kind, lift), ("bf16", 0)}:
-            source = expansion.expand_source(along, *way)
-            for arch in ("sm_80", "sm_90a"):
-                code, log = jit.compile_cubin(source, arch)
-                assert "warning" not in log, log
-                for numbers in properties(code).values():
-                    assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
+            check_compiles(expansion.expand_source(along, *way), "sm_80", "sm_90a")
 
 
-@pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
-    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(params=["emulated", "on a GPU"])
+@pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if request.param == "on a GPU":
-        cuda = request.getfixturevalue("cuda")
-        if cuda.xp.cuda.Device().compute_capability != "90":
-            pytest.skip("the GPU is not a Hopper: no wgmma")
-        return cuda.xp
-    if emulation.COMPILER is None:
-        pytest.skip("no C++ compiler")
-    for module in (expansion, scaling):
-        monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
-    for module in (expansion, dense, scaled):
-        monkeypatch.setattr(module, "gemm", gemm_stand_in.gemm)
-    return emulation.Cupy()
+    return place(request, monkeypatch, [expansion, scaling], [expansion, dense, scaled])
 
 
 def made(shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:

@@ -22,7 +22,16 @@ from extensor.quant import reference
 from extensor_cuda import blas, recording
 from extensor_cuda.backend import CudaBackend
 from extensor_cuda.counts import Counters, Counts
-from extensor_cuda.kernels import cross_entropy, norm, optimizer, pair, scatter
+from extensor_cuda.kernels import (
+    cross_entropy,
+    gelu,
+    norm,
+    optimizer,
+    pair,
+    scatter,
+    softmax,
+    window,
+)
 from extensor_cuda.kernels import quantize as kernels
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
@@ -112,7 +121,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
     launch = request.getfixturevalue("fake_launch")
-    for module in (cross_entropy, norm, optimizer, scatter, recording):
+    for module in (cross_entropy, gelu, norm, optimizer, scatter, softmax, window, recording):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(kernels, "operand", fake_operand)
     monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
@@ -243,7 +252,7 @@ def small(step: Any, recipe: str = "fp32") -> tuple[Any, Any, list[et.ExTensor]]
     return layer, step(layer), [inputs, labels]
 
 
-def plain_step(layer: Any, change: Any = None) -> tuple[Any, Any]:
+def plain_step(layer: Any, change: Any = None, captured: bool = True) -> tuple[Any, Any]:
     by = SGD(layer.named_parameters(), lr=0.1, momentum=0.5)
 
     def step(inputs: et.ExTensor, labels: et.ExTensor) -> et.ExTensor:
@@ -255,7 +264,7 @@ def plain_step(layer: Any, change: Any = None) -> tuple[Any, Any]:
         by.step()
         return loss
 
-    return by, et.capture(step)
+    return by, et.capture(step) if captured else step
 
 
 def weights(layer: Any) -> bytes:
@@ -324,6 +333,31 @@ def test_an_option_that_changes_is_an_error_and_a_learning_rate_is_not(gpu: Any)
     by.groups[0].options["momentum"] = 0.25
     with pytest.raises(RuntimeError, match="options of parameter group 0 was.*record it again"):
         train(*batch)
+
+
+def test_learning_rates_that_nobody_foretold_are_taken(gpu: Any) -> None:
+    found = []
+    for captured in (False, True):
+        layer, (by, train), batch = small(lambda layer, c=captured: plain_step(layer, None, c))
+        for number in range(24):
+            # as a schedule says for a while, then by hand, then constant
+            if number < 12:
+                WarmupCosine(3, 40).apply(by, number)
+            elif number < 16:
+                by.groups[0].options["lr"] = 0.1 / number
+            train(*batch)
+        found.append((layer.state_dict(), by.state_dict()))
+    same(found[1], found[0])
+
+
+def test_rows_are_written_ahead_where_they_are_known(gpu: Any) -> None:
+    _, (by, train), batch = small(plain_step)
+    for number in range(12):
+        WarmupCosine(3, 40).apply(by, number)
+        train(*batch)
+    (repeated,) = train._graphs.values()
+    recording = repeated.graph._recording
+    assert recording.replays == 10 and len(recording._foretold) == 8  # 1, 2, 4 and 8
 
 
 def test_what_is_loaded_is_found(gpu: Any) -> None:
@@ -461,3 +495,30 @@ def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
         config = small_run(**options)
         with pytest.raises(UsageError, match=word):
             run_training(config, tmp_path, resume=False, console=QUIET, graph=True)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4_all", "mxfp8_nvidia", "bf16"])
+def test_tensor_core_products_are_captured(cuda: Any, recipe: str) -> None:
+    """Layers large enough for the kernels of `extensor_cuda.operands` and `.dense`."""
+    if cuda.xp.cuda.Device().compute_capability != "90":
+        pytest.skip("the GPU is not a Hopper: no wgmma")
+    found = []
+    for captured in (False, True):
+        layer = et.nn.Linear(1024, 1024, rng=0).to("cuda")
+        state = apply_recipe(layer, recipe, 3)
+        by = AdamW(layer.named_parameters(), lr=0.01)
+
+        def step(inputs: et.ExTensor, by: Any = by, layer: Any = layer) -> et.ExTensor:
+            by.zero_grad()
+            loss = layer(inputs).square().mean()
+            loss.backward()
+            by.step()
+            return loss
+
+        train, losses = et.capture(step) if captured else step, []
+        for number in range(6):
+            state.step = number
+            inputs = et.randn((1024, 1024), seed=number).to("cuda")
+            losses.append(train(inputs).numpy().copy())
+        found.append((losses, layer.state_dict(), by.state_dict(), dict(state.telemetry)))
+    same(found[1], found[0])

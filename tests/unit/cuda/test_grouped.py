@@ -19,7 +19,7 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda import expansion, grouped
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
-from tests.unit.cuda import gemm_stand_in
+from tests.unit.cuda.places import PLACES, place
 
 SIZES = ((5,), (128, 0, 131, 1), (0, 0, 300), (16, 17, 15, 33, 128, 2), (0,), (40,) * 7)
 FORMATS = {
@@ -32,23 +32,9 @@ FORMATS = {
 }
 
 
-@pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
-    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(params=["emulated", "on a GPU"])
+@pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if request.param == "on a GPU":
-        cuda = request.getfixturevalue("cuda")
-        if cuda.xp.cuda.Device().compute_capability != "90":
-            pytest.skip("the GPU is not a Hopper: no wgmma")
-        return cuda.xp
-    if emulation.COMPILER is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(expansion, "launch", request.getfixturevalue("emulator"))
-    monkeypatch.setattr(grouped, "gemm", gemm_stand_in.gemm)
-    return emulation.Cupy()
+    return place(request, monkeypatch, [expansion], [grouped])
 
 
 def sent(q: QuantArray, xp: Any) -> QuantArray:

@@ -15,13 +15,14 @@ from extensor.backends import registry
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import gemm, jit, scaled
+from extensor_cuda import gemm, scaled
 from extensor_cuda.kernels import gemm as placed
 from extensor_cuda.kernels.gemm import Config, gemm_source
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import gemm_stand_in
-from tests.unit.cuda.test_compile import properties
+from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.test_compile import check_compiles
 
 COMPILED = (
     Config("s8", "s8", 256, 0, factors=True),
@@ -63,39 +64,19 @@ def name(value: object) -> str:
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("config", COMPILED, ids=lambda c: f"{c.a}-{c.tile_n}-{c.promote}")
 def test_no_gemm_spills_or_serialises(config: Config) -> None:
-    code, log = jit.compile_cubin(gemm_source(config), "sm_90a")
-    assert "warning" not in log.lower() and "C75" not in log, log
-    assert all(numbers["stack"] == 0 for numbers in properties(code).values())
+    check_compiles(gemm_source(config), "sm_90a")
     assert config.depth >= 4 and config.shared <= 227 * 1024
 
 
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("block", [16, 128])
 def test_integers_compile_without_spills(block: int) -> None:
-    for arch in ("sm_80", "sm_90a"):
-        code, log = jit.compile_cubin(gemm.rebase_source(block, True), arch)
-        assert "warning" not in log.lower(), log
-        assert all(numbers["stack"] == 0 for numbers in properties(code).values())
+    check_compiles(gemm.rebase_source(block, True), "sm_80", "sm_90a")
 
 
-@pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
-    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(params=["emulated", "on a GPU"])
+@pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if request.param == "on a GPU":
-        cuda = request.getfixturevalue("cuda")
-        if cuda.xp.cuda.Device().compute_capability != "90":
-            pytest.skip("the GPU is not a Hopper: no wgmma")
-        return cuda.xp
-    if emulation.COMPILER is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(gemm, "launch", request.getfixturevalue("emulator"))
-    for module in (gemm, scaled):
-        monkeypatch.setattr(module, "gemm", gemm_stand_in.gemm)
-    return emulation.Cupy()
+    return place(request, monkeypatch, [gemm], [gemm, scaled])
 
 
 def made(rng: Any, shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:

@@ -10,14 +10,17 @@ import pytest
 import extensor as et
 from extensor.backends import training
 from extensor.backends.generic import GenericBackend
+from extensor.backends.protocol import Window
+from extensor.backends.windows import fold
 from extensor.nn.quantize import apply_recipe
 from extensor.optim import SGD, Adam, AdamW, Optimizer
 from extensor_cuda import jit, recording
-from extensor_cuda.kernels import cross_entropy, norm, optimizer, scatter
+from extensor_cuda.kernels import cross_entropy, gelu, norm, optimizer, scatter, softmax, window
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
 from models.lenet.model import build as build_lenet
+from tests.kernels import training as cases
 from tests.kernels.training import norm_cases, norm_grad_cases
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import emulator as emulation
@@ -31,7 +34,9 @@ SGD_FACTORS = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": False}
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
-    sources = [optimizer.source(), recording.source(), scatter.source()]
+    sources = [optimizer.source(), recording.source(), scatter.source(), gelu.source()]
+    sources += [window.source()]
+    sources += [softmax.softmax_source(n) for n in (10, 1024, 1025, softmax.MOST)]
     sources += [cross_entropy.loss_source(warps) for warps in (1, 8)]
     sources += [norm.norm_source(n, c) for n, c in ((37, True), (1024, True), (norm.MOST, False))]
     for source in sources:
@@ -53,7 +58,7 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return request.getfixturevalue("cuda")
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
-    for module in (cross_entropy, norm, optimizer, scatter):
+    for module in (cross_entropy, gelu, norm, optimizer, scatter, softmax, window):
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
     return emulation.Emulated("emulated", emulation.Cupy())
 
@@ -160,6 +165,37 @@ def test_rows_are_added_in_order(trainer: Any, width: int) -> None:
         same_bytes("rows", there[0].get(), out + in_order)
 
 
+WINDOWS = (
+    Window((2, 2), (2, 2)),
+    Window((3, 3), (2, 2), (1, 1)),
+    Window((3, 2), (1, 3), (1, 0), (2, 1)),
+    Window((1, 5), (1, 1), (0, 2)),
+)
+
+
+@pytest.mark.parametrize("where", WINDOWS, ids=str)
+def test_windows_have_the_cpus_bits(trainer: Any, where: Window) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.integers(-3, 3, (2, 3, 9, 11)).astype(np.float32)  # ties
+    x[0, 0, 3, 4], x[1, 1, :, 5], x[1, 2] = np.nan, -np.inf, -np.inf
+    best, index = CPU.max_pool2d(x, where)
+    got, places = trainer.max_pool2d(trainer.xp.asarray(x), where)
+    assert trainer.path("max_pool2d", got, where) == "fused kernel"
+    same_bytes("maxima", got.get(), best)
+    same_bytes("places", places.get(), index)
+    g = rng.standard_normal(best.shape).astype(np.float32)
+    back = trainer.max_pool2d_grad(trainer.xp.asarray(g), places, x.shape, where)
+    same_bytes("gradient", back.get(), CPU.max_pool2d_grad(g, index, x.shape))
+    patches = rng.standard_normal((2, 3, *where.kernel, *best.shape[2:])).astype(np.float32)
+    there = trainer.xp.asarray(patches)
+    folded = window.fold(there, x.shape, where, trainer.xp)
+    same_bytes("image", folded.get(), fold(patches, x.shape, where, np))
+    arrays = g, np.where(g > 0.5, g, -g * 0)
+    arrays[0][0, 0, 0, 0] = np.nan
+    slope = trainer.relu_grad(*map(trainer.xp.asarray, arrays))
+    same_bytes("relu", slope.get(), CPU.relu_grad(*arrays))
+
+
 def test_the_loss_scale_moves_as_on_the_host(emulator: emulation.Emulator) -> None:
     rng = np.random.default_rng(0)
     rule = (2.0, 0.5, 3.0, 1.0)
@@ -191,6 +227,64 @@ def test_norms_are_within_their_bounds(trainer: Any, name: str) -> None:
         for got, wanted, bound in zip(getattr(trainer, name)(*there), exact, bounds, strict=True):
             assert got.shape == wanted.shape
             assert (np.abs(got.get() - wanted) <= bound).all(), case[0].shape
+
+
+ELEMENTS = {
+    "gelu": cases.gelu_cases,
+    "gelu_grad": cases.gelu_grad_cases,
+    "softmax": cases.softmax_cases,
+    "softmax_grad": cases.softmax_grad_cases,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_gelu_and_softmax_are_within_their_bounds(trainer: Any, name: str) -> None:
+    for case, exact, bounds in ELEMENTS[name]():
+        if trainer.name == "emulated" and case[0].size > 60_000:
+            continue  # thousands of blocks, one after the other
+        there = [trainer.xp.asarray(a) if isinstance(a, np.ndarray) else a for a in case]
+        fits = name.startswith("gelu") or case[0].shape[-1] <= softmax.MOST
+        path = trainer.path(name, *there)
+        assert path.startswith("fused kernel" if fits else "generic: rows of"), path
+        made = getattr(trainer, name)(*there)
+        for got, wanted, bound in zip(
+            made if isinstance(made, tuple) else (made,), exact, bounds, strict=True
+        ):
+            assert (np.abs(got.get() - wanted) <= bound).all(), case[0].shape
+
+
+def strided(a: Any) -> Any:
+    """The same values with the heads innermost but one, as a projection gives them."""
+    return a.swapaxes(1, 2).copy().swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 3, 1), (5, 9, 2), (4, 1100, 1)], ids=str)
+def test_attention_is_that_of_float64(trainer: Any, sizes: Any, causal: bool) -> None:
+    queries, keys, shared = sizes
+    rng = np.random.default_rng(keys)
+    heads, d, dv = 2, 6, 3
+    q = rng.standard_normal((2, heads * shared, queries, d)).astype(np.float32)
+    k = rng.standard_normal((2, heads, keys, d)).astype(np.float32)
+    v = rng.standard_normal((2, heads, keys, dv)).astype(np.float32)
+    g = rng.standard_normal((2, heads * shared, queries, dv)).astype(np.float32)
+    wide = [a.astype(np.float64) for a in (q, k, v)]
+    out, stats = CPU.attention(*wide, causal, 0.7)
+    into = tuple(np.empty_like(a) for a in wide)
+    CPU.attention_grad(g.astype(np.float64), *wide, out, stats, causal, 0.7, into)
+    there = [strided(trainer.xp.asarray(a)) for a in (q, k, v)]
+    assert trainer.path("attention", *there, causal, 0.7) == "fused kernel"
+    got, kept = trainer.attention(*there, causal, 0.7)
+    assert kept.shape == stats.shape
+    # Scores are of order 10; n terms of size 1 each off by some units of 2**-24.
+    np.testing.assert_allclose(got.get(), out, atol=(keys + 60) * UNIT * np.abs(v).max())
+    np.testing.assert_allclose(kept.get(), stats, rtol=(keys + 60) * UNIT * 4)
+    back = tuple(trainer.xp.empty(a.shape, a.dtype) for a in (q, k, v))
+    g = strided(trainer.xp.asarray(g))
+    trainer.attention_grad(g, *there, strided(got), kept, causal, 0.7, back)
+    for ours, exact in zip(back, into, strict=True):
+        scale = np.abs(exact).max() + 1
+        np.testing.assert_allclose(ours.get(), exact, atol=40 * (keys + 60) * UNIT * scale)
 
 
 def test_long_and_short_rows_are_normalized(trainer: Any) -> None:

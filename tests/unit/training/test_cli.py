@@ -231,7 +231,7 @@ def test_an_ended_comparison_ends_its_runs(tmp_path: Path, number: signal.Signal
         text=True,
     )
     checkpoint = tmp_path / "out" / "runs" / "mxfp4-s0" / "checkpoint.safetensors"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 110
     while not checkpoint.is_file() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(number)
