@@ -166,6 +166,19 @@ def test_nvfp4_exact_window(xp: Any) -> None:
                 np.testing.assert_allclose(values_of(got), operand_values(q), rtol=2.0**-23)
 
 
+def test_a_scale_window_of_28_always_fits(xp: Any) -> None:
+    spec = QuantSpec("mxfp4", axis=1, scale_window=28).resolve(2)
+    x = np.random.default_rng(1).standard_normal((16, 64)).astype(np.float32)
+    x[3] *= np.float32(2.0**-60)
+    for window, beyond in ((28, 0), (None, 1)):
+        q = reference.quantize(x, spec.replace(scale_window=window))[0]
+        flag = xp.zeros(1, dtype=np.uint32)
+        got = expansion.expand(sent(q, xp), "e5m2", flag, xp)
+        assert int(flag[0]) == beyond
+        if not beyond:
+            np.testing.assert_array_equal(values_of(got), operand_values(q))
+
+
 def test_a_guarded_expansion_writes_nothing_unless_a_flag_is_set(xp: Any) -> None:
     q, flag = made((64, 64), QuantSpec("mxfp4", axis=1)), xp.zeros(1, dtype=np.uint32)
     quiet, loud = xp.zeros((), dtype=np.uint32), xp.ones((), dtype=np.uint32)
@@ -204,7 +217,7 @@ def backend(xp: Any, maker: Any, request: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 EXPANDED = (
-    *("mxfp6", "mxfp4_tseng", "nvfp4_nvidia", "nvfp4_4over6"),
+    *("mxfp6", "mxfp4_tseng", "nvfp4_nvidia", "nvfp4_4over6", "nvfp4_fp8exact"),
     *("mxfp4_block16", "mxfp4_block64", "mxfp4_block128"),
 )
 SCALED = ("int8", "fp8_tensor", "fp8_block")
