@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +14,7 @@ import pytest
 
 from extensor_cuda import jit
 from extensor_cuda.gemm_model import accumulate
+from extensor_cuda.kernels import gemm as placed
 from extensor_cuda.kernels.gemm import (
     Config,
     Flags,
@@ -20,6 +24,7 @@ from extensor_cuda.kernels.gemm import (
     gemm_source,
 )
 from extensor_cuda.kernels.gemm_program import ACTIVATIONS
+from tests.unit.cuda.emulator import COMPILER
 from tests.unit.cuda.test_compile import properties
 
 COMPILED = (
@@ -43,6 +48,27 @@ def test_no_gemm_spills_or_serialises(config: Config) -> None:
     code, log = jit.compile_cubin(gemm_source(config), "sm_90a")
     assert "warning" not in log.lower() and "C75" not in log, log
     assert all(numbers["stack"] == 0 for numbers in properties(code).values())
+
+
+def test_the_epilogues_fields_lie_where_the_kernel_reads_them(tmp_path: Path) -> None:
+    """The structure of gemm.cu, through a C++ compiler, against the one that is sent."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    text = gemm_source(Config()).text
+    start = text.index("struct Epilogue {")
+    struct = text[start : text.index("};", start) + 2]
+    names = [name for name, _ in placed._Epilogue._fields_]
+    shown = "".join(f'std::printf("%zu ", offsetof(Epilogue, {name}));' for name in names)
+    program = tmp_path / "fields.cpp"
+    program.write_text(
+        "#include <cstddef>\n#include <cstdio>\ntypedef unsigned int u32;\n"
+        f"typedef long long i64;\n{struct}\nint main() {{ {shown} "
+        'std::printf("%zu", sizeof(Epilogue)); }\n'
+    )
+    subprocess.run([COMPILER, "-w", str(program), "-o", str(tmp_path / "fields")], check=True)
+    found = subprocess.run([tmp_path / "fields"], check=True, capture_output=True, text=True).stdout
+    offsets = [getattr(placed._Epilogue, name).offset for name in names]
+    assert [int(n) for n in found.split()] == [*offsets, ctypes.sizeof(placed._Epilogue)]
 
 
 @pytest.fixture
