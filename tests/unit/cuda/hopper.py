@@ -1,7 +1,7 @@
 """The Hopper GEMM on the CPU: its own source, with what is assembly replaced (hopper.hpp).
 
-Shows how operands, scales, groups and results are placed, which barrier waits for what, and what the
-epilogue does; not what a GPU's memory model, asynchronous copies or accumulator do.
+Shows how operands, scales, groups and results are placed, which barrier waits for what, and what
+the epilogue does; not what a GPU's memory model, asynchronous copies or accumulator do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from extensor_cuda.jit import Source
@@ -31,6 +33,19 @@ STATEMENTS = {
 """Assembly that does something here, and what stands for it."""
 NOTHING = ("fence", "setmaxnreg", "bar.", "wgmma.", "bulk.wait_group", "commit_group")
 KINDS = {"e4m3": 0, "e5m2": 1, "s8": 2, "bf16": 0}
+
+
+CODES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "bf16": ml_dtypes.bfloat16,
+    "s8": np.int8,
+}
+
+
+def values(codes: Any, kind: str) -> np.ndarray:
+    """What codes mean, float64."""
+    return np.ascontiguousarray(np.asarray(codes)).view(CODES[kind]).astype(np.float64)
 
 
 def _without_assembly(text: str) -> str:
@@ -80,7 +95,11 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
         return (0,)
 
     cuda = SimpleNamespace(
-        runtime=SimpleNamespace(getDevice=lambda: 0),
+        runtime=SimpleNamespace(
+            getDevice=lambda: 0,
+            getDeviceProperties=lambda device: {"name": b"emulated"},
+            driverGetVersion=lambda: 0,
+        ),
         get_current_stream=lambda: SimpleNamespace(ptr=0),
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))

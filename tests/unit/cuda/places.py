@@ -1,4 +1,4 @@
-"""Where tests of kernels around the GEMM run: the emulator with a stand-in for it, or a GPU."""
+"""Where tests of kernels run: on the emulator, the Hopper GEMM too, or on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cuda import emulator as emulation
-from tests.unit.cuda import gemm_stand_in
+from tests.unit.cuda import hopper as emulated
 
 __all__ = ["PLACES", "place"]
 
@@ -20,7 +20,6 @@ def place(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     launching: Sequence[ModuleType],
-    multiplying: Sequence[ModuleType] = (),
     hopper: bool = True,
 ) -> Any:
     """The array module of a fixture with `PLACES` as params.
@@ -29,7 +28,6 @@ def place(
         request: the fixture's.
         monkeypatch: the fixture's.
         launching: modules whose ``launch`` is the emulator's.
-        multiplying: modules whose ``gemm`` is the stand-in's.
         hopper: whether the GPU must have wgmma; else mma.sync of bfloat16.
     """
     if request.param == "on a GPU":
@@ -42,6 +40,4 @@ def place(
         pytest.skip("no C++ compiler")
     for module in launching:
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
-    for module in multiplying:
-        monkeypatch.setattr(module, "gemm", gemm_stand_in.gemm)
-    return emulation.Cupy()
+    return emulated.install(monkeypatch, request.getfixturevalue("emulator"))

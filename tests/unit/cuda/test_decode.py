@@ -16,7 +16,6 @@ from extensor_cuda import decode, expansion
 from extensor_cuda import weights as packed
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
-from tests.unit.cuda import gemm_stand_in
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
 
@@ -74,7 +73,6 @@ def many(xp: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Any:
     """The array module, where products of many rows run too."""
     if isinstance(xp, emulation.Cupy):
         monkeypatch.setattr(expansion, "launch", request.getfixturevalue("emulator"))
-        monkeypatch.setattr(expansion, "gemm", gemm_stand_in.gemm)
     elif xp.cuda.Device().compute_capability != "90":
         pytest.skip("the GPU is not a Hopper: no wgmma")
     return xp

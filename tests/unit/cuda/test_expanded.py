@@ -1,7 +1,6 @@
 """Packed matrices expanded to operands: every value exact, the window, products, recipes.
 
-Without a GPU the kernel runs on the emulator, packed matrices come from the reference, and a
-stand-in takes the GEMM's place.
+Without a GPU the kernels run on the emulator, and packed matrices come from the reference.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import backend as backends
-from extensor_cuda import dense, expanded, expansion, operands, scaled, scaling
+from extensor_cuda import dense, expanded, expansion, operands, scaling
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.kernels import quantize as kernels
 from tests.unit.cuda import emulator as emulation
-from tests.unit.cuda import gemm_stand_in
+from tests.unit.cuda import hopper
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
 
@@ -64,7 +63,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [expansion, scaling], [expansion, dense, scaled])
+    return place(request, monkeypatch, [expansion, scaling])
 
 
 def made(shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
@@ -90,7 +89,7 @@ def operand_values(q: QuantArray) -> np.ndarray:
 
 
 def values_of(made: expansion.Expansion) -> np.ndarray:
-    held = gemm_stand_in.values(np.asarray(made.codes.get()), made.kind)
+    held = hopper.values(np.asarray(made.codes.get()), made.kind)
     assert made.factor is not None
     factor = float(made.factor.get()[0])
     assert made.exponent is None or factor == np.ldexp(1.0, int(made.exponent.get()[0]))

@@ -1,6 +1,6 @@
 """Products of FP8, INT8 and MXFP4-as-INT8: exact values in, exact integers out, stated bounds.
 
-Without a GPU the kernels around the GEMM run on the emulator and a stand-in takes its place.
+Without a GPU the kernels run on the emulator.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from extensor.backends import registry
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import gemm, scaled
+from extensor_cuda import gemm
 from extensor_cuda.kernels import gemm as placed
 from extensor_cuda.kernels.gemm import Config, gemm_source
 from tests.product_cases import exact
-from tests.unit.cuda import emulator as emulation
-from tests.unit.cuda import gemm_stand_in
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
 
@@ -76,7 +74,7 @@ def test_integers_compile_without_spills(block: int) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [gemm], [gemm, scaled])
+    return place(request, monkeypatch, [gemm])
 
 
 def made(rng: Any, shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
@@ -186,8 +184,7 @@ def test_rows_too_wide_for_integers_say_so(xp: Any) -> None:
     np.testing.assert_array_equal(np.ldexp(held, exponents.get()[:, None]), exact(a))
 
 
-def test_options_that_exclude_each_other_are_refused() -> None:
-    xp = emulation.Cupy()
+def test_options_that_exclude_each_other_are_refused(xp: Any) -> None:
     codes, out = xp.zeros((4, 256), np.uint8), xp.zeros((4, 4), np.float32)
     one, exponent = xp.zeros(1, np.float32), xp.zeros(1, np.int32)
     scales, zeros = xp.zeros((1, 260), np.float32), placed.Zeros(one, one, one, one)
@@ -201,7 +198,7 @@ def test_options_that_exclude_each_other_are_refused() -> None:
     ]
     for config, options, words in cases:
         with pytest.raises(ValueError, match=words):
-            gemm_stand_in.gemm(codes, codes, out, config, **options)
+            placed.gemm(codes, codes, out, config, **options)
     wide = xp.zeros((4, placed.MOST_TERMS + 17), np.uint8)
     with pytest.raises(ValueError, match="split K"):
-        gemm_stand_in.gemm(wide, wide, out, s8)
+        placed.gemm(wide, wide, out, s8)
