@@ -153,8 +153,11 @@ def test_every_format_in_every_memory_layout(level: str, name: str, view: str) -
         assert x.tobytes() == kept
 
 
-@pytest.mark.parametrize(("name", "rule"), [("nvfp4", "amax"), ("nvfp4", "four_over_six")])
-def test_block_scales_next_to_a_tie(level: str, name: str, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "dialect"),
+    [("amax", "ocp"), ("four_over_six", "ocp"), ("amax", "torchao"), ("amax", "model_optimizer")],
+)
+def test_block_scales_next_to_a_tie(level: str, rule: str, dialect: str) -> None:
     """Block maxima whose e4m3 scale nearly ties: the order of the float32 operations decides."""
     rng = np.random.default_rng(120)
     bound = 256 if rule == "four_over_six" else 448
@@ -167,9 +170,24 @@ def test_block_scales_next_to_a_tie(level: str, name: str, rule: str) -> None:
         x = (rng.uniform(-1, 1, (tops.size, 16)) * tops[:, None]).astype(F)
         x[:, 3] = tops
         for axis, blocked in ((1, x.reshape(1, -1)), (0, x.reshape(-1, 1))):
-            spec = QuantSpec(name, axis=axis, scale_rule=rule)
+            spec = QuantSpec("nvfp4", axis=axis, scale_rule=rule, dialect=dialect)
             got, wanted = (answer(b, blocked, spec, None) for b in (BACKEND, GENERIC))
             assert_same(got, wanted, (level, spec))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3", "int4"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_running_maxima(level: str, name: str, axis: int) -> None:
+    """Earlier maxima above and below; blocks of zeros, and of no number, remember nothing."""
+    rng = np.random.default_rng(9)
+    x = rng.standard_normal((12, 6, 32), dtype=F)
+    x[::3], x[1, 2, 3], x[2, :, 5] = 0, np.nan, np.inf
+    spec = QuantSpec(name, axis=axis, tile=(1, 32), statistic="running", decay=0.75)
+    x = x.reshape(12, 192) if axis == 1 else np.ascontiguousarray(x.reshape(12, 192).T)
+    grid = (12, 6) if axis == 1 else (6, 12)
+    previous = rng.choice(np.array([0, 1e-3, 2, 40], F), grid)
+    got, wanted = (b.quantize(x, spec, None, previous) for b in (BACKEND, GENERIC))
+    assert_stored(got, wanted, (level, spec))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
