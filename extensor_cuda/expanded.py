@@ -79,10 +79,8 @@ def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
         work: M N K of the product.
         capability: compute capability of the GPU, such as "90".
     """
-    if capability != "90":
-        return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
-    if work < (least := tuned.least_work("expanded", LEAST_WORK)):
-        return f"{work} multiplications, fewer than {least}"
+    if refused := tuned.refusal("expanded", work, capability, LEAST_WORK):
+        return refused
     if x.ndim != 2 or max(x.shape) > 1 << 30 or x.size > 1 << 34:
         return f"shape {x.shape}"
     plan = kernels.plan_of(spec, tuple(x.shape))

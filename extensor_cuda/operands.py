@@ -91,10 +91,8 @@ def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
         work: M N K of the product.
         capability: compute capability of the GPU, such as "90".
     """
-    if capability != "90":
-        return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
-    if work < (least := tuned.least_work("made at once", LEAST_WORK)):
-        return f"{work} multiplications, fewer than {least}"
+    if refused := tuned.refusal("made at once", work, capability, LEAST_WORK):
+        return refused
     if x.strides != (x.shape[-1] * x.itemsize, x.itemsize) or x.strides[0] % 16 or x.data.ptr % 16:
         return f"strides {x.strides}; the kernel reads contiguous rows, multiples of 16 bytes"
     return _reason(spec, x.dtype.name, tuple(x.shape))

@@ -45,10 +45,8 @@ def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
         work: M N K of the product.
         capability: compute capability of the GPU, such as "90".
     """
-    if capability != "90":
-        return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
-    if work < (least := tuned.least_work("scaled", LEAST_WORK)):
-        return f"{work} multiplications, fewer than {least}"
+    if refused := tuned.refusal("scaled", work, capability, LEAST_WORK):
+        return refused
     if x.ndim != 2 or not x.size or max(x.shape) > 1 << 30:
         return f"shape {x.shape}"
     return _spec_reason(spec, tuple(x.shape))

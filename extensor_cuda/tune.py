@@ -126,22 +126,25 @@ def curve(timings: Sequence[Timing], title: str) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _clock(xp: Any, calls: int = 5, rounds: int = 7) -> Callable[[Work], float]:
+_SLOW = 0.05  # seconds of a call that is not repeated as often
+
+
+def _clock(xp: Any) -> Callable[[Work], float]:
     """Seconds of a call on the device: the median of rounds of calls between events."""
 
-    def timed(work: Work) -> float:
-        for _ in range(2):
+    def between(work: Work, calls: int) -> float:
+        start, stop = xp.cuda.Event(), xp.cuda.Event()
+        start.record()
+        for _ in range(calls):
             work()
-        found = []
-        for _ in range(rounds):
-            start, stop = xp.cuda.Event(), xp.cuda.Event()
-            start.record()
-            for _ in range(calls):
-                work()
-            stop.record()
-            stop.synchronize()
-            found.append(xp.cuda.get_elapsed_time(start, stop) / 1000 / calls)
-        return statistics.median(found)
+        stop.record()
+        stop.synchronize()
+        return float(xp.cuda.get_elapsed_time(start, stop)) / 1000 / calls
+
+    def timed(work: Work) -> float:
+        work()
+        calls, rounds = (1, 3) if between(work, 1) > _SLOW else (5, 7)
+        return statistics.median(between(work, calls) for _ in range(rounds))
 
     return timed
 

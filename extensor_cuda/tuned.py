@@ -19,7 +19,17 @@ from typing import Any
 
 from extensor_cuda.jit import cache_folder
 
-__all__ = ["WAYS", "always", "folder", "least_work", "load", "path_of", "save", "source_digest"]
+__all__ = [
+    "WAYS",
+    "always",
+    "folder",
+    "least_work",
+    "load",
+    "path_of",
+    "refusal",
+    "save",
+    "source_digest",
+]
 
 WAYS = ("made at once", "expanded", "scaled", "dense")
 """Ways of making a product's operands, as `extensor_cuda.backend` takes them."""
@@ -100,6 +110,22 @@ def least_work(way: str, default: int) -> int:
     except ImportError:
         return default
     return _table(cupy.cuda.runtime.getDevice()).get(way, default)
+
+
+def refusal(way: str, work: int, capability: str, default: int) -> str | None:
+    """Why a product of M N K = work does not take a way on a GPU; None if it may.
+
+    Args:
+        way: one of `WAYS`.
+        work: see `least_work`.
+        capability: compute capability of the GPU, such as "90".
+        default: the least work without a table.
+    """
+    if capability != "90":
+        return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
+    if work < (least := least_work(way, default)):
+        return f"{work} multiplications, fewer than {least}"
+    return None
 
 
 @contextmanager

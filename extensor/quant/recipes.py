@@ -59,10 +59,10 @@ def _tseng() -> LayerRecipe:
     return LayerRecipe(Gemm("bfloat16", "bfloat16"), backward, backward)
 
 
-def _nvfp4(rule: str) -> LayerRecipe:
-    x = QuantSpec("nvfp4", scale_rule=rule)
+def _nvfp4(rule: str, form: str = "nvfp4") -> LayerRecipe:
+    x = QuantSpec(form, scale_rule=rule)
     w = x.replace(tile=(16, 16))
-    g = QuantSpec("nvfp4", rounding="stochastic")
+    g = QuantSpec(form, rounding="stochastic")
     rotated = Hadamard(16, "fixed")
     wgrad = Gemm(g.replace(transform=rotated), x.replace(transform=rotated))
     return LayerRecipe(Gemm(x, w), Gemm(g, w), wgrad)
@@ -137,6 +137,12 @@ _ROWS = (
         "nvfp4_4over6",
         "nvfp4_nvidia choosing 6 or 4 as each block's top value (arXiv 2512.02010)",
         _nvfp4("four_over_six"),
+        _ENDS,
+    ),
+    Recipe(
+        "nvfp4_fp8exact",
+        "nvfp4_nvidia with block scales that FP8 multiplies exactly, by least squared error",
+        _nvfp4("least_error", "nvfp4_fp8exact"),
         _ENDS,
     ),
     # Ablations of mxfp4: each changes one thing.

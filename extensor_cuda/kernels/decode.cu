@@ -64,10 +64,9 @@ typedef u8 Stored;
 // A scale as a bfloat16.
 __device__ __forceinline__ u32 scale_pair(u32 byte) {
 #if UE4M3
-    if (byte >= 0x7Fu) return twice(0x7FC0u);
-    const u32 field = byte >> 3, part = byte & 7u;
-    if (field) return twice((field + 120u) << 7 | part << 4);
-    return twice(__float_as_uint(static_cast<float>(part) * 0.001953125f) >> 16);
+    // The bits are a bfloat16 already, 2^-120 times the scale.
+    const u32 scale = fma_pair(twice(byte << 4), 0x7B807B80u, 0u);
+    return byte < 0x7Fu ? scale : twice(0x7FC0u);
 #else
     return twice(byte == 255u ? 0x7FC0u : byte ? byte << 7 : 0x40u);
 #endif

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from extensor.backends import registry
+from tests.unit.cuda.emulator import Emulator
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,12 @@ def cuda() -> Any:
         return registry.get("cuda")
     except RuntimeError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """Kernels on the CPU, each compiled once."""
+    return Emulator(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="session")

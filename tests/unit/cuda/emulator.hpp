@@ -4,6 +4,8 @@
 #include <ucontext.h>
 
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <tuple>
 #include <vector>
@@ -14,6 +16,7 @@
 #define __restrict__
 #define __launch_bounds__(...)
 #define __shared__ static
+#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 
 struct Place {
@@ -146,6 +149,18 @@ inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
     }
     for (int i = 0; i < 4; ++i) d[i] = static_cast<float>(sums[i]);
 }
+
+template <class T>
+T __shfl_sync(unsigned, T mine, int lane) { return exchange(mine, threadIdx.x / 32 * 32 + lane); }
+inline bool __all_sync(unsigned, bool mine) { return !__any_sync(0, !mine); }
+inline unsigned __reduce_max_sync(unsigned, unsigned mine) {
+    for (int step = 1; step < 32; step *= 2) mine = max(mine, exchange(mine, threadIdx.x ^ step));
+    return mine;
+}
+inline void __syncwarp() { warps[threadIdx.x / 32].wait(); }
+inline float __int_as_float(int v) { return __uint_as_float(static_cast<unsigned>(v)); }
+inline float __ll2float_rn(long long v) { return static_cast<float>(v); }
+inline float __expf(float v) { return std::exp(v); }
 
 static std::vector<char> finished;
 static void (*work)();

@@ -44,7 +44,15 @@ class Emulator:
             text = source.text.replace('extern "C"', "static")
             body = f'{macros}#include "{HEADER}"\nnamespace kernels {{\n{text}}}\n{entries}'
             path.with_suffix(".cpp").write_text(body, encoding="utf-8")
-            options = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
+            options = [
+                "-std=c++20",
+                "-O1",
+                "-ffp-contract=off",
+                "-w",
+                "-Wno-psabi",
+                "-shared",
+                "-fPIC",
+            ]
             files = [str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".so"))]
             assert COMPILER is not None
             subprocess.run([COMPILER, *options, *files], check=True)

@@ -90,6 +90,15 @@ def code_header(code: bytes) -> tuple[int, int, int]:
     return struct.unpack_from("<HHH", code, 58)
 
 
+def check_compiles(source: jit.Source, *architectures: str) -> None:
+    """No warning and no spill on any of them."""
+    for arch in architectures:
+        code, log = jit.compile_cubin(source, arch)
+        assert "warning" not in log.lower() and "C75" not in log, log
+        for numbers in properties(code).values():
+            assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
+
+
 def test_a_spill_is_noticed() -> None:
     text = """extern "C" __global__ void __launch_bounds__(1024) f(float* x) {
         float v[96];

@@ -12,12 +12,12 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import decode, expansion, jit
+from extensor_cuda import decode, expansion
 from extensor_cuda import weights as packed
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
-from tests.unit.cuda import gemm_stand_in
-from tests.unit.cuda.test_compile import properties
+from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.test_compile import check_compiles
 
 INT4, INT8 = QuantSpec("int4"), QuantSpec("int8")
 WEIGHTS = (
@@ -59,29 +59,13 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
     for i, (rows, dtype) in enumerate(cases):
         source = decode.decode_source(w, rows, dtype, dtype)
         for arch in ("sm_80", "sm_90a")[i % 2 :]:
-            code, log = jit.compile_cubin(source, arch)
-            assert "warning" not in log, log
-            for numbers in properties(code).values():
-                assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
+            check_compiles(source, arch)
 
 
-@pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
-    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(params=["emulated", "on a GPU"])
+@pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if request.param == "on a GPU":
-        cuda = request.getfixturevalue("cuda")
-        if int(cuda.xp.cuda.Device().compute_capability) < 80:
-            pytest.skip("the GPU has no mma.sync of bfloat16")
-        return cuda.xp
-    if emulation.COMPILER is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(decode, "launch", request.getfixturevalue("emulator"))
     decode._counters.cache_clear()
-    return emulation.Cupy()
+    return place(request, monkeypatch, [decode], hopper=False)
 
 
 @pytest.fixture
@@ -89,7 +73,6 @@ def many(xp: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Any:
     """The array module, where products of many rows run too."""
     if isinstance(xp, emulation.Cupy):
         monkeypatch.setattr(expansion, "launch", request.getfixturevalue("emulator"))
-        monkeypatch.setattr(expansion, "gemm", gemm_stand_in.gemm)
     elif xp.cuda.Device().compute_capability != "90":
         pytest.skip("the GPU is not a Hopper: no wgmma")
     return xp

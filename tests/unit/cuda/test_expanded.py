@@ -1,7 +1,6 @@
 """Packed matrices expanded to operands: every value exact, the window, products, recipes.
 
-Without a GPU the kernel runs on the emulator, packed matrices come from the reference, and a
-stand-in takes the GEMM's place.
+Without a GPU the kernels run on the emulator, and packed matrices come from the reference.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import backend as backends
-from extensor_cuda import dense, expanded, expansion, jit, operands, scaled, scaling
+from extensor_cuda import dense, expanded, expansion, operands, scaling
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.kernels import quantize as kernels
 from tests.unit.cuda import emulator as emulation
-from tests.unit.cuda import gemm_stand_in
-from tests.unit.cuda.test_compile import properties
+from tests.unit.cuda import hopper
+from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.test_compile import check_compiles
 
 FORMATS = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8", "nvfp4")
 SHAPES = ((64, 64), (7, 100), (70, 19), (33, 130), (1, 16))
@@ -58,33 +58,12 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
         along = spec.replace(axis=axis).resolve(2)
         kind, lift = expansion.kind_of(along)
         for way in {(kind, lift), ("bf16", 0)}:
-            source = expansion.expand_source(along, *way)
-            for arch in ("sm_80", "sm_90a"):
-                code, log = jit.compile_cubin(source, arch)
-                assert "warning" not in log, log
-                for numbers in properties(code).values():
-                    assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
+            check_compiles(expansion.expand_source(along, *way), "sm_80", "sm_90a")
 
 
-@pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
-    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(params=["emulated", "on a GPU"])
+@pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if request.param == "on a GPU":
-        cuda = request.getfixturevalue("cuda")
-        if cuda.xp.cuda.Device().compute_capability != "90":
-            pytest.skip("the GPU is not a Hopper: no wgmma")
-        return cuda.xp
-    if emulation.COMPILER is None:
-        pytest.skip("no C++ compiler")
-    for module in (expansion, scaling):
-        monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
-    for module in (expansion, dense, scaled):
-        monkeypatch.setattr(module, "gemm", gemm_stand_in.gemm)
-    return emulation.Cupy()
+    return place(request, monkeypatch, [expansion, scaling])
 
 
 def made(shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
@@ -110,7 +89,7 @@ def operand_values(q: QuantArray) -> np.ndarray:
 
 
 def values_of(made: expansion.Expansion) -> np.ndarray:
-    held = gemm_stand_in.values(np.asarray(made.codes.get()), made.kind)
+    held = hopper.values(np.asarray(made.codes.get()), made.kind)
     assert made.factor is not None
     factor = float(made.factor.get()[0])
     assert made.exponent is None or factor == np.ldexp(1.0, int(made.exponent.get()[0]))
@@ -186,6 +165,19 @@ def test_nvfp4_exact_window(xp: Any) -> None:
                 np.testing.assert_allclose(values_of(got), operand_values(q), rtol=2.0**-23)
 
 
+def test_a_scale_window_of_28_always_fits(xp: Any) -> None:
+    spec = QuantSpec("mxfp4", axis=1, scale_window=28).resolve(2)
+    x = np.random.default_rng(1).standard_normal((16, 64)).astype(np.float32)
+    x[3] *= np.float32(2.0**-60)
+    for window, beyond in ((28, 0), (None, 1)):
+        q = reference.quantize(x, spec.replace(scale_window=window))[0]
+        flag = xp.zeros(1, dtype=np.uint32)
+        got = expansion.expand(sent(q, xp), "e5m2", flag, xp)
+        assert int(flag[0]) == beyond
+        if not beyond:
+            np.testing.assert_array_equal(values_of(got), operand_values(q))
+
+
 def test_a_guarded_expansion_writes_nothing_unless_a_flag_is_set(xp: Any) -> None:
     q, flag = made((64, 64), QuantSpec("mxfp4", axis=1)), xp.zeros(1, dtype=np.uint32)
     quiet, loud = xp.zeros((), dtype=np.uint32), xp.ones((), dtype=np.uint32)
@@ -224,7 +216,7 @@ def backend(xp: Any, maker: Any, request: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 EXPANDED = (
-    *("mxfp6", "mxfp4_tseng", "nvfp4_nvidia", "nvfp4_4over6"),
+    *("mxfp6", "mxfp4_tseng", "nvfp4_nvidia", "nvfp4_4over6", "nvfp4_fp8exact"),
     *("mxfp4_block16", "mxfp4_block64", "mxfp4_block128"),
 )
 SCALED = ("int8", "fp8_tensor", "fp8_block")

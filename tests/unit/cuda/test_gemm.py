@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import subprocess
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +15,7 @@ import pytest
 
 from extensor_cuda import jit
 from extensor_cuda.gemm_model import accumulate
+from extensor_cuda.kernels import gemm as placed
 from extensor_cuda.kernels.gemm import (
     Config,
     Flags,
@@ -20,6 +25,9 @@ from extensor_cuda.kernels.gemm import (
     gemm_source,
 )
 from extensor_cuda.kernels.gemm_program import ACTIVATIONS
+from tests.unit.cuda import hopper as emulated
+from tests.unit.cuda.emulator import COMPILER, Cupy
+from tests.unit.cuda.places import PLACES
 from tests.unit.cuda.test_compile import properties
 
 COMPILED = (
@@ -45,11 +53,47 @@ def test_no_gemm_spills_or_serialises(config: Config) -> None:
     assert all(numbers["stack"] == 0 for numbers in properties(code).values())
 
 
+def test_the_epilogues_fields_lie_where_the_kernel_reads_them(tmp_path: Path) -> None:
+    """The structure of gemm.cu, through a C++ compiler, against the one that is sent."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    text = gemm_source(Config()).text
+    start = text.index("struct Epilogue {")
+    struct = text[start : text.index("};", start) + 2]
+    names = [name for name, _ in placed._Epilogue._fields_]
+    shown = "".join(f'std::printf("%zu ", offsetof(Epilogue, {name}));' for name in names)
+    program = tmp_path / "fields.cpp"
+    program.write_text(
+        "#include <cstddef>\n#include <cstdio>\ntypedef unsigned int u32;\n"
+        f"typedef long long i64;\n{struct}\nint main() {{ {shown} "
+        'std::printf("%zu", sizeof(Epilogue)); }\n'
+    )
+    subprocess.run([COMPILER, "-w", str(program), "-o", str(tmp_path / "fields")], check=True)
+    found = subprocess.run([tmp_path / "fields"], check=True, capture_output=True, text=True).stdout
+    offsets = [getattr(placed._Epilogue, name).offset for name in names]
+    assert [int(n) for n in found.split()] == [*offsets, ctypes.sizeof(placed._Epilogue)]
+
+
 @pytest.fixture
-def hopper(cuda: Any) -> Any:
+def gpu(cuda: Any) -> Any:
     if cuda.xp.cuda.Device().compute_capability != "90":
         pytest.skip("the GPU is not a Hopper: no wgmma")
     return cuda.xp
+
+
+@pytest.fixture(params=PLACES)
+def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The array module of a Hopper GPU, or of the kernel's source on the CPU."""
+    if request.param == "on a GPU":
+        return request.getfixturevalue("gpu")
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    return emulated.install(monkeypatch, request.getfixturevalue("emulator"))
+
+
+def here(config: Config, xp: Any) -> Config:
+    """The program, without what an emulator cannot do: clusters."""
+    return replace(config, cluster=1, skew=0) if isinstance(xp, Cupy) else config
 
 
 def operand(rng: Any, rows: int, k: int, kind: str, xp: Any) -> tuple[Any, np.ndarray]:
@@ -93,6 +137,7 @@ def test_products_with_tails_exponents_bias_and_residual(
     rows, columns = (rng.integers(-70, 41, size).astype(np.int32) for size in (m, n))
     out = empty_rows(hopper, m, n, np.float32)
     out[...] = np.nan
+    config = here(config, hopper)
     gemm(a, b, out, config, hopper.asarray(rows), hopper.asarray(columns))
     want = va @ vb.T * np.exp2(rows[:, None].astype(float)) * np.exp2(columns[None].astype(float))
     got = out.get()
@@ -117,6 +162,7 @@ def test_one_exponent_for_all_with_bias_activation_residual_and_amax(
     out, amax = empty_rows(hopper, m, n, dtype), hopper.zeros((), dtype=np.uint32)
     exponents = (hopper.asarray([e], dtype=np.int32) for e in (-9, 5))
     config = Config(out=out_type, activation="relu", cluster=2, patches=3)
+    config = here(config, hopper)
     gemm(a, b, out, config, *exponents, hopper.asarray(bias), hopper.asarray(residual), amax=amax)
     wide = (va @ vb.T / 16).astype(np.float32) + bias
     want = np.maximum(wide, 0) + residual.astype(np.float32)
@@ -173,6 +219,8 @@ def test_groups_with_exponents_bias_residual_and_amax(
     bias = rng.integers(-9, 10, groups * n).astype(np.float32)
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     residual = rng.integers(-9, 10, (rows, n)).astype(np.float32)
+    if cluster > 1 and isinstance(hopper, Cupy):
+        pytest.skip("an emulator has no clusters")
     for config in (Config(cluster=cluster), Config(tile_n=128, patches=2, cluster=cluster)):
         for extras in (False, True):
             out = empty_rows(hopper, rows, n, np.float32)
@@ -231,11 +279,12 @@ def test_flags_decide_on_the_device(hopper: Any) -> None:
     rng = np.random.default_rng(0)
     a, _ = operand(rng, 64, 128, "e5m2", hopper)
     for flag, wanted, runs in ((0, 0, True), (1, 0, False), (1, 1, True), (0, 1, False)):
-        out = hopper.full((64, 64), np.nan, dtype=np.float32)
+        out = empty_rows(hopper, 64, 64, np.float32)
+        out[...] = np.nan
         flags = Flags(row=hopper.asarray(flag, dtype=np.uint32), wanted=wanted)
         count = hopper.zeros((), dtype=np.uint32)
         gemm(a, a, out, Config(), flags=flags, runs=count)
-        assert bool(hopper.isfinite(out).all()) is runs
+        assert bool(np.isfinite(out.get()).all()) is runs
         assert int(count) == runs
 
 
@@ -264,7 +313,7 @@ def test_the_model_keeps_13_bits_of_the_largest_term(signs: bool) -> None:
 )
 @pytest.mark.parametrize("data", ["normal", "one sign", "wide", "outlier"])
 def test_the_accumulator_is_the_model_bit_for_bit(
-    hopper: Any, kind_a: str, kind_b: str, data: str
+    gpu: Any, kind_a: str, kind_b: str, data: str
 ) -> None:
     rng = np.random.default_rng(3)
     x = rng.standard_normal((2, 64, 512))
@@ -275,8 +324,8 @@ def test_the_accumulator_is_the_model_bit_for_bit(
     elif data == "outlier":
         x[:, :, ::64] *= 64
     a, b = (v.astype(DTYPES[k]) for v, k in zip(x, (kind_a, kind_b), strict=True))
-    out = hopper.empty((64, 64), dtype=np.float32)
-    codes = (hopper.asarray(v.view(np.uint8)) for v in (a, b))
+    out = gpu.empty((64, 64), dtype=np.float32)
+    codes = (gpu.asarray(v.view(np.uint8)) for v in (a, b))
     gemm(*codes, out, Config(kind_a, kind_b, tile_n=128, promote=0))
     wide = a.astype(np.float64), b.astype(np.float64)
     want = accumulate(*wide, LEAST[kind_a], LEAST[kind_b])

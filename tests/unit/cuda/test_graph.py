@@ -529,9 +529,21 @@ def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
             run_training(config, tmp_path, resume=False, console=QUIET, graph=True)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp4_all", "mxfp8_nvidia", "bf16"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "mxfp4_all",
+        "mxfp8_nvidia",
+        "bf16",
+        "mxfp6",
+        "mxfp4_tseng",
+        "fp8_block",
+        "fp8_tensor",
+        "int8",
+    ],
+)
 def test_tensor_core_products_are_captured(cuda: Any, recipe: str) -> None:
-    """Layers large enough for the kernels of `extensor_cuda.operands` and `.dense`."""
+    """Layers large enough for every way of making operands."""
     if cuda.xp.cuda.Device().compute_capability != "90":
         pytest.skip("the GPU is not a Hopper: no wgmma")
     found = []

@@ -1,6 +1,6 @@
 """Products of FP8, INT8 and MXFP4-as-INT8: exact values in, exact integers out, stated bounds.
 
-Without a GPU the kernels around the GEMM run on the emulator and a stand-in takes its place.
+Without a GPU the kernels run on the emulator.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from extensor.backends import registry
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import gemm, jit, scaled
+from extensor_cuda import gemm
 from extensor_cuda.kernels import gemm as placed
 from extensor_cuda.kernels.gemm import Config, gemm_source
 from tests.product_cases import exact
-from tests.unit.cuda import emulator as emulation
-from tests.unit.cuda import gemm_stand_in
-from tests.unit.cuda.test_compile import properties
+from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.test_compile import check_compiles
 
 COMPILED = (
     Config("s8", "s8", 256, 0, factors=True),
@@ -63,39 +62,19 @@ def name(value: object) -> str:
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("config", COMPILED, ids=lambda c: f"{c.a}-{c.tile_n}-{c.promote}")
 def test_no_gemm_spills_or_serialises(config: Config) -> None:
-    code, log = jit.compile_cubin(gemm_source(config), "sm_90a")
-    assert "warning" not in log.lower() and "C75" not in log, log
-    assert all(numbers["stack"] == 0 for numbers in properties(code).values())
+    check_compiles(gemm_source(config), "sm_90a")
     assert config.depth >= 4 and config.shared <= 227 * 1024
 
 
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("block", [16, 128])
 def test_integers_compile_without_spills(block: int) -> None:
-    for arch in ("sm_80", "sm_90a"):
-        code, log = jit.compile_cubin(gemm.rebase_source(block, True), arch)
-        assert "warning" not in log.lower(), log
-        assert all(numbers["stack"] == 0 for numbers in properties(code).values())
+    check_compiles(gemm.rebase_source(block, True), "sm_80", "sm_90a")
 
 
-@pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
-    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(params=["emulated", "on a GPU"])
+@pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if request.param == "on a GPU":
-        cuda = request.getfixturevalue("cuda")
-        if cuda.xp.cuda.Device().compute_capability != "90":
-            pytest.skip("the GPU is not a Hopper: no wgmma")
-        return cuda.xp
-    if emulation.COMPILER is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(gemm, "launch", request.getfixturevalue("emulator"))
-    for module in (gemm, scaled):
-        monkeypatch.setattr(module, "gemm", gemm_stand_in.gemm)
-    return emulation.Cupy()
+    return place(request, monkeypatch, [gemm])
 
 
 def made(rng: Any, shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
@@ -205,8 +184,7 @@ def test_rows_too_wide_for_integers_say_so(xp: Any) -> None:
     np.testing.assert_array_equal(np.ldexp(held, exponents.get()[:, None]), exact(a))
 
 
-def test_options_that_exclude_each_other_are_refused() -> None:
-    xp = emulation.Cupy()
+def test_options_that_exclude_each_other_are_refused(xp: Any) -> None:
     codes, out = xp.zeros((4, 256), np.uint8), xp.zeros((4, 4), np.float32)
     one, exponent = xp.zeros(1, np.float32), xp.zeros(1, np.int32)
     scales, zeros = xp.zeros((1, 260), np.float32), placed.Zeros(one, one, one, one)
@@ -220,7 +198,7 @@ def test_options_that_exclude_each_other_are_refused() -> None:
     ]
     for config, options, words in cases:
         with pytest.raises(ValueError, match=words):
-            gemm_stand_in.gemm(codes, codes, out, config, **options)
+            placed.gemm(codes, codes, out, config, **options)
     wide = xp.zeros((4, placed.MOST_TERMS + 17), np.uint8)
     with pytest.raises(ValueError, match="split K"):
-        gemm_stand_in.gemm(wide, wide, out, s8)
+        placed.gemm(wide, wide, out, s8)

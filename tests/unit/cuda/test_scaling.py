@@ -11,9 +11,9 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import jit, scaling
-from tests.unit.cuda import emulator as emulation
-from tests.unit.cuda.test_compile import properties
+from extensor_cuda import scaling
+from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.test_compile import check_compiles
 
 E4M3, E5M2, INT8 = QuantSpec("fp8_e4m3"), QuantSpec("fp8_e5m2"), QuantSpec("int8")
 SPECS = (
@@ -41,26 +41,12 @@ def name(value: object) -> str:
 def test_no_kernel_spills(spec: QuantSpec) -> None:
     for axis in (0, 1):
         for dtype, arch in (("float32", "sm_80"), ("bfloat16", "sm_90a")):
-            source = scaling.scaled_source(spec.replace(axis=axis).resolve(2), dtype)
-            code, log = jit.compile_cubin(source, arch)
-            assert "warning" not in log, log
-            for numbers in properties(code).values():
-                assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
+            check_compiles(scaling.scaled_source(spec.replace(axis=axis).resolve(2), dtype), arch)
 
 
-@pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> emulation.Emulator:
-    return emulation.Emulator(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(params=["emulated", "on a GPU"])
+@pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if request.param == "on a GPU":
-        return request.getfixturevalue("cuda").xp
-    if emulation.COMPILER is None:
-        pytest.skip("no C++ compiler")
-    monkeypatch.setattr(scaling, "launch", request.getfixturevalue("emulator"))
-    return emulation.Cupy()
+    return place(request, monkeypatch, [scaling], hopper=False)
 
 
 def data(shape: tuple[int, int], dtype: str, kind: str) -> np.ndarray:

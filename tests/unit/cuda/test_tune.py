@@ -46,6 +46,28 @@ def test_every_way_is_timed_at_every_size() -> None:
     assert len(calls) == 8
 
 
+def test_slow_calls_are_repeated_less_often() -> None:
+    now, calls = [0.0], [0]
+
+    class Event:
+        def record(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None:
+            pass
+
+    cuda = SimpleNamespace(Event=Event, get_elapsed_time=lambda a, b: (b.at - a.at) * 1000)
+    for seconds, expected in ((0.001, 2 + 35), (0.5, 2 + 3)):
+
+        def work(seconds: float = seconds) -> None:
+            now[0] += seconds
+            calls[0] += 1
+
+        calls[0] = 0
+        assert tune._clock(SimpleNamespace(cuda=cuda))(work) == pytest.approx(seconds)
+        assert calls[0] == expected
+
+
 def test_the_curve_is_a_picture_with_a_line_a_way() -> None:
     held = timings({64: 0.1, 512: 4.0}) + timings({64: 1.0, 512: 2.0}, "dense")
     root = ElementTree.fromstring(curve(held, "A GPU"))

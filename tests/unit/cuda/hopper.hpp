@@ -1,0 +1,143 @@
+// Stands for hopper.cuh and the wgmma function: barriers, bulk copies and wgmma on the CPU, one block at
+// a time, no clusters. Shared memory is one array, addressed from its beginning; a tensor map holds
+// pointer, rows, columns, pitch, rows of its box and bytes of an element.
+
+alignas(1024) static u8 shared_bytes[232448];
+
+inline u32 shared_address(const void* p) {
+    return static_cast<u32>(static_cast<const u8*>(p) - shared_bytes);
+}
+
+struct Arrivals {
+    int count, pending, bytes;
+    u32 phase;
+};
+static Arrivals arrivals[sizeof(shared_bytes) / 8];
+
+inline Arrivals& arrivals_at(u32 barrier) { return arrivals[barrier / 8]; }
+inline void settle(Arrivals& a) {
+    if (a.pending == 0 && a.bytes == 0) a.pending = a.count, a.phase ^= 1;
+}
+inline void barrier_init(u32 barrier, u32 count) {
+    arrivals_at(barrier) = {static_cast<int>(count), static_cast<int>(count), 0, 0};
+}
+inline void arrive(u32 barrier, int bytes) {
+    Arrivals& a = arrivals_at(barrier);
+    --a.pending, a.bytes += bytes;
+    settle(a);
+}
+inline void expect_bytes(u32 barrier, u32 bytes) { arrive(barrier, static_cast<int>(bytes)); }
+inline void brought(u32 barrier, int bytes) {
+    Arrivals& a = arrivals_at(barrier);
+    a.bytes -= bytes;
+    settle(a);
+}
+inline void wait(u32 barrier, u32 parity) {
+    for (int spins = 0; arrivals_at(barrier).phase == parity; ++spins) {
+        if (spins > 1000000) std::fprintf(stderr, "a barrier is never reached\n"), std::exit(3);
+        yield();
+    }
+}
+inline void release(u32 barrier, int lane) {
+    if (lane == 0) arrive(barrier, 0);
+}
+inline u32 rank_in_cluster() { return 0; }
+inline void cluster_sync() {}
+
+inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
+
+// 128 bytes of each row of a box, swizzled; zeros outside.
+inline void load(u32 to, const TensorMap* map, int byte, int row, u32 barrier) {
+    const u8* from = reinterpret_cast<const u8*>(map->words[0]);
+    const i64 rows = map->words[1], columns = map->words[2], pitch = map->words[3], box = map->words[4];
+    for (i64 r = 0; r < box; ++r)
+        for (int b = 0; b < 128; ++b)
+            shared_bytes[swizzled(to + r * 128 + b)] =
+                row + r < rows && byte + b < columns ? from[(row + r) * pitch + byte + b] : 0;
+    brought(barrier, static_cast<int>(box * 128));
+}
+inline void load_for_all(u32, const TensorMap*, int, int, u32) {}
+inline void load_line(u32 to, const void* from, int bytes, u32 barrier) {
+    if (to % 16 || bytes % 16 || reinterpret_cast<u64>(from) % 16) std::fprintf(stderr, "odd line\n"), std::exit(3);
+    std::memcpy(shared_bytes + to, from, bytes);
+    brought(barrier, bytes);
+}
+// 16 rows of 128 bytes, swizzled, to where they lie inside.
+inline void store(const TensorMap* map, int column, int row, const u8* patch) {
+    u8* to = reinterpret_cast<u8*>(map->words[0]);
+    const i64 rows = map->words[1], columns = map->words[2], pitch = map->words[3], item = map->words[5];
+    for (i64 r = 0; r < 16; ++r)
+        for (i64 b = 0; b < 128; ++b)
+            if (row + r < rows && column + b / item < columns)
+                to[(row + r) * pitch + column * item + b] = shared_bytes[swizzled(shared_address(patch) + r * 128 + b)];
+}
+
+static Barrier named[16];
+inline void named_barrier(int number, int threads) {
+    named[number].wanted = threads;
+    named[number].wait();
+}
+
+inline u32 rounded_pair(float high, float low) {
+    u32 out = 0;
+    for (float v : {high, low}) {
+        const u32 bits = __float_as_uint(v);
+        out = out << 16 | (v != v ? 0x7FC0u : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    }
+    return out;
+}
+
+// ---- wgmma ----
+
+inline u64 descriptor(u32 address) { return address >> 4; }
+inline void hold(Sum (&)[kRegisters]) {}
+template <int>
+void finish(Sum (&)[kRegisters]) {}
+
+inline double small_float(u32 code, int mantissa, int bias) {
+    const u32 field = code >> mantissa & ((1u << (7 - mantissa)) - 1), part = code & ((1u << mantissa) - 1);
+    const double v = field ? std::ldexp(1.0 + part / double(1 << mantissa), int(field) - bias)
+                           : std::ldexp(double(part), 1 - bias - mantissa);
+    const bool special = mantissa == 2 ? field == 31 : (code & 0x7F) == 0x7F;
+    return special ? NAN : code & 0x80 ? -v : v;
+}
+template <int kKind>  // 0: e4m3, 1: e5m2, 2: s8
+double value_of(u32 code) {
+    static double values[256];
+    static bool made = false;
+    if (!made) {
+        for (u32 c = 0; c < 256; ++c)
+            values[c] = kKind == 2 ? double(static_cast<signed char>(c)) : small_float(c, kKind ? 2 : 3, kKind ? 15 : 7);
+        made = true;
+    }
+    return values[code];
+}
+inline double pair_at(u32 address, int k) {
+    const u32 at = swizzled(address + 2 * k);
+    return of_bfloat16(shared_bytes[at] | shared_bytes[at + 1] << 8);
+}
+
+// A thread's accumulators of 64 x N: rows lane / 4 and 8 below, pairs of columns 8 apart.
+inline void wgmma(Sum (&d)[kRegisters], u64 a, u64 b, int more) {
+    const u32 left = static_cast<u32>(a << 4), right = static_cast<u32>(b << 4);
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    double rows[2][32];
+    for (int h = 0; h < 2; ++h)
+        for (int k = 0; k < (KIND == 1 ? 16 : 32); ++k) {
+            const u32 at = left + (warp * 16 + lane / 4 + 8 * h) * 128;
+            rows[h][k] = KIND == 1 ? pair_at(at, k) : value_of<A_KIND>(shared_bytes[swizzled(at + k)]);
+        }
+    for (int j = 0; j < kTileN / 8; ++j)
+        for (int c = 0; c < 2; ++c) {
+            const u32 at = right + (8 * j + lane % 4 * 2 + c) * 128;
+            double sums[2] = {0, 0};
+            for (int k = 0; k < (KIND == 1 ? 16 : 32); ++k) {
+                const double v = KIND == 1 ? pair_at(at, k) : value_of<B_KIND>(shared_bytes[swizzled(at + k)]);
+                sums[0] += rows[0][k] * v, sums[1] += rows[1][k] * v;
+            }
+            for (int h = 0; h < 2; ++h) {
+                Sum& to = d[4 * j + 2 * h + c];
+                to = static_cast<Sum>((more ? static_cast<double>(to) : 0.0) + sums[h]);
+            }
+        }
+}

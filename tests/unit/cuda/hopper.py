@@ -1,0 +1,110 @@
+"""The Hopper GEMM on the CPU: its own source, with what is assembly replaced (hopper.hpp).
+
+Shows how operands, scales, groups and results are placed, which barrier waits for what, and what
+the epilogue does; not what a GPU's memory model, asynchronous copies or accumulator do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor_cuda.jit import Source
+from extensor_cuda.kernels import gemm as placed
+from extensor_cuda.kernels.gemm import Config, gemm_source
+from tests.unit.cuda.emulator import Cupy, Emulator
+
+HEADER = Path(__file__).parent / "hopper.hpp"
+STATEMENTS = {
+    "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
+    "cp.async.wait_all": "named_barrier(warpgroup + 1, 128);",
+    "cvt.rn.bf16x2.f32": "packed = rounded_pair(v[2 * h + 1], v[2 * h]);",
+    "bulk_group [%0": "store(map, column0 + start, row0, patch);",
+}
+"""Assembly that does something here, and what stands for it."""
+NOTHING = ("fence", "setmaxnreg", "bar.", "wgmma.", "bulk.wait_group", "commit_group")
+KINDS = {"e4m3": 0, "e5m2": 1, "s8": 2, "bf16": 0}
+
+
+CODES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "bf16": ml_dtypes.bfloat16,
+    "s8": np.int8,
+}
+
+
+def values(codes: Any, kind: str) -> np.ndarray:
+    """What codes mean, float64."""
+    return np.ascontiguousarray(np.asarray(codes)).view(CODES[kind]).astype(np.float64)
+
+
+def _without_assembly(text: str) -> str:
+    """Each asm statement replaced; a new one that nothing stands for is an error."""
+    while (start := text.find("asm ")) >= 0 or (start := text.find("asm(")) >= 0:
+        at = text.index("(", start)
+        depth, quoted = 0, False
+        while True:
+            letter = text[at]
+            if letter == '"':
+                quoted = not quoted
+            elif not quoted:
+                depth += {"(": 1, ")": -1}.get(letter, 0)
+                if depth == 0:
+                    break
+            at += 1
+        statement, end = text[start:at], text.index(";", at) + 1
+        known = [code for words, code in STATEMENTS.items() if words in statement]
+        assert known or any(words in statement for words in NOTHING), statement
+        text = text[:start] + (known[0] if known else ";") + text[end:]
+    return text
+
+
+def source_of(config: Config) -> Source:
+    """The program as the emulator compiles it."""
+    program = gemm_source(config)
+    text = program.text
+    start, stop = text.index("__device__ __forceinline__ void wgmma("), text.index("// ---- tiles")
+    text = f'{text[:start]}#include "{HEADER}"\n{text[stop:]}'
+    text = text.replace("extern __shared__ u8 raw_memory[];", "u8* raw_memory = shared_bytes;")
+    text = _without_assembly(text).replace("void CLUSTER_DIMS ", "void ")
+    kinds = (("A_KIND", str(KINDS[config.a])), ("B_KIND", str(KINDS[config.b])))
+    return replace(program, text=text, macros=(*program.macros, *kinds))
+
+
+def _map(pointer: int, rows: int, columns: int, pitch: int, box: int, kind: str = "UINT8") -> bytes:
+    item = {"UINT8": 1, "BFLOAT16": 2, "FLOAT32": 4}[kind]
+    return struct.pack("<6Q", pointer, rows, columns, pitch, box, item).ljust(128, b"\0")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3) -> Cupy:
+    """Make `extensor_cuda.kernels.gemm.gemm` run here, on so many multiprocessors."""
+
+    def launch(function: Any, grid: int, *rest: Any) -> tuple[int]:
+        run = emulator.library(source_of(function)).run_gemm
+        run(ctypes.c_void_p(rest[-2]), grid, placed.THREADS)
+        return (0,)
+
+    cuda = SimpleNamespace(
+        runtime=SimpleNamespace(
+            getDevice=lambda: 0,
+            getDeviceProperties=lambda device: {"name": b"emulated"},
+            driverGetVersion=lambda: 0,
+        ),
+        get_current_stream=lambda: SimpleNamespace(ptr=0),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(placed, "_function", lambda config, device: (config, None))
+    monkeypatch.setattr(placed, "_driver", lambda: SimpleNamespace(cuLaunchKernel=launch))
+    monkeypatch.setattr(placed, "_tensor_map", _map)
+    monkeypatch.setattr(placed, "_multiprocessors", lambda device: blocks)
+    return Cupy()

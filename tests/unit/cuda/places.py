@@ -1,0 +1,43 @@
+"""Where tests of kernels run: on the emulator, the Hopper GEMM too, or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda import hopper as emulated
+
+__all__ = ["PLACES", "place"]
+
+PLACES = ("emulated", "on a GPU")
+
+
+def place(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    launching: Sequence[ModuleType],
+    hopper: bool = True,
+) -> Any:
+    """The array module of a fixture with `PLACES` as params.
+
+    Args:
+        request: the fixture's.
+        monkeypatch: the fixture's.
+        launching: modules whose ``launch`` is the emulator's.
+        hopper: whether the GPU must have wgmma; else mma.sync of bfloat16.
+    """
+    if request.param == "on a GPU":
+        xp = request.getfixturevalue("cuda").xp
+        capability = xp.cuda.Device().compute_capability
+        if capability != "90" if hopper else int(capability) < 80:
+            pytest.skip(f"the GPU has compute capability {capability}")
+        return xp
+    if emulation.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    for module in launching:
+        monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
+    return emulated.install(monkeypatch, request.getfixturevalue("emulator"))
