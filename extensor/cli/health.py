@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import platform
 from importlib import metadata
+from shutil import which
 from typing import Any
 
 import ml_dtypes
@@ -56,6 +58,8 @@ def _core_sheet(backend: CpuBackend) -> Sheet:
     core = backend.core
     if core is None:
         rows = [("C++ core", f"not used: {backend.core_missing}")]
+        if config.use_core():
+            rows.append(("to have it", _way_to_a_core()))
     else:
         levels = " < ".join(core.levels())
         rows = [
@@ -64,6 +68,16 @@ def _core_sheet(backend: CpuBackend) -> Sheet:
             ("threads", str(core.threads())),
         ]
     return Sheet("C++ core", ("what", "state"), tuple(rows))
+
+
+def _way_to_a_core() -> str:
+    """What a build needs that this machine lacks; installing again is the rest."""
+    asked = os.environ.get("CXX")
+    found = [name for name in ([asked] if asked else ["c++", "g++", "clang++"]) if which(name)]
+    if found:
+        return f"{which(found[0])} is here: install again (pip install -e .), and read what it says"
+    wanted = f"CXX={asked} is not there" if asked else "no c++, g++ or clang++ is on the PATH"
+    return f"{wanted}: install a C++20 compiler, then install again"
 
 
 def _format_path_sheet(backend: CpuBackend) -> Sheet:

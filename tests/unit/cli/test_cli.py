@@ -226,6 +226,30 @@ def test_doctor_says_why_the_core_is_not_used() -> None:
     assert "EXTENSOR_CORE=0" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("environment", "way"),
+    [
+        ({"PATH": ""}, "no c++, g++ or clang++ is on the PATH: install a C++20 compiler"),
+        ({"PATH": "", "CXX": "missing++"}, "CXX=missing++ is not there"),
+        ({"PATH": "", "CXX": sys.executable}, f"{sys.executable} is here: install again"),
+    ],
+)
+def test_doctor_says_what_a_core_would_need(environment: dict[str, str], way: str) -> None:
+    code = (
+        "import sys; sys.modules['extensor._core._kernels'] = None\n"
+        "from extensor.cli import main; raise SystemExit(main(['doctor']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONPATH": ":".join(sys.path), "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "not used: the C++ core is not built" in done.stdout
+    assert way in done.stdout
+
+
 def test_doctor_shows_a_flag_that_is_wrong() -> None:
     code = "from extensor.cli import main; raise SystemExit(main(['doctor']))"
     done = subprocess.run(
