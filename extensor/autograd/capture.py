@@ -18,6 +18,8 @@ CHECK_EVERY = 64
 def capture(step: Callable[..., Any]) -> CapturedStep:
     """Make a training step that a GPU repeats without Python, as a CUDA graph.
 
+    An example::
+
         state = nn.apply_recipe(model, "mxfp4")
 
         def step(images, labels):
