@@ -109,7 +109,7 @@ class CudaBackend(CudaTraining):
         self._falls: Array | None = None
 
     @property
-    def recording(self) -> Recording | None:  # type: ignore[override]
+    def recording(self) -> Recording | None:
         """The step being recorded in this thread."""
         return current()
 

@@ -189,8 +189,11 @@ class Recording:
             return flags[count:].reshape(())
         flags = self.persistent(np.zeros(count + 1, np.uint32))
         optimizer.find_nonfinite(arrays, flags, self.stop, xp)
-        named = lambda: error(int(flags.get()[:count].argmax()))  # noqa: E731
-        self._checks.append((flags[count:], named))
+
+        def of_the_first() -> Exception:
+            return error(int(flags.get()[:count].argmax()))
+
+        self._checks.append((flags[count:], of_the_first))
         return flags[count:].reshape(())
 
     def count(self, made: Array, bad: Array) -> None:

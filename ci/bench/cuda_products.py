@@ -87,10 +87,16 @@ def scaled(backend: Any, rounds: int) -> Rows:
                 codes[0], codes[1].T, ones[0], ones[1], out_dtype=torch.bfloat16
             )
 
+        def torch_bf16(turn: int, a: Any = a, b: Any = b) -> Any:
+            return a @ b.T
+
+        def torch_int8(turn: int, codes: Any = integers) -> Any:
+            return torch._int_mm(codes[0], codes[1].T)
+
         calls: dict[str, Call] = {
-            "torch bf16": lambda turn, a=a, b=b: a @ b.T,  # type: ignore[misc]
+            "torch bf16": torch_bf16,
             "torch FP8, row scales": torch_fp8,
-            "torch INT8": lambda turn, e=integers: torch._int_mm(e[0], e[1].T),  # type: ignore[misc]
+            "torch INT8": torch_int8,
         }
         for name, pair in sides.items():
             calls[name] = partial(_multiply, pair, xp)

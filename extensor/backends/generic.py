@@ -26,11 +26,15 @@ class GenericBackend:
     """Implements `extensor.backends.protocol.Backend` on the array module ``xp``."""
 
     steps_together = False
-    recording: Recording | None = None
 
     def __init__(self, name: str, xp: Any) -> None:
         self.name = name
         self.xp = xp
+
+    @property
+    def recording(self) -> Recording | None:
+        """See the protocol."""
+        return None
 
     def quantize(
         self,

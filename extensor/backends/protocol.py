@@ -49,10 +49,13 @@ class Backend(Protocol):
 
     name: str
     xp: Any
-    recording: Recording | None
-    """The step that is being recorded, None while nothing is; see `extensor.capture`."""
     steps_together: bool
     """Whether `adam_each` and `sgd_each` are faster than parameter after parameter."""
+
+    @property
+    def recording(self) -> Recording | None:
+        """The step that is being recorded, None while nothing is; see `extensor.capture`."""
+        ...
 
     def quantize(
         self,

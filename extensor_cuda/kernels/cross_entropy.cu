@@ -4,31 +4,7 @@
 typedef unsigned int u32;
 typedef long long i64;
 
-constexpr int kThreads = 256, kRows = kThreads / 32 / WARPS, kLanes = 32 * WARPS;
-
-template <class Join>
-__device__ __forceinline__ float over_row(float v, Join join) {
-#pragma unroll
-    for (int step = 16; step; step /= 2) v = join(v, __shfl_xor_sync(~0u, v, step));
-#if WARPS > 1
-    __shared__ float parts[kThreads / 32];
-    const int warp = threadIdx.x / 32, first = warp / WARPS * WARPS;
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) parts[warp] = v;
-    __syncthreads();
-    v = parts[first];
-#pragma unroll
-    for (int w = 1; w < WARPS; ++w) v = join(v, parts[first + w]);
-#endif
-    return v;
-}
-
-struct Larger {
-    __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
-};
-struct Sum {
-    __device__ float operator()(float a, float b) const { return __fadd_rn(a, b); }
-};
+#include "over_row.cuh"
 
 // Losses (rows), and each row's maximum and sum of exponentials, (rows, 2).
 extern "C" __global__ void __launch_bounds__(kThreads)

@@ -83,7 +83,7 @@ class Device(np.ndarray):
         return np.asarray(self)
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         """What holds its address, ``ptr``."""
         return _Address(self)
 

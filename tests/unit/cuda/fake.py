@@ -193,7 +193,7 @@ class Device(np.ndarray):
         return plain(self).tolist()
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         return _Address(self)
 
 

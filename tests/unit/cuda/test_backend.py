@@ -28,7 +28,7 @@ def fake_cupy(count: int | None) -> types.ModuleType:
 
     runtime = types.SimpleNamespace(getDeviceCount=device_count, CUDARuntimeError=DriverError)
     module = types.ModuleType("cupy")
-    module.cuda = types.SimpleNamespace(runtime=runtime)  # type: ignore[attr-defined]
+    module.cuda = types.SimpleNamespace(runtime=runtime)
     return module
 
 

@@ -143,7 +143,7 @@ def test_windows_and_element_scales(cuda: Any, name: str) -> None:
 def test_hadamard(cuda: Any, name: str, size: int, rounding: Any) -> None:
     """Every size with every block: a transform may span blocks, and a block transforms."""
     signs = {16: "fixed", 32: "random", 64: "random", 128: "none"}[size]
-    transform = Hadamard(size, signs, seed=5)  # type: ignore[arg-type]
+    transform = Hadamard(size, signs, seed=5)
     for block in (16, 32, 128):
         for shape, axis in SHAPES:
             spec = QuantSpec(name, axis, (1, block), transform=transform)

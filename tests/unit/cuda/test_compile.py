@@ -33,7 +33,7 @@ def sources(name: str, arch: str) -> list[jit.Source]:
     made = []
     for rows, columns, axis in SHAPES:
         for rounding, rbits in ROUNDINGS if arch == "sm_90a" else ROUNDINGS[::2]:
-            spec = QuantSpec(name, axis=axis, rounding=rounding, rbits=rbits)  # type: ignore[arg-type]
+            spec = QuantSpec(name, axis=axis, rounding=rounding, rbits=rbits)
             plan = kernels.plan_of(spec, (rows, columns))
             assert isinstance(plan, kernels.Plan)
             made.append(kernels.quantize_source(plan, "bfloat16", "codes", rows == 256, True))

@@ -241,7 +241,7 @@ def test_a_layers_three_products_are_the_cpus(xp: Any, backend: Any, recipe: str
         made = [np.asarray(v.get() if hasattr(v, "get") else v) for v in (out, *grads)]
         results.append([v.astype(np.float64) for v in made])
         counted = dict(context.state.telemetry)
-        results[-1].append(counted)  # type: ignore[arg-type]
+        results[-1].append(counted)
     assert results[0].pop() == results[1].pop()
     for got, want in zip(*results, strict=True):
         assert np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()

@@ -26,7 +26,7 @@ E5M2 = ml_dtypes.float8_e5m2
 
 
 def spec_of(axis: int, rounding: str = "nearest_even", rule: str = "rceil") -> QuantSpec:
-    return QuantSpec("mxfp4", axis=axis, scale_rule=rule, rounding=rounding).resolve(2)  # type: ignore[arg-type]
+    return QuantSpec("mxfp4", axis=axis, scale_rule=rule, rounding=rounding).resolve(2)
 
 
 WIDE_FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxint8")
@@ -151,7 +151,7 @@ def test_the_window_is_29_binades_four_of_them_to_grow(hopper: Any) -> None:
 
 
 def test_the_window_follows_the_tensor_one_step_behind(hopper: Any) -> None:
-    x, memory = data((64, 64), "float32", "normal"), {}  # type: ignore[var-annotated]
+    x, memory = data((64, 64), "float32", "normal"), {}
     for power, beyond in ((0, 0), (4, 0), (9, 1), (9, 0), (-20, 1), (-20, 0), (-16, 0)):
         there = hopper.xp.asarray(x * np.float32(2.0**power))
         for axis in (1, 0):  # the second call finds what the first one left
@@ -202,10 +202,10 @@ def recipe_grads(hopper: Any) -> Iterator[Any]:
         assert all(grad is not None for grad in grads)
         results = [out, *grads]
         counted.append(dict(context.state.telemetry))
-        return [t.numpy() for t in results]  # type: ignore[union-attr]
+        return [t.numpy() for t in results]
 
     counted: list[Any] = []
-    run.counted = counted  # type: ignore[attr-defined]
+    run.counted = counted
     yield run
 
 

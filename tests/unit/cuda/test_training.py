@@ -101,7 +101,7 @@ def test_adam_of_many_has_the_cpus_bits(trainer: Any, special: bool, offset: int
         factors = [adam_factors(i, decay) for i in range(len(parts))]
         mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
         for _ in range(3):
-            CPU.adam_each([tuple(part) for part in parts], factors)  # type: ignore[misc]
+            CPU.adam_each([tuple(part) for part in parts], factors)
             trainer.adam_each(mine, factors)
         for ours, theirs in zip(mine, parts, strict=True):
             for got, wanted in zip(ours, theirs, strict=True):
