@@ -22,9 +22,10 @@ from extensor.quant.context import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import blas, dense, expanded, gemm, operands, scaled, scaling, tuned, weights
-from extensor_cuda.graph import CudaGraph, allocate
+from extensor_cuda.graph import CudaGraph
 from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.memory import allocate
 from extensor_cuda.recording import Recording, current
 from extensor_cuda.training import CudaTraining
 

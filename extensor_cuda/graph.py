@@ -16,9 +16,10 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
+from extensor_cuda.memory import allocate
 from extensor_cuda.recording import Recording
 
-__all__ = ["CudaGraph", "allocate"]
+__all__ = ["CudaGraph"]
 
 _RULES = (
     "while a step is recorded, no value may be read back from the GPU (item(), numpy(), float(), a "
@@ -29,22 +30,6 @@ _RULES = (
 
 class HostCopyError(RuntimeError):
     """A copy from the host while a step is recorded."""
-
-
-def allocate(cupy: Any, pool: Any, size: int) -> Any:
-    """Memory of a pool of cupy's, which gives back what it keeps before it fails.
-
-    Raises:
-        MemoryError: naming the bytes asked for and free; what was allocated before stays usable.
-    """
-    try:
-        return pool.malloc(size)
-    except cupy.cuda.memory.OutOfMemoryError as error:
-        free, total = cupy.cuda.runtime.memGetInfo()
-        raise MemoryError(
-            f"device 'cuda': wanted {size} bytes, {free} of {total} are free; use smaller batches, "
-            "or drop tensors that are no longer needed"
-        ) from error
 
 
 def _no_copies(size: int) -> Any:

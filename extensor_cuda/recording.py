@@ -1,7 +1,9 @@
 """A step being recorded into a CUDA graph: see `extensor.backends.recording`.
 
 Memory that the graph's steps share is made while recording and written afterwards, before the first
-repetition: a fill inside would be repeated too. The host's numbers lie in rows, one for each of the
+repetition: a fill inside would be repeated too. It comes from a pool of its own: in the step's pool
+it could lie where an array lay that the step dropped before, and each repetition writes that array
+again. The host's numbers lie in rows, one for each of the
 next steps as far as they can be foretold; the graph's first kernel takes the next row, so that a
 repetition needs no copy unless the host decided otherwise than foretold.
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy as np
 from extensor.backends.recording import Mirror, Mirrors
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import optimizer
+from extensor_cuda.memory import allocate
 
 __all__ = ["Recording", "clock_of", "current", "source"]
 
@@ -77,6 +80,7 @@ class Recording:
     def __init__(self, xp: Any, live: bool = False) -> None:
         self.xp, self.live = xp, live
         self.replays = 0
+        self._apart = partial(allocate, xp, xp.cuda.MemoryPool())
         self._initial: list[tuple[Array, np.ndarray]] = []
         self._kept: list[Array] = []  # what the graph alone may refer to
         self._mirrors: list[tuple[Mirrors, Mirror]] = []
@@ -85,7 +89,7 @@ class Recording:
         self._frozen: list[tuple[str, Callable[[], object], object]] = []
         self._checks: list[tuple[Array, Callable[[], Exception]]] = []
         self._cells: dict[object, tuple[Array, int, Any, Callable[[], float], Any]] = {}
-        self._rows = xp.empty((ROWS, WIDTH), dtype=np.uint64)
+        self._rows = self._lasting((ROWS, WIDTH), np.uint64)
         self._now = self.persistent(np.zeros(WIDTH, np.uint64))
         self._position = self.persistent(np.zeros((), np.uint32))
         self.stop = self.persistent(np.zeros((), np.uint32))
@@ -125,11 +129,17 @@ class Recording:
 
     def persistent(self, initial: np.ndarray) -> Array:
         """See the protocol."""
-        array = self.xp.empty(initial.shape, dtype=initial.dtype)
+        array = self._lasting(initial.shape, initial.dtype)
         if self.live:
             self.write(array, initial)
         else:
             self._initial.append((array, initial))
+        return array
+
+    def _lasting(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory that nothing else of the step lies in, not even before or after."""
+        with self.xp.cuda.using_allocator(self._apart):
+            array = self.xp.empty(shape, dtype=dtype)
         self._kept.append(array)
         return array
 

@@ -1,6 +1,6 @@
 """Whole training steps on a GPU: eager, captured in a CUDA graph, and torch's.
 
-    python ci/bench/cuda_step.py [--only lenet gpt layers] [--recipes mxfp4 ...] [--rounds N]
+    python ci/bench/cuda_step.py [--only lenet gpt layers] [--recipes mxfp4 ...] [--profile] [...]
 
 lenet   LeNet-5, batch 256, SGD with momentum; torch float32: eager, compiled with
         mode="reduce-overhead", and its whole step in one CUDA graph
@@ -13,7 +13,8 @@ A step is forward, backward and update, all of the optimizer's checks included; 
 GPU. Ours are `extensor.capture`d, or the same function called by Python ("eager"). CUDA events
 around several steps, each of ours taking turns with torch's in one process, medians. "of_torch" is
 to torch's fastest. Needs a GPU, torch and the extra ``cuda13``; minutes, most of them
-torch.compile's, which `--quick` leaves out.
+torch.compile's, which `--quick` leaves out. `--profile` prints where the time of each goes, by
+kernel.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ RECIPES = {
 }
 GPT = GPTConfig(vocab=8192, context=1024, layers=8, heads=8, width=512)
 WINDOWS, TOKENS, IMAGES, BATCHES = 16, 16384, 256, 4
+PROFILED = 40
+"""Kernels in a profile."""
 Call = Callable[[int], Any]
 
 
@@ -68,6 +71,21 @@ def measure(calls: dict[str, Call], rounds: int, burst: int) -> dict[str, float]
             stop.synchronize()
             times[name].append(start.elapsed_time(stop) / burst)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def profile(title: str, call: Call) -> None:
+    """Print the microseconds and launches of each kernel in a step, longest first."""
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as found:
+        for turn in range(BATCHES):
+            call(turn)
+        torch.cuda.synchronize()
+    kernels = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
+    total = sum(one.self_device_time_total for one in kernels) / BATCHES
+    print(f"--- {title}: {total:.0f} us in kernels, of one step")
+    for one in kernels[:PROFILED]:
+        each = one.self_device_time_total / BATCHES
+        print(f"{each:10.1f} us {one.count / BATCHES:7.1f} x  {one.key[:110]}", flush=True)
 
 
 def ours(
@@ -124,6 +142,7 @@ def torch_lenet() -> torch.nn.Module:
 def graphed(call: Call, batches: list[Any]) -> Call:
     """Torch's whole step in one CUDA graph, on the first batch."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which copies the batches
     with torch.cuda.stream(stream):
         for _ in range(3):
             call(0)
@@ -252,6 +271,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", help="instead of those of each part")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
+    parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     chosen = parser.parse_args()
     xp = registry.get("cuda").xp
     works: list[tuple[str, Any, int, int]] = []
@@ -270,11 +290,15 @@ def main() -> None:
         torchs, mine = make()
         times = measure(torchs, chosen.rounds, burst)
         best = min(times, key=times.__getitem__)
+        if chosen.profile:
+            profile(f"{title}, {best}", torchs[best])
         for name, milliseconds in times.items():
             rows.append(_row(title, name, milliseconds, times[best], items))
         for name, call in mine:
             times = measure({best: torchs[best], name: call}, chosen.rounds, burst)
             rows.append(_row(title, name, times[name], times[best], items))
+            if chosen.profile and "captured" in name:
+                profile(f"{title}, {name}", call)
             del call
             gc.collect()
             xp.get_default_memory_pool().free_all_blocks()

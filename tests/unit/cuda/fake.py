@@ -35,6 +35,7 @@ class Tape:
         self.made: list[Any] = []
         self.owners: dict[int, weakref.ref[np.ndarray]] = {}
         self.copies: Callable[[int], Any] | None = None
+        self.allocator: Any = None
 
     def add(self, call: Callable[[], None]) -> None:
         """What numpy has done just now, for its result's shape."""
@@ -96,7 +97,9 @@ def made(result: Any) -> Device:
     TAPE.owners[key] = weakref.ref(owner, lambda _: TAPE.owners.pop(key, None))
     if TAPE.list is not None:
         TAPE.made.append(owner)
-    return owner.view(Device)
+    device = owner.view(Device)
+    device.home = TAPE.allocator
+    return device
 
 
 def run(call: Callable[..., Any], args: Any, kwargs: Any, out: Any = None) -> Any:
@@ -131,7 +134,9 @@ class _Address:
 
 
 class Device(np.ndarray):
-    """An array on the fake device."""
+    """An array on the fake device; ``home`` is the allocator that it was made with."""
+
+    home: Any
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         out = kwargs.get("out")
@@ -236,7 +241,9 @@ class _Pool:
 
 @contextlib.contextmanager
 def _allocating(allocator: Any) -> Iterator[None]:
+    before, TAPE.allocator = TAPE.allocator, allocator
     yield
+    TAPE.allocator = before
 
 
 class FakeCupy:

@@ -10,7 +10,7 @@ import pytest
 
 from extensor.formats import FORMATS
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import backend, graph
+from extensor_cuda import backend, memory
 from extensor_cuda.kernels import quantize as kernels
 
 
@@ -129,10 +129,10 @@ def test_out_of_memory_names_the_bytes() -> None:
             raise OutOfMemoryError
         return size
 
-    memory = types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
+    errors = types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
     runtime = types.SimpleNamespace(memGetInfo=lambda: (100, 1000))
-    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(memory=memory, runtime=runtime))
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(memory=errors, runtime=runtime))
     pool = types.SimpleNamespace(malloc=malloc)
     with pytest.raises(MemoryError, match="wanted 101 bytes, 100 of 1000 are free"):
-        graph.allocate(cupy, pool, 101)
-    assert graph.allocate(cupy, pool, 100) == 100
+        memory.allocate(cupy, pool, 101)
+    assert memory.allocate(cupy, pool, 100) == 100

@@ -392,6 +392,20 @@ def test_rows_are_written_ahead_where_they_are_known(gpu: Any) -> None:
     assert recording.replays == 10 and len(recording._foretold) == 8  # 1, 2, 4 and 8
 
 
+def test_what_lasts_lies_apart_from_what_a_step_drops(gpu: Any) -> None:
+    _, (_, train), batch = small(plain_step)
+    for _ in range(3):
+        train(*batch)
+    (repeated,) = train._graphs.values()
+    recording, pool = repeated.graph._recording, repeated.graph._pool
+    if isinstance(recording._kept[0], fake.Device):
+        assert {array.home for array in recording._kept} == {recording._apart}
+    else:
+        lasting, dropped = recording._apart.args[1], pool
+        assert lasting.used_bytes() >= sum(array.nbytes for array in recording._kept)
+        assert dropped is not lasting
+
+
 def test_what_is_loaded_is_found(gpu: Any) -> None:
     layer, (by, train), batch = small(plain_step)
     for _ in range(2):
