@@ -150,7 +150,7 @@ def graphed(call: Call, batches: list[Any]) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call(0)
-    return lambda turn: graph.replay()
+    return lambda turn, inputs=call: graph.replay()  # whose batches the graph reads
 
 
 Contest = tuple[dict[str, Call], Iterator[tuple[str, Call]]]
