@@ -27,8 +27,15 @@ class CudaTraining(GenericBackend):
 
     steps_together = True
     bfloat16 = frozenset(
-        ("add", "cross_entropy", "gelu_exact", "packed_attention", "relu")
-        + ("scaled_dot_product_attention", "softmax")
+        {
+            "add",
+            "cross_entropy",
+            "gelu_exact",
+            "packed_attention",
+            "relu",
+            "scaled_dot_product_attention",
+            "softmax",
+        }
     )
 
     def _training_reasons(self) -> dict[str, Callable[..., str | None]]:

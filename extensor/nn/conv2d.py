@@ -86,8 +86,7 @@ class Conv2d(GemmLayer):
             return conv2d(x, self.weight, self.bias, *options)
         if self.weight.is_blocked:
             y = stored_conv2d(x, self.weight, self.quant, self.kernel_size, *options)
-            y = y if self.bias is None else y + self.bias.reshape((1, -1, 1, 1))
-            return self.stored_result(y)
+            return y if self.bias is None else y + self.bias.reshape((1, -1, 1, 1))
         return quantized_conv2d(x, self.weight, self.quant, *options, self.bias)
 
     def extra_repr(self) -> str:

@@ -19,8 +19,3 @@ class GemmLayer(Module):
 
     weight: ExTensor
     quant: LayerContext | None
-
-    def stored_result(self, y: ExTensor) -> ExTensor:
-        """What came of stored weights, rounded where the recipe's activations are bfloat16."""
-        narrow = self.quant is not None and self.quant.state.recipe.activations == "bfloat16"
-        return y.astype("bfloat16") if narrow else y

@@ -60,7 +60,7 @@ class Linear(GemmLayer):
             return linear(x, self.weight, self.bias)
         if self.weight.is_blocked:
             y = stored_matmul(x, self.weight, self.quant)
-            return self.stored_result(y if self.bias is None else y + self.bias)
+            return y if self.bias is None else y + self.bias
         return quantized_matmul(x, self.weight, self.quant.at(call), self.bias)
 
     def extra_repr(self) -> str:
