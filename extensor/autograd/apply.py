@@ -155,6 +155,7 @@ def _prepare(
         return inputs, arrays, None, rounded
     for i in promoted:
         if inputs[i].dtype is not compute:
+            assert compute.numpy is not None
             arrays[i] = backend.cast(arrays[i], compute.numpy)
     return inputs, arrays, compute.numpy, rounded
 

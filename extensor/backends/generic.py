@@ -27,7 +27,8 @@ __all__ = ["GenericBackend"]
 
 
 _BFLOAT16, _FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _widened(method: Callable[P, T]) -> Callable[P, T]:

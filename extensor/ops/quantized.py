@@ -152,7 +152,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     x, w = (rng.standard_normal(s).astype(np.float32) for s in ((5, 40), (3, 40)))
     yield Sample((x, w, layer_context(get_recipe("fp32").layers)), expected=x @ w.T)
     yield Sample((x, w, layer_context(get_recipe("mxfp4").layers)))
-    bias = np.float32([0.5, -1.0, 0.25])
+    bias = np.array([0.5, -1.0, 0.25], np.float32)
     yield Sample((x, w, layer_context(get_recipe("fp32").layers), bias), expected=x @ w.T + bias)
 
 

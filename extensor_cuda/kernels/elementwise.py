@@ -41,7 +41,7 @@ def source(a: int, b: int, out: int) -> Source:
 
 
 def unary(name: str, x: Array, xp: Any, dtype: Any = None) -> Array:
-    """Op ``name`` of every value of x, C-contiguous and not empty; in x's dtype if none is given."""
+    """Op ``name`` of each value of x, C-contiguous and not empty; in x's dtype unless told."""
     out = xp.empty(x.shape, dtype=x.dtype if dtype is None else dtype)
     program = source(kind(x), kind(x), kind(out))
     launch(program, name, -(-x.size // _PART), _THREADS, x, out, np.int64(x.size))
