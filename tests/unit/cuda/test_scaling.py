@@ -85,7 +85,7 @@ def test_operands_are_the_references(xp: Any, spec: QuantSpec, axis: int, dtype:
             assert counts() == stats, (shape, kind)
             decoded = reference.dequantize(q)
             np.testing.assert_array_equal(
-                np.asarray(scaling.values(side, xp)), decoded if axis else decoded.T
+                host(scaling.values(side, xp)), decoded if axis else decoded.T
             )
 
 
