@@ -249,7 +249,7 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const St
     // Octets of a row: this lane's place, and where the stretch ends; nothing is copied in advance of odd rows.
     int ahead = (begin + quarter * LANE) / kInByte;
     const int limit = whole ? min(static_cast<int>(octets), (end + kSegment - 1) / kSegment * (kSegment / kInByte)) : 0;
-    const int last_there = max(limit - 16, 0);
+    const int last_there = max(limit - kLaneBytes, 0);
     const auto send = [&](int slot) {
         const int offset = min(ahead, last_there);  // an address of the row in any case
 #pragma unroll
