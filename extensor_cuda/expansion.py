@@ -66,8 +66,8 @@ class Expansion:
 
 
 @lru_cache(maxsize=256)
-def expand_source(spec: QuantSpec, kind: str, lift: int) -> Source:
-    """The program that expands packed codes of a spec resolved for a matrix."""
+def expand_source(spec: QuantSpec, kind: str, lift: int, fixed: bool = False) -> Source:
+    """The program that expands packed codes of a spec resolved for a matrix, as `expand`."""
     element = spec.row.element
     assert isinstance(spec.tile, tuple)
     macros = {
@@ -81,6 +81,7 @@ def expand_source(spec: QuantSpec, kind: str, lift: int) -> Source:
         "DOWN": int(spec.axis == 0),
         "OUT": _KINDS.index(kind),
         "LIFT": lift,
+        "FIXED": int(fixed),
     }
     return Source.read(_FOLDER / "expand.cu", macros)
 
@@ -91,27 +92,36 @@ def _blocks(threads: int, guarded: bool) -> int:
 
 
 def expand(
-    q: QuantArray, kind: str, flag: Array, xp: Any, guards: Sequence[Array] = ()
+    q: QuantArray,
+    kind: str,
+    flag: Array | None,
+    xp: Any,
+    guards: Sequence[Array] = (),
+    fixed: bool = False,
 ) -> Expansion:
     """The values of a packed matrix, contraction contiguous; does not wait.
 
     Args:
         q: MX or NVFP4 in tiles (n, 16 to 128), along either axis.
         kind: "bf16", or what `kind_of` says.
-        flag: uint32 (1,), raised where the kind does not hold a value.
+        flag: uint32 (1,), raised where the kind does not hold a value; None only if fixed.
         xp: cupy.
         guards: two flags; nothing is written unless one is set. None: always.
+        fixed: bfloat16 values as they are, without an exponent, in one launch. What bfloat16 does
+            not hold, which is less than relative to the largest scale, becomes NaN.
     """
     axis, mx = q.spec.axis, q.spec.is_mx
     lift = 0 if kind == "bf16" else kind_of(q.spec)[1]
-    source = expand_source(q.spec, kind, lift)
+    source = expand_source(q.spec, kind, lift, fixed)
     k = coded_length(q.spec, q.shape)
     lines, pitch = q.shape[1 - axis], -(-k // 16) * 16
     codes, scales = (_aligned(part, xp) for part in (q.codes, q.scales))
     out = xp.empty((lines, pitch), dtype=np.uint16 if kind == "bf16" else np.uint8)
     null = np.uint64(0)
-    largest, exponent, factor = null, null, xp.empty(1, dtype=np.float32)
-    if mx:
+    largest, exponent, factor = null, null, null
+    if not fixed:
+        factor = xp.empty(1, dtype=np.float32)
+    if mx and not fixed:
         largest, exponent = xp.zeros(1, dtype=np.uint32), xp.empty(1, dtype=np.int32)
         count = scales.size
         blocks = min(-(-count // _THREADS), _ANCHOR_BLOCKS)
@@ -132,10 +142,12 @@ def expand(
         out,
         exponent,
         factor,
-        flag,
+        null if flag is None else flag,
         *(guards or (null, null)),
         *(np.int64(n) for n in (lines, pitch, codes.shape[1], scales.shape[1])),
     )
+    if fixed:
+        return Expansion(out[:, :k], kind, None, None if mx else q.tensor_scale)
     return Expansion(out[:, :k], kind, exponent if mx else None, factor)
 
 

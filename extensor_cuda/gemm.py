@@ -18,8 +18,8 @@ accumulate="near" takes MXFP8 on the FP8 tensor cores, whose sums move to float3
 elements. MXFP8 uses all of FP8's exponents, so that no power of two holds a row exactly: a few
 small values are rounded once more (`extensor_cuda.near`), and the product says how many. It is off
 that of the near-exact values by up to (K' 34 / 32 2**-13 + (K / 128 + 16) 2**-24) S, with K' =
-min(K, 128), and this off the exact one by the sum over K of |da| |b| + |a| |db| + |da| |db|, with da up to
-2**-10 (E4M3) or 2**-17 (E5M2) times the largest scale of a's row.
+min(K, 128), and this off the exact one by the sum over K of |da| |b| + |a| |db| + |da| |db|, with
+da up to 2**-10 (E4M3) or 2**-17 (E5M2) times the largest scale of a's row.
 
 accumulate="exact" takes MXFP4 as 8-bit integers where a row's scales span at most 3 binades: the
 sum is exact and rounded once, so that it equals every other exact one, the CPU's too where its

@@ -6,11 +6,17 @@ are three bfloat16 matrices, one below the other, whose products are added, so t
 sum is rounded: with S = sum |x| |w| over K it is off by up to (K 2**-22 + 2**-20) S plus what
 underflows. INT4 and INT8 weights under float scales fit bfloat16 only without these, which vary
 along K: with many rows they are decoded to float32 and multiplied by cupy.
+
+Bfloat16 holds every NVFP4 value but for the tensor scale, and MX values from 2**-133 up to its
+largest, as a quantizer makes them. Whether it holds all of an MX matrix is read on the host the
+first time that the matrix is multiplied, and remembered: nothing waits after that. A value that it
+does not hold would be NaN, never another number.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ml_dtypes
 import numpy as np
@@ -20,12 +26,15 @@ from extensor_cuda import decode
 from extensor_cuda.expansion import Expansion, expand, join
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import empty_rows
+from extensor_cuda.scaled import pitched
 
 __all__ = ["product", "reason"]
 
 Array = Any
 
 _OUT = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+_FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
+"""Whether bfloat16 holds all of a stored matrix as it is."""
 DECODED = "tensor cores, weights decoded on the way"
 EXPANDED = "bf16 tensor cores, weights expanded first"
 
@@ -57,9 +66,8 @@ def _parts(x: Array, xp: Any) -> Array:
     """The bits of x as bfloat16, (M, K); of float32 in three parts that add up to it, (3 M, K)."""
     rows, k = x.shape
     if x.dtype.name == "bfloat16":
-        out = empty_rows(xp, rows, k, np.uint16)
-        out[...] = x.view(np.uint16)
-        return out
+        return pitched(x, xp).view(np.uint16)
+    x = xp.ascontiguousarray(x)
     out = empty_rows(xp, 3 * rows, k, np.uint16)
     rest = xp.where(xp.isfinite(x), x, np.float32(0))
     for i in range(3):
@@ -72,10 +80,27 @@ def _parts(x: Array, xp: Any) -> Array:
     return out
 
 
+def _expanded(w: QuantArray, xp: Any) -> Expansion | None:
+    """The weights as bfloat16; None if it does not hold them."""
+    fits = _FITS.get(w) if w.spec.is_mx else True
+    if fits:
+        return expand(w, "bf16", None, xp, fixed=True)
+    flag = xp.zeros(1, dtype=np.uint32)
+    if fits is None:
+        made = expand(w, "bf16", flag, xp, fixed=True)
+        _FITS[w] = not int(flag[0])
+        if _FITS[w]:
+            return made
+        flag[...] = 0
+    made = expand(w, "bf16", flag, xp)  # relative to the largest scale
+    return None if int(flag[0]) else made
+
+
 def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, str] | str:
     """X w^T of operands that `reason` covers, float32 or bfloat16 (M, N), and the way it was taken.
 
-    Many rows read one flag on the host, and so wait for the GPU.
+    Many rows wait for the GPU the first time that MX weights are seen, so multiply once before a
+    capture; and each time if their largest or least values lie beyond those of bfloat16.
 
     Args:
         x: (M, K), float32 or bfloat16.
@@ -89,12 +114,11 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, st
     """
     if decode.reason(x, w, xp.cuda.Device().compute_capability) is None:
         return decode.product(x, w, out_dtype, xp), DECODED
-    flag = xp.zeros(1, dtype=np.uint32)
-    weights = expand(w, "bf16", flag, xp)
-    if int(flag[0]):
+    weights = _expanded(w, xp)
+    if weights is None:
         return "values that bfloat16 does not hold"
     rows = len(x)
-    parts = _parts(xp.ascontiguousarray(x), xp)
+    parts = _parts(x, xp)
     whole = len(parts) == rows
     out = empty_rows(xp, len(parts), w.shape[0], _OUT[out_dtype if whole else "float32"])
     join(Expansion(parts, "bf16"), weights, out)
