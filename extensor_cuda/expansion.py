@@ -10,6 +10,11 @@ A tensor's scales lie relative to its largest one; FP8 holds every value of
 
 and bfloat16 of everything, but what lies more than 110 binades below the tensor's largest scale.
 What is not held raises a flag on the device.
+
+Bfloat16 also holds every NVFP4 value but for the tensor scale, and every MX value as it is that a
+quantizer makes, from 2**-133 up: so `whole` needs no anchor. Whether all of an MX matrix is held is
+read on the host the first time that the matrix is seen, and remembered: nothing waits after that.
+A value that is not held would be NaN, never another number.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -27,7 +33,7 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.gemm import Flags, configure, gemm
 
-__all__ = ["Expansion", "expand", "expand_source", "join", "kind_of", "scale_of"]
+__all__ = ["Expansion", "expand", "expand_source", "join", "kind_of", "scale_of", "whole"]
 
 Array = Any
 
@@ -39,6 +45,8 @@ _KINDS = ("bf16", "e5m2", "e4m3")  # as in expand.cu
 # 6 * 1.5 * 2**5 is 288.
 _FP8 = {"e2m1": ("e5m2", 13), "e3m2": ("e5m2", 11), "e2m3": ("e4m3", 5)}
 _NVFP4_LIFT = -3
+_FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
+"""Whether bfloat16 holds all of a stored matrix as it is."""
 
 
 def kind_of(spec: QuantSpec) -> tuple[str, int]:
@@ -149,6 +157,39 @@ def expand(
     if fixed:
         return Expansion(out[:, :k], kind, None, None if mx else q.tensor_scale)
     return Expansion(out[:, :k], kind, exponent if mx else None, factor)
+
+
+def whole(stored: Sequence[QuantArray], xp: Any) -> list[Expansion] | None:
+    """Packed matrices as bfloat16, exactly; None if one has values that it does not hold.
+
+    Waits for the GPU the first time that an MX matrix is seen, so multiply once before a capture;
+    and each time if the matrix fits only relative to its largest scale.
+
+    Args:
+        stored: MX or NVFP4, as for `expand`.
+        xp: cupy.
+    """
+    unknown = list(dict.fromkeys(q for q in stored if q.spec.is_mx and q not in _FITS))
+    raised = xp.zeros(len(unknown), dtype=np.uint32) if unknown else None
+    made: list[Expansion | None] = []
+    for q in stored:
+        flag = None
+        if raised is not None and q in unknown:
+            at = unknown.index(q)
+            flag = raised[at : at + 1]
+        known_not = not _FITS.get(q, True)
+        made.append(None if known_not else expand(q, "bf16", flag, xp, fixed=True))
+    if raised is not None:
+        _FITS.update(zip(unknown, (not flag for flag in raised.get()), strict=True))
+    out = []
+    for q, expansion in zip(stored, made, strict=True):
+        if expansion is None or not _FITS.get(q, True):
+            flag = xp.zeros(1, dtype=np.uint32)
+            expansion = expand(q, "bf16", flag, xp)
+            if int(flag[0]):
+                return None
+        out.append(expansion)
+    return out
 
 
 def _aligned(array: Array, xp: Any) -> Array:

@@ -38,7 +38,7 @@ import numpy as np
 
 from extensor.quant.array import QuantArray
 from extensor_cuda import scaled
-from extensor_cuda.expansion import Expansion, expand, join, kind_of
+from extensor_cuda.expansion import Expansion, expand, join, kind_of, whole
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS, Config, configure, empty_rows, gemm
@@ -195,8 +195,8 @@ def matmul(
 ) -> Product | str:
     """The product a b^T on the tensor cores; the module's docstring has the error bounds.
 
-    Reads one flag on the host, and so waits for the GPU: it cannot be captured in a graph. Not so
-    "near" with two MXFP8 operands.
+    Reads a flag on the host, and so waits for the GPU: it cannot be captured in a graph. Not so
+    "near" with two MXFP8 operands, nor "bf16" with operands that it has multiplied before.
 
     Args:
         a: (M, K), blocked along K.
@@ -241,9 +241,8 @@ def matmul(
         if isinstance(done, Product):
             return done
         why = done
-    flag = xp.zeros(1, dtype=xp.uint32)
-    x, y = (expand(q, "bf16", flag, xp) for q in (a, b))
-    if int(flag[0]):
+    sides = whole((a, b), xp)
+    if sides is None:
         return "values that bfloat16 does not hold"
-    join(x, y, out)
+    join(sides[0], sides[1], out)
     return Product(xp.ascontiguousarray(out), f"bf16 tensor cores: {why}")

@@ -6,24 +6,18 @@ are three bfloat16 matrices, one below the other, whose products are added, so t
 sum is rounded: with S = sum |x| |w| over K it is off by up to (K 2**-22 + 2**-20) S plus what
 underflows. INT4 and INT8 weights under float scales fit bfloat16 only without these, which vary
 along K: with many rows they are decoded to float32 and multiplied by cupy.
-
-Bfloat16 holds every NVFP4 value but for the tensor scale, and MX values from 2**-133 up to its
-largest, as a quantizer makes them. Whether it holds all of an MX matrix is read on the host the
-first time that the matrix is multiplied, and remembered: nothing waits after that. A value that it
-does not hold would be NaN, never another number.
 """
 
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import ml_dtypes
 import numpy as np
 
 from extensor.quant.array import QuantArray
 from extensor_cuda import decode
-from extensor_cuda.expansion import Expansion, expand, join
+from extensor_cuda.expansion import Expansion, join, whole
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import empty_rows
 from extensor_cuda.scaled import pitched
@@ -33,8 +27,6 @@ __all__ = ["product", "reason"]
 Array = Any
 
 _OUT = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-_FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
-"""Whether bfloat16 holds all of a stored matrix as it is."""
 DECODED = "tensor cores, weights decoded on the way"
 EXPANDED = "bf16 tensor cores, weights expanded first"
 
@@ -80,22 +72,6 @@ def _parts(x: Array, xp: Any) -> Array:
     return out
 
 
-def _expanded(w: QuantArray, xp: Any) -> Expansion | None:
-    """The weights as bfloat16; None if it does not hold them."""
-    fits = _FITS.get(w) if w.spec.is_mx else True
-    if fits:
-        return expand(w, "bf16", None, xp, fixed=True)
-    flag = xp.zeros(1, dtype=np.uint32)
-    if fits is None:
-        made = expand(w, "bf16", flag, xp, fixed=True)
-        _FITS[w] = not int(flag[0])
-        if _FITS[w]:
-            return made
-        flag[...] = 0
-    made = expand(w, "bf16", flag, xp)  # relative to the largest scale
-    return None if int(flag[0]) else made
-
-
 def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, str] | str:
     """X w^T of operands that `reason` covers, float32 or bfloat16 (M, N), and the way it was taken.
 
@@ -114,15 +90,15 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, st
     """
     if decode.reason(x, w, xp.cuda.Device().compute_capability) is None:
         return decode.product(x, w, out_dtype, xp), DECODED
-    weights = _expanded(w, xp)
-    if weights is None:
+    made = whole([w], xp)
+    if made is None:
         return "values that bfloat16 does not hold"
     rows = len(x)
     parts = _parts(x, xp)
-    whole = len(parts) == rows
-    out = empty_rows(xp, len(parts), w.shape[0], _OUT[out_dtype if whole else "float32"])
-    join(Expansion(parts, "bf16"), weights, out)
-    if not whole:  # the smallest first
+    single = len(parts) == rows
+    out = empty_rows(xp, len(parts), w.shape[0], _OUT[out_dtype if single else "float32"])
+    join(Expansion(parts, "bf16"), made[0], out)
+    if not single:  # the smallest first
         total = out[2 * rows :] + out[rows : 2 * rows]
         total += out[:rows]
         out = total.astype(_OUT[out_dtype], copy=False)

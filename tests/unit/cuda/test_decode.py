@@ -173,10 +173,8 @@ def test_many_rows_expand_the_weights(many: Any, form: str, dtype: str) -> None:
         assert (np.abs(done[0].get().astype(np.float64) - want) <= bound).all()
 
 
-def no_reads(array: np.ndarray, key: Any) -> Any:
-    """As __getitem__, of arrays alone."""
-    assert not isinstance(key, int), "read on the host"
-    return np.ndarray.__getitem__(array, key)
+def refuse(array: Any) -> Any:
+    raise AssertionError("read on the host")
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
@@ -189,7 +187,7 @@ def test_whether_weights_fit_is_read_once(
     x = many.asarray(activations((70, 300), "bfloat16"))
     if form == "mxfp4":
         packed.product(x, w, "bfloat16", many)
-    monkeypatch.setattr(emulation.Device, "__getitem__", no_reads)
+    monkeypatch.setattr(emulation.Device, "get", refuse)
     done = packed.product(x, w, "bfloat16", many)
     assert not isinstance(done, str) and done[1] == packed.EXPANDED
     if form == "mxfp4":
@@ -210,11 +208,16 @@ def test_weights_beyond_bfloat16_go_by_their_largest_scale(
     w.codes[...] = np.where(w.codes & 0x7F, 1, 0)  # the least magnitude
     w.codes[0, 0] = 0x7B if high > low else 1
     x = many.asarray(activations((70, 96), "bfloat16"))
+    stored = sent(w, many)
     for _ in range(2):
-        done = packed.product(x, sent(w, many), "float32", many)
+        done = packed.product(x, stored, "float32", many)
         assert isinstance(done, str) is not fits
         if isinstance(done, str):
             assert done == "values that bfloat16 does not hold"
+        assert expansion._FITS[stored] is False
+    twice = sent(w, many)
+    assert (expansion.whole([twice, twice], many) is not None) is fits
+    assert expansion._FITS[twice] is False
 
 
 def test_activations_are_multiplied_as_they_lie(many: Any) -> None:
