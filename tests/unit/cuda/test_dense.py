@@ -196,6 +196,5 @@ def test_rounding_is_the_nearest_and_once_for_both_ways(
     want = x.astype(np.float32).astype(ml_dtypes.bfloat16)
     along, down = dense.make(hopper.asarray(x), (1, 0), hopper)
     assert along.bits is down.bits and along.shape == down.shape[::-1] == shape
-    np.testing.assert_array_equal(along.bits.get().view(ml_dtypes.bfloat16), want)
     for made, values in ((along, want), (down, want.T)):
         np.testing.assert_array_equal(made.values(np), values.astype(np.float32))
