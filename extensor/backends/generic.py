@@ -383,6 +383,10 @@ class GenericBackend:
         """See the protocol."""
         return [self.all_finite(x) for x in arrays]
 
+    def leading_sum(self, x: Array, axes: int) -> Array:
+        """See the protocol."""
+        return layers.leading_sum(x, axes)
+
     def channel_sum(self, x: Array) -> Array:
         """See the protocol."""
         return layers.channel_sum(x, self.xp)

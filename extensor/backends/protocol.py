@@ -419,6 +419,10 @@ class Backend(Protocol):
         """`all_finite` of each array."""
         ...
 
+    def leading_sum(self, x: Array, axes: int) -> Array:
+        """Sums over the first ``axes`` axes, in float32 for 16-bit floats: of a bias's gradient."""
+        ...
+
     def channel_sum(self, x: Array) -> Array:
         """Sums over all but the second axis, (N, C, ...) -> (C,)."""
         ...
