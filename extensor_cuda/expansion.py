@@ -20,7 +20,7 @@ A value that is not held would be NaN, never another number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,14 @@ class Expansion:
         kind: their element type: "bf16", "e5m2", "e4m3" or "s8".
         exponent: int32 (1,); None if the factor is no power of two, or where it is 0.
         factor: float32, (1,) or one for each row; None if it is not known, or 1.
+        down: whether codes are (K, rows); with bfloat16.
     """
 
     codes: Array
     kind: str
     exponent: Array | None = None
     factor: Array | None = None
+    down: bool = False
 
 
 @lru_cache(maxsize=256)
@@ -215,8 +217,9 @@ def join(
     flags: Flags | None = None,
     runs: Array | None = None,
     promote: int | None = None,
+    bias: Array | None = None,
 ) -> None:
-    """Launch out = a b^T of operands with a shared `scale_of`; FP8 with FP8, bf16 with bf16.
+    """Launch out = a b^T + bias of operands with a shared `scale_of`; FP8 with FP8, bf16 with bf16.
 
     Args:
         a: left operand.
@@ -225,10 +228,13 @@ def join(
         flags: on the device, whether to run.
         runs: counts the launches that ran.
         promote: as in `extensor_cuda.kernels.gemm.Config`.
+        bias: float32 (N,), added to the float32 sum; None: none.
     """
     config = configure(a.kind, *out.shape, out.dtype.name, promote, b=b.kind)
+    config = replace(config, down=(a.down, b.down))
     shared = scale_of(a, b)
     assert shared is not None
     exponents = (a.exponent, b.exponent) if shared == "exponent" else (None, None)
     factors = (a.factor, b.factor) if shared == "factor" else None
-    gemm(a.codes, b.codes, out, config, *exponents, flags=flags, runs=runs, factors=factors)
+    codes = a.codes, b.codes
+    gemm(*codes, out, config, *exponents, bias, flags=flags, runs=runs, factors=factors)

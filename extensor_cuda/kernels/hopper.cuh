@@ -84,11 +84,6 @@ __device__ __forceinline__ void cluster_sync() {
 
 // ---- wgmma ----
 
-// A tile of rows of 128 bytes, swizzled by TMA: groups of 8 rows are 1024 bytes apart.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-    return static_cast<u64>((address & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
-
 // Names the accumulators, so that the compiler moves no use of them across.
 __device__ __forceinline__ void hold(Sum (&d)[kRegisters]) {
 #pragma unroll

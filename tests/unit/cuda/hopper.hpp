@@ -89,7 +89,6 @@ inline u32 rounded_pair(float high, float low) {
 
 // ---- wgmma ----
 
-inline u64 descriptor(u32 address) { return address >> 4; }
 inline void hold(Sum (&)[kRegisters]) {}
 template <int>
 void finish(Sum (&)[kRegisters]) {}
@@ -112,27 +111,37 @@ double value_of(u32 code) {
     }
     return values[code];
 }
-inline double pair_at(u32 address, int k) {
-    const u32 at = swizzled(address + 2 * k);
-    return of_bfloat16(shared_bytes[at] | shared_bytes[at + 1] << 8);
+// Where element k of row i of an operand lies, swizzled by 128 bytes: wgmma's canonical layouts (PTX
+// ISA). K contiguous: 8 rows are a pattern of 1024 bytes, the stride leads to the next 8. The other
+// way: 64 rows by 8 of K are one; the stride leads to the next 8 of K, the leading offset to 64 rows.
+template <bool kDown>
+u32 address_of(u64 descriptor, int i, int k) {
+    constexpr int kItem = KIND == 1 ? 2 : 1;
+    const u32 address = static_cast<u32>(descriptor << 4) & 0x3FFFF;
+    const u32 leading = static_cast<u32>(descriptor >> 16 & 0x3FFF) << 4;
+    const u32 stride = static_cast<u32>(descriptor >> 32 & 0x3FFF) << 4;
+    if (descriptor >> 62 != 1) std::fprintf(stderr, "not swizzled by 128 bytes\n"), std::exit(3);
+    return swizzled(address + (kDown ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * kItem
+                                     : i / 8 * stride + i % 8 * 128 + k * kItem));
+}
+template <bool kDown, int kKind>
+double element(u64 descriptor, int i, int k) {
+    const u8* at = shared_bytes + address_of<kDown>(descriptor, i, k);
+    return KIND == 1 ? of_bfloat16(at[0] | at[1] << 8) : value_of<kKind>(at[0]);
 }
 
 // A thread's accumulators of 64 x N: rows lane / 4 and 8 below, pairs of columns 8 apart.
 inline void wgmma(Sum (&d)[kRegisters], u64 a, u64 b, int more) {
-    const u32 left = static_cast<u32>(a << 4), right = static_cast<u32>(b << 4);
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    double rows[2][32];
+    constexpr int kSteps = KIND == 1 ? 16 : 32;
+    double rows[2][kSteps];
     for (int h = 0; h < 2; ++h)
-        for (int k = 0; k < (KIND == 1 ? 16 : 32); ++k) {
-            const u32 at = left + (warp * 16 + lane / 4 + 8 * h) * 128;
-            rows[h][k] = KIND == 1 ? pair_at(at, k) : value_of<A_KIND>(shared_bytes[swizzled(at + k)]);
-        }
+        for (int k = 0; k < kSteps; ++k) rows[h][k] = element<A_DOWN, A_KIND>(a, warp * 16 + lane / 4 + 8 * h, k);
     for (int j = 0; j < kTileN / 8; ++j)
         for (int c = 0; c < 2; ++c) {
-            const u32 at = right + (8 * j + lane % 4 * 2 + c) * 128;
             double sums[2] = {0, 0};
-            for (int k = 0; k < (KIND == 1 ? 16 : 32); ++k) {
-                const double v = KIND == 1 ? pair_at(at, k) : value_of<B_KIND>(shared_bytes[swizzled(at + k)]);
+            for (int k = 0; k < kSteps; ++k) {
+                const double v = element<B_DOWN, B_KIND>(b, 8 * j + lane % 4 * 2 + c, k);
                 sums[0] += rows[0][k] * v, sums[1] += rows[1][k] * v;
             }
             for (int h = 0; h < 2; ++h) {
