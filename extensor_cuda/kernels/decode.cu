@@ -2,7 +2,8 @@
 // to mma.sync (m16n8k16; weights on the side of 16).
 //
 // A block of four warps has 64 rows of w, a warp 16 of them, and a stretch of K. A lane reads LANE
-// neighbouring elements of two rows, a segment is four lanes' worth; x lies in shared memory in the
+// neighbouring elements of two rows, a segment is four lanes' worth, which it has copied to shared
+// memory DEPTH segments ahead: nobody else reads them, so no barrier guards them. x lies in shared memory in the
 // order in which decoding leaves the elements, so that no element moves between lanes. float32 x is
 // three bfloat16 matrices, which together are exactly x: its rows are three tokens (PARTS).
 //
@@ -12,8 +13,8 @@
 //
 // Stretches of K leave their sums in `partial`; the last block of a group of rows adds them in order,
 // so that the result depends on nothing but shapes. No headers. Macros: BITS, IS_FLOAT, UE4M3, BLOCK,
-// SCALED, GROUP, HALF (scales), LANE, PIECE (of K in shared memory), TILES (of 8 tokens), PARTS, IN and OUT (0:
-// float32, 1: bfloat16), RESIDENT.
+// SCALED, GROUP, HALF (scales), LANE, PIECE (of K in shared memory), DEPTH, TILES (of 8 tokens), PARTS, IN and
+// OUT (0: float32, 1: bfloat16), RESIDENT.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -24,9 +25,25 @@ constexpr int kWarps = 4, kThreads = 128, kRows = 64, kTokens = 8 * TILES;
 constexpr int kSegment = 4 * LANE, kCodeWords = LANE * BITS / 32, kUnits = LANE / 8;
 constexpr int kGroup = GROUP ? GROUP : 1;
 constexpr int kPitch = PIECE * 2 + 64;  // bytes of a token: no bank conflicts
-constexpr int kPart = BLOCK < LANE ? BLOCK : LANE, kScaleCount = SCALED ? 1 : LANE / kPart;
+constexpr int kInByte = 8 / BITS, kLaneBytes = 4 * kCodeWords, kStage = 2 * kThreads * kLaneBytes;
+constexpr int kScales = SCALED ? 0 : PIECE / BLOCK, kScalePitch = kScales + 4;  // of a row of w, no bank conflicts
 
 #ifdef __CUDA_ARCH__
+// So many bytes to shared memory, zeros unless they are `there`; done once `arrived` says so.
+template <int kBytes>
+__device__ __forceinline__ void copy_ahead(void* to, const void* from, bool there) {
+    const u32 address = static_cast<u32>(__cvta_generic_to_shared(to));
+    const int bytes = there ? kBytes : 0;
+    if (kBytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(address), "l"(from), "r"(bytes), "n"(kBytes)
+                     : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// All but the newest DEPTH - 1 groups of copies of this thread have arrived.
+__device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
+
 // d += a b with a (16, 16) and b (16, 8) of bfloat16 pairs, float32 sums.
 __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -61,20 +78,23 @@ __device__ __forceinline__ float scale_value(float value) { return value; }
 #endif
 #else
 typedef u8 Stored;
-// A scale as a bfloat16.
-__device__ __forceinline__ u32 scale_pair(u32 byte) {
+// A scale times 2^-8 as a bfloat16 pair; `folded`: times 2^118, which takes the elements' 2^-126 along.
+__device__ __forceinline__ u32 scale_pair(u32 byte, bool folded) {
 #if UE4M3
-    // The bits are a bfloat16 already, 2^-120 times the scale.
-    const u32 scale = fma_pair(twice(byte << 4), 0x7B807B80u, 0u);
+    // The bits are a bfloat16 already, 2^-120 times the scale, which is below 2^9.
+    const u32 scale = fma_pair(fma_pair(twice(byte << 4), 0x7B807B80u, 0u), 0x7A807A80u, 0u);
     return byte < 0x7Fu ? scale : twice(0x7FC0u);
 #else
-    return twice(byte == 255u ? 0x7FC0u : byte ? byte << 7 : 0x40u);
+    if (folded) return twice((byte + 118u) << 7);
+    return twice(byte == 255u ? 0x7FC0u : byte > 8u ? (byte - 8u) << 7 : byte > 1u ? 1u << (byte - 2u) : 0u);
 #endif
 }
+// Whether an E8M0 scale is one that `folded` takes: 2^-117 to 2^9.
+__device__ __forceinline__ bool foldable(u32 byte) { return byte - 10u <= 126u; }
 #endif
 
 // Eight codes -> four pairs of bfloat16: elements (p, p + 4) of 4-bit codes, (2 p, 2 p + 1) of bytes.
-__device__ __forceinline__ void decode(const u32* words, u32 scale, int zero, u32 (&pairs)[4]) {
+__device__ __forceinline__ void decode(const u32* words, u32 scale, bool folded, int zero, u32 (&pairs)[4]) {
 #if BITS == 4
     const u32 w = IS_FLOAT ? words[0] : words[0] ^ 0x88888888u;
 #pragma unroll
@@ -83,7 +103,7 @@ __device__ __forceinline__ void decode(const u32* words, u32 scale, int zero, u3
 #if IS_FLOAT
         // The bits are a bfloat16 already, 2^-126 times the element.
         const u32 bits = (four & 0x00070007u) << 6 | (four & 0x00080008u) << 12;
-        pairs[p] = fma_pair(fma_pair(bits, 0x7E807E80u, 0u), scale, 0u);
+        pairs[p] = fma_pair(folded ? bits : fma_pair(bits, 0x7E807E80u, 0u), scale, 0u);
 #else
         const u32 offset = twice(0xC300u | static_cast<u32>(8 + zero));  // -(136 + zero)
         pairs[p] = fma_pair((four & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, offset);
@@ -101,45 +121,46 @@ __device__ __forceinline__ void decode(const u32* words, u32 scale, int zero, u3
 #endif
 }
 
-// What a lane holds of one row of a segment.
-struct Codes {
-    u32 words[kCodeWords];
-    u32 scale[kScaleCount];
-};
-
-// `at`: the lane's first element along K, a multiple of LANE; `octets`, `blocks`: of a row in memory.
-__device__ __forceinline__ void fetch(Codes& c, const u8* codes, const Stored* scales, i64 row, int at,
-                                      i64 octets, i64 blocks, bool whole) {
-    const i64 offset = static_cast<i64>(at) * BITS / 8, left = octets - offset;
-    const u8* from = codes + row * octets + offset;
-    if (whole && left > 0) {
-        if (kCodeWords % 4 == 0) {
+// A lane's codes of one row of a segment, where they do not lie in whole lanes' worths of bytes.
+__device__ __forceinline__ void gather(u32 (&words)[kCodeWords], const u8* from, i64 left) {
 #pragma unroll
-            for (int i = 0; i < kCodeWords; i += 4) {
-                const uint4 four = __ldcs(reinterpret_cast<const uint4*>(from) + i / 4);
-                c.words[i] = four.x, c.words[i + 1] = four.y, c.words[i + 2] = four.z, c.words[i + 3] = four.w;
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < kCodeWords; ++i) c.words[i] = __ldcs(reinterpret_cast<const u32*>(from) + i);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kCodeWords; ++i) {
-            u32 word = 0;
-            for (int b = 0; b < 4; ++b)
-                if (4 * i + b < left) word |= static_cast<u32>(from[4 * i + b]) << (8 * b);
-            c.words[i] = word;
-        }
+    for (int i = 0; i < kCodeWords; ++i) {
+        u32 word = 0;
+        for (int b = 0; b < 4; ++b)
+            if (4 * i + b < left) word |= static_cast<u32>(from[4 * i + b]) << (8 * b);
+        words[i] = word;
     }
-#if !SCALED
-#pragma unroll
-    for (int i = 0; i < kScaleCount; ++i) {
-        const int block = (at + i * kPart) / BLOCK;
-        c.scale[i] = block < blocks ? scales[row * blocks + block] : 0;
-    }
-#endif
 }
+
+#if !SCALED
+constexpr u32 kNoScale = UE4M3 ? 0u : 0x7F7F7F7Fu;
+
+// The scales of a block's rows, of PIECE elements from `k0` on, which is a multiple of a segment.
+// Returns whether this thread found one that `folded` does not take.
+__device__ __forceinline__ bool load_scales(u8* to, const Stored* scales, int k0, int line0, int lines, i64 blocks) {
+    const i64 first = k0 / BLOCK;
+    const bool words = kSegment / BLOCK % 4 == 0 && blocks % 4 == 0;
+    const int step = words ? 4 : 1, of_row = kScales / step;
+    bool odd = false;
+    for (int u = threadIdx.x; u < kRows * of_row; u += kThreads) {
+        const int row = u / of_row, i = u % of_row * step;
+        const Stored* from = scales + static_cast<i64>(min(line0 + row, lines - 1)) * blocks + first + i;
+        u8* at = to + row * kScalePitch + i;
+        u32 found = kNoScale;
+        if (words) {
+            if (first + i < blocks) found = *reinterpret_cast<const u32*>(from);
+            *reinterpret_cast<u32*>(at) = found;
+        } else {
+            if (first + i < blocks) found = *from;
+            *at = static_cast<u8>(found);
+            found = kNoScale & 0xFFFFFF00u | found & 0xFFu;
+        }
+        if (!UE4M3)
+            for (int b = 0; b < 32; b += 8) odd = odd || !foldable(found >> b & 0xFFu);
+    }
+    return odd;
+}
+#endif
 
 // ---- x ----
 
@@ -162,14 +183,14 @@ __device__ __forceinline__ u32 part_of(Raw raw, int part) {
 #endif
 }
 
-// x from `k0` on, zeros beyond `rows` and `columns`, as decoding leaves the weights.
+// x from `k0` on, zeros beyond `columns`, as decoding leaves the weights.
 __device__ __forceinline__ void load_x(u8* to, const Raw* x, int k0, int rows, int columns) {
     constexpr int kOfToken = PIECE / 8;
-    for (int u = threadIdx.x; u < kTokens * kOfToken; u += kThreads) {
-        const int token = u / kOfToken, i = u % kOfToken, part = token / rows;
+    for (int u = threadIdx.x; u < rows * PARTS * kOfToken; u += kThreads) {
+        const int token = u / kOfToken, i = u % kOfToken, part = PARTS == 1 ? 0 : token / rows;
         const int k = k0 + i * 8;
         u32 v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        if (part < PARTS && k < columns) {
+        if (k < columns) {
             const Raw* from = x + static_cast<i64>(token - part * rows) * columns + k;
             if (columns % 8 == 0) {
                 const uint4* four = reinterpret_cast<const uint4*>(from);
@@ -207,6 +228,10 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const St
                float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out, int rows,
                int lines, int columns, i64 octets, i64 blocks, int splits, int stretch) {
     __shared__ __align__(16) u8 tokens[kTokens * kPitch];
+    __shared__ __align__(16) u8 ring[DEPTH * kStage];
+#if !SCALED
+    __shared__ __align__(16) u8 block_scales[kRows * kScalePitch];
+#endif
     __shared__ u32 last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
     const int split = blockIdx.x % splits, line0 = blockIdx.x / splits * kRows;
@@ -219,62 +244,104 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const St
 #pragma unroll
         for (int c = 0; c < 4; ++c) sum[t][c] = part[t][c] = 0.0f;
     int zero[2] = {0, 0};
-    Codes now[2], next[2];
-    fetch(next[0], codes, scales, upper, begin + quarter * LANE, octets, blocks, whole);
-    fetch(next[1], codes, scales, lower, begin + quarter * LANE, octets, blocks, whole);
+    const u8* const of_row[2] = {codes + upper * octets, codes + lower * octets};
+    u8* const mine = ring + threadIdx.x * kLaneBytes;
+    // Octets of a row: this lane's place, and where the stretch ends; nothing is copied in advance of odd rows.
+    int ahead = (begin + quarter * LANE) / kInByte;
+    const int limit = whole ? min(static_cast<int>(octets), (end + kSegment - 1) / kSegment * (kSegment / kInByte)) : 0;
+    const int last_there = max(limit - kLaneBytes, 0);
+    const auto send = [&](int slot) {
+        const int offset = min(ahead, last_there);  // an address of the row in any case
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            copy_ahead<kLaneBytes>(mine + slot * kStage + h * (kStage / 2), of_row[h] + offset, ahead < limit);
+        end_copies();
+        ahead += kSegment / kInByte;
+    };
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) send(d);
+    int slot = 0;
+    // Tokens that there are not stay zero.
+    for (int u = rows * PARTS * (kPitch / 16) + threadIdx.x; u < kTokens * (kPitch / 16); u += kThreads)
+        reinterpret_cast<uint4*>(tokens)[u] = uint4{0, 0, 0, 0};
+    // A segment from `k` on, of the piece from `k0` on.
+    const auto multiply = [&](int k, int k0, bool folded) {
+        u32 words[2][kCodeWords];
+        arrived();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const u8* from = mine + slot * kStage + h * (kStage / 2);
+            if (!whole) {
+                const i64 offset = (k + quarter * LANE) / kInByte;
+                gather(words[h], of_row[h] + offset, octets - offset);
+            } else if (kCodeWords == 4) {
+                const uint4 four = *reinterpret_cast<const uint4*>(from);
+                words[h][0] = four.x, words[h][1 % kCodeWords] = four.y;
+                words[h][2 % kCodeWords] = four.z, words[h][3 % kCodeWords] = four.w;
+            } else {
+#pragma unroll
+                for (int i = 0; i < kCodeWords; ++i) words[h][i] = reinterpret_cast<const u32*>(from)[i];
+            }
+        }
+        const int after = k + kSegment;
+#if SCALED
+        const int of_group = GROUP ? k / kSegment / kGroup : 0;
+        if (zeros) zero[0] = zeros[upper * blocks + of_group], zero[1] = zeros[lower * blocks + of_group];
+#else
+        const u8* of_block = block_scales + (warp * 16 + row) * kScalePitch +
+                             static_cast<u32>(k - k0 + quarter * LANE) / BLOCK;
+#endif
+        const u8* of_segment = tokens + (k - k0) * 2 + row * kPitch + quarter * 16;
+#pragma unroll
+        for (int j = 0; j < kUnits; ++j) {
+            u32 pairs[2][4];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+#if SCALED
+                const u32 scale = 0;
+#else
+                const u32 scale = scale_pair(of_block[h * 8 * kScalePitch + j * 8 / BLOCK], folded);
+#endif
+                decode(words[h] + j * kCodeWords / kUnits, scale, folded, zero[h], pairs[h]);
+            }
+            const u32 first[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
+            const u32 second[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) {
+                const uint4 b = *reinterpret_cast<const uint4*>(of_segment + t * 8 * kPitch + j * 64);
+                mma(part[t], first, b.x, b.y);
+                mma(part[t], second, b.z, b.w);
+            }
+        }
+        send(slot);  // the codes that lay there are used
+        slot = (slot + 1) % DEPTH;
+#if SCALED
+        if ((GROUP && after / kSegment % kGroup == 0) || after >= end) {
+            const float a = scale_value(scales[upper * blocks + of_group]);
+            const float b = scale_value(scales[lower * blocks + of_group]);
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) {
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    sum[t][c] = __fmaf_rn(part[t][c], c < 2 ? a : b, sum[t][c]);
+                    part[t][c] = 0.0f;
+                }
+            }
+        }
+#endif
+    };
     for (int k0 = begin; k0 < end; k0 += PIECE) {
         __syncthreads();
         load_x(tokens, x, k0, rows, columns);
+#if SCALED
         __syncthreads();
-        const int stop = min(end, k0 + PIECE);
-        for (int k = k0; k < stop; k += kSegment) {
-            now[0] = next[0], now[1] = next[1];
-            const int after = k + kSegment;
-            if (after < end) {
-                fetch(next[0], codes, scales, upper, after + quarter * LANE, octets, blocks, whole);
-                fetch(next[1], codes, scales, lower, after + quarter * LANE, octets, blocks, whole);
-            }
-#if SCALED
-            const int of_group = GROUP ? k / kSegment / kGroup : 0;
-            if (zeros) zero[0] = zeros[upper * blocks + of_group], zero[1] = zeros[lower * blocks + of_group];
-#endif
-            const u8* of_segment = tokens + (k - k0) * 2 + row * kPitch + quarter * 16;
-#pragma unroll
-            for (int j = 0; j < kUnits; ++j) {
-                u32 pairs[2][4];
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-#if SCALED
-                    const u32 scale = 0;
+        const bool folded = true;
 #else
-                    const u32 scale = scale_pair(now[h].scale[j * 8 / kPart]);
+        const bool folded = !__syncthreads_or(load_scales(block_scales, scales, k0, line0, lines, blocks));
 #endif
-                    decode(now[h].words + j * kCodeWords / kUnits, scale, zero[h], pairs[h]);
-                }
-                const u32 first[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
-                const u32 second[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
-#pragma unroll
-                for (int t = 0; t < TILES; ++t) {
-                    const uint4 b = *reinterpret_cast<const uint4*>(of_segment + t * 8 * kPitch + j * 64);
-                    mma(part[t], first, b.x, b.y);
-                    mma(part[t], second, b.z, b.w);
-                }
-            }
-#if SCALED
-            if ((GROUP && after / kSegment % kGroup == 0) || after >= end) {
-                const float a = scale_value(scales[upper * blocks + of_group]);
-                const float b = scale_value(scales[lower * blocks + of_group]);
-#pragma unroll
-                for (int t = 0; t < TILES; ++t) {
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) {
-                        sum[t][c] = __fmaf_rn(part[t][c], c < 2 ? a : b, sum[t][c]);
-                        part[t][c] = 0.0f;
-                    }
-                }
-            }
-#endif
-        }
+        const int stop = min(end, k0 + PIECE);
+        for (int k = k0; folded && k < stop; k += kSegment) multiply(k, k0, true);
+        for (int k = k0; !folded && k < stop; k += kSegment) multiply(k, k0, false);
     }
     const int count = rows * PARTS;
 #pragma unroll
@@ -304,6 +371,7 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const St
                 of_part += __ldcg(partial + (static_cast<i64>(s) * count + p * rows + m) * lines + line);
             total += of_part;
         }
+        if (!SCALED) total *= 256.0f;  // the scales were times 2^-8
         total *= factor;
         const i64 at = static_cast<i64>(m) * lines + line;
 #if OUT == 0

@@ -76,6 +76,16 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
 }
 inline int __ffs(unsigned v) { return __builtin_ffs(static_cast<int>(v)); }
 inline void __syncthreads() { block.wait(); }
+static int votes;
+inline int __syncthreads_or(int vote) {
+    votes |= vote;
+    block.wait();
+    const int any = votes;
+    block.wait();
+    votes = 0;
+    block.wait();
+    return any;
+}
 inline void atomicOr(unsigned* to, unsigned bits) { *to |= bits; }
 
 inline float __fadd_rn(float a, float b) { return a + b; }
@@ -129,6 +139,16 @@ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
     }
     return out;
 }
+// cp.async, at once.
+template <int kBytes>
+void copy_ahead(void* to, const void* from, bool there) {
+    if (there)
+        std::memcpy(to, from, kBytes);
+    else
+        std::memset(to, 0, kBytes);
+}
+inline void end_copies() {}
+inline void arrived() {}
 // mma.sync m16n8k16 of bfloat16: the fragments of the PTX ISA; the sum is rounded once.
 inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x - lane;
