@@ -5,11 +5,12 @@ After Dao, FlashAttention-2 (arXiv 2307.08691, section 3) and Shah et al., Flash
 gradients of scores, are rounded to bfloat16 for the products they go into. Each result is summed by one
 thread in an order that depends on the shapes alone, so that two runs give the same bits.
 
-Bounds against exact arithmetic on the same bfloat16 values, u = 2^-9 (bfloat16), with
-e = 2^-20 (1 + the largest |scale score| of the row) for float32 sums and exp2: a result is within
-(2 u + e) sum over keys of p |v| (weights rounded, result rounded); with a weight's gradient bounded
-by ds = p (|d - t| (u + e) + e sum |g| |v| + 2 u sum |g| |out|) the gradients are within that of
-scale ds k and scale ds^T q, p^T |g| (u + e), and their own rounding u.
+Bounds against exact arithmetic on the same bfloat16 values, with u = 2^-8 for a rounding to bfloat16
+and e = 2^-22 (d + 4) (1 + a) + S 2^-23 for float32 sums and exp2, where a is the largest scale |q| |k|
+of a query: a result is within (2 u + e) sum over keys of p |v|. Given that result, with
+t = sum over d of g out, a score's gradient ds = p (g v - t) is within
+b = p |g v - t| (2 u + 2 e) + p 2^-22 (d + 4) (|g| |v| + |g| |out|), and the gradients within
+scale b |k| + u |gq|, scale b^T |q| + u |gk| and (u + e) p^T |g| + u |gv|.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from extensor_cuda import jit
@@ -83,21 +85,25 @@ def source(kernel: str, d: int, guard: bool = False) -> jit.Source:
     return replace(plain, text=text, exact=False)
 
 
-def reason(q: Array, k: Array, v: Array, scale: float, capability: str) -> str | None:
+def reason(q: Array, k: Array, v: Array, scale: float, device: int) -> str | None:
     """Why these kernels do not compute attention of bfloat16 arrays; None where they do."""
-    if capability != "90":
-        return f"compute capability {capability}; the kernel is for 90 (H100, H200)"
     if any(a.dtype.name != "bfloat16" for a in (q, k, v)):
         return f"arrays of {q.dtype}, {k.dtype} and {v.dtype}; wanted bfloat16 alone"
     if q.shape[-1] not in HEADS or v.shape[-1] != q.shape[-1]:
         return f"heads of {q.shape[-1]} and {v.shape[-1]} elements; the kernel is for 64 and 128"
     if not scale > 0:
         return f"a scale of {scale}; the kernel is for those above 0"
-    return None if q.size and k.size else "an empty array"
+    if not (q.size and k.size):
+        return "an empty array"
+    if (found := hopper.capability(device)) != "90":
+        return f"compute capability {found}; the kernel is for 90 (H100, H200)"
+    return None
 
 
 def _fits(a: Array) -> bool:
-    """Whether a tensor map describes it: d contiguous, all else 16 bytes apart."""
+    """Whether a tensor map describes it: bfloat16, d contiguous, all else 16 bytes apart."""
+    if a.dtype.name != "bfloat16":
+        return False
     others = zip(a.shape[:-1], a.strides[:-1], strict=True)
     apart = all(n == 1 or (step > 0 and step % 16 == 0) for n, step in others)
     return a.strides[-1] == a.itemsize and apart and a.data.ptr % 16 == 0
@@ -154,8 +160,9 @@ def _problem(q: Array, k: Array, causal: bool, scale: float, spread: Array) -> d
 
 
 def _readable(arrays: tuple[Array, ...], xp: Any) -> list[Array]:
-    """Copies of those that no tensor map describes."""
-    return [a if _fits(a) else xp.ascontiguousarray(a) for a in arrays]
+    """Bfloat16 copies of those that no tensor map describes."""
+    half = [a.astype(ml_dtypes.bfloat16, copy=False) for a in arrays]
+    return [a if _fits(a) else xp.ascontiguousarray(a.view(np.uint16)).view(a.dtype) for a in half]
 
 
 def attention(
@@ -201,22 +208,24 @@ def attention_grad(
     """Gradients of `attention` in q, k and v, written to ``into``; two launches, does not wait.
 
     Args:
-        g: bfloat16 (B, H, T, d), the gradient of the result.
+        g: (B, H, T, d), the gradient of the result; what is not bfloat16 is rounded to it.
         q, k, v: as given to `attention`.
         out, stats: as it returned them.
         causal, scale: likewise.
-        into: bfloat16 arrays of the shapes of q, k and v, of any strides.
+        into: arrays of the shapes of q, k and v, of any strides.
         xp: cupy.
 
     Raises:
         RuntimeError: on a GPU that is not Hopper, or if the driver refuses.
     """
     g, q, k, v, out = _readable((g, q, k, v, out), xp)
-    written = [a if _fits(a) else xp.empty(a.shape, dtype=a.dtype) for a in into]
+    written = [a if _fits(a) else xp.empty(a.shape, dtype=q.dtype) for a in into]
     along = xp.empty(stats.shape, dtype=np.float32)
     problem = _problem(q, k, causal, scale, stats) | {"along": along.data.ptr}
     _launch(KERNELS[1], [q, g, out, k, v], written[:1], q.shape[:3], problem)
     _launch(KERNELS[2], [q, g, k, v], written[1:], k.shape[:3], problem)
     for a, b in zip(into, written, strict=True):
-        if a is not b:
+        if a is not b and a.dtype == b.dtype:
+            a.view(np.uint16)[...] = b.view(np.uint16)
+        elif a is not b:
             a[...] = b

@@ -12,7 +12,17 @@ from typing import Any
 
 from extensor_cuda import jit
 
-__all__ = ["SHARED", "check", "driver", "launch", "load", "multiprocessors", "tensor_map", "wgmma"]
+__all__ = [
+    "SHARED",
+    "capability",
+    "check",
+    "driver",
+    "launch",
+    "load",
+    "multiprocessors",
+    "tensor_map",
+    "wgmma",
+]
 
 SHARED = 227 * 1024
 """Bytes of shared memory that a block may have."""
@@ -38,6 +48,14 @@ def check(result: Any, what: str) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+@lru_cache(maxsize=64)
+def capability(device: int) -> str:
+    """Compute capability of a GPU, such as "90"; cupy asks the driver each time."""
+    import cupy
+
+    return str(cupy.cuda.Device(device).compute_capability)
+
+
 @lru_cache(maxsize=256)
 def load(source: jit.Source, kernel: str, shared: int, device: int) -> tuple[Any, Any]:
     """A kernel on one device, allowed so many bytes of shared memory, and the module that holds it.
@@ -45,13 +63,10 @@ def load(source: jit.Source, kernel: str, shared: int, device: int) -> tuple[Any
     Raises:
         RuntimeError: on a GPU that is not Hopper, or if the driver refuses.
     """
-    import cupy
-
-    capability = cupy.cuda.Device(device).compute_capability
-    if capability != "90":
+    if (found := capability(device)) != "90":
         raise RuntimeError(
             f"the wgmma kernel {kernel} runs on compute capability 9.0 (H100, H200), this GPU has "
-            f"{capability}"
+            f"{found}"
         )
     bindings = driver()
     module = check(bindings.cuModuleLoadData(jit.cubin(source, "sm_90a")), "cuModuleLoadData")

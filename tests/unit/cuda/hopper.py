@@ -93,7 +93,9 @@ def _map(
     item = {"UINT8": 1, "BFLOAT16": 2, "FLOAT32": 4}[kind]
     assert box[0] * item == 128
     if len(sizes) == 2:
-        return struct.pack("<6Q", pointer, sizes[1], sizes[0], *strides, box[1], item).ljust(128, b"\0")
+        return struct.pack("<6Q", pointer, sizes[1], sizes[0], *strides, box[1], item).ljust(
+            128, b"\0"
+        )
     assert len(sizes) == 4 and item == 2 and all(step % 16 == 0 for step in strides)
     return struct.pack("<9Q", pointer, *sizes, *strides, box[2]).ljust(128, b"\0")
 
@@ -120,6 +122,7 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
         ),
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(hopper, "capability", lambda device: "90")
     monkeypatch.setattr(hopper, "load", load)
     monkeypatch.setattr(hopper, "launch", launch)
     monkeypatch.setattr(hopper, "tensor_map", _map)
