@@ -5,6 +5,7 @@ Arrays that a training step writes and reads between its products may be bfloat1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,22 @@ from extensor.backends import windows
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Window
 from extensor.backends.recording import Guard
-from extensor_cuda.kernels import cross_entropy, elementwise, norm, optimizer, scatter, softmax
+from extensor_cuda.kernels import (
+    attention,
+    cross_entropy,
+    elementwise,
+    norm,
+    optimizer,
+    scatter,
+    softmax,
+    sums,
+)
 from extensor_cuda.kernels import window as kernels
 
 __all__ = ["CudaTraining"]
 
 Array = Any
+_LEAST_COLUMNS = 32  # neighbours that a warp sums, each lane one or more
 
 
 class CudaTraining(GenericBackend):
@@ -46,8 +57,11 @@ class CudaTraining(GenericBackend):
             "layer_norm_grad": lambda g, x, weight, *_: self._norm_reason(x, weight, g),
             "rms_norm": lambda x, weight, eps: self._norm_reason(x, weight),
             "add_rows": self._rows_reason,
-            "attention": lambda q, k, v, *_: self._attention_reason(q, k, v),
-            "attention_grad": lambda g, q, k, v, *_: self._attention_reason(q, k, v, g),
+            "leading_sum": self._sum_reason,
+            "attention": lambda q, k, v, causal, scale: self._attention_reason(scale, q, k, v),
+            "attention_grad": lambda g, q, k, v, out, stats, causal, scale, into: (
+                self._attention_reason(scale, q, k, v, g)
+            ),
             "conv2d_grad_x": lambda g, w, *_: self._floats_reason(g, w),
             "gelu": self._values_reason,
             "add": self._add_reason,
@@ -126,6 +140,21 @@ class CudaTraining(GenericBackend):
         gx, gw, _ = norm.grad(g, x, weight, None, rstd, self.xp)
         return gx, gw
 
+    def leading_sum(self, x: Array, axes: int) -> Array:
+        """See the protocol; bounds in `extensor_cuda.kernels.sums`."""
+        if self._sum_reason(x, axes):
+            return super().leading_sum(x, axes)
+        shape = x.shape[axes:]
+        return sums.column_sums(x.reshape(-1, math.prod(shape)), self.xp).reshape(shape)
+
+    def _sum_reason(self, x: Array, axes: int) -> str | None:
+        if x.dtype.name not in sums.KINDS or not x.flags.c_contiguous:
+            return f"{x.dtype} array, or a strided one"
+        if not x.size or not axes:
+            return "an empty array, or no axes"
+        columns = math.prod(x.shape[axes:])
+        return None if columns >= _LEAST_COLUMNS else f"{columns} columns, too few for the kernel"
+
     def add_rows(self, out: Array, index: Array, rows: Array) -> None:
         """See the protocol. One launch, in order."""
         if self._rows_reason(out, index, rows):
@@ -173,11 +202,18 @@ class CudaTraining(GenericBackend):
             return f"rows of {x.shape[axis]} values along axis {axis} of {x.ndim}"
         return None
 
-    def _attention_reason(self, q: Array, k: Array, *others: Array) -> str | None:
-        if reason := self._floats_reason(q, k, *others):
+    def _attention_reason(
+        self, scale: float, q: Array, k: Array, v: Array, *g: Array
+    ) -> str | None:
+        if self._is_half(q):
+            return attention.reason(q, k, v, scale, self.xp.cuda.runtime.getDevice())
+        if reason := self._floats_reason(q, k, v, *g):
             return reason
         keys = k.shape[-2]
         return None if keys <= softmax.MOST else f"{keys} keys; a row has up to {softmax.MOST}"
+
+    def _is_half(self, a: Array) -> bool:
+        return bool(a.dtype.name == "bfloat16")
 
     def _pool_reason(
         self, g: Array, index: Array, shape: tuple[int, ...], window: Window | None = None
@@ -267,9 +303,14 @@ class CudaTraining(GenericBackend):
     def attention(
         self, q: Array, k: Array, v: Array, causal: bool, scale: float
     ) -> tuple[Array, Array]:
-        """See the protocol: two products and a launch between them."""
-        if self._attention_reason(q, k, v):
+        """See the protocol: two products and a launch between them; one launch in bfloat16.
+
+        Bounds in `extensor_cuda.kernels.attention`.
+        """
+        if self._attention_reason(scale, q, k, v):
             return super().attention(q, k, v, causal, scale)
+        if self._is_half(q):
+            return attention.attention(q, k, v, causal, scale, self.xp)
         split = q.reshape(*k.shape[:2], q.shape[1] // k.shape[1], *q.shape[-2:])
         scores = self.xp.matmul(split, k[:, :, None].swapaxes(-1, -2))
         stats = softmax.attend(scores, scale, causal, self.xp)
@@ -288,9 +329,12 @@ class CudaTraining(GenericBackend):
         scale: float,
         into: tuple[Array, Array, Array],
     ) -> None:
-        """See the protocol: five products, and a launch in the middle."""
-        if self._attention_reason(q, k, v, g):
+        """See the protocol: five products, and a launch in the middle; two launches in bfloat16."""
+        if self._attention_reason(scale, q, k, v, g):
             super().attention_grad(g, q, k, v, out, stats, causal, scale, into)
+            return
+        if self._is_half(q):
+            attention.attention_grad(g, q, k, v, out, stats, causal, scale, into, self.xp)
             return
         shape = (*k.shape[:2], q.shape[1] // k.shape[1], q.shape[2])
         gg, qq = (a.reshape(*shape, a.shape[-1]) for a in (g, q))
