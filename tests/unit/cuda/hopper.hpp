@@ -164,6 +164,11 @@ double element(u64 descriptor, int i, int k) {
     return KIND == 1 ? of_bfloat16(at[0] | at[1] << 8) : value_of<kKind>(at[0]);
 }
 
+inline double pair_at(u32 address, int k) {
+    const u32 at = swizzled(address + 2 * k);
+    return of_bfloat16(shared_bytes[at] | shared_bytes[at + 1] << 8);
+}
+
 // A thread's accumulators of 64 x N: rows lane / 4 and 8 below, pairs of columns 8 apart.
 template <int n>
 void wgmma(Sum (&d)[n], u64 a, u64 b, int more) {
