@@ -145,7 +145,8 @@ def wgmma(a: str, b: str, n: int, *, registers: bool = False, turned: bool = Fal
     """The wgmma of 64 x n, K of 32 bytes, as a CUDA function on n / 2 accumulators.
 
     Args:
-        a, b: element types, as in PTX.
+        a: element type, as in PTX.
+        b: likewise.
         n: columns.
         registers: a lies in four registers of each thread, not in shared memory.
         turned: b lies with its columns contiguous, not K (16-bit types); ``wgmma_turned``.
@@ -165,7 +166,8 @@ def wgmma(a: str, b: str, n: int, *, registers: bool = False, turned: bool = Fal
     right, more = count + given, count + given + 1
     name = "wgmma_turned" if turned else "wgmma"
     return (
-        f"__device__ __forceinline__ void {name}(Sum (&d)[{count}], {parameter}, u64 b, int more) {{\n"
+        f"__device__ __forceinline__ void {name}(Sum (&d)[{count}], {parameter}, u64 b, "
+        "int more) {\n"
         f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{more}, 0;\\n"\n'
         f'        "wgmma.mma_async.sync.aligned.m64n{n}k{_STEP[a]}.{kind}.{a}.{b} "\n'
         f'        "{{{sums}}}, {place}, %{right}, p{tail};\\n}}"\n'
