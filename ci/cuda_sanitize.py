@@ -116,10 +116,11 @@ def products(backend: Any, rng: Any) -> int:
                         backend.operand_product(operand, operand, dtype)
                         counts()
                     count += 1
-    for axis in (0, 1):
-        one = dense.make(xp.asarray(rng.standard_normal((72, 203)).astype("float32")), axis, xp)
-        dense.multiply(one, one, "float32", xp)
-        count += 1
+    for shape in ((72, 203), (203, 72), (4096, 72)):
+        sides = dense.make(xp.asarray(rng.standard_normal(shape).astype("float32")), (0, 1), xp)
+        for side in sides:  # a product and its mirror; 4096 terms are added in parts
+            dense.multiply(side, side, "float32", xp)
+            count += 1
     return count
 
 

@@ -306,13 +306,17 @@ class CudaBackend(CudaTraining):
 
         return cupyx.errstate(linalg="raise")
 
-    def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
+    def dense_operands(self, x: Array, axes: Sequence[int], dtype: str, work: int) -> list[Any]:
         """See the protocol. Does not wait for the GPU."""
+        if not self.keeps_dense(dtype, work):
+            return super().dense_operands(x, axes, dtype, work)
+        return list(dense.make(self._ready(x), axes, self.xp))
+
+    def keeps_dense(self, dtype: str, work: int) -> bool:
+        """See the protocol: where the tensor cores take bfloat16."""
         hopper = _capability(self.xp.cuda.runtime.getDevice()) == "90"
         least = tuned.least_work("dense", operands.LEAST_WORK)
-        if dtype != "bfloat16" or not hopper or work < least:
-            return super().dense_operand(x, axis, dtype, work)
-        return dense.make(self._ready(x), axis, self.xp)
+        return dtype == "bfloat16" and hopper and work >= least
 
     def keeps_operands(
         self,
@@ -353,20 +357,22 @@ class CudaBackend(CudaTraining):
                 return reason
         return None
 
-    def operand_product(self, a: Any, b: Any, dtype: str = "float32") -> Array:
+    def operand_product(
+        self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None
+    ) -> Array:
         """See the protocol; `extensor_cuda.operands` has the ways, `fallbacks` what was taken."""
         xp, kind = self.xp, "bfloat16" if dtype == "bfloat16" else "float32"
         if isinstance(a, dense.Dense) and isinstance(b, dense.Dense):
-            return dense.multiply(a, b, kind, xp)
+            return dense.multiply(a, b, kind, xp, bias)
         if self._falls is None:
             self._falls = xp.zeros((), dtype=xp.uint32)
         if isinstance(a, operands.Operand) and isinstance(b, operands.Operand):
-            return operands.multiply(a, b, kind, xp, self._falls)
+            return operands.multiply(a, b, kind, xp, self._falls, bias)
         if expanded.joinable(a, b):
-            return expanded.multiply(a, b, kind, xp, self._falls)
+            return expanded.multiply(a, b, kind, xp, self._falls, bias)
         if scaled.joinable(a, b):
-            return scaled.multiply(a, b, kind, xp)[0]
-        return super().operand_product(self._decoded(a), self._decoded(b), dtype)
+            return scaled.multiply(a, b, kind, xp, bias)[0]
+        return super().operand_product(self._decoded(a), self._decoded(b), dtype, bias)
 
     def _decoded(self, operand: Any) -> Array:
         """The values of an operand whose other side has no kernel."""

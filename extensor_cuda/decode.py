@@ -35,7 +35,7 @@ _ROWS, _THREADS, _BLOCKS = 64, 128, 1056  # as in decode.cu; blocks that fill a 
 # By tiles of 8 tokens: elements of K in shared memory, segments copied ahead, blocks of an SM.
 _PIECE = {1: 512, 2: 512, 4: 256, 8: 256}
 _DEPTH = {1: 4, 2: 4, 4: 4, 8: 2}
-_RESIDENT = {1: 8, 2: 6, 4: 4, 8: 3}
+_RESIDENT = {1: 8, 2: 6, 4: 3, 8: 2}
 _SOURCE = Path(__file__).parent / "kernels" / "decode.cu"
 _FLOATS = ("float32", "bfloat16")
 _PARTS = {"float32": 3, "bfloat16": 1}

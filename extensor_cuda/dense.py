@@ -1,11 +1,15 @@
 """Products of bfloat16 operands on Hopper's tensor cores, for what a recipe leaves unquantized.
 
-Both operands are rounded to bfloat16 and laid out with the contraction contiguous, then multiplied
-by the kernel that `extensor_cuda.gemm` describes, with its bound. Nothing here waits for the GPU.
+A matrix is rounded to bfloat16 once, as it lies; one that is bfloat16 is read where it is. The
+product reads it along its rows or down its columns (`extensor_cuda.kernels.gemm`), so that nothing
+is turned: a linear layer's three products take one rounding of x, of w and of g. The bound is that
+of `extensor_cuda.gemm`; where K is multiplied in parts, which the shape alone decides
+(`configure_dense`), the parts are added in order, which cuts less. Nothing here waits for the GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,13 +19,13 @@ import ml_dtypes
 import numpy as np
 
 from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels.gemm import configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm import configure_dense, empty_rows, gemm, rows_of_parts
 
 __all__ = ["Dense", "make", "multiply", "source"]
 
 Array = Any
 
-_TILE, _THREADS = 64, 256  # as in dense.cu
+_THREADS = 256  # as in dense.cu
 _FORMATS = ("float32", "bfloat16", "float16")
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
@@ -31,39 +35,77 @@ class Dense:
     """A matrix as a product takes it.
 
     Attributes:
-        bits: uint16, of bfloat16 values (rows, K), rows a multiple of 16 bytes apart.
+        bits: uint16, of bfloat16 values, rows a multiple of 16 bytes apart.
+        down: whether it lies as (K, rows), contracted down its columns, and not as (rows, K).
     """
 
     bits: Array
+    down: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, K)."""
+        rows, k = self.bits.shape[:: -1 if self.down else 1]
+        return rows, k
 
     def values(self, xp: Any) -> Array:
-        """The values as float32."""
-        return (self.bits.astype(xp.uint32) << 16).view(xp.float32)
+        """The values as float32, (rows, K)."""
+        wide = (self.bits.astype(xp.uint32) << 16).view(xp.float32)
+        return wide.T if self.down else wide
 
 
-@lru_cache(maxsize=8)
-def source(dtype: str, turned: bool) -> Source:
-    """The program that rounds matrices of a dtype, and turns them if asked to."""
+@lru_cache(maxsize=16)
+def source(dtype: str, whole: bool, out: str = "float32") -> Source:
+    """The program that rounds matrices of a dtype, and adds parts of a sum to an ``out``."""
     path = Path(__file__).parent / "kernels" / "dense.cu"
-    return Source.read(path, {"IN": _FORMATS.index(dtype), "TURNED": int(turned)})
+    macros = {"IN": _FORMATS.index(dtype), "WHOLE": int(whole), "OUT_BF16": int(out == "bfloat16")}
+    return Source.read(path, macros)
 
 
-def make(x: Array, axis: int, xp: Any) -> Dense:
-    """A contiguous matrix of floats, to be contracted along ``axis``, without waiting."""
-    rows, k = x.shape if axis == 1 else x.shape[::-1]
-    bits = empty_rows(xp, rows, k, np.uint16)
-    if axis == 1 and x.dtype.name == "bfloat16" and x.data.ptr % 16 == x.strides[0] % 16 == 0:
-        return Dense(x.view(xp.uint16))
-    tiles = -(-x.shape[0] // _TILE) * -(-x.shape[1] // _TILE)
-    sizes = (*x.shape, bits.strides[0] // 2)
-    program = source(x.dtype.name, axis == 0)
-    launch(program, "dense", tiles, _THREADS, x, bits, *(np.int64(size) for size in sizes))
-    return Dense(bits)
+def make(x: Array, axes: Sequence[int], xp: Any) -> list[Dense]:
+    """A contiguous matrix of floats, to be contracted along each of ``axes``: rounded once."""
+    bits = _rounded(x, xp)
+    return [Dense(bits, axis == 0) for axis in axes]
 
 
-def multiply(a: Dense, b: Dense, dtype: str, xp: Any) -> Array:
-    """The product a b^T of (M, K) and (N, K) as "float32" or "bfloat16", without waiting."""
-    size = len(a.bits), len(b.bits)
-    out = empty_rows(xp, *size, _OUT[dtype])
-    gemm(a.bits, b.bits, out, configure("bf16", *size, dtype))
+def _rounded(x: Array, xp: Any) -> Array:
+    rows, columns = x.shape
+    aligned = x.data.ptr % 16 == 0
+    if x.dtype.name == "bfloat16" and aligned and x.strides[0] % 16 == 0:
+        return x.view(xp.uint16)
+    bits = empty_rows(xp, rows, columns, np.uint16)
+    pitch = bits.strides[0] // 2
+    whole = aligned and pitch == columns
+    threads = rows * pitch // (8 if whole else 2)
+    sizes = (np.int64(size) for size in (rows, columns, pitch))
+    program = source(x.dtype.name, whole)
+    launch(program, "dense", -(-threads // _THREADS), _THREADS, x, bits, *sizes)
+    return bits
+
+
+def multiply(a: Dense, b: Dense, dtype: str, xp: Any, bias: Array | None = None) -> Array:
+    """The product a b^T + bias of (M, K) and (N, K) as "float32" or "bfloat16", without waiting.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        dtype: of the result.
+        xp: cupy.
+        bias: float32 (N,), added to the float32 sum; None: none.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    out = empty_rows(xp, m, n, _OUT[dtype])
+    config, split = configure_dense(m, n, k, dtype, (a.down, b.down))
+    if split is None:
+        gemm(a.bits, b.bits, out, config, bias=bias)
+        return xp.ascontiguousarray(out)
+    below = rows_of_parts(m, config)
+    parts = empty_rows(xp, split.parts * below, n, np.float32)
+    gemm(a.bits, b.bits, parts, config, split=split)
+    pitch, quads = out.strides[0] // out.itemsize, parts.strides[0] // 16
+    sizes = (np.int64(size) for size in (split.parts, below, m, n, quads, pitch))
+    given = np.uint64(0) if bias is None else bias
+    blocks = -(-m * quads // _THREADS)
+    program = source("float32", True, dtype)
+    launch(program, "add_parts", blocks, _THREADS, parts, given, out, *sizes)
     return xp.ascontiguousarray(out)

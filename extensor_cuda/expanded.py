@@ -118,7 +118,7 @@ def make(
 def _wide(a: Any, guards: Sequence[Array], xp: Any) -> Expansion:
     """Any operand as bfloat16."""
     if isinstance(a, Dense):
-        return Expansion(a.bits, "bf16")
+        return Expansion(a.bits, "bf16", down=a.down)
     if isinstance(a, Expanded):
         return a.wide(guards, xp)
     held = guards or [xp.ones((), dtype=np.uint32)] * 2
@@ -139,8 +139,15 @@ def joinable(a: Any, b: Any) -> bool:
     return all(isinstance(side, (Expanded, Operand, Dense)) for side in (a, b))
 
 
-def multiply(a: Any, b: Any, dtype: str, xp: Any, falls: Array | None = None) -> Array:
-    """The product a b^T of operands that `joinable` joins, summed in float32; does not wait.
+def multiply(
+    a: Any,
+    b: Any,
+    dtype: str,
+    xp: Any,
+    falls: Array | None = None,
+    bias: Array | None = None,
+) -> Array:
+    """The product a b^T + bias of operands that `joinable` joins; does not wait.
 
     Args:
         a: left operand, (M, K).
@@ -148,19 +155,16 @@ def multiply(a: Any, b: Any, dtype: str, xp: Any, falls: Array | None = None) ->
         dtype: of the result: "float32" or "bfloat16".
         xp: cupy.
         falls: uint32 of shape (): counts the products that ran in bfloat16 although FP8 was tried.
+        bias: float32 (N,), added to the float32 sum; None: none.
     """
-    out = empty_rows(xp, _rows(a), _rows(b), _OUT[dtype])
+    out = empty_rows(xp, a.shape[0], b.shape[0], _OUT[dtype])
     left, right = _fp8(a), _fp8(b)
     # An operand made at once has an exponent alone, NVFP4 a factor alone: as bfloat16 they join.
     if left and right and scale_of(left[0], right[0]):
         guards = left[1], right[1]
-        join(left[0], right[0], out, Flags(*guards, 0))
+        join(left[0], right[0], out, Flags(*guards, 0), bias=bias)
         wide = _wide(a, guards, xp), _wide(b, guards, xp)
-        join(*wide, out, Flags(*guards, 1), falls)
+        join(*wide, out, Flags(*guards, 1), falls, bias=bias)
     else:
-        join(_wide(a, (), xp), _wide(b, (), xp), out)
+        join(_wide(a, (), xp), _wide(b, (), xp), out, bias=bias)
     return xp.ascontiguousarray(out)
-
-
-def _rows(side: Any) -> int:
-    return len(side.bits) if isinstance(side, Dense) else int(side.shape[0])

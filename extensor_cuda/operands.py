@@ -255,8 +255,15 @@ def _is_mxfp4(spec: QuantSpec) -> bool:
     return spec.row.element.bits == 4 and spec.row.element.is_float
 
 
-def multiply(a: Operand, b: Operand, dtype: str, xp: Any, falls: Array | None = None) -> Array:
-    """The product a b^T of (M, K) and (N, K), summed in float32, without waiting.
+def multiply(
+    a: Operand,
+    b: Operand,
+    dtype: str,
+    xp: Any,
+    falls: Array | None = None,
+    bias: Array | None = None,
+) -> Array:
+    """The product a b^T + bias of (M, K) and (N, K), summed in float32, without waiting.
 
     Args:
         a: left operand.
@@ -264,13 +271,16 @@ def multiply(a: Operand, b: Operand, dtype: str, xp: Any, falls: Array | None = 
         dtype: of the result: "float32" or "bfloat16".
         xp: cupy.
         falls: uint32 of shape (): counts the products that ran in bfloat16.
+        bias: float32 (N,), added to the float32 sum; None: none.
     """
     size = a.shape[0], b.shape[0]
     out = empty_rows(xp, *size, _OUT[dtype])
     operands = (a.codes, b.codes)
     config = configure("e5m2", *size, dtype)
-    gemm(*operands, out, config, a.exponent, b.exponent, flags=Flags(a.flag, b.flag, 0))
+    flags = Flags(a.flag, b.flag, 0)
+    gemm(*operands, out, config, a.exponent, b.exponent, bias, flags=flags)
     guards = (a.flag, b.flag)
     wide = (a.wide(guards, xp), b.wide(guards, xp))
-    gemm(*wide, out, configure("bf16", *size, dtype), flags=Flags(*guards, 1), runs=falls)
+    config = configure("bf16", *size, dtype)
+    gemm(*wide, out, config, bias=bias, flags=Flags(*guards, 1), runs=falls)
     return xp.ascontiguousarray(out)

@@ -181,19 +181,22 @@ def joinable(a: Any, b: Any) -> bool:
     return sides and (a.kind == "s8") == (b.kind == "s8")
 
 
-def multiply(left: Side, right: Side, out_dtype: str, xp: Any) -> tuple[Array, str]:
-    """The same of sides that `joinable` joins."""
+def multiply(
+    left: Side, right: Side, out_dtype: str, xp: Any, bias: Array | None = None
+) -> tuple[Array, str]:
+    """The same of sides that `joinable` joins, plus a bias, float32 (N,)."""
     m, n = len(left.codes), len(right.codes)
     out = empty_rows(xp, m, n, _OUT[out_dtype])
     by_row = left.by_row and right.by_row
     config = configure(left.kind, m, n, out_dtype, None if by_row else 1, b=right.kind)
     if by_row:
         factors = left.factor(), right.factor()
-        gemm(left.codes, right.codes, out, config, factors=factors, zeros=_zeros(left, right, xp))
+        zeros = _zeros(left, right, xp)
+        gemm(left.codes, right.codes, out, config, bias=bias, factors=factors, zeros=zeros)
         way = "int8 tensor cores" if left.kind == "s8" else "FP8 tensor cores"
     else:
         blocks = -(-left.codes.shape[1] // _BLOCK)
         scales = _grid(left, blocks, xp), _grid(right, blocks, xp)
-        gemm(left.codes, right.codes, out, config, scales=scales)
+        gemm(left.codes, right.codes, out, config, bias=bias, scales=scales)
         way = f"FP8 tensor cores, scaled every {_BLOCK}"
     return xp.ascontiguousarray(out), way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +20,14 @@ from extensor_cuda.kernels import (
     optimizer,
     scatter,
     softmax,
+    sums,
 )
 from extensor_cuda.kernels import window as kernels
 
 __all__ = ["CudaTraining"]
 
 Array = Any
+_LEAST_COLUMNS = 32  # neighbours that a warp sums, each lane one or more
 
 
 class CudaTraining(GenericBackend):
@@ -40,6 +43,7 @@ class CudaTraining(GenericBackend):
             "layer_norm_grad": lambda g, x, weight, *_: self._norm_reason(x, weight, g),
             "rms_norm": lambda x, weight, eps: self._norm_reason(x, weight),
             "add_rows": self._rows_reason,
+            "leading_sum": self._sum_reason,
             "attention": lambda q, k, v, causal, scale: self._attention_reason(scale, q, k, v),
             "attention_grad": lambda g, q, k, v, out, stats, causal, scale, into: (
                 self._attention_reason(scale, q, k, v, g)
@@ -120,6 +124,21 @@ class CudaTraining(GenericBackend):
         g, x, weight, rstd = map(self.xp.ascontiguousarray, (g, x, weight, rstd))
         gx, gw, _ = norm.grad(g, x, weight, None, rstd, self.xp)
         return gx, gw
+
+    def leading_sum(self, x: Array, axes: int) -> Array:
+        """See the protocol; bounds in `extensor_cuda.kernels.sums`."""
+        if self._sum_reason(x, axes):
+            return super().leading_sum(x, axes)
+        shape = x.shape[axes:]
+        return sums.column_sums(x.reshape(-1, math.prod(shape)), self.xp).reshape(shape)
+
+    def _sum_reason(self, x: Array, axes: int) -> str | None:
+        if x.dtype.name not in sums.KINDS or not x.flags.c_contiguous:
+            return f"{x.dtype} array, or a strided one"
+        if not x.size or not axes:
+            return "an empty array, or no axes"
+        columns = math.prod(x.shape[axes:])
+        return None if columns >= _LEAST_COLUMNS else f"{columns} columns, too few for the kernel"
 
     def add_rows(self, out: Array, index: Array, rows: Array) -> None:
         """See the protocol. One launch, in order."""

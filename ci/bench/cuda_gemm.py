@@ -1,6 +1,7 @@
 """The Hopper GEMM against torch's bf16 and FP8 products: TFLOP/s of square matrices.
 
     python ci/bench/cuda_gemm.py [--sizes 4096 8192] [--rounds N] [--data FILE.npz]
+    python ci/bench/cuda_gemm.py --shapes gpt30m
 
 Normal data, or with --data the forward products X W^T that `record_tensors.py` kept of a training
 step (and which way MXFP4 took there); the FP8 contestants multiply its MXFP4 rounding. bfloat16
@@ -8,6 +9,11 @@ results. CUDA events around four calls, the contestants taking turns in one proc
 the rounds, up to three inputs in turn. "mxfp4 storage" is `extensor_cuda.gemm.matmul` whole, from
 packed codes and scales, with its flag read on the host. Needs a Hopper GPU, torch and the extra
 ``cuda13``; writes GPU, versions and command beside the figures.
+
+--shapes gpt30m: x w^T, g w and g^T x of the layers of a GPT of 30 million parameters on 16,384
+tokens, of bfloat16 arrays as they lie, against torch's; and what stands beside them in a step:
+rounding a float32 array to bfloat16 and summing a gradient's rows, against torch's. The bound is
+that of the H100's data sheet: 989 TFLOP/s, 3.35 TB/s.
 """
 
 from __future__ import annotations
@@ -27,13 +33,21 @@ from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
 from ci.bench.record_tensors import load
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
+from extensor_cuda import dense
 from extensor_cuda import gemm as blocked
+from extensor_cuda.kernels import sums
 from extensor_cuda.kernels.gemm import Config, configure, empty_rows, gemm
 
 INPUTS, CALLS, WARMUP = 3, 4, 3
 PROMOTED, UNPROMOTED, BF16 = "E5M2, promoted", "E5M2, not promoted", "bf16"
 
 Call = Callable[[int], Any]
+
+TOKENS = 16384
+GPT30M = {"qkv": (1536, 512), "out": (512, 512), "up": (2048, 512), "down": (512, 2048)}
+GPT30M["logits"] = (8192, 512)
+"""Rows and columns of the layers' weights."""
+FLOPS, BANDWIDTH = 989e12, 3.35e12
 
 
 def normal(size: int) -> list[list[Any]]:
@@ -95,6 +109,74 @@ def contestants(raw: list[list[Any]], backend: Any) -> dict[str, Call]:
     return made | {"mxfp4 storage, promoted": storage}
 
 
+def of_layer(n: int, k: int, backend: Any) -> dict[str, tuple[float, dict[str, Call]]]:
+    """What a layer of (n, k) weights does in a step: a bound in milliseconds, and contestants."""
+    xp, bf16 = backend.xp, torch.bfloat16
+    shapes = {"x": (TOKENS, k), "w": (n, k), "g": (TOKENS, n)}
+    theirs = {s: torch.randn(*shape, device="cuda", dtype=bf16) for s, shape in shapes.items()}
+    wide = torch.randn(*shapes["g"], device="cuda")
+    ours = {s: xp.from_dlpack(t.view(torch.int16)).view(np.uint16) for s, t in theirs.items()}
+    mine, mine_wide = ours["g"].view(ml_dtypes.bfloat16), xp.from_dlpack(wide)
+
+    def product(turn: int, sides: list[dense.Dense], out: str) -> Any:
+        return dense.multiply(sides[0], sides[1], out, xp)
+
+    def torch_sum(turn: int, x: Any) -> Any:
+        return x.sum(0)
+
+    def our_sum(turn: int, x: Any) -> Any:
+        return sums.column_sums(x, xp)
+
+    products: dict[str, tuple[str, str, bool, bool, Call]] = {
+        "x w^T": ("x", "w", False, False, lambda turn: theirs["x"] @ theirs["w"].T),
+        "g w": ("g", "w", False, True, lambda turn: theirs["g"] @ theirs["w"]),
+        "g^T x": ("g", "x", True, True, lambda turn: theirs["g"].T @ theirs["x"]),
+    }
+    made: dict[str, tuple[float, dict[str, Call]]] = {}
+    for name, (a, b, *down, call) in products.items():
+        sides = [dense.Dense(ours[s], bool(way)) for s, way in zip((a, b), down, strict=True)]
+        (rows, terms), columns = sides[0].shape, sides[1].shape[0]
+        moved = 2 * (rows * terms + columns * terms + rows * columns)
+        bound = 1e3 * max(2 * rows * columns * terms / FLOPS, moved / BANDWIDTH)
+        calls = {"torch": call}
+        for out in ("bfloat16", "float32"):
+            calls[f"ours, {out}"] = partial(product, sides=sides, out=out)
+        made[name] = bound, calls
+    count = TOKENS * n
+    made["g rounded"] = (
+        1e3 * 6 * count / BANDWIDTH,
+        {"torch": lambda turn: wide.to(bf16), "ours": lambda turn: dense.make(mine_wide, (1,), xp)},
+    )
+    for kind, theirs_of, ours_of, size in (
+        ("float32", wide, mine_wide, 4),
+        ("bfloat16", theirs["g"], mine, 2),
+    ):
+        calls = {"torch": partial(torch_sum, x=theirs_of), "ours": partial(our_sum, x=ours_of)}
+        made[f"rows of {kind} g summed"] = 1e3 * size * count / BANDWIDTH, calls
+    return made
+
+
+def of_shapes(backend: Any, rounds: int) -> None:
+    """Measure, print and write what the layers of the GPT do."""
+    rows = []
+    for layer, (n, k) in GPT30M.items():
+        for what, (bound, calls) in of_layer(n, k, backend).items():
+            with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+                times = measure(calls, rounds)
+            for name, milliseconds in times.items():
+                row = {
+                    "layer": layer,
+                    "what": what,
+                    "name": name,
+                    "microseconds": round(1e3 * milliseconds, 2),
+                    "of_bound": round(bound / milliseconds, 3),
+                    "of_torch": round(times["torch"] / milliseconds, 3),
+                }
+                rows.append(row)
+                print(*row.values(), sep="  ", flush=True)
+    write("cuda-gemm-gpt30m", command(), rows, about=gpu_of(backend.xp), packages=GPU_PACKAGES)
+
+
 def way_of(pair: list[Any], backend: Any) -> str:
     """Which way the product of a pair takes from packed MXFP4."""
     xp, spec = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
@@ -124,8 +206,12 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192, 16384])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--data", type=Path, help="a file of record_tensors.py")
+    parser.add_argument("--shapes", choices=["gpt30m"], help="a model's products instead")
     chosen = parser.parse_args()
     backend: Any = registry.get("cuda")
+    if chosen.shapes is not None:
+        of_shapes(backend, chosen.rounds)
+        return
     sets: dict[str, Callable[[], list[list[Any]]]] = {
         str(size): partial(normal, size) for size in chosen.sizes
     }

@@ -150,7 +150,11 @@ def graphed(call: Call, batches: list[Any]) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call(0)
-    return lambda turn, inputs=call: graph.replay()  # whose batches the graph reads
+
+    def again(turn: int, inputs: Call = call) -> Any:  # whose batches the graph reads
+        return graph.replay()
+
+    return again
 
 
 Contest = tuple[dict[str, Call], Iterator[tuple[str, Call]]]

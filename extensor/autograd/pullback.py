@@ -54,7 +54,7 @@ def node_gradients(
         if like is None:  # of the output's shape and dtype, as g is
             like = g.data if create_graph else g
         if part.shape != like.shape:
-            part = parts[i] = _reduce(part, like.shape, primitive)
+            part = parts[i] = _reduce(node.backend, part, like.shape, primitive)
         wanted = gradient_dtype(getattr(like, "dtype", None))
         if isinstance(part, ExTensor):
             if part.dtype.numpy != wanted:
@@ -69,22 +69,26 @@ def gradient_dtype(dtype: Any) -> Any:
     return _FLOAT32 if dtype is None else dtype
 
 
-def sum_to(g: Any, shape: tuple[int, ...]) -> Any:
+def sum_to(backend: Any, g: Any, shape: tuple[int, ...]) -> Any:
     """Sum a raw array over the axes along which ``shape`` was broadcast to its shape."""
     lead = g.ndim - len(shape)
     axes = [i + lead for i, n in enumerate(shape) if n == 1 and g.shape[i + lead] != 1]
+    if lead and not axes:
+        return backend.leading_sum(g, lead).reshape(shape).astype(g.dtype, copy=False)
     wide = np.float32 if dtype_of(g).level == LEVEL_HALF else None
     total = g.sum(axis=(*range(lead), *axes), dtype=wide)
     return total.reshape(shape).astype(g.dtype, copy=False)
 
 
-def _reduce(part: Gradient, shape: tuple[int, ...], primitive: Primitive) -> Gradient:
+def _reduce(backend: Any, part: Gradient, shape: tuple[int, ...], primitive: Primitive) -> Gradient:
     if not primitive.broadcasts:
         raise RuntimeError(
             f"{primitive.name}: its VJP gave a gradient of shape {tuple(part.shape)} for an input "
             f"of shape {shape}; this is a mistake in the primitive's declaration"
         )
-    return apply("sum_to", part, shape=shape) if isinstance(part, ExTensor) else sum_to(part, shape)
+    if isinstance(part, ExTensor):
+        return apply("sum_to", part, shape=shape)
+    return sum_to(backend, part, shape)
 
 
 def _fused(node: Node, g: Any, needs: Sequence[bool]) -> list[Any]:

@@ -114,10 +114,14 @@ class GenericBackend:
             for spec, (values, stats) in zip(specs, made, strict=True)
         ]
 
-    def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
+    def dense_operands(self, x: Array, axes: Sequence[int], dtype: str, work: int) -> list[Any]:
         """See the protocol."""
         values = layers.dense_values(self, x, dtype)
-        return values if axis == 1 else values.T
+        return [values if axis == 1 else values.T for axis in axes]
+
+    def keeps_dense(self, dtype: str, work: int) -> bool:
+        """See the protocol: these are float32 values, so no."""
+        return False
 
     def keeps_operands(
         self,
@@ -129,9 +133,14 @@ class GenericBackend:
         """See the protocol: these are float32 values, so no."""
         return False
 
-    def operand_product(self, a: Any, b: Any, dtype: str = "float32") -> Array:
+    def operand_product(
+        self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None
+    ) -> Array:
         """See the protocol."""
-        return self.operand_matmul(a, b.T)
+        out = self.operand_matmul(a, b.T)
+        if bias is not None:
+            out += bias
+        return out
 
     def operand_conv2d(
         self,
@@ -373,6 +382,10 @@ class GenericBackend:
     def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
         """See the protocol."""
         return [self.all_finite(x) for x in arrays]
+
+    def leading_sum(self, x: Array, axes: int) -> Array:
+        """See the protocol."""
+        return layers.leading_sum(x, axes)
 
     def channel_sum(self, x: Array) -> Array:
         """See the protocol."""

@@ -21,6 +21,7 @@ __all__ = [
     "bfloat16_values",
     "channel_sum",
     "dense_values",
+    "leading_sum",
     "relu",
     "relu_grad",
     "sgd",
@@ -69,6 +70,12 @@ def all_finite(x: Array, xp: Any) -> bool:
     with np.errstate(over="ignore", invalid="ignore"):
         # A sum shows any NaN or infinity in one pass; only when it overflows is a look needed.
         return bool(xp.isfinite(x.sum())) or bool(xp.isfinite(x).all())
+
+
+def leading_sum(x: Array, axes: int) -> Array:
+    """Sums over the first axes; of 16-bit floats in float32."""
+    half = x.dtype == _BFLOAT16 or x.dtype == np.float16
+    return x.sum(axis=tuple(range(axes)), dtype=np.float32 if half else None)
 
 
 def channel_sum(x: Array, xp: Any) -> Array:

@@ -134,12 +134,17 @@ class Backend(Protocol):
         """
         ...
 
-    def dense_operand(self, x: Array, axis: int, dtype: str, work: int) -> Any:
-        """A matrix rounded to ``dtype``, bfloat16 or float32, as `operand_product` takes it.
+    def dense_operands(self, x: Array, axes: Sequence[int], dtype: str, work: int) -> list[Any]:
+        """A matrix rounded to ``dtype``, bfloat16 or float32, once, as `operand_product` takes it.
 
-        It is contracted along ``axis``, which becomes the last. ``work`` is the number of
-        multiplications of the product, 0 where its other operand is not of this dtype.
+        One for each of ``axes``, along which it is contracted, and which becomes the last.
+        ``work`` is the number of multiplications of the product, 0 where its other operand is not
+        of this dtype.
         """
+        ...
+
+    def keeps_dense(self, dtype: str, work: int) -> bool:
+        """Whether `dense_operands` makes one array of 16 bits, worth to be kept, for all axes."""
         ...
 
     def keeps_operands(
@@ -152,10 +157,13 @@ class Backend(Protocol):
         """Whether `product_operands` makes these two at once, and small enough to be kept."""
         ...
 
-    def operand_product(self, a: Any, b: Any, dtype: str = "float32") -> Array:
-        """A b^T of (M, K) and (N, K) from `product_operands`: (M, N), summed in float32.
+    def operand_product(
+        self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None
+    ) -> Array:
+        """A b^T + bias of (M, K) and (N, K) from `product_operands`: (M, N), summed in float32.
 
-        In float32, or rounded to ``dtype``, where a kernel writes that.
+        The bias, float32 (N,), is added to that sum. In float32, or rounded to ``dtype``, where a
+        kernel writes that.
         """
         ...
 
@@ -409,6 +417,10 @@ class Backend(Protocol):
 
     def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
         """`all_finite` of each array."""
+        ...
+
+    def leading_sum(self, x: Array, axes: int) -> Array:
+        """Sums over the first ``axes`` axes, in float32 for 16-bit floats: of a bias's gradient."""
         ...
 
     def channel_sum(self, x: Array) -> Array:

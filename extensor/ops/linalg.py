@@ -110,7 +110,7 @@ def _linear_fused(backend: Any, g: Any, out: None, inputs: Any, needs: Any) -> A
     if needs[1]:
         grads[1] = backend.matmul(rows.T, _as_rows(x))
     if len(needs) > 2 and needs[2]:
-        grads[2] = rows.sum(axis=0)
+        grads[2] = backend.leading_sum(rows, 1)
     return grads[: len(needs)]
 
 

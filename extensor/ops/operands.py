@@ -75,12 +75,10 @@ def of_products(
     """
     specs = _specs(context, slots)
     if specs is None:
-        if len(slots) > 1:
+        dense = _dense(context, slots, sizes)
+        if dense is None:
             return [of_products(backend, x, context, [slot], sizes)[0] for slot in slots]
-        slot, axis = slots[0]
-        gemm, dtype = _gemm(context, slot), str(context.operand(slot))
-        work = math.prod(sizes) if gemm.a == gemm.b else 0
-        return [backend.dense_operand(x, axis % 2, dtype, work)]
+        return backend.dense_operands(x, [axis % 2 for _, axis in slots], *dense)
     gemms = [_gemm(context, slot) for slot, _ in slots]
     mixed = any(isinstance(operand, str) for gemm in gemms for operand in (gemm.a, gemm.b))
     work, memory = 0 if mixed else math.prod(sizes), context.memory(slots[0][0])
@@ -99,10 +97,30 @@ def of_forward(
     """
     if MODE.enabled and all(isinstance(context.operand(slot), QuantSpec) for slot in SLOTS):
         specs = _specs(context, slots)
-        if specs is not None and backend.keeps_operands(x, *specs, math.prod(sizes)):
-            first, second = of_products(backend, x, context, slots, sizes)
-            return first, second
+        keeps = specs is not None and backend.keeps_operands(x, *specs, math.prod(sizes))
+    else:
+        dense = _dense(context, slots, sizes) if MODE.enabled else None
+        keeps = dense is not None and backend.keeps_dense(*dense)
+    if keeps:
+        first, second = of_products(backend, x, context, slots, sizes)
+        return first, second
     return of_products(backend, x, context, slots[:1], sizes)[0], None
+
+
+def _dense(
+    context: LayerContext, slots: Slots, sizes: tuple[int, int, int]
+) -> tuple[str, int] | None:
+    """The one dtype of slots that are all dense, and the work of their products; None else.
+
+    The work is 0 where a product's operands differ.
+    """
+    found = set()
+    for slot, _ in slots:
+        gemm, wanted = _gemm(context, slot), context.operand(slot)
+        if not isinstance(wanted, str):
+            return None
+        found.add((wanted, math.prod(sizes) if gemm.a == gemm.b else 0))
+    return found.pop() if len(found) == 1 else None
 
 
 def _gemm(context: LayerContext, slot: str) -> Gemm:

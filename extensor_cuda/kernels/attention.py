@@ -73,13 +73,13 @@ def source(kernel: str, d: int, guard: bool = False) -> jit.Source:
 
     ``guard``: a barrier that is never reached ends the kernel with an error.
     """
-    macros = {"HEAD": d, "STAGES": _memory(kernel, d)[0], "GUARD": int(guard), "KIND": 1}
+    macros = {"HEAD": d, "STAGES": _memory(kernel, d)[0], "GUARD": int(guard)}
     plain = jit.Source.read(Path(__file__).parent / f"{kernel}.cu", macros)
     scores = 128 if kernel == KERNELS[0] else 64
     functions = [
         hopper.wgmma("bf16", "bf16", scores),
         hopper.wgmma("bf16", "bf16", scores, registers=True),
-        hopper.wgmma("bf16", "bf16", d, registers=True, turned=True),
+        hopper.wgmma("bf16", "bf16", d, registers=True, down=(False, True)),
     ]
     text = plain.text.replace("//WGMMA//", "\n".join(functions))
     return replace(plain, text=text, exact=False)

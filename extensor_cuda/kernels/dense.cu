@@ -1,64 +1,103 @@
-// Values -> bfloat16, to nearest even, as rows or turned into columns: what a product on the tensor
-// cores reads, its contraction contiguous.
+// Rows of values -> bfloat16, to nearest even, NaN the quiet one of its sign: what a product on the
+// tensor cores reads. And the parts of a product's sums added in order.
 //
-// A block of 256 threads has a tile of 64 x 64. No headers; IN (0: float32, 1: bfloat16, 2: float16)
-// and TURNED are macros.
+// No headers; IN (0: float32, 1: bfloat16, 2: float16), WHOLE (rows lie one after the other in both
+// arrays, a multiple of 8 values in all, 16 bytes aligned) and OUT_BF16 are macros.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
 #if IN == 0
-typedef float Raw;
+typedef u32 Raw;
 #else
 typedef u16 Raw;
 #endif
 
-__device__ __forceinline__ u16 rounded(Raw raw) {
-#if IN == 1
+__device__ __forceinline__ u32 nearest(u32 bits) {
+    const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+    return nan ? (bits >> 16 & 0x8000u) | 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+}
+
+__device__ __forceinline__ u32 rounded(u32 raw) {
+#if IN == 0
+    return nearest(raw);
+#elif IN == 1
     return raw;
 #else
-    u16 out;
-#if IN == 2
-    float v;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(raw));
-#else
-    const float v = raw;
-#endif
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(v));
-    return out;
+    // float16's fields to float32's: subnormals by a subtraction that is exact.
+    const u32 sign = (raw & 0x8000u) << 16, magnitude = raw & 0x7FFFu;
+    u32 bits = magnitude << 13;
+    if (magnitude >= 0x7C00u)
+        bits += 0x70000000u;
+    else if (magnitude >= 0x0400u)
+        bits += 0x38000000u;
+    else
+        bits = __float_as_uint(__fsub_rn(__uint_as_float(bits + 0x38800000u), 6.103515625e-05f));
+    return nearest(sign | bits);
 #endif
 }
 
-constexpr int kTile = 64;
+constexpr int kThreads = 256;
 
-// x (rows, columns) -> out (rows, pitch), or (columns, pitch) if TURNED.
+// x (rows, columns) -> out (rows, pitch), an even pitch; zeros beyond the columns.
 extern "C" __global__ void __launch_bounds__(256)
-dense(const Raw* __restrict__ x, u16* __restrict__ out, i64 rows, i64 columns, i64 pitch) {
-    __shared__ u16 tile[kTile][kTile + 2];
-    const i64 across = (columns + kTile - 1) / kTile;
-    const i64 row0 = blockIdx.x / across * kTile, column0 = blockIdx.x % across * kTile;
-    const int pair = threadIdx.x % 32 * 2, first = threadIdx.x / 32;
+dense(const Raw* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i64 pitch) {
+    const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
+#if WHOLE
+    constexpr int kLoads = sizeof(Raw) / 2;
+    if (thread * 8 >= rows * columns) return;
+    u32 words[4 * kLoads], packed[4];
 #pragma unroll
-    for (int i = 0; i < kTile / 8; ++i) {
-        const int row = first + 8 * i;
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const bool inside = row0 + row < rows && column0 + pair + c < columns;
-            tile[row][pair + c] = inside ? rounded(x[(row0 + row) * columns + column0 + pair + c]) : 0;
-        }
+    for (int i = 0; i < kLoads; ++i) {
+        const uint4 four = reinterpret_cast<const uint4*>(x)[thread * kLoads + i];
+        words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
     }
-    __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kTile / 8; ++i) {
-        const int line = first + 8 * i;  // of the output
-#if TURNED
-        const u32 two = tile[pair][line] | static_cast<u32>(tile[pair + 1][line]) << 16;
-        const i64 row = column0 + line, column = row0 + pair, height = columns;
+    for (int i = 0; i < 4; ++i)
+#if IN == 0
+        packed[i] = rounded(words[2 * i]) | rounded(words[2 * i + 1]) << 16;
 #else
-        const u32 two = tile[line][pair] | static_cast<u32>(tile[line][pair + 1]) << 16;
-        const i64 row = row0 + line, column = column0 + pair, height = rows;
+        packed[i] = rounded(words[i] & 0xFFFFu) | rounded(words[i] >> 16) << 16;
 #endif
-        if (row < height && column < pitch) *reinterpret_cast<u32*>(out + row * pitch + column) = two;
+    reinterpret_cast<uint4*>(out)[thread] = uint4{packed[0], packed[1], packed[2], packed[3]};
+#else
+    const i64 row = thread * 2 / pitch, column = thread * 2 % pitch;
+    if (row >= rows) return;
+    const Raw* from = x + row * columns;
+    const u32 low = column < columns ? rounded(from[column]) : 0;
+    const u32 high = column + 1 < columns ? rounded(from[column + 1]) : 0;
+    out[thread] = low | high << 16;
+#endif
+}
+
+// Sums of `parts` (parts, below, 4 quads), the first `rows` of each, in order, and the bias last.
+extern "C" __global__ void __launch_bounds__(256)
+add_parts(const float4* __restrict__ parts, const float* __restrict__ bias, void* __restrict__ out,
+          i64 count, i64 below, i64 rows, i64 columns, i64 quads, i64 pitch) {
+    const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
+    if (thread >= rows * quads) return;
+    float4 sum = parts[thread];
+#pragma unroll 4
+    for (i64 part = 1; part < count; ++part) {
+        const float4 next = parts[part * below * quads + thread];
+        sum.x = __fadd_rn(sum.x, next.x), sum.y = __fadd_rn(sum.y, next.y);
+        sum.z = __fadd_rn(sum.z, next.z), sum.w = __fadd_rn(sum.w, next.w);
     }
+    const i64 row = thread / quads, column = thread % quads * 4;
+    if (bias) {
+        const i64 last = columns - 1;
+        sum.x = __fadd_rn(sum.x, bias[column]);
+        sum.y = __fadd_rn(sum.y, bias[column + 1 < last ? column + 1 : last]);
+        sum.z = __fadd_rn(sum.z, bias[column + 2 < last ? column + 2 : last]);
+        sum.w = __fadd_rn(sum.w, bias[column + 3 < last ? column + 3 : last]);
+    }
+    const i64 at = (row * pitch + column) / 4;  // the pitch is a multiple of 4 too
+#if OUT_BF16
+    static_cast<uint2*>(out)[at] = uint2{
+        nearest(__float_as_uint(sum.x)) | nearest(__float_as_uint(sum.y)) << 16,
+        nearest(__float_as_uint(sum.z)) | nearest(__float_as_uint(sum.w)) << 16};
+#else
+    static_cast<float4*>(out)[at] = sum;
+#endif
 }

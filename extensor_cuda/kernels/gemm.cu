@@ -1,5 +1,7 @@
-// C = epilogue(A B^T): A (M, K) and B (N, K) with K contiguous, 8-bit or 16-bit elements, on Hopper's
-// tensor cores.
+// C = epilogue(A B^T): A (M, K) and B (N, K), 8-bit or 16-bit elements, on Hopper's tensor cores.
+//
+// K is contiguous; 16-bit elements may lie the other way round, A_DOWN: A is read from (K, M), B_DOWN:
+// B from (K, N). Then a tile is boxes of 64 of its columns by 64 of K, which wgmma reads as they lie.
 //
 // One producer warp loads tiles of 128 bytes along K with the tensor memory accelerator into a ring
 // of shared-memory stages; two consumer warpgroups multiply 64 rows each with wgmma. A cluster of two
@@ -10,6 +12,9 @@
 // so that every PROMOTE stages the partial sum is added to float32 registers. The order of all
 // additions depends on K and PROMOTE alone, never on the tile or the cluster. BLOCKS: float scales of
 // 128 elements along K on both sides, by which each stage's sum is multiplied when it is promoted.
+//
+// SPLIT: K in parts, each multiplied as a tile of its own and written to rows of its own, for another
+// kernel to add in order: the work of a small C of a long K for all multiprocessors.
 //
 // GROUPED: the rows of A are in groups, each with a B of its own; where they begin is read on the
 // device. ZEROS: 8-bit integers whose zero points are taken off the exact sum.
@@ -51,6 +56,7 @@ struct Epilogue {
     void* out;           // C itself, for the rows of a patch that end within it
     i64 out_pitch;
     int groups;
+    int parts, stages_of_part;  // SPLIT: of K
 };
 
 constexpr int kTileM = 128, kTileN = TILE_N, kRowBytes = 128;
@@ -63,6 +69,9 @@ constexpr int kTable = 64 + kTileN;           // exponents of a warpgroup's rows
 constexpr int kTables = ZEROS ? 3 * kTable : kTable;  // with zero points and sums behind them
 constexpr int kScales = BLOCKS ? kTileM + kTileN : 0;  // of a stage
 constexpr int kGroup = GROUP / kCluster;      // rows of tiles that are walked together
+constexpr int kBox = 64, kBoxBytes = kBox * kRowBytes;  // A_DOWN, B_DOWN: of K, and all of a box
+static_assert(!(A_DOWN || B_DOWN) || KIND == 1, "wgmma reads 16-bit elements alone either way");
+static_assert(!B_DOWN || kTileN / kCluster % kBox == 0, "whole boxes");
 
 #if KIND == 2
 typedef int Sum;
@@ -78,9 +87,28 @@ typedef float Sum;
 
 // ---- tiles ----
 
+#include "swizzle.cuh"
+
 struct Tile {
     int row, column;
 };
+
+// To the next step of K, in a descriptor's units.
+constexpr int kAStep = A_DOWN ? 16 * kRowBytes / 16 : 2, kBStep = B_DOWN ? 16 * kRowBytes / 16 : 2;
+
+// Brings `rows` of A or B, from `first` on, of stage k along K.
+template <bool kDown, bool kForAll>
+__device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int k, int first, int rows,
+                                          u32 barrier) {
+#pragma unroll
+    for (int from = 0; from < (kDown ? rows : 1); from += kBox) {
+        const int byte = kDown ? 2 * (first + from) : k * kRowBytes, row = kDown ? k * kBox : first;
+        if (kForAll)
+            load_for_all(to + from * kRowBytes, map, byte, row, barrier);
+        else
+            load(to + from * kRowBytes, map, byte, row, barrier);
+    }
+}
 
 // Neighbouring clusters work on a square patch of C, whose operands then stay in the cache.
 __device__ __forceinline__ Tile tile_of(int index, int tall, int wide) {
@@ -150,9 +178,24 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
     const int wide = (e.columns + kTileN - 1) / kTileN;
     const int tiles = tall * wide, step = gridDim.x / kCluster;
     constexpr int start = 0, group = 0;
+#if SPLIT
+    const int all_tiles = tiles * e.parts, end_of_rows = tall * kCluster * kTileM * e.parts;
+#define TILES index < all_tiles
+#define TILE tile_of(index % tiles, tall, wide)
+#else
     const int end_of_rows = e.rows;
 #define TILES index < tiles
 #define TILE tile_of(index, tall, wide)
+#endif
+#endif
+#if SPLIT
+#define FIRST_STAGE (index / tiles * e.stages_of_part)
+#define END_STAGE min((index / tiles + 1) * e.stages_of_part, e.stages_of_k)
+#define ROWS_BEFORE (index / tiles * tall * kCluster * kTileM)  // of the parts before
+#else
+#define FIRST_STAGE 0
+#define END_STAGE e.stages_of_k
+#define ROWS_BEFORE 0
 #endif
     int stage = 0;
     u32 parity = 0;
@@ -164,17 +207,17 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 const Tile tile = TILE;
                 const int row = start + (tile.row * kCluster + rank) * kTileM;
                 const int column = group * e.columns + tile.column * kTileN;
-                for (int k = 0; k < e.stages_of_k; ++k) {
+                for (int k = FIRST_STAGE; k < END_STAGE; ++k) {
                     wait(empty + 8 * stage, parity ^ 1);
                     const u32 to = base + stage * kStage, barrier = full + 8 * stage;
                     expect_bytes(barrier, kStage + 4 * kScales);
-                    load(to, &a_map, k * kRowBytes, row, barrier);
+                    load_tile<A_DOWN, false>(to, &a_map, k, row, kTileM, barrier);
                     if (kCluster == 1) {
-                        load(to + kABytes, &b_map, k * kRowBytes, column, barrier);
+                        load_tile<B_DOWN, false>(to + kABytes, &b_map, k, column, kTileN, barrier);
                     } else {
                         constexpr int kPart = kTileN / kCluster;
-                        load_for_all(to + kABytes + rank * kPart * kRowBytes, &b_map, k * kRowBytes,
-                                     column + rank * kPart, barrier);
+                        load_tile<B_DOWN, true>(to + kABytes + rank * kPart * kRowBytes, &b_map, k,
+                                                column + rank * kPart, kPart, barrier);
                     }
 #if BLOCKS
                     const u32 factors = shared_address(scales + stage * kScales);
@@ -216,22 +259,27 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #pragma unroll
             for (int i = 0; i < kRegisters; ++i) sum[i] = 0.0f;
 #endif
-            for (int k = 0; k < e.stages_of_k;) {
-                const int end = PROMOTE ? min(k + PROMOTE, e.stages_of_k) : e.stages_of_k;
+#if SPLIT
+            const int stages = END_STAGE - FIRST_STAGE;
+#else
+            const int& stages = e.stages_of_k;
+#endif
+            for (int k = 0; k < stages;) {
+                const int end = PROMOTE ? min(k + PROMOTE, stages) : stages;
                 int last = -1;
                 for (int more = 0; k < end; ++k) {
                     wait(full + 8 * stage, parity);
-                    const u64 a = descriptor(base + stage * kStage + warpgroup * 64 * kRowBytes);
-                    const u64 b = descriptor(base + stage * kStage + kABytes);
+                    const u64 a = descriptor<A_DOWN>(base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
+                    const u64 b = descriptor<B_DOWN>(base + stage * kStage + kABytes, kBoxBytes);
                     hold(part);
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        wgmma(part, a + 2 * i, b + 2 * i, more);
+                        wgmma(part, a + kAStep * i, b + kBStep * i, more);
                         more = 1;
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                    if (ahead && (k + 1 == SKEW || k + 1 == e.stages_of_k)) {
+                    if (ahead && (k + 1 == SKEW || k + 1 == stages)) {
                         asm volatile("bar.arrive 3, 256;" ::: "memory");
                         ahead = false;
                     }
@@ -256,7 +304,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #else
 #define TOTAL part
 #endif
-            const int first = row + warp % 4 * 16;
+            const int first = ROWS_BEFORE + row + warp % 4 * 16;
 #if VECTORS
             await_tables(warpgroup);
             factors.table = table;

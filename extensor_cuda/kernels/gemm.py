@@ -10,11 +10,14 @@ import numpy as np
 
 from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.gemm_program import (
+    BOX,
     ROW_BYTES,
     THREADS,
     TILE_M,
     Config,
+    Split,
     configure,
+    configure_dense,
     gemm_source,
 )
 
@@ -22,12 +25,15 @@ __all__ = [
     "MOST_TERMS",
     "Config",
     "Flags",
+    "Split",
     "Zeros",
     "block_scales",
     "configure",
+    "configure_dense",
     "empty_rows",
     "gemm",
     "gemm_source",
+    "rows_of_parts",
 ]
 
 MOST_TERMS = (1 << 17) - 1
@@ -66,6 +72,8 @@ class _Epilogue(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("out_pitch", ctypes.c_longlong),
         ("groups", ctypes.c_int),
+        ("parts", ctypes.c_int),
+        ("stages_of_part", ctypes.c_int),
     )
 
 
@@ -138,7 +146,15 @@ def block_scales(scales: Any, rows: int, each: int, xp: Any) -> Any:
     return out
 
 
-def _checked(a: Any, b: Any, out: Any, offsets: Any, config: Config) -> tuple[int, int, int]:
+def rows_of_parts(m: int, config: Config) -> int:
+    """How many rows a part of K takes of the result of a product that is split."""
+    tall = TILE_M * config.cluster
+    return -(-m // tall) * tall
+
+
+def _checked(
+    a: Any, b: Any, out: Any, offsets: Any, config: Config, split: Split | None
+) -> tuple[int, int, int]:
     """M, N and K.
 
     Raises:
@@ -152,12 +168,22 @@ def _checked(a: Any, b: Any, out: Any, offsets: Any, config: Config) -> tuple[in
                 f"strides {operand.strides} at address {operand.data.ptr:#x}; copy it into rows "
                 "of a padded pitch"
             )
-    (m, k), groups = a.shape, 1 if offsets is None else len(offsets) - 1
-    n = b.shape[0] // max(groups, 1)
-    if groups < 1 or b.shape != (groups * n, k) or out.shape != (m, n):
+    (m, k), right = a.shape[:: -1 if config.down[0] else 1], b.shape[:: -1 if config.down[1] else 1]
+    groups = 1 if offsets is None else len(offsets) - 1
+    n = right[0] // max(groups, 1)
+    rows = m if split is None else split.parts * rows_of_parts(m, config)
+    if groups < 1 or right != (groups * n, k) or out.shape != (rows, n):
         raise ValueError(
             f"gemm: wanted a (M, K), b (groups N, K) and out (M, N), got {a.shape}, {b.shape} and "
-            f"{out.shape} in {groups} groups"
+            f"{out.shape} in {groups} groups, lying the other way: {config.down}, {split}"
+        )
+    if any(config.down) and (
+        config.a != "bf16" or offsets is not None or config.tile_n // config.cluster % BOX
+    ):
+        raise ValueError(
+            f"gemm: operands (K, M) and (K, N) are bf16, in one group, in tiles of whole boxes of "
+            f"{BOX} columns; got {config.a} in {groups} groups, {config.tile_n} columns by a "
+            f"cluster of {config.cluster}"
         )
     if config.a == "s8" and k > MOST_TERMS:
         raise ValueError(
@@ -184,12 +210,14 @@ def gemm(
     zeros: Zeros | None = None,
     scales: tuple[Any, Any] | None = None,
     offsets: Any = None,
+    split: Split | None = None,
 ) -> None:
     """Launch out = activation(a b^T 2^(row + column exponent) + bias) + residual; does not wait.
 
     Args:
-        a: (M, K) codes, one byte an element (bf16: two), rows a multiple of 16 bytes apart.
-        b: (N, K) codes, likewise.
+        a: (M, K) codes, one byte an element (bf16: two), rows a multiple of 16 bytes apart; (K, M)
+            if ``config.down`` says so.
+        b: (N, K) codes, or (K, N), likewise.
         out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart.
         config: the program; its types say what the codes mean.
         row_exponent: int32, (M,) or (1,): added to the exponent of a row of the product.
@@ -207,6 +235,9 @@ def gemm(
         offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
             to the next are multiplied by a b of their own; b is (groups N, K), what belongs to
             columns (groups N,).
+        split: parts of K, with a config that splits and nothing else. Out is then float32
+            (parts R, N), R from `rows_of_parts`, what lies in a part beyond M being zeros or
+            not written.
 
     Raises:
         ValueError: if shapes, pitch or alignment of an operand do not fit, or options exclude each
@@ -215,19 +246,27 @@ def gemm(
     """
     import cupy
 
-    m, n, k = _checked(a, b, out, offsets, config)
+    m, n, k = _checked(a, b, out, offsets, config, split)
     size = a.dtype.itemsize
     extras = config.activation != "none" or any(x is not None for x in (bias, residual, amax))
     exponents = row_exponent, column_exponent
+    alone = extras or factors or offsets is not None or any(x is not None for x in exponents)
+    if config.split != (split is not None) or (split and (alone or config.out != "float32")):
+        raise ValueError(
+            f"gemm: parts of K go with a config that splits, float32 and nothing else, got {config}"
+            f" and {split}"
+        )
     config = _with(config, a, exponents, factors, zeros, scales, offsets, extras)
     row, column = factors or (row_exponent, column_exponent)
     device = cupy.cuda.runtime.getDevice()
     function, _ = hopper.load(gemm_source(config), "gemm", config.shared, device)
+    boxes = (TILE_M, config.tile_n // config.cluster)
     maps = [
-        _tensor_map(x.data.ptr, x.shape[0], k * size, x.strides[0], box)
-        for x, box in ((a, TILE_M), (b, config.tile_n // config.cluster))
+        _tensor_map(x.data.ptr, x.shape[0], x.shape[1] * size, x.strides[0], BOX if down else box)
+        for x, box, down in zip((a, b), boxes, config.down, strict=True)
     ]
-    maps.append(_tensor_map(out.data.ptr, m, n, out.strides[0], 16, config.out.upper()))
+    kind = config.out.upper()
+    maps.append(_tensor_map(out.data.ptr, out.shape[0], n, out.strides[0], 16, kind))
     flags = flags or Flags(wanted=-1)
     item = out.dtype.itemsize
     epilogue = _Epilogue(
@@ -260,6 +299,9 @@ def gemm(
         epilogue.row_block_pitch, epilogue.column_block_pitch = (x.shape[1] for x in scales)
     tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
     tiles = tall * -(-n // config.tile_n)
+    if split is not None:
+        epilogue.parts, epilogue.stages_of_part = split.parts, split.stages
+        tiles *= split.parts
     grid = min((blocks or hopper.multiprocessors(device)) // config.cluster, tiles) * config.cluster
     hopper.launch(function, grid, THREADS, config.shared, maps, epilogue)
 

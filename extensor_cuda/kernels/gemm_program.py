@@ -9,9 +9,20 @@ from pathlib import Path
 from extensor_cuda import jit
 from extensor_cuda.kernels.hopper import SHARED, wgmma
 
-__all__ = ["ROW_BYTES", "THREADS", "TILE_M", "Config", "configure", "gemm_source"]
+__all__ = [
+    "BOX",
+    "ROW_BYTES",
+    "THREADS",
+    "TILE_M",
+    "Config",
+    "Split",
+    "configure",
+    "configure_dense",
+    "gemm_source",
+]
 
 TILE_M, ROW_BYTES, THREADS = 128, 128, 384
+BOX = 64  # columns, and of K, of a box of an operand that lies the other way
 ACTIVATIONS = ("none", "relu", "silu", "gelu_tanh", "gelu")
 _WARPS, _PATCH, _SLACK = 8, 16 * 128, 1024
 _FOLDER = Path(__file__).parent
@@ -37,6 +48,8 @@ class Config:
         zeros: zero points, with s8 and factors.
         blocks: float32 scales of 128 elements along K on both sides, with FP8 and promote=1.
         grouped: rows of A in groups, each with a B of its own.
+        down: whether a and b lie as (K, M) and (K, N), with bf16.
+        split: K in parts, whose sums are written one below the other.
         extras: bias, residual, amax or an activation.
         guard: a barrier that is never reached ends the kernel with an error.
     """
@@ -57,6 +70,8 @@ class Config:
     zeros: bool = False
     blocks: bool = False
     grouped: bool = False
+    down: tuple[bool, bool] = (False, False)
+    split: bool = False
     extras: bool = False
     guard: bool = False
 
@@ -124,6 +139,62 @@ def configure(
     return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, group=8)
 
 
+@dataclass(frozen=True)
+class Split:
+    """K in parts, each multiplied by itself, then added in order.
+
+    Attributes:
+        parts: how many.
+        stages: of 128 bytes along K, of each but perhaps the last.
+    """
+
+    parts: int
+    stages: int
+
+
+# Of bfloat16 on an H100: (columns of a tile, patches, cycles of a stage of K). The tensor cores
+# take 4 cycles a column; narrower tiles read more of the cache for it.
+_DENSE_TILES = ((128, 2, 640), (192, 3, 800), (256, 2, 1024))
+_TILE_CYCLES, _LAUNCH_CYCLES, _BYTES_A_CYCLE = 2500, 4400, 2300
+_MULTIPROCESSORS, _MOST_PARTS = 132, 16
+
+
+@lru_cache(maxsize=4096)
+def configure_dense(
+    m: int, n: int, k: int, out: str, down: tuple[bool, bool] = (False, False)
+) -> tuple[Config, Split | None]:
+    """The program and the parts of K of a product of bfloat16 arrays, from its shape alone.
+
+    So that a shape's bits are the same on every GPU, the parts are chosen for one of 132
+    multiprocessors: the fewest cycles of a simple model, rounds of tiles plus, for parts, what
+    writing, reading and adding them takes.
+
+    Args:
+        m: rows of the result, 1 or more.
+        n: its columns, 1 or more.
+        k: terms of a sum.
+        out: type of the result.
+        down: as in `Config`.
+    """
+    stages = -(-k * 2 // ROW_BYTES)
+    best: tuple[float, int, int, Split | None] | None = None
+    for tile_n, patches, cycles in _DENSE_TILES:
+        tiles = -(-m // TILE_M) * -(-n // tile_n)
+        for wanted in range(1, min(_MOST_PARTS, stages) + 1):
+            each = -(-stages // wanted)
+            parts = -(-stages // each)
+            rounds = -(-tiles * parts // _MULTIPROCESSORS)
+            cost = float(rounds * (each * cycles + _TILE_CYCLES))
+            if parts > 1:
+                cost += _LAUNCH_CYCLES + 8 * m * n * parts / _BYTES_A_CYCLE
+            if best is None or cost < best[0]:
+                best = cost, tile_n, patches, Split(parts, each) if parts > 1 else None
+    assert best is not None
+    _, tile_n, patches, split = best
+    config = Config("bf16", "bf16", tile_n, 0, out=out, patches=patches, down=down)
+    return replace(config, out="float32", split=True) if split else config, split
+
+
 @lru_cache(maxsize=256)
 def gemm_source(config: Config) -> jit.Source:
     """The GEMM's program."""
@@ -143,10 +214,12 @@ def gemm_source(config: Config) -> jit.Source:
         "ZEROS": int(config.zeros),
         "BLOCKS": int(config.blocks),
         "GROUPED": int(config.grouped),
+        "A_DOWN": int(config.down[0]),
+        "B_DOWN": int(config.down[1]),
+        "SPLIT": int(config.split),
         "EXTRAS": int(config.extras),
         "GUARD": int(config.guard),
     }
     plain = jit.Source.read(_FOLDER / "gemm.cu", macros)
-    return replace(
-        plain, text=plain.text.replace("//WGMMA//", wgmma(config.a, config.b, config.tile_n))
-    )
+    functions = wgmma(config.a, config.b, config.tile_n, down=config.down)
+    return replace(plain, text=plain.text.replace("//WGMMA//", functions))

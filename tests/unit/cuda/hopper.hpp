@@ -115,9 +115,6 @@ inline u32 rounded_pair(float high, float low) {
 
 // ---- wgmma ----
 
-inline u64 descriptor(u32 address) { return address >> 4; }
-inline u64 descriptor_turned(u32 address, u32 apart) { return address >> 4 | static_cast<u64>(apart >> 4) << 16; }
-inline u32 address_of(u64 descriptor) { return (descriptor & 0x3FFF) << 4; }
 inline void begin_products() {}
 inline void end_products() {}
 template <int n>
@@ -143,28 +140,38 @@ double value_of(u32 code) {
     }
     return values[code];
 }
-inline double pair_at(u32 address, int k) {
-    const u32 at = swizzled(address + 2 * k);
-    return of_bfloat16(shared_bytes[at] | shared_bytes[at + 1] << 8);
+// Where element k of row i of an operand lies, swizzled by 128 bytes: wgmma's canonical layouts (PTX
+// ISA). K contiguous: 8 rows are a pattern of 1024 bytes, the stride leads to the next 8. The other
+// way: 64 rows by 8 of K are one; the stride leads to the next 8 of K, the leading offset to 64 rows.
+template <bool kDown>
+u32 address_of(u64 descriptor, int i, int k) {
+    constexpr int kItem = KIND == 1 ? 2 : 1;
+    const u32 address = static_cast<u32>(descriptor << 4) & 0x3FFFF;
+    const u32 leading = static_cast<u32>(descriptor >> 16 & 0x3FFF) << 4;
+    const u32 stride = static_cast<u32>(descriptor >> 32 & 0x3FFF) << 4;
+    if (descriptor >> 62 != 1) std::fprintf(stderr, "not swizzled by 128 bytes\n"), std::exit(3);
+    return swizzled(address + (kDown ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * kItem
+                                     : i / 8 * stride + i % 8 * 128 + k * kItem));
+}
+template <bool kDown, int kKind>
+double element(u64 descriptor, int i, int k) {
+    const u8* at = shared_bytes + address_of<kDown>(descriptor, i, k);
+    return KIND == 1 ? of_bfloat16(at[0] | at[1] << 8) : value_of<kKind>(at[0]);
 }
 
 // A thread's accumulators of 64 x N: rows lane / 4 and 8 below, pairs of columns 8 apart.
 template <int n>
 void wgmma(Sum (&d)[n], u64 a, u64 b, int more) {
-    const u32 left = address_of(a), right = address_of(b);
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    double rows[2][32];
+    constexpr int kSteps = KIND == 1 ? 16 : 32;
+    double rows[2][kSteps];
     for (int h = 0; h < 2; ++h)
-        for (int k = 0; k < (KIND == 1 ? 16 : 32); ++k) {
-            const u32 at = left + (warp * 16 + lane / 4 + 8 * h) * 128;
-            rows[h][k] = KIND == 1 ? pair_at(at, k) : value_of<A_KIND>(shared_bytes[swizzled(at + k)]);
-        }
+        for (int k = 0; k < kSteps; ++k) rows[h][k] = element<A_DOWN, A_KIND>(a, warp * 16 + lane / 4 + 8 * h, k);
     for (int j = 0; j < n / 4; ++j)
         for (int c = 0; c < 2; ++c) {
-            const u32 at = right + (8 * j + lane % 4 * 2 + c) * 128;
             double sums[2] = {0, 0};
-            for (int k = 0; k < (KIND == 1 ? 16 : 32); ++k) {
-                const double v = KIND == 1 ? pair_at(at, k) : value_of<B_KIND>(shared_bytes[swizzled(at + k)]);
+            for (int k = 0; k < kSteps; ++k) {
+                const double v = element<B_DOWN, B_KIND>(b, 8 * j + lane % 4 * 2 + c, k);
                 sums[0] += rows[0][k] * v, sums[1] += rows[1][k] * v;
             }
             for (int h = 0; h < 2; ++h) {
@@ -181,25 +188,18 @@ inline void gather(double (&rows)[2][16], const u32 (&a)[4]) {
         for (int h = 0; h < 2; ++h)
             rows[h][k] = of_bfloat16(exchange(a[k / 8 * 2 + h], row + k % 8 / 2) >> k % 2 * 16 & 0xFFFF);
 }
-template <int n, class Value>
-void multiply(Sum (&d)[n], const u32 (&a)[4], int more, Value value) {
+template <bool kDown, int n>
+void multiply(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
     double rows[2][16];
     gather(rows, a);
     for (int i = 0; i < n; ++i) {
         double sum = more ? d[i] : 0.0;
-        for (int k = 0; k < 16; ++k) sum += rows[i / 2 % 2][k] * value(k, i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2);
+        for (int k = 0; k < 16; ++k)
+            sum += rows[i / 2 % 2][k] * element<kDown, 0>(b, i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k);
         d[i] = static_cast<Sum>(sum);
     }
 }
 template <int n>
-void wgmma(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
-    multiply(d, a, more, [&](int k, int column) { return pair_at(address_of(b) + column * 128, k); });
-}
-// b's K are rows of 64 columns, further columns as far away as the descriptor says.
+void wgmma(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) { multiply<false>(d, a, b, more); }
 template <int n>
-void wgmma_turned(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
-    const u32 apart = (b >> 16 & 0x3FFF) << 4;
-    multiply(d, a, more, [&](int k, int column) {
-        return pair_at(address_of(b) + column / 64 * apart + k * 128, column % 64);
-    });
-}
+void wgmma_down(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) { multiply<true>(d, a, b, more); }

@@ -15,7 +15,7 @@ from extensor.ops.quantized import layer_context
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import dense, jit, operands
+from extensor_cuda import jit, operands
 from extensor_cuda.kernels import quantize as kernels
 from tests.unit.cuda.test_compile import properties
 
@@ -224,31 +224,6 @@ def test_a_linear_layers_three_products_are_those_of_the_cpu(
         scale = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
         error = np.abs(got.astype(np.float64) - want.astype(np.float64))
         assert error.max() <= scale * np.abs(want.astype(np.float64)).max()
-
-
-@pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_rounding_to_bfloat16_compiles_without_spills(dtype: str) -> None:
-    for turned in (False, True):
-        code, log = jit.compile_cubin(dense.source(dtype, turned), "sm_90a")
-        assert "warning" not in log, log
-        assert all(numbers["stack"] == 0 for numbers in properties(code).values())
-
-
-@pytest.mark.parametrize("shape", [(64, 128), (1, 7), (200, 333)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dense_operands_are_rounded_once_either_way(
-    hopper: Any, dtype: str, shape: tuple[int, int]
-) -> None:
-    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
-    x[0, 0], x[0, -1] = 1e-40, np.inf
-    if dtype != "float32":
-        x = x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
-    want = x.astype(ml_dtypes.bfloat16).astype(np.float32)
-    for axis in (1, 0):
-        made = dense.make(hopper.xp.asarray(x), axis, hopper.xp)
-        got = made.bits.get().view(ml_dtypes.bfloat16).astype(np.float32)
-        np.testing.assert_array_equal(got, want if axis else want.T)
 
 
 def test_a_bfloat16_layers_three_products_are_those_of_the_cpu(

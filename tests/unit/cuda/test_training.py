@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,6 +23,7 @@ from extensor_cuda.kernels import (
     optimizer,
     scatter,
     softmax,
+    sums,
     window,
 )
 from models.gpt.configs import GPTConfig
@@ -44,6 +46,10 @@ SGD_FACTORS = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": False}
 def test_no_kernel_spills(arch: str) -> None:
     sources = [optimizer.source(), recording.source(), scatter.source(), elementwise.source()]
     sources += [window.source()]
+    sources += [
+        sums.sums_source("float32", each, lines) for each, lines in ((1, 8), (4, 8), (1, 32))
+    ]
+    sources += [sums.sums_source("bfloat16", each, 8) for each in (1, 8)]
     sources += [softmax.softmax_source(n) for n in (10, 1024, 1025, softmax.MOST)]
     sources += [cross_entropy.loss_source(warps) for warps in (1, 8)]
     sources += [norm.norm_source(n, c) for n, c in ((37, True), (1024, True), (norm.MOST, False))]
@@ -66,7 +72,7 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return request.getfixturevalue("cuda")
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
-    for module in (cross_entropy, elementwise, norm, optimizer, scatter, softmax, window):
+    for module in (cross_entropy, elementwise, norm, optimizer, scatter, softmax, sums, window):
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
     return emulation.Emulated("emulated", emulation.Cupy())
 
@@ -443,3 +449,32 @@ def test_loss_curves_of_cpu_and_gpu(cuda: Any, run: Any, recipe: str) -> None:
     ours, theirs = run(recipe, "cuda", 12), run(recipe, "cpu", 12)
     assert ours[-1] < 0.99 * ours[0]
     np.testing.assert_allclose(ours, theirs, rtol=CURVES[recipe])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "shape", [(1, 32), (7, 33), (1000, 128), (513, 40), (2, 300, 264), (9000, 96)], ids=str
+)
+def test_leading_sums_are_within_their_bound_and_in_one_order(
+    trainer: Any, shape: tuple[int, ...], dtype: str
+) -> None:
+    rng = np.random.default_rng(6)
+    wide = rng.standard_normal(shape) * np.exp2(rng.integers(-9, 9, shape))
+    x = wide.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+    axes, there = len(shape) - 1, trainer.xp.asarray(x)
+    assert trainer.path("leading_sum", there, axes) == "fused kernel"
+    got, again = (trainer.leading_sum(there, axes).get() for _ in range(2))
+    rows = x.reshape(-1, shape[-1]).astype(np.float64)
+    most = sums.depth(len(rows), shape[-1], x.itemsize, there.data.ptr % 16 == 0)
+    error = np.abs(got.astype(np.float64) - rows.sum(axis=0))
+    assert got.dtype == np.float32 and got.tobytes() == again.tobytes()
+    assert (error <= most * 2.0**-24 / (1 - most * 2.0**-24) * np.abs(rows).sum(axis=0)).all()
+
+
+def test_few_columns_and_strided_arrays_are_summed_by_cupy(trainer: Any) -> None:
+    x = trainer.xp.asarray(np.arange(120, dtype=np.float32).reshape(60, 2))
+    assert "too few" in trainer.path("leading_sum", x, 1)
+    np.testing.assert_array_equal(trainer.leading_sum(x, 1).get(), x.get().sum(axis=0))
+    wide = trainer.xp.asarray(np.ones((64, 80), np.float32))[:, ::2]
+    assert "strided" in trainer.path("leading_sum", wide, 1)
+    np.testing.assert_array_equal(trainer.leading_sum(wide, 1).get(), np.full(40, 64.0))

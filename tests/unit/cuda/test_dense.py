@@ -1,0 +1,200 @@
+"""Products of bfloat16 arrays that lie either way, in parts of K or not; rounding to bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor_cuda import dense, jit
+from extensor_cuda.kernels.gemm import (
+    Config,
+    Split,
+    configure_dense,
+    empty_rows,
+    gemm,
+    gemm_source,
+    rows_of_parts,
+)
+from tests.unit.cuda.emulator import Cupy
+from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.test_compile import check_compiles, properties
+
+WAYS = ((False, False), (False, True), (True, False), (True, True))
+GPT = {  # rows, columns and terms of the products of a GPT of 30 million parameters
+    name: ((m, n, k), (m, k, n), (n, k, m))
+    for name, (m, n, k) in {
+        "qkv": (16384, 1536, 512),
+        "out": (16384, 512, 512),
+        "up": (16384, 2048, 512),
+        "down": (16384, 512, 2048),
+        "logits": (16384, 8192, 512),
+    }.items()
+}
+
+
+@pytest.fixture(params=PLACES)
+def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The array module of a Hopper GPU, or of the kernels' sources on the CPU."""
+    return place(request, monkeypatch, [dense])
+
+
+def lying(v: np.ndarray, down: bool, xp: Any) -> Any:
+    """Bits of (rows, K), as (K, rows) if ``down``, with NaN behind the end of each row."""
+    v = v.T if down else v
+    pitch = -(-v.shape[1] // 8) * 8 + 8
+    held = np.full((len(v), pitch), 0x7FC0, dtype=np.uint16)
+    held[:, : v.shape[1]] = v.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return xp.asarray(held)[:, : v.shape[1]]
+
+
+def values(rng: np.random.Generator, rows: int, k: int) -> np.ndarray:
+    """Float64 values of bfloat16."""
+    return rng.standard_normal((rows, k)).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def bound(va: np.ndarray, vb: np.ndarray) -> np.ndarray:
+    """Of a float32 sum of K terms that is cut: `extensor_cuda.gemm`."""
+    return np.asarray(va.shape[1] * 2.0**-22 * (np.abs(va) @ np.abs(vb).T))
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("down", WAYS, ids=str)
+def test_no_program_for_arrays_either_way_spills(down: tuple[bool, bool]) -> None:
+    sizes = [size for sizes in GPT.values() for size in sizes]
+    configs = {configure_dense(*size, out, down)[0] for size in sizes for out in dense._OUT}
+    wider = {replace(config, extras=True) for config in configs if not config.split}
+    for config in {*configs, *wider, Config("bf16", "bf16", 128, 0, cluster=2, down=down)}:
+        code, log = jit.compile_cubin(gemm_source(config), "sm_90a")
+        assert "warning" not in log.lower() and "C75" not in log, log
+        assert all(numbers["stack"] == 0 for numbers in properties(code).values()), config
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rounding_and_adding_compile_without_spills(dtype: str) -> None:
+    for whole in (False, True):
+        for out in dense._OUT:
+            check_compiles(dense.source(dtype, whole, out), "sm_80", "sm_90a")
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 16), (300, 200, 130), (129, 328, 1000)], ids=str)
+@pytest.mark.parametrize("tile", [128, 192, 256])
+@pytest.mark.parametrize("down", WAYS, ids=str)
+def test_products_of_arrays_that_lie_either_way(
+    hopper: Any, down: tuple[bool, bool], tile: int, shape: tuple[int, int, int]
+) -> None:
+    (m, n, k), rng = shape, np.random.default_rng(1)
+    va, vb = values(rng, m, k), values(rng, n, k)
+    a, b = (lying(v, way, hopper) for v, way in zip((va, vb), down, strict=True))
+    clusters = (1,) if isinstance(hopper, Cupy) or tile == 192 else (1, 2)
+    seen = []
+    for cluster in clusters:
+        out = empty_rows(hopper, m, n, np.float32)
+        out[...] = np.nan
+        gemm(a, b, out, Config("bf16", "bf16", tile, 0, cluster, down=down))
+        seen.append(out.get())
+        assert (np.abs(seen[-1] - va @ vb.T) <= bound(va, vb)).all()
+    assert (seen[0] == seen[-1]).all()  # the order of a sum is K's alone
+
+
+def test_bits_do_not_depend_on_how_an_array_lies(hopper: Any) -> None:
+    rng = np.random.default_rng(2)
+    va, vb = values(rng, 140, 200), values(rng, 270, 200)
+    seen = []
+    for down in WAYS:
+        a, b = (lying(v, way, hopper) for v, way in zip((va, vb), down, strict=True))
+        out = empty_rows(hopper, 140, 270, np.float32)
+        gemm(a, b, out, Config("bf16", "bf16", 128, 0, down=down))
+        seen.append(out.get())
+    assert all((found == seen[0]).all() for found in seen)
+
+
+@pytest.mark.parametrize("down", WAYS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((136, 200, 3000), "float32"), ((70, 41, 2500), "bfloat16"), ((5, 3, 2048), "float32")],
+    ids=str,
+)
+def test_parts_of_k_are_added_in_order(
+    hopper: Any, shape: tuple[int, int, int], dtype: str, down: tuple[bool, bool]
+) -> None:
+    (m, n, k), rng = shape, np.random.default_rng(3)
+    va, vb = values(rng, m, k), values(rng, n, k)
+    a, b = (lying(v, way, hopper) for v, way in zip((va, vb), down, strict=True))
+    bias = rng.standard_normal(n).astype(np.float32)
+    config, split = configure_dense(m, n, k, dtype, down)
+    assert split is not None and split.parts > 1
+    sides = (dense.Dense(side, way) for side, way in zip((a, b), down, strict=True))
+    got = dense.multiply(*sides, dtype, hopper, hopper.asarray(bias)).get()
+    want = np.zeros((m, n), np.float32)
+    alone = replace(config, split=False)
+    for part in range(split.parts):
+        ks = slice(part * split.stages * 64, (part + 1) * split.stages * 64)
+        left, right = (x[ks] if way else x[:, ks] for x, way in zip((a, b), down, strict=True))
+        out = empty_rows(hopper, m, n, np.float32)
+        gemm(left, right, out, alone)
+        want = out.get().copy() if part == 0 else want + out.get()
+    np.testing.assert_array_equal(got, (want + bias).astype(dense._OUT[dtype]))
+    assert (np.abs(want - va @ vb.T) <= bound(va, vb)).all()
+
+
+def test_a_bias_and_bfloat16_come_from_the_epilogue(hopper: Any) -> None:
+    rng = np.random.default_rng(4)
+    va, vb = values(rng, 300, 64), values(rng, 264, 64)
+    bias = rng.standard_normal(264).astype(np.float32)
+    sides = [dense.Dense(lying(v, False, hopper)) for v in (va, vb)]
+    plain = dense.multiply(*sides, "float32", hopper)
+    got = dense.multiply(*sides, "bfloat16", hopper, hopper.asarray(bias))
+    want = (plain.get() + bias).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(got.get(), want)
+
+
+def test_every_part_has_terms_and_the_shape_alone_decides() -> None:
+    for sizes in GPT.values():
+        for m, n, k in sizes:
+            for down in WAYS:
+                config, split = configure_dense(m, n, k, "float32", down)
+                assert (split is not None) == config.split
+                assert split == configure_dense(m, n, k, "bfloat16", (False, False))[1]
+                if split is not None:
+                    stages = -(-k // 64)
+                    assert (split.parts - 1) * split.stages < stages <= split.parts * split.stages
+    # 8 tiles of 128 x 256 alone would leave 124 of 132 multiprocessors without work
+    assert configure_dense(512, 512, 16384, "float32")[1] is not None
+    assert configure_dense(16384, 2048, 512, "float32")[1] is None
+
+
+def test_what_does_not_go_together_is_refused(hopper: Any) -> None:
+    a, out = hopper.zeros((64, 64), dtype=np.uint16), hopper.zeros((64, 64), dtype=np.float32)
+    down = Config("bf16", "bf16", 128, 0, down=(True, True))
+    with pytest.raises(ValueError, match="whole boxes"):
+        gemm(a, a, out, replace(down, tile_n=176))
+    with pytest.raises(ValueError, match="are bf16"):
+        gemm(*[a.view(np.uint8)[:, :64]] * 2, out, Config(tile_n=128, down=(True, False)))
+    split = replace(down, split=True)
+    rows = hopper.zeros((rows_of_parts(64, split), 64), dtype=np.float32)
+    with pytest.raises(ValueError, match="a config that splits"):
+        gemm(a, a, rows, down, split=Split(1, 1))
+    with pytest.raises(ValueError, match="nothing else"):
+        gemm(a, a, rows, split, split=Split(1, 1), bias=hopper.zeros(64, dtype=np.float32))
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (1, 7), (200, 333), (9, 24)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_rounding_is_the_nearest_and_once_for_both_ways(
+    hopper: Any, dtype: str, shape: tuple[int, int]
+) -> None:
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-30, 30, shape))
+    x.flat[:6] = 1e-40, -3e-8, np.inf, -np.inf, np.nan, -0.0
+    with np.errstate(over="ignore"):
+        x = x.astype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype))
+    want = x.astype(np.float32).astype(ml_dtypes.bfloat16)
+    along, down = dense.make(hopper.asarray(x), (1, 0), hopper)
+    assert along.bits is down.bits and along.shape == down.shape[::-1] == shape
+    for made, values in ((along, want), (down, want.T)):
+        np.testing.assert_array_equal(made.values(np), values.astype(np.float32))
