@@ -68,9 +68,11 @@ def _product(
     # Rounded operands may fit bfloat16 tiles, which is looked for; float32 ones do not.
     if "float32" in (gemm.a, gemm.b):
         out = backend.matmul(a, b.T)
+    elif gemm.output_scale == 1.0:
+        start = None if bias is None else backend.cast(bias, np.dtype(np.float32))
+        return backend.cast(backend.operand_product(a, b, dtype.name, start), dtype)
     else:
-        last = gemm.output_scale == 1.0 and bias is None
-        out = backend.operand_product(a, b, dtype.name if last else "float32")
+        out = backend.operand_product(a, b)
     out = _scaled(out, gemm, backend.xp)
     return backend.cast(out if bias is None else backend.add(out, bias), dtype)
 
@@ -144,8 +146,7 @@ def _matmul_vjp(
             x = x.reshape(-1, x.shape[-1])
             (x_down,) = operands.of_products(backend, x, context, _X[1:], sizes)
         dw = _product(backend, gradients[-1], x_down, layer.wgrad, w.dtype)
-    lead = tuple(range(g.ndim - 1))
-    return [dx, dw, *(g.sum(axis=lead, dtype=np.float32) if need else None for need in needs[2:])]
+    return [dx, dw, *(backend.leading_sum(g, g.ndim - 1) if need else None for need in needs[2:])]
 
 
 def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
