@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels.sums import column_sums
 
 __all__ = ["MOST", "grad", "norm", "norm_source"]
 
@@ -98,5 +99,5 @@ def grad(
         partial[1] if centred else null,
         np.int64(rows),
     )
-    sums = partial.sum(axis=1).reshape(-1, *weight.shape)
-    return gx, sums[0], sums[1] if centred else None
+    gw, *gb = (column_sums(partial[i], xp).reshape(weight.shape) for i in range(len(partial)))
+    return gx, gw, gb[0] if gb else None
