@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from extensor.backends import registry
-from tests.unit.cuda.emulator import Emulator
+from extensor_cuda.kernels import (
+    cross_entropy,
+    elementwise,
+    norm,
+    optimizer,
+    scatter,
+    softmax,
+    sums,
+    window,
+)
+from tests.unit.cuda.emulator import COMPILER, Cupy, Emulated, Emulator
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +34,18 @@ def cuda() -> Any:
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     """Kernels on the CPU, each compiled once."""
     return Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=["emulated", "on a GPU"])
+def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A backend with the training kernels: the CUDA one, or its methods on the CPU."""
+    if request.param == "on a GPU":
+        return request.getfixturevalue("cuda")
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    for module in (cross_entropy, elementwise, norm, optimizer, scatter, softmax, sums, window):
+        monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
+    return Emulated("emulated", Cupy())
 
 
 @pytest.fixture(scope="session")
