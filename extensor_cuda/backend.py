@@ -25,6 +25,7 @@ from extensor_cuda import blas, dense, expanded, gemm, operands, scaled, scaling
 from extensor_cuda.graph import CudaGraph
 from extensor_cuda.kernels import pair
 from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.hopper import capability as _capability
 from extensor_cuda.memory import allocate
 from extensor_cuda.recording import Recording, current
 from extensor_cuda.training import CudaTraining
@@ -82,14 +83,6 @@ def make_backend() -> CudaBackend:
 def _turned(first: QuantSpec, second: QuantSpec) -> bool:
     """Whether two specs differ in their axis alone."""
     return first.replace(axis=second.axis) == second
-
-
-@lru_cache(maxsize=64)
-def _capability(device: int) -> str:
-    """Compute capability of a GPU, such as "90"; cupy asks the driver each time."""
-    import cupy
-
-    return str(cupy.cuda.Device(device).compute_capability)
 
 
 class _Forked:

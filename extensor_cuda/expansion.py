@@ -10,6 +10,11 @@ A tensor's scales lie relative to its largest one; FP8 holds every value of
 
 and bfloat16 of everything, but what lies more than 110 binades below the tensor's largest scale.
 What is not held raises a flag on the device.
+
+Bfloat16 also holds every NVFP4 value but for the tensor scale, and every MX value as it is that a
+quantizer makes, from 2**-133 up: so `whole` needs no anchor. Whether all of an MX matrix is held is
+read on the host the first time that the matrix is seen, and remembered: nothing waits after that.
+A value that is not held would be NaN, never another number.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -27,7 +33,7 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.gemm import Flags, configure, gemm
 
-__all__ = ["Expansion", "expand", "expand_source", "join", "kind_of", "scale_of"]
+__all__ = ["Expansion", "expand", "expand_source", "join", "kind_of", "scale_of", "whole"]
 
 Array = Any
 
@@ -39,6 +45,8 @@ _KINDS = ("bf16", "e5m2", "e4m3")  # as in expand.cu
 # 6 * 1.5 * 2**5 is 288.
 _FP8 = {"e2m1": ("e5m2", 13), "e3m2": ("e5m2", 11), "e2m3": ("e4m3", 5)}
 _NVFP4_LIFT = -3
+_FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
+"""Whether bfloat16 holds all of a stored matrix as it is."""
 
 
 def kind_of(spec: QuantSpec) -> tuple[str, int]:
@@ -68,8 +76,8 @@ class Expansion:
 
 
 @lru_cache(maxsize=256)
-def expand_source(spec: QuantSpec, kind: str, lift: int) -> Source:
-    """The program that expands packed codes of a spec resolved for a matrix."""
+def expand_source(spec: QuantSpec, kind: str, lift: int, fixed: bool = False) -> Source:
+    """The program that expands packed codes of a spec resolved for a matrix, as `expand`."""
     element = spec.row.element
     assert isinstance(spec.tile, tuple)
     macros = {
@@ -83,6 +91,7 @@ def expand_source(spec: QuantSpec, kind: str, lift: int) -> Source:
         "DOWN": int(spec.axis == 0),
         "OUT": _KINDS.index(kind),
         "LIFT": lift,
+        "FIXED": int(fixed),
     }
     return Source.read(_FOLDER / "expand.cu", macros)
 
@@ -93,27 +102,36 @@ def _blocks(threads: int, guarded: bool) -> int:
 
 
 def expand(
-    q: QuantArray, kind: str, flag: Array, xp: Any, guards: Sequence[Array] = ()
+    q: QuantArray,
+    kind: str,
+    flag: Array | None,
+    xp: Any,
+    guards: Sequence[Array] = (),
+    fixed: bool = False,
 ) -> Expansion:
     """The values of a packed matrix, contraction contiguous; does not wait.
 
     Args:
         q: MX or NVFP4 in tiles (n, 16 to 128), along either axis.
         kind: "bf16", or what `kind_of` says.
-        flag: uint32 (1,), raised where the kind does not hold a value.
+        flag: uint32 (1,), raised where the kind does not hold a value; None only if fixed.
         xp: cupy.
         guards: two flags; nothing is written unless one is set. None: always.
+        fixed: bfloat16 values as they are, without an exponent, in one launch. What bfloat16 does
+            not hold, which is less than relative to the largest scale, becomes NaN.
     """
     axis, mx = q.spec.axis, q.spec.is_mx
     lift = 0 if kind == "bf16" else kind_of(q.spec)[1]
-    source = expand_source(q.spec, kind, lift)
+    source = expand_source(q.spec, kind, lift, fixed)
     k = coded_length(q.spec, q.shape)
     lines, pitch = q.shape[1 - axis], -(-k // 16) * 16
     codes, scales = (_aligned(part, xp) for part in (q.codes, q.scales))
     out = xp.empty((lines, pitch), dtype=np.uint16 if kind == "bf16" else np.uint8)
     null = np.uint64(0)
-    largest, exponent, factor = null, null, xp.empty(1, dtype=np.float32)
-    if mx:
+    largest, exponent, factor = null, null, null
+    if not fixed:
+        factor = xp.empty(1, dtype=np.float32)
+    if mx and not fixed:
         largest, exponent = xp.zeros(1, dtype=np.uint32), xp.empty(1, dtype=np.int32)
         count = scales.size
         blocks = min(-(-count // _THREADS), _ANCHOR_BLOCKS)
@@ -134,11 +152,46 @@ def expand(
         out,
         exponent,
         factor,
-        flag,
+        null if flag is None else flag,
         *(guards or (null, null)),
         *(np.int64(n) for n in (lines, pitch, codes.shape[1], scales.shape[1])),
     )
+    if fixed:
+        return Expansion(out[:, :k], kind, None, None if mx else q.tensor_scale)
     return Expansion(out[:, :k], kind, exponent if mx else None, factor)
+
+
+def whole(stored: Sequence[QuantArray], xp: Any) -> list[Expansion] | None:
+    """Packed matrices as bfloat16, exactly; None if one has values that it does not hold.
+
+    Waits for the GPU the first time that an MX matrix is seen, so multiply once before a capture;
+    and each time if the matrix fits only relative to its largest scale.
+
+    Args:
+        stored: MX or NVFP4, as for `expand`.
+        xp: cupy.
+    """
+    unknown = list(dict.fromkeys(q for q in stored if q.spec.is_mx and q not in _FITS))
+    raised = xp.zeros(len(unknown), dtype=np.uint32) if unknown else None
+    made: list[Expansion | None] = []
+    for q in stored:
+        flag = None
+        if raised is not None and q in unknown:
+            at = unknown.index(q)
+            flag = raised[at : at + 1]
+        known_not = not _FITS.get(q, True)
+        made.append(None if known_not else expand(q, "bf16", flag, xp, fixed=True))
+    if raised is not None:
+        _FITS.update(zip(unknown, (not flag for flag in raised.get()), strict=True))
+    out = []
+    for q, expansion in zip(stored, made, strict=True):
+        if expansion is None or not _FITS.get(q, True):
+            flag = xp.zeros(1, dtype=np.uint32)
+            expansion = expand(q, "bf16", flag, xp)
+            if int(flag[0]):
+                return None
+        out.append(expansion)
+    return out
 
 
 def _aligned(array: Array, xp: Any) -> Array:

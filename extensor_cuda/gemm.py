@@ -14,6 +14,13 @@ S = sum |a| |b| over K, the result is off the product of the exact values by up 
 plus, for a result below 2**-126, what underflows: less than 2**-126 a term. A bfloat16 output adds
 2**-8 of itself. FP8 and INT8 under float scales: `extensor_cuda.scaled`, with bounds of its own.
 
+accumulate="near" takes MXFP8 on the FP8 tensor cores, whose sums move to float32 every 128
+elements. MXFP8 uses all of FP8's exponents, so that no power of two holds a row exactly: a few
+small values are rounded once more (`extensor_cuda.near`), and the product says how many. It is off
+that of the near-exact values by up to (K' 34 / 32 2**-13 + (K / 128 + 16) 2**-24) S, with K' =
+min(K, 128), and this off the exact one by the sum over K of |da| |b| + |a| |db| + |da| |db|, with
+da up to 2**-10 (E4M3) or 2**-17 (E5M2) times the largest scale of a's row.
+
 accumulate="exact" takes MXFP4 as 8-bit integers where a row's scales span at most 3 binades: the
 sum is exact and rounded once, so that it equals every other exact one, the CPU's too where its
 sums stay below 2**24 units. Where they span more: bfloat16.
@@ -31,10 +38,11 @@ import numpy as np
 
 from extensor.quant.array import QuantArray
 from extensor_cuda import scaled
-from extensor_cuda.expansion import expand, join, kind_of
+from extensor_cuda.expansion import Expansion, expand, join, kind_of, whole
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS, Config, configure, empty_rows, gemm
+from extensor_cuda.near import Inexact, is_mxfp8, near
 
 __all__ = ["SPAN", "Product", "matmul", "reason", "rebase_source"]
 
@@ -44,7 +52,7 @@ Array = Any
 TOP, SPAN = 13, 28
 INT_TOP, INT_SPAN = 4, 3  # 6 times 2**4 and 0.5 times 2**1 are integers of 8 bits
 _SOURCE = Path(__file__).parent / "kernels" / "rebase.cu"
-_PROMOTE = {"promote": 4, "fast": 0}  # stages of 128 elements
+_PROMOTE = {"promote": 4, "fast": 0, "near": 1}  # stages of 128 elements
 _OUT = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -54,11 +62,14 @@ class Product:
 
     Attributes:
         out: (M, N).
-        path: "FP8 tensor cores", "int8 tensor cores" or "bf16 tensor cores: " and why.
+        path: "FP8 tensor cores", "int8 tensor cores" or "bf16 tensor cores: " and why; "FP8 tensor
+            cores, near-exact operands" is what is not exact before the sum.
+        inexact: what near-exact operands lost, a's and b's; None of an exact one.
     """
 
     out: Array
     path: str
+    inexact: tuple[Inexact | None, Inexact | None] = (None, None)
 
 
 def reason(a: QuantArray, b: QuantArray, capability: str) -> str | None:
@@ -153,6 +164,27 @@ def _as_fp8(a: QuantArray, b: QuantArray, out: Array, accumulate: str, xp: Any) 
     return Product(xp.ascontiguousarray(out), "FP8 tensor cores")
 
 
+def _as_near(a: QuantArray, b: QuantArray, out: Array, xp: Any) -> Product | str:
+    """MXFP8 in FP8 with an exponent a row, with its like or with what FP8 holds; or why not."""
+    for q in (a, b):
+        if not (is_mxfp8(q.spec) or (q.spec.is_mx and kind_of(q.spec)[0] != "bf16")):
+            return f"FP8 does not hold {q.spec.format}"
+    flag = None
+    sides: list[tuple[Expansion, Inexact | None]] = []
+    for q in (a, b):
+        if is_mxfp8(q.spec):
+            sides.append(near(q, xp))
+        else:
+            flag = xp.zeros(1, dtype=xp.uint32)
+            sides.append((expand(q, kind_of(q.spec)[0], flag, xp), None))
+    if flag is not None and int(flag[0]):
+        return "scales span more binades than FP8 holds"
+    (x, lost), (y, lost_too) = sides
+    join(x, y, out, promote=_PROMOTE["near"])
+    way = "FP8 tensor cores, near-exact operands"
+    return Product(xp.ascontiguousarray(out), way, (lost, lost_too))
+
+
 def matmul(
     a: QuantArray,
     b: QuantArray,
@@ -163,7 +195,8 @@ def matmul(
 ) -> Product | str:
     """The product a b^T on the tensor cores; the module's docstring has the error bounds.
 
-    Reads one flag on the host, and so waits for the GPU: it cannot be captured in a graph.
+    Reads a flag on the host, and so waits for the GPU: it cannot be captured in a graph. Not so
+    "near" with two MXFP8 operands, nor "bf16" with operands that it has multiplied before.
 
     Args:
         a: (M, K), blocked along K.
@@ -171,7 +204,8 @@ def matmul(
         xp: cupy.
         accumulate: "promote": FP8 sums move to float32 every 512 elements; "fast": never, and K'
             in the bound is K; "exact": as 8-bit integers where the scales allow it, else as
-            "bf16": always bfloat16 operands, twice the time and no such loss.
+            "bf16": always bfloat16 operands, twice the time and no such loss; "near": MXFP8 as
+            FP8, a few of whose values change, as the result says.
         out_dtype: "float32" or "bfloat16".
 
     Returns:
@@ -182,26 +216,33 @@ def matmul(
     """
     if accumulate not in (*_PROMOTE, "exact", "bf16") or out_dtype not in _OUT:
         raise ValueError(
-            f"matmul: wanted accumulate 'promote', 'fast', 'exact' or 'bf16' and out_dtype "
+            f"matmul: wanted accumulate 'promote', 'fast', 'near', 'exact' or 'bf16' and out_dtype "
             f"'float32' or 'bfloat16', got {accumulate!r} and {out_dtype!r}"
         )
     if refused := reason(a, b, xp.cuda.Device().compute_capability):
         raise ValueError(f"matmul: {refused}; call .dequantize() on the operands")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul: wanted (M, K) and (N, K), got {a.shape} and {b.shape}")
+    if accumulate == "near" and not any(is_mxfp8(q.spec) for q in (a, b)):
+        raise ValueError(
+            f"matmul: accumulate 'near' is for MXFP8, got {a.spec.format} and {b.spec.format}; "
+            "these are exact by 'promote'"
+        )
     if _is_float_scaled(a):
         return Product(*scaled.product(a, b, out_dtype, xp))
     out = empty_rows(xp, a.shape[0], b.shape[0], _OUT[out_dtype])
     why = "asked for"
     if accumulate != "bf16":
-        attempt = _as_fp4 if _is_mxfp4(a) and _is_mxfp4(b) else _as_fp8
-        done = attempt(a, b, out, accumulate, xp)
+        if accumulate == "near":
+            done = _as_near(a, b, out, xp)
+        else:
+            attempt = _as_fp4 if _is_mxfp4(a) and _is_mxfp4(b) else _as_fp8
+            done = attempt(a, b, out, accumulate, xp)
         if isinstance(done, Product):
             return done
         why = done
-    flag = xp.zeros(1, dtype=xp.uint32)
-    x, y = (expand(q, "bf16", flag, xp) for q in (a, b))
-    if int(flag[0]):
+    sides = whole((a, b), xp)
+    if sides is None:
         return "values that bfloat16 does not hold"
-    join(x, y, out)
+    join(sides[0], sides[1], out)
     return Product(xp.ascontiguousarray(out), f"bf16 tensor cores: {why}")

@@ -15,7 +15,7 @@ import numpy as np
 from extensor.quant.array import QuantArray
 from extensor_cuda import gemm as blocked
 from extensor_cuda import scaled
-from extensor_cuda.expansion import Expansion, expand, kind_of, scale_of
+from extensor_cuda.expansion import Expansion, expand, kind_of, scale_of, whole
 from extensor_cuda.gemm import Product
 from extensor_cuda.kernels.gemm import configure, empty_rows, gemm
 
@@ -107,8 +107,7 @@ def _sides(a: Any, b: Any, xp: Any) -> tuple[Expansion, Expansion, str]:
         if not int(flag[0]):
             return left, right, ""
         why = ": scales span more binades than FP8 holds"
-    flag = xp.zeros(1, dtype=np.uint32)
-    left, right = (expand(q, "bf16", flag, xp) for q in (a, b))
-    if int(flag[0]):
+    sides = whole((a, b), xp)
+    if sides is None:
         raise ValueError("grouped: values that bfloat16 does not hold; call .dequantize()")
-    return left, right, why
+    return sides[0], sides[1], why

@@ -16,6 +16,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Window
 from extensor.backends.recording import Guard
 from extensor_cuda.kernels import (
+    attention,
     cross_entropy,
     elementwise,
     norm,
@@ -57,8 +58,10 @@ class CudaTraining(GenericBackend):
             "rms_norm": lambda x, weight, eps: self._norm_reason(x, weight),
             "add_rows": self._rows_reason,
             "leading_sum": self._sum_reason,
-            "attention": lambda q, k, v, *_: self._attention_reason(q, k, v),
-            "attention_grad": lambda g, q, k, v, *_: self._attention_reason(q, k, v, g),
+            "attention": lambda q, k, v, causal, scale: self._attention_reason(scale, q, k, v),
+            "attention_grad": lambda g, q, k, v, out, stats, causal, scale, into: (
+                self._attention_reason(scale, q, k, v, g)
+            ),
             "conv2d_grad_x": lambda g, w, *_: self._floats_reason(g, w),
             "gelu": self._values_reason,
             "add": self._add_reason,
@@ -199,11 +202,18 @@ class CudaTraining(GenericBackend):
             return f"rows of {x.shape[axis]} values along axis {axis} of {x.ndim}"
         return None
 
-    def _attention_reason(self, q: Array, k: Array, *others: Array) -> str | None:
-        if reason := self._floats_reason(q, k, *others):
+    def _attention_reason(
+        self, scale: float, q: Array, k: Array, v: Array, *g: Array
+    ) -> str | None:
+        if self._is_half(q):
+            return attention.reason(q, k, v, scale, self.xp.cuda.runtime.getDevice())
+        if reason := self._floats_reason(q, k, v, *g):
             return reason
         keys = k.shape[-2]
         return None if keys <= softmax.MOST else f"{keys} keys; a row has up to {softmax.MOST}"
+
+    def _is_half(self, a: Array) -> bool:
+        return bool(a.dtype.name == "bfloat16")
 
     def _pool_reason(
         self, g: Array, index: Array, shape: tuple[int, ...], window: Window | None = None
@@ -293,9 +303,14 @@ class CudaTraining(GenericBackend):
     def attention(
         self, q: Array, k: Array, v: Array, causal: bool, scale: float
     ) -> tuple[Array, Array]:
-        """See the protocol: two products and a launch between them."""
-        if self._attention_reason(q, k, v):
+        """See the protocol: two products and a launch between them; one launch in bfloat16.
+
+        Bounds in `extensor_cuda.kernels.attention`.
+        """
+        if self._attention_reason(scale, q, k, v):
             return super().attention(q, k, v, causal, scale)
+        if self._is_half(q):
+            return attention.attention(q, k, v, causal, scale, self.xp)
         split = q.reshape(*k.shape[:2], q.shape[1] // k.shape[1], *q.shape[-2:])
         scores = self.xp.matmul(split, k[:, :, None].swapaxes(-1, -2))
         stats = softmax.attend(scores, scale, causal, self.xp)
@@ -314,9 +329,12 @@ class CudaTraining(GenericBackend):
         scale: float,
         into: tuple[Array, Array, Array],
     ) -> None:
-        """See the protocol: five products, and a launch in the middle."""
-        if self._attention_reason(q, k, v, g):
+        """See the protocol: five products, and a launch in the middle; two launches in bfloat16."""
+        if self._attention_reason(scale, q, k, v, g):
             super().attention_grad(g, q, k, v, out, stats, causal, scale, into)
+            return
+        if self._is_half(q):
+            attention.attention_grad(g, q, k, v, out, stats, causal, scale, into, self.xp)
             return
         shape = (*k.shape[:2], q.shape[1] // k.shape[1], q.shape[2])
         gg, qq = (a.reshape(*shape, a.shape[-1]) for a in (g, q))

@@ -17,9 +17,10 @@ import numpy as np
 
 from extensor.quant.array import QuantArray
 from extensor_cuda import decode
-from extensor_cuda.expansion import Expansion, expand, join
+from extensor_cuda.expansion import Expansion, join, whole
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import empty_rows
+from extensor_cuda.scaled import pitched
 
 __all__ = ["product", "reason"]
 
@@ -57,9 +58,8 @@ def _parts(x: Array, xp: Any) -> Array:
     """The bits of x as bfloat16, (M, K); of float32 in three parts that add up to it, (3 M, K)."""
     rows, k = x.shape
     if x.dtype.name == "bfloat16":
-        out = empty_rows(xp, rows, k, np.uint16)
-        out[...] = x.view(np.uint16)
-        return out
+        return pitched(x, xp).view(np.uint16)
+    x = xp.ascontiguousarray(x)
     out = empty_rows(xp, 3 * rows, k, np.uint16)
     rest = xp.where(xp.isfinite(x), x, np.float32(0))
     for i in range(3):
@@ -75,7 +75,8 @@ def _parts(x: Array, xp: Any) -> Array:
 def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, str] | str:
     """X w^T of operands that `reason` covers, float32 or bfloat16 (M, N), and the way it was taken.
 
-    Many rows read one flag on the host, and so wait for the GPU.
+    Many rows wait for the GPU the first time that MX weights are seen, so multiply once before a
+    capture; and each time if their largest or least values lie beyond those of bfloat16.
 
     Args:
         x: (M, K), float32 or bfloat16.
@@ -89,16 +90,15 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, st
     """
     if decode.reason(x, w, xp.cuda.Device().compute_capability) is None:
         return decode.product(x, w, out_dtype, xp), DECODED
-    flag = xp.zeros(1, dtype=np.uint32)
-    weights = expand(w, "bf16", flag, xp)
-    if int(flag[0]):
+    made = whole([w], xp)
+    if made is None:
         return "values that bfloat16 does not hold"
     rows = len(x)
-    parts = _parts(xp.ascontiguousarray(x), xp)
-    whole = len(parts) == rows
-    out = empty_rows(xp, len(parts), w.shape[0], _OUT[out_dtype if whole else "float32"])
-    join(Expansion(parts, "bf16"), weights, out)
-    if not whole:  # the smallest first
+    parts = _parts(x, xp)
+    single = len(parts) == rows
+    out = empty_rows(xp, len(parts), w.shape[0], _OUT[out_dtype if single else "float32"])
+    join(Expansion(parts, "bf16"), made[0], out)
+    if not single:  # the smallest first
         total = out[2 * rows :] + out[rows : 2 * rows]
         total += out[:rows]
         out = total.astype(_OUT[out_dtype], copy=False)

@@ -1,11 +1,13 @@
 """Products of stored matrices on a GPU: FP8 and INT8 under float scales, packed weights, groups.
 
-    python ci/bench/cuda_products.py [--rounds N] [--only scaled decode weights grouped]
+    python ci/bench/cuda_products.py [--rounds N] [--only scaled near decode weights grouped]
 
 scaled: square bfloat16 results of normal data from codes, against torch's bf16, FP8 (`_scaled_mm`,
 row scales) and INT8 (`_int_mm`, int32 results) products. decode: x (M, K) bfloat16 and packed
 weights (N, K), against torch's bf16 `linear`; "of_copy" is what the weights' stored bytes would
-take at the speed of torch's clone. weights: the same for many rows. grouped: eight groups of
+take at the speed of torch's clone. weights: the same for many rows. near: MXFP8 from storage on
+FP8 tensor cores, with the shares of values that this changes and sets to zero; its two kernels
+alone, under other tiles too; and the exact way. grouped: eight groups of
 unequal size, against a bf16 product of torch for each. CUDA events around four calls, the
 contestants taking turns in one process, medians over the rounds; weights rotate past the
 second-level cache. Needs a Hopper GPU, torch and the extra ``cuda13``.
@@ -27,8 +29,10 @@ from ci.bench.cuda_gemm import Call, measure
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import gemm as blocked
-from extensor_cuda import grouped, scaling, weights
+from extensor_cuda import grouped, near, scaling, weights
 from extensor_cuda import scaled as scaled_products
+from extensor_cuda.expansion import join
+from extensor_cuda.kernels.gemm import Config, empty_rows, gemm
 
 CACHE = 64 << 20  # bytes that no cache holds
 TOKENS = (1, 4, 16, 64)
@@ -121,6 +125,75 @@ def _side(x: Any, spec: QuantSpec, xp: Any) -> Any:
 
 def _quantizing(x: Any, spec: QuantSpec, xp: Any, turn: int) -> Any:
     return _side(x, spec, xp)
+
+
+NEAR_TILES = ((128, 2, 0), (176, 2, 0), (176, 3, 0), (192, 3, 0), (192, 2, 1))
+"""Columns, patches and skew of other programs than the one that is chosen."""
+
+
+def near_exact(backend: Any, rounds: int) -> Rows:
+    """MXFP8, the values that do not fit FP8 rounded."""
+    xp = backend.xp
+    for size in (4096, 8192):
+        a, b = tensor(size, size), tensor(size, size, seed=1)
+        pair = [packed(x, "mxfp8_e4m3", backend) for x in (a, b)]
+        made = [near.near(q, xp) for q in pair]
+        (x, lost), (y, _) = made
+        out = empty_rows(xp, size, size, ml_dtypes.bfloat16)
+        codes = [v.to(torch.float8_e4m3fn) for v in (a, b)]
+        ones = torch.ones(size, 1, device="cuda"), torch.ones(1, size, device="cuda")
+
+        def torch_bf16(turn: int, a: Any = a, b: Any = b) -> Any:
+            return a @ b.T
+
+        def torch_fp8(turn: int, codes: Any = codes, ones: Any = ones) -> Any:
+            return torch._scaled_mm(
+                codes[0],
+                codes[1].T,
+                ones[0],
+                ones[1],
+                out_dtype=torch.bfloat16,
+                use_fast_accum=False,
+            )
+
+        calls: dict[str, Call] = {
+            "torch bf16": torch_bf16,
+            "torch FP8, row scales, promoted": torch_fp8,
+            "near-exact, from storage": partial(_matmul, pair, xp, "near"),
+            "exact, from storage": partial(_matmul, pair, xp, "bf16"),
+            "rebasing a": partial(_rebasing, pair[0], xp),
+            "product of operands": partial(_joined, x, y, out, 1),
+            "product of operands, every 512": partial(_joined, x, y, out, 4),
+        }
+        for columns, patches, skew in NEAR_TILES:
+            config = Config("e4m3", "e4m3", columns, 1, patches=patches, skew=skew, out="bfloat16")
+            name = f"product of operands, tile {columns}, patches {patches}, skew {skew}"
+            calls[name] = partial(_placed, x, y, out, config)
+        times = measure(calls, rounds)
+        changed, flushed = lost.shares()
+        for name, milliseconds in times.items():
+            yield {
+                "what": "near",
+                "size": f"{size}^3",
+                "name": name,
+                "milliseconds": round(milliseconds, 4),
+                "teraflops": round(2 * size**3 / milliseconds / 1e9, 1),
+                "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
+                "changed": float(f"{changed:.2e}"),
+                "flushed": float(f"{flushed:.2e}"),
+            }
+
+
+def _rebasing(q: Any, xp: Any, turn: int) -> Any:
+    return near.near(q, xp)
+
+
+def _joined(a: Any, b: Any, out: Any, promote: int, turn: int) -> None:
+    join(a, b, out, promote=promote)
+
+
+def _placed(a: Any, b: Any, out: Any, config: Config, turn: int) -> None:
+    gemm(a.codes, b.codes, out, config, a.exponent, b.exponent)
 
 
 def _multiply(pair: Any, xp: Any, turn: int) -> Any:
@@ -227,7 +300,13 @@ def _grouped(sides: list[Any], offsets: Any, xp: Any, turn: int) -> Any:
     return grouped.matmul(sides[0], sides[1], offsets, xp, out_dtype="bfloat16")
 
 
-PARTS = {"scaled": scaled, "decode": decoding, "weights": many, "grouped": groups}
+PARTS = {
+    "scaled": scaled,
+    "near": near_exact,
+    "decode": decoding,
+    "weights": many,
+    "grouped": groups,
+}
 
 
 def main() -> None:

@@ -28,8 +28,9 @@ from extensor.backends import registry
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import operands
-from extensor_cuda.kernels import pair
+from extensor_cuda.kernels import norm, pair
 from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.norm_quantize import norm_quantize
 
 SIZE = 16384
 STREAM = Stream(seed=1, step=2, tensor=3, slot=4)
@@ -155,6 +156,38 @@ def pair_contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str,
     return made
 
 
+def norm_contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str, tuple[int, Call]]:
+    """RMSNorm of float32 rows of 4096 and quantizing: in one reading, and as two kernels."""
+    made: dict[str, tuple[int, Call]] = {}
+    if xp.cuda.Device().compute_capability != "90":
+        return made
+    rows, columns = SIZE * SIZE // 8192, 4096
+    inputs = [x[: SIZE // 2].reshape(rows, columns).astype(xp.float32) for _, x in data]
+    weight = xp.linspace(0.5, 1.5, columns, dtype=xp.float32)
+    for name in ("mxfp4", "mxfp8_e4m3"):
+        spec = QuantSpec(name, 1)
+        plan = pair.pair_plan((spec, spec.replace(axis=0)), (rows, columns))
+        assert isinstance(plan, pair.PairPlan), plan
+        for only_rows in (True, False):
+            title = f"rms_norm + {name} rows" + " + columns" * (not only_rows)
+            example = norm_quantize(inputs[0], weight, None, 1e-5, plan, xp, only_rows=only_rows)
+            moved = 4 * rows * columns + sum(q.nbytes for q in example[:2] if q is not None)
+
+            def fused(turn: int, plan: Any = plan, only_rows: bool = only_rows) -> Any:
+                x = inputs[turn % 2]
+                given = {"only_rows": only_rows, "stats": False}
+                return norm_quantize(x, weight, None, 1e-5, plan, xp, **given)
+
+            def unfused(turn: int, plan: Any = plan, only_rows: bool = only_rows) -> Any:
+                y = norm.norm(inputs[turn % 2], weight, None, 1e-5, False, xp)[0]
+                if only_rows:
+                    return kernels.quantize_raw(y, plan.along, None, xp, stats=False)
+                return pair.quantize_raw(y, plan, (None, None), xp, stats=False)
+
+            made |= {title: (moved, fused), title + ", two kernels": (moved, unfused)}
+    return made
+
+
 def measure(calls: dict[str, tuple[int, Call]], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of every call in every round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -182,7 +215,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parts of contestants' names")
     chosen = parser.parse_args()
     xp = registry.get("cuda").xp
-    calls = contestants(xp, inputs(xp))
+    data = inputs(xp)
+    calls = contestants(xp, data) | norm_contestants(xp, data)
     if chosen.only:
         calls = {n: c for n, c in calls.items() if any(o in n for o in ["clone", *chosen.only])}
     times = measure(calls, chosen.rounds)

@@ -159,10 +159,10 @@ def graphed(call: Call, batches: list[Any]) -> Call:
     with torch.cuda.graph(graph):
         call(0)
 
-    def replay(turn: int, inputs: Call = call) -> Any:  # whose batches the graph reads
+    def again(turn: int, inputs: Call = call) -> Any:  # whose batches the graph reads
         return graph.replay()
 
-    return replay
+    return again
 
 
 Contest = tuple[dict[str, Call], Iterator[tuple[str, Call]]]

@@ -11,15 +11,25 @@ constexpr int kChunkVectors = kChunk / kPerVector;
 // Where a vector of a tile's row lies: the chunks of a warp, 16 rows apart, in different banks.
 __device__ __forceinline__ int swizzled(int vector, int down) { return vector ^ (down * (8 / kAcross)); }
 
+#if NORM
+#include "normed.cuh"
+#define PREPARED const float *weight, const float *bias, float *mean_of, float *rstd_of, float eps,
+#else
+typedef Raw Given;
+#define PREPARED
+#endif
+
 // x (rows, columns). Whole: rows and columns are multiples of a tile's, x is aligned to 16 bytes.
-// Results along rows, then down columns: codes and scales, or decoded values (OUT 1).
-extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
-quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict__ codes1,
+// Results along rows, then (unless ONLY_ROWS) down columns: codes and scales, or decoded values (OUT 1).
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(kThreads, RESIDENT)
+quantize_both(const Given* __restrict__ x, u8* __restrict__ codes0, u8* __restrict__ codes1,
               u8* __restrict__ scales0, u8* __restrict__ scales1, float* __restrict__ values0,
               float* __restrict__ values1, const Tensor* __restrict__ tensor_of,
               u64* __restrict__ counters, const u32* __restrict__ clock, u32 key00, u32 key01, u32 high00, u32 high01, u32 key10,
-              u32 key11, u32 high10, u32 high11, i64 rows, i64 columns) {
+              u32 key11, u32 high10, u32 high11, PREPARED i64 rows, i64 columns) {
+#if !ONLY_ROWS
     __shared__ uint4 tile[TALL][kVectors];
+#endif
     const i64 across = (columns + kWide - 1) / kWide;
     const i64 top = blockIdx.x / across * TALL, left = blockIdx.x % across * kWide;
 #if NEEDS_TENSOR
@@ -29,6 +39,9 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
 #endif
 
     u32 raw[COLUMNS][sizeof(Raw) * kChunk / 4];
+#if NORM
+    load_normed(raw, x, weight, bias, mean_of, rstd_of, eps, top, left, columns);
+#else
 #pragma unroll
     for (int item = 0; item < COLUMNS; ++item) {
         const int chunk = item * kThreads + threadIdx.x;
@@ -51,6 +64,8 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
         }
 #endif
     }
+#endif
+#if !ONLY_ROWS
 #pragma unroll
     for (int item = 0; item < COLUMNS; ++item) {
         const int chunk = item * kThreads + threadIdx.x;
@@ -61,6 +76,7 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
                 uint4{raw[item][4 * v], raw[item][4 * v + 1], raw[item][4 * v + 2], raw[item][4 * v + 3]};
     }
     __syncthreads();
+#endif
 
     Tally tally = {0, 0};
     [[maybe_unused]] Stream stream = stream_of(clock, key00, key01, high00, high01);
@@ -113,6 +129,7 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
     }
     add_counts(tally, counters);
 
+#if !ONLY_ROWS
     // Down the columns: neighbouring lanes hold the chunks of the same columns.
     tally = Tally{0, 0};
     stream = stream_of(clock, key10, key11, high10, high11);
@@ -206,4 +223,5 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
     }
 #endif
     add_counts(tally, counters + 2 * kSlots);
+#endif
 }

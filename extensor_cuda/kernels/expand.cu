@@ -6,10 +6,13 @@
 // exponent, and its factor too. E4M3 scales (UE4M3): element times scale times 2^LIFT is written, and tensor_scale 2^-LIFT
 // is the operand's factor. What OUT cannot hold raises the flag. NaN blocks are NaN throughout.
 //
+// FIXED (bfloat16): the anchor is 127 whatever the scales are, so that nothing has to be read before and
+// the values are whole; what bfloat16 does not hold is NaN and raises the flag, if there is one.
+//
 // A thread has 16 elements of a row, or of four neighbouring columns, which it turns: no block size, no
 // tail divides its work, since stored blocks are whole. No headers, no inline assembly; macros: BITS,
 // MANTISSA, MIN_EXPONENT, IS_FLOAT, UE4M3, BLOCK, TILE_ROWS, DOWN, OUT (0: bfloat16, 1: e5m2, 2: e4m3),
-// LIFT.
+// LIFT, FIXED.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -44,6 +47,7 @@ __device__ __forceinline__ Unit unit_of(u32 scale, int anchor) {
     return {live ? grid(scale, 3, -6) * power_of_two(LIFT) : 0.0f, live, false};
 #else
     const int shift = static_cast<int>(scale) - anchor + LIFT;
+    if (FIXED) return {shift < -126 ? 0.5f * power_of_two(-126) : power_of_two(shift), scale != 255u, false};
     return {power_of_two(shift < -126 ? -126 : shift), scale != 255u, shift < -126};
 #endif
 }
@@ -52,8 +56,9 @@ __device__ __forceinline__ Unit unit_of(u32 scale, int anchor) {
 __device__ __forceinline__ u32 encoded(float v, bool& lost) {
     const u32 bits = __float_as_uint(v);
 #if OUT == 0
-    lost = lost || (bits & 0xFFFFu);
-    return bits >> 16;
+    const bool held = !(bits & 0xFFFFu) && !(FIXED && bits >= 0x7F800000u);
+    lost = lost || !held;
+    return FIXED && !held ? kOutNaN : bits >> 16;
 #else
     const int exponent = static_cast<int>(bits >> 23) - 127;
     u32 code = ((exponent - kOutLeast + 1) << kOutMantissa) | (bits & 0x7FFFFFu) >> (23 - kOutMantissa);
@@ -134,11 +139,26 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, i
         units[u] = uint4{out[4 * u], out[4 * u + 1], out[4 * u + 2], out[4 * u + 3]};
 }
 
-__device__ __forceinline__ void store(u8* out, i64 row, i64 pitch, u32 chunk, const uint4 (&units)[kOctets]) {
-    uint4* to = reinterpret_cast<uint4*>(out + (row * pitch + static_cast<i64>(chunk) * kChunk) * kOctets);
+__device__ __forceinline__ void store(u8* out, i64 chunk, const uint4 (&units)[kOctets]) {
+    uint4* to = reinterpret_cast<uint4*>(out) + chunk * kOctets;
 #pragma unroll
     for (int u = 0; u < kOctets; ++u) to[u] = units[u];
 }
+
+#if OUT == 0
+__device__ __forceinline__ u32 neighbours(u32 mine) { return __shfl_xor_sync(0xFFFFFFFFu, mine, 1); }
+
+// The same by a whole warp, whose lanes have chunks in order: two lanes write 32 bytes, a whole sector.
+__device__ __forceinline__ void store_together(u8* out, i64 chunk, i64 count, const uint4 (&units)[2]) {
+    const bool odd = threadIdx.x % 2;
+    uint4 theirs = odd ? units[0] : units[1];
+    const uint4 own = odd ? units[1] : units[0];
+    theirs = uint4{neighbours(theirs.x), neighbours(theirs.y), neighbours(theirs.z), neighbours(theirs.w)};
+    uint4* to = reinterpret_cast<uint4*>(out) + (chunk - odd) * 2 + odd;
+    if (chunk - odd < count) to[0] = odd ? theirs : own;
+    if (chunk - odd + 1 < count) to[2] = odd ? own : theirs;
+}
+#endif
 
 // codes (rows, bytes), scales (tiles of rows, blocks) -> out (rows, pitch); DOWN: codes (bytes,
 // columns), scales (blocks, tiles of columns) -> out (columns, pitch). `lines` are out's rows.
@@ -148,8 +168,8 @@ expand(const u8* __restrict__ codes, const u8* __restrict__ scales, const u32* _
        float* __restrict__ factor, u32* __restrict__ flag, const u32* __restrict__ guard,
        const u32* __restrict__ other_guard, i64 lines, i64 pitch, i64 octets, i64 scale_pitch) {
     if (guard && !(*guard | *other_guard)) return;
-    const int anchor = UE4M3 ? 0 : static_cast<int>(*largest);
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
+    const int anchor = UE4M3 ? 0 : FIXED ? 127 : static_cast<int>(*largest);
+    if (!FIXED && blockIdx.x == 0 && threadIdx.x == 0) {
         if (exponent) *exponent = anchor - 127 - LIFT;
         const int half = (anchor - 127 - LIFT) / 2;  // in two steps: 2^-140 is a subnormal
         *factor = UE4M3 ? *tensor_scale * power_of_two(-(LIFT))
@@ -193,31 +213,39 @@ expand(const u8* __restrict__ codes, const u8* __restrict__ scales, const u32* _
             if (column + c >= lines) continue;
             uint4 units[kOctets];
             convert(words[c], of_block[(column + c) / TILE_ROWS], anchor, units, beyond);
-            store(out, column + c, pitch, chunk, units);
+            store(out, (column + c) * chunks + chunk, units);
         }
     }
 #else
-    const u32 count = static_cast<u32>(lines) * chunks;
-    for (u32 at = blockIdx.x * kThreads + threadIdx.x; at < count; at += gridDim.x * kThreads) {
-        const u32 row = at / chunks, chunk = at % chunks;
-        const u8* from = codes + row * octets + static_cast<i64>(chunk) * (4 * kWords);
-        u32 words[kWords];
+    const u32 count = static_cast<u32>(lines) * chunks, step = gridDim.x * kThreads;
+    for (u32 first = blockIdx.x * kThreads; first < count; first += step) {  // whole warps go together
+        const u32 at = first + threadIdx.x;
+        uint4 units[kOctets] = {};
+        if (at < count) {
+            const u32 row = at / chunks, chunk = at % chunks;
+            const u8* from = codes + row * octets + static_cast<i64>(chunk) * (4 * kWords);
+            u32 words[kWords];
 #if BITS == 4
-        const uint2 two = *reinterpret_cast<const uint2*>(from);
-        words[0] = two.x, words[1] = two.y;
+            const uint2 two = *reinterpret_cast<const uint2*>(from);
+            words[0] = two.x, words[1] = two.y;
 #elif BITS == 6
-        const u32* three = reinterpret_cast<const u32*>(from);
-        words[0] = three[0], words[1] = three[1], words[2] = three[2];
+            const u32* three = reinterpret_cast<const u32*>(from);
+            words[0] = three[0], words[1] = three[1], words[2] = three[2];
 #else
-        const uint4 four = *reinterpret_cast<const uint4*>(from);
-        words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
+            const uint4 four = *reinterpret_cast<const uint4*>(from);
+            words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
 #endif
-        uint4 units[kOctets];
-        convert(words, scales[row / TILE_ROWS * scale_pitch + chunk * kChunk / BLOCK], anchor, units, beyond);
-        store(out, row, pitch, chunk, units);
+            const u32 scale = scales[row / TILE_ROWS * scale_pitch + chunk * kChunk / BLOCK];
+            convert(words, scale, anchor, units, beyond);
+        }
+#if OUT == 0
+        store_together(out, at, count, units);
+#else
+        if (at < count) store(out, at, units);
+#endif
     }
 #endif
-    if (beyond) atomicOr(flag, 1u);
+    if (beyond && flag) atomicOr(flag, 1u);
 }
 
 // The largest of the scale bytes that are numbers; `most` starts at 0.

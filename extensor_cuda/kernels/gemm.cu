@@ -87,19 +87,18 @@ typedef float Sum;
 
 // ---- tiles ----
 
+#include "swizzle.cuh"
+
 struct Tile {
     int row, column;
 };
 
-// What a wgmma reads of a tile in shared memory that TMA swizzled, in units of 16 bytes. K contiguous:
-// rows of 128 bytes, groups of 8 of them 1024 bytes apart, 32 bytes to the next step along K. The
-// other way (PTX ISA, wgmma's canonical layouts): 8 of K are 1024 bytes apart, the next 64 columns a
-// box, and a step of K is 16 rows of a box.
+// What a wgmma reads of a tile in shared memory: K contiguous, or as the array lies otherwise.
 template <bool kDown>
-__device__ __forceinline__ u64 descriptor(u32 address) {
-    constexpr u64 kLeading = kDown ? kBoxBytes / 16 : 1;
-    return static_cast<u64>((address & 0x3FFFF) >> 4) | kLeading << 16 | 64ull << 32 | 1ull << 62;
+__device__ __forceinline__ u64 tile_descriptor(u32 address) {
+    return kDown ? descriptor_turned(address, kBoxBytes) : descriptor(address);
 }
+// From one step along K to the next, in units of 16 bytes: 32 bytes of a row, or 16 rows of a box.
 constexpr int kAStep = A_DOWN ? 16 * kRowBytes / 16 : 2, kBStep = B_DOWN ? 16 * kRowBytes / 16 : 2;
 
 // Brings `rows` of A or B, from `first` on, of stage k along K.
@@ -275,8 +274,8 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 int last = -1;
                 for (int more = 0; k < end; ++k) {
                     wait(full + 8 * stage, parity);
-                    const u64 a = descriptor<A_DOWN>(base + stage * kStage + warpgroup * 64 * kRowBytes);
-                    const u64 b = descriptor<B_DOWN>(base + stage * kStage + kABytes);
+                    const u64 a = tile_descriptor<A_DOWN>(base + stage * kStage + warpgroup * 64 * kRowBytes);
+                    const u64 b = tile_descriptor<B_DOWN>(base + stage * kStage + kABytes);
                     hold(part);
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from extensor_cuda import jit
+from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.gemm_program import (
     BOX,
     ROW_BYTES,
@@ -109,74 +108,12 @@ class Zeros:
     column_sum: Any
 
 
-def _driver() -> Any:
-    from cuda.bindings import driver
-
-    return driver
-
-
-def _check(result: Any, what: str) -> Any:
-    """The values of a driver call.
-
-    Raises:
-        RuntimeError: if it failed; names the call and the driver's error.
-    """
-    error, *values = result
-    if int(error):
-        raise RuntimeError(f"{what} failed: {error.name}")
-    return values[0] if len(values) == 1 else values
-
-
-@lru_cache(maxsize=256)
-def _function(config: Config, device: int) -> tuple[Any, Any]:
-    """The kernel on one device, and the module that holds it."""
-    import cupy
-
-    capability = cupy.cuda.Device(device).compute_capability
-    if capability != "90":
-        raise RuntimeError(
-            f"the wgmma GEMM runs on compute capability 9.0 (H100, H200), this GPU has {capability}"
-        )
-    driver = _driver()
-    code = jit.cubin(gemm_source(config), "sm_90a")
-    module = _check(driver.cuModuleLoadData(code), "cuModuleLoadData")
-    function = _check(driver.cuModuleGetFunction(module, b"gemm"), "cuModuleGetFunction")
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _check(driver.cuFuncSetAttribute(function, attribute, config.shared), "cuFuncSetAttribute")
-    return function, module
-
-
-@lru_cache(maxsize=64)
-def _multiprocessors(device: int) -> int:
-    import cupy
-
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
-
-
-@lru_cache(maxsize=4096)
 def _tensor_map(
     pointer: int, rows: int, columns: int, pitch: int, box: int, kind: str = "UINT8"
 ) -> bytes:
     """The descriptor of a matrix, moved in boxes of ``box`` rows of 128 bytes."""
-    driver = _driver()
     width = ROW_BYTES // {"UINT8": 1, "BFLOAT16": 2, "FLOAT32": 4}[kind]
-    value = _check(
-        driver.cuTensorMapEncodeTiled(
-            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
-            2,
-            pointer,
-            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(pitch)],
-            [driver.cuuint32_t(width), driver.cuuint32_t(box)],
-            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        ),
-        "cuTensorMapEncodeTiled",
-    )
-    return ctypes.string_at(value.getPtr(), 128)
+    return hopper.tensor_map(pointer, (columns, rows), (pitch,), (width, box), kind)
 
 
 def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Any:
@@ -322,7 +259,7 @@ def gemm(
     config = _with(config, a, exponents, factors, zeros, scales, offsets, extras)
     row, column = factors or (row_exponent, column_exponent)
     device = cupy.cuda.runtime.getDevice()
-    function, _ = _function(config, device)
+    function, _ = hopper.load(gemm_source(config), "gemm", config.shared, device)
     boxes = (TILE_M, config.tile_n // config.cluster)
     maps = [
         _tensor_map(x.data.ptr, x.shape[0], x.shape[1] * size, x.strides[0], BOX if down else box)
@@ -365,14 +302,8 @@ def gemm(
     if split is not None:
         epilogue.parts, epilogue.stages_of_part = split.parts, split.stages
         tiles *= split.parts
-    grid = min((blocks or _multiprocessors(device)) // config.cluster, tiles) * config.cluster
-    buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
-    addresses = [ctypes.addressof(buffer) for buffer in buffers] + [ctypes.addressof(epilogue)]
-    parameters = (ctypes.c_void_p * 4)(*addresses)
-    sizes = (grid, 1, 1, THREADS, 1, 1, config.shared)
-    stream = cupy.cuda.get_current_stream().ptr
-    result = _driver().cuLaunchKernel(function, *sizes, stream, ctypes.addressof(parameters), 0)
-    _check(result, "cuLaunchKernel")
+    grid = min((blocks or hopper.multiprocessors(device)) // config.cluster, tiles) * config.cluster
+    hopper.launch(function, grid, THREADS, config.shared, maps, epilogue)
 
 
 def _with(

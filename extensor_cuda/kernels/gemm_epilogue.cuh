@@ -37,11 +37,6 @@ constexpr int kChunk = 128 / sizeof(Out);  // columns of a patch
 __device__ __forceinline__ float widen(u16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
 __device__ __forceinline__ float widen(float v) { return v; }
 
-// Where a patch holds a 16-byte unit: TMA's swizzle of 128 bytes.
-__device__ __forceinline__ u32 place(int row, int unit) {
-    return static_cast<u32>(row * 128 + ((unit ^ (row & 7)) << 4));
-}
-
 // Begins to copy what a warpgroup's part of a tile needs of one number a row and one a column.
 __device__ __forceinline__ void fetch_table(int* table, const int* rows, const int* columns, int row_step,
                                             int column_step, int none, int row0, int column0,

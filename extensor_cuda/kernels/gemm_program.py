@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from extensor_cuda import jit
+from extensor_cuda.kernels.hopper import SHARED, wgmma
 
 __all__ = [
     "BOX",
@@ -23,9 +24,7 @@ __all__ = [
 TILE_M, ROW_BYTES, THREADS = 128, 128, 384
 BOX = 64  # columns, and of K, of a box of an operand that lies the other way
 ACTIVATIONS = ("none", "relu", "silu", "gelu_tanh", "gelu")
-_SHARED = 227 * 1024
 _WARPS, _PATCH, _SLACK = 8, 16 * 128, 1024
-_STEP = {"e4m3": 32, "e5m2": 32, "s8": 32, "bf16": 16}  # elements of K in one wgmma
 _FOLDER = Path(__file__).parent
 
 
@@ -80,7 +79,7 @@ class Config:
     def depth(self) -> int:
         """Stages of the ring."""
         return (
-            min((_SHARED - self._beside) // self._stage, 8) if self.stages is None else self.stages
+            min((SHARED - self._beside) // self._stage, 8) if self.stages is None else self.stages
         )
 
     @property
@@ -99,22 +98,6 @@ class Config:
     def shared(self) -> int:
         """Bytes of shared memory."""
         return self.depth * self._stage + self._beside
-
-
-def _wgmma(a: str, b: str, n: int, down: tuple[bool, bool]) -> str:
-    """The wgmma of 64 x n, K of 32 bytes, as a function on n / 2 accumulators."""
-    count, kind = n // 2, "s32" if a == "s8" else "f32"
-    letter = "r" if a == "s8" else "f"
-    tail = {"s8": "", "bf16": f", 1, 1, {down[0]:d}, {down[1]:d}"}.get(a, ", 1, 1")
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
-    return (
-        "__device__ __forceinline__ void wgmma(Sum (&d)[kRegisters], u64 a, u64 b, int more) {\n"
-        f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"\n'
-        f'        "wgmma.mma_async.sync.aligned.m64n{n}k{_STEP[a]}.{kind}.{a}.{b} "\n'
-        f'        "{{{registers}}}, %{count}, %{count + 1}, p{tail};\\n}}"\n'
-        f'        : {operands} : "l"(a), "l"(b), "r"(more));\n}}\n'
-    )
 
 
 # (columns of a tile, patches, what a column costs) as measured on an H100; and with no promotion.
@@ -238,5 +221,5 @@ def gemm_source(config: Config) -> jit.Source:
         "GUARD": int(config.guard),
     }
     plain = jit.Source.read(_FOLDER / "gemm.cu", macros)
-    wgmma = _wgmma(config.a, config.b, config.tile_n, config.down)
-    return replace(plain, text=plain.text.replace("//WGMMA//", wgmma))
+    function = wgmma(config.a, config.b, config.tile_n, down=config.down)
+    return replace(plain, text=plain.text.replace("//WGMMA//", function))

@@ -72,6 +72,32 @@ __device__ __forceinline__ void load_line(u32 to, const void* from, int bytes, u
         : "memory");
 }
 
+// A box of an array of four axes, and back from shared memory.
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int x, int y, int z, int w, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ void store_box(const TensorMap* map, int x, int y, int z, int w, u32 from) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map),
+                 "r"(x), "r"(y), "r"(z), "r"(w), "r"(from)
+                 : "memory");
+}
+// What this thread has written to shared memory is there for the stores of any.
+__device__ __forceinline__ void show_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void await_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+__device__ __forceinline__ u32 rounded_pair(float high, float low) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 __device__ __forceinline__ u32 rank_in_cluster() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -84,14 +110,28 @@ __device__ __forceinline__ void cluster_sync() {
 
 // ---- wgmma ----
 
-// Names the accumulators, so that the compiler moves no use of them across.
-__device__ __forceinline__ void hold(Sum (&d)[kRegisters]) {
-#pragma unroll
-    for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+" SUM(d[i])::"memory");
+// A tile of rows of 128 bytes, swizzled by TMA: groups of 8 rows are 1024 bytes apart.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return static_cast<u64>((address & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-template <int kInFlight>
-__device__ __forceinline__ void finish(Sum (&d)[kRegisters]) {
+// As it lies: rows of 128 bytes are its K, 64 columns each; the next 64 are `apart` bytes away.
+__device__ __forceinline__ u64 descriptor_turned(u32 address, u32 apart) {
+    return static_cast<u64>((address & 0x3FFFF) >> 4) | static_cast<u64>(apart >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// Names the accumulators, so that the compiler moves no use of them across.
+template <int kSums>
+__device__ __forceinline__ void hold(Sum (&d)[kSums]) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) asm volatile("" : "+" SUM(d[i])::"memory");
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kInFlight, int kSums>
+__device__ __forceinline__ void finish(Sum (&d)[kSums]) {
     hold(d);
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
     hold(d);

@@ -1,6 +1,7 @@
 // Stands for hopper.cuh and the wgmma function: barriers, bulk copies and wgmma on the CPU, one block at
-// a time, no clusters. Shared memory is one array, addressed from its beginning; a tensor map holds
-// pointer, rows, columns, pitch, rows of its box and bytes of an element.
+// a time, no clusters. Shared memory is one array, addressed from its beginning; a tensor map of two
+// axes holds pointer, rows, columns, pitch, rows of its box and bytes of an element, one of four axes
+// of bfloat16 pointer, sizes, strides in bytes (but of the first) and rows of its box.
 
 alignas(1024) static u8 shared_bytes[232448];
 
@@ -72,6 +73,31 @@ inline void store(const TensorMap* map, int column, int row, const u8* patch) {
                 to[(row + r) * pitch + column * item + b] = shared_bytes[swizzled(shared_address(patch) + r * 128 + b)];
 }
 
+// 64 elements of each row of a box of an array of four axes; zeros outside, where nothing is written.
+template <class Move>
+void for_box(const TensorMap* map, int x, int y, int z, int w, u32 at, Move move) {
+    u8* base = reinterpret_cast<u8*>(map->words[0]);
+    const u64* m = map->words;
+    for (int r = 0; r < static_cast<int>(m[8]); ++r)
+        for (int b = 0; b < 128; ++b) {
+            const bool inside = static_cast<u64>(x + b / 2) < m[1] && static_cast<u64>(y) < m[2] &&
+                                static_cast<u64>(z + r) < m[3] && static_cast<u64>(w) < m[4];
+            u8* place = base + 2 * x + b + y * m[5] + (z + r) * m[6] + w * m[7];
+            move(shared_bytes[swizzled(at + r * 128 + b)], inside ? place : nullptr);
+        }
+}
+inline void load_box(u32 to, const TensorMap* map, int x, int y, int z, int w, u32 barrier) {
+    for_box(map, x, y, z, w, to, [](u8& mine, u8* theirs) { mine = theirs ? *theirs : 0; });
+    brought(barrier, static_cast<int>(map->words[8] * 128));
+}
+inline void store_box(const TensorMap* map, int x, int y, int z, int w, u32 from) {
+    for_box(map, x, y, z, w, from, [](u8& mine, u8* theirs) { if (theirs) *theirs = mine; });
+}
+inline void show_stores() {}
+inline void end_stores() {}
+inline void await_stores_read() {}
+inline void await_stores() {}
+
 static Barrier named[16];
 inline void named_barrier(int number, int threads) {
     named[number].wanted = threads;
@@ -89,9 +115,17 @@ inline u32 rounded_pair(float high, float low) {
 
 // ---- wgmma ----
 
-inline void hold(Sum (&)[kRegisters]) {}
-template <int>
-void finish(Sum (&)[kRegisters]) {}
+inline u64 descriptor(u32 address) { return address >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+inline u64 descriptor_turned(u32 address, u32 apart) {
+    return address >> 4 | static_cast<u64>(apart >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
+inline u32 address_of(u64 descriptor) { return (descriptor & 0x3FFF) << 4; }
+inline void begin_products() {}
+inline void end_products() {}
+template <int n>
+void hold(Sum (&)[n]) {}
+template <int, int n>
+void finish(Sum (&)[n]) { __syncwarp(); }  // a warp is as far as its slowest thread
 
 inline double small_float(u32 code, int mantissa, int bias) {
     const u32 field = code >> mantissa & ((1u << (7 - mantissa)) - 1), part = code & ((1u << mantissa) - 1);
@@ -130,14 +164,20 @@ double element(u64 descriptor, int i, int k) {
     return KIND == 1 ? of_bfloat16(at[0] | at[1] << 8) : value_of<kKind>(at[0]);
 }
 
+inline double pair_at(u32 address, int k) {
+    const u32 at = swizzled(address + 2 * k);
+    return of_bfloat16(shared_bytes[at] | shared_bytes[at + 1] << 8);
+}
+
 // A thread's accumulators of 64 x N: rows lane / 4 and 8 below, pairs of columns 8 apart.
-inline void wgmma(Sum (&d)[kRegisters], u64 a, u64 b, int more) {
+template <int n>
+void wgmma(Sum (&d)[n], u64 a, u64 b, int more) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     constexpr int kSteps = KIND == 1 ? 16 : 32;
     double rows[2][kSteps];
     for (int h = 0; h < 2; ++h)
         for (int k = 0; k < kSteps; ++k) rows[h][k] = element<A_DOWN, A_KIND>(a, warp * 16 + lane / 4 + 8 * h, k);
-    for (int j = 0; j < kTileN / 8; ++j)
+    for (int j = 0; j < n / 4; ++j)
         for (int c = 0; c < 2; ++c) {
             double sums[2] = {0, 0};
             for (int k = 0; k < kSteps; ++k) {
@@ -150,3 +190,26 @@ inline void wgmma(Sum (&d)[kRegisters], u64 a, u64 b, int more) {
             }
         }
 }
+
+// The same with a's rows in registers: four of a thread, rows 0 and 8 of K 0 to 7, then of K 8 to 15.
+inline void gather(double (&rows)[2][16], const u32 (&a)[4]) {
+    const int row = threadIdx.x / 4 * 4;
+    for (int k = 0; k < 16; ++k)
+        for (int h = 0; h < 2; ++h)
+            rows[h][k] = of_bfloat16(exchange(a[k / 8 * 2 + h], row + k % 8 / 2) >> k % 2 * 16 & 0xFFFF);
+}
+template <bool kDown, int n>
+void multiply(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
+    double rows[2][16];
+    gather(rows, a);
+    for (int i = 0; i < n; ++i) {
+        double sum = more ? d[i] : 0.0;
+        for (int k = 0; k < 16; ++k)
+            sum += rows[i / 2 % 2][k] * element<kDown, 0>(b, i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k);
+        d[i] = static_cast<Sum>(sum);
+    }
+}
+template <int n>
+void wgmma(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) { multiply<false>(d, a, b, more); }
+template <int n>
+void wgmma_down(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) { multiply<true>(d, a, b, more); }

@@ -1,4 +1,4 @@
-"""The Hopper GEMM on the CPU: its own source, with what is assembly replaced (hopper.hpp).
+"""Programs for Hopper on the CPU: their own source, with what is assembly replaced (hopper.hpp).
 
 Shows how operands, scales, groups and results are placed, which barrier waits for what, and what
 the epilogue does; not what a GPU's memory model, asynchronous copies or accumulator do.
@@ -7,6 +7,7 @@ the epilogue does; not what a GPU's memory model, asynchronous copies or accumul
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 import sys
 from dataclasses import replace
@@ -19,8 +20,7 @@ import numpy as np
 import pytest
 
 from extensor_cuda.jit import Source
-from extensor_cuda.kernels import gemm as placed
-from extensor_cuda.kernels.gemm import Config, gemm_source
+from extensor_cuda.kernels import hopper
 from tests.unit.cuda.emulator import Cupy, Emulator
 
 HEADER = Path(__file__).parent / "hopper.hpp"
@@ -28,6 +28,7 @@ STATEMENTS = {
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
     "cp.async.wait_all": "named_barrier(warpgroup + 1, 128);",
     "cvt.rn.bf16x2.f32": "packed = rounded_pair(v[2 * h + 1], v[2 * h]);",
+    "ex2.approx": "y = std::exp2(x);",
     "bulk_group [%0": "store(map, column0 + start, row0, patch);",
 }
 """Assembly that does something here, and what stands for it."""
@@ -69,30 +70,51 @@ def _without_assembly(text: str) -> str:
     return text
 
 
-def source_of(config: Config) -> Source:
+def source_of(program: Source) -> Source:
     """The program as the emulator compiles it."""
-    program = gemm_source(config)
     text = program.text
+    found = re.search(r"\.[fs]32\.(\w+)\.(\w+) ", text)
+    assert found, "no wgmma"
     start, stop = text.index("__device__ __forceinline__ void wgmma("), text.index("// ---- tiles")
     text = f'{text[:start]}#include "{HEADER}"\n{text[stop:]}'
     text = text.replace("extern __shared__ u8 raw_memory[];", "u8* raw_memory = shared_bytes;")
     text = _without_assembly(text).replace("void CLUSTER_DIMS ", "void ")
-    kinds = (("A_KIND", str(KINDS[config.a])), ("B_KIND", str(KINDS[config.b])))
-    return replace(program, text=text, macros=(*program.macros, *kinds))
+    kinds = (("A_KIND", str(KINDS[found[1]])), ("B_KIND", str(KINDS[found[2]])))
+    given = dict(program.macros)
+    ways = tuple((name, "0") for name in ("A_DOWN", "B_DOWN") if name not in given)
+    return replace(program, text=text, macros=(*program.macros, *kinds, *ways))
 
 
-def _map(pointer: int, rows: int, columns: int, pitch: int, box: int, kind: str = "UINT8") -> bytes:
+def _map(
+    pointer: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    kind: str = "UINT8",
+) -> bytes:
     item = {"UINT8": 1, "BFLOAT16": 2, "FLOAT32": 4}[kind]
-    return struct.pack("<6Q", pointer, rows, columns, pitch, box, item).ljust(128, b"\0")
+    assert box[0] * item == 128
+    if len(sizes) == 2:
+        return struct.pack("<6Q", pointer, sizes[1], sizes[0], *strides, box[1], item).ljust(
+            128, b"\0"
+        )
+    assert len(sizes) == 4 and item == 2 and all(step % 16 == 0 for step in strides)
+    return struct.pack("<9Q", pointer, *sizes, *strides, box[2]).ljust(128, b"\0")
 
 
 def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3) -> Cupy:
-    """Make `extensor_cuda.kernels.gemm.gemm` run here, on so many multiprocessors."""
+    """Make `extensor_cuda.kernels.hopper` load and launch here, on so many multiprocessors."""
 
-    def launch(function: Any, grid: int, *rest: Any) -> tuple[int]:
-        run = emulator.library(source_of(function)).run_gemm
-        run(ctypes.c_void_p(rest[-2]), grid, placed.THREADS)
-        return (0,)
+    def load(source: Source, kernel: str, shared: int, device: int) -> tuple[Any, None]:
+        assert shared <= hopper.SHARED
+        return getattr(emulator.library(source_of(source)), f"run_{kernel}"), None
+
+    def launch(
+        function: Any, grid: int, threads: int, shared: int, maps: list[bytes], structure: Any
+    ) -> None:
+        buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
+        addresses = [*map(ctypes.addressof, buffers), ctypes.addressof(structure)]
+        function((ctypes.c_void_p * len(addresses))(*addresses), grid, threads)
 
     cuda = SimpleNamespace(
         runtime=SimpleNamespace(
@@ -100,11 +122,11 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
             getDeviceProperties=lambda device: {"name": b"emulated"},
             driverGetVersion=lambda: 0,
         ),
-        get_current_stream=lambda: SimpleNamespace(ptr=0),
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(placed, "_function", lambda config, device: (config, None))
-    monkeypatch.setattr(placed, "_driver", lambda: SimpleNamespace(cuLaunchKernel=launch))
-    monkeypatch.setattr(placed, "_tensor_map", _map)
-    monkeypatch.setattr(placed, "_multiprocessors", lambda device: blocks)
+    monkeypatch.setattr(hopper, "capability", lambda device: "90")
+    monkeypatch.setattr(hopper, "load", load)
+    monkeypatch.setattr(hopper, "launch", launch)
+    monkeypatch.setattr(hopper, "tensor_map", _map)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: blocks)
     return Cupy()

@@ -173,6 +173,61 @@ def test_many_rows_expand_the_weights(many: Any, form: str, dtype: str) -> None:
         assert (np.abs(done[0].get().astype(np.float64) - want) <= bound).all()
 
 
+def refuse(array: Any) -> Any:
+    raise AssertionError("read on the host")
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_whether_weights_fit_is_read_once(
+    many: Any, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not isinstance(many, emulation.Cupy):
+        pytest.skip("counts the emulator's reads")
+    w = sent(weights(QuantSpec(form), (33, 300)), many)
+    x = many.asarray(activations((70, 300), "bfloat16"))
+    if form == "mxfp4":
+        packed.product(x, w, "bfloat16", many)
+    monkeypatch.setattr(emulation.Device, "get", refuse)
+    done = packed.product(x, w, "bfloat16", many)
+    assert not isinstance(done, str) and done[1] == packed.EXPANDED
+    if form == "mxfp4":
+        with pytest.raises(AssertionError, match="read on the host"):
+            packed.product(x, replace(w), "bfloat16", many)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "fits"), [(1, 1, True), (200, 254, True), (100, 254, False)]
+)
+def test_weights_beyond_bfloat16_go_by_their_largest_scale(
+    many: Any, low: int, high: int, fits: bool
+) -> None:
+    """Least values below bfloat16's, or a largest one above; or both, and there is no product."""
+    w = weights(QuantSpec("mxfp8_e5m2"), (33, 96))
+    w.scales[...] = low
+    w.scales[0, 0] = high
+    w.codes[...] = np.where(w.codes & 0x7F, 1, 0)  # the least magnitude
+    w.codes[0, 0] = 0x7B if high > low else 1
+    x = many.asarray(activations((70, 96), "bfloat16"))
+    stored = sent(w, many)
+    for _ in range(2):
+        done = packed.product(x, stored, "float32", many)
+        assert isinstance(done, str) is not fits
+        if isinstance(done, str):
+            assert done == "values that bfloat16 does not hold"
+        assert expansion._FITS[stored] is False
+    twice = sent(w, many)
+    assert (expansion.whole([twice, twice], many) is not None) is fits
+    assert expansion._FITS[twice] is False
+
+
+def test_activations_are_multiplied_as_they_lie(many: Any) -> None:
+    x = many.asarray(activations((70, 320), "bfloat16"))
+    for view, copied in ((x, False), (x[:, :300], False), (x[:, 8:], False), (x[:, 1:], True)):
+        parts = packed._parts(view, many)
+        assert (parts.data.ptr != view.data.ptr) is copied
+        np.testing.assert_array_equal(parts.get(), view.view(np.uint16).get())
+
+
 def test_the_parts_of_a_float32_add_up_to_it(many: Any) -> None:
     x = activations((9, 40), "float32")
     x[0, :4] = np.inf, -np.inf, np.nan, -0.0

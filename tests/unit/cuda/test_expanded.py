@@ -57,7 +57,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
     for axis in (0, 1):
         along = spec.replace(axis=axis).resolve(2)
         kind, lift = expansion.kind_of(along)
-        for way in {(kind, lift), ("bf16", 0)}:
+        for way in {(kind, lift, False), ("bf16", 0, False), ("bf16", 0, True)}:
             check_compiles(expansion.expand_source(along, *way), "sm_80", "sm_90a")
 
 
@@ -116,6 +116,47 @@ def test_values_are_the_references(
             np.testing.assert_array_equal(np.signbit(values[live]), np.signbit(want[live]))
         else:  # the reference rounds each value to float32; here the product is not rounded
             np.testing.assert_allclose(values, want, rtol=2.0**-23, atol=0)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("form", FORMATS)
+def test_fixed_values_are_whole_numbers_of_bfloat16(xp: Any, form: str, axis: int) -> None:
+    """Without an exponent; scales of the least and the largest powers of two among them."""
+    for shape in SHAPES:
+        q = made(shape, QuantSpec(form, axis=axis))
+        want = operand_values(q)
+        got = expansion.expand(sent(q, xp), "bf16", None, xp, fixed=True)
+        held = hopper.values(np.asarray(got.codes.get()), "bf16")
+        assert got.exponent is None and (got.factor is None) == q.spec.is_mx
+        if q.spec.is_mx:
+            np.testing.assert_array_equal(held, want)
+        else:
+            assert got.factor is not None
+            factor = float(got.factor.get())
+            np.testing.assert_allclose(held * factor, want, rtol=2.0**-23, atol=0)
+
+
+def test_what_bfloat16_does_not_hold_is_nan_and_raises_the_flag(xp: Any) -> None:
+    for form, scale, code, held in (
+        ("mxfp4", 0, 1, True),  # 2**-128, a subnormal of bfloat16
+        ("mxfp4", 252, 7, True),  # 1.5 * 2**127
+        ("mxfp4", 253, 7, False),
+        ("mxfp8_e4m3", 3, 1, True),  # 2**-133, its least number
+        ("mxfp8_e4m3", 2, 1, False),
+    ):
+        spec = QuantSpec(form, axis=1).resolve(2)
+        q = reference.quantize(np.zeros((3, 64), dtype=np.float32), spec)[0]
+        q.scales[:] = 254  # of zero blocks: it does not count
+        q.scales[1, 1] = scale
+        q.codes[1, q.codes.shape[1] // 2] = code
+        flag = xp.zeros(1, dtype=np.uint32)
+        got = expansion.expand(sent(q, xp), "bf16", flag, xp, fixed=True)
+        values = hopper.values(np.asarray(got.codes.get()), "bf16")
+        assert int(flag[0]) == (not held), (form, scale)
+        if held:
+            np.testing.assert_array_equal(values, operand_values(q))
+        else:
+            assert np.isnan(values[1, 32]) and np.isnan(values).sum() == 1
 
 
 WINDOWS = (

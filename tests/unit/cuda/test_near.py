@@ -1,0 +1,225 @@
+"""Near-exact MXFP8: the operands are the CPU's bit for bit, products within the stated bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor.quant import reference
+from extensor.quant.array import QuantArray
+from extensor.quant.near import near_exact
+from extensor.quant.spec import QuantSpec
+from extensor_cuda import expansion, gemm, near
+from extensor_cuda.kernels.gemm import configure, gemm_source
+from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda import hopper
+from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.test_compile import check_compiles
+
+E4M3, E5M2 = QuantSpec("mxfp8_e4m3", axis=1), QuantSpec("mxfp8_e5m2", axis=1)
+SPECS = (
+    E4M3,
+    E5M2,
+    E4M3.replace(tile=(1, 16)),
+    E4M3.replace(tile=(1, 128)),
+    E5M2.replace(tile=(32, 32)),
+)
+SHAPES = ((1, 16), (7, 100), (40, 33), (3, 2200))
+DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+
+
+def name(value: object) -> str:
+    return f"{value.format}-{value.tile}" if isinstance(value, QuantSpec) else str(value)
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", SPECS, ids=name)
+def test_no_kernel_spills(spec: QuantSpec) -> None:
+    check_compiles(near.near_source(spec.resolve(2)), "sm_80", "sm_90a")
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("n", [4096, 8192])
+def test_no_gemm_of_it_spills(n: int) -> None:
+    config = replace(configure("e4m3", n, n, "bfloat16", 1), vectors=True)
+    check_compiles(gemm_source(config), "sm_90a")
+
+
+@pytest.fixture(params=PLACES)
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return place(request, monkeypatch, [near, expansion])
+
+
+def made(
+    shape: tuple[int, int], spec: QuantSpec, spread: int = 6, seed: int = 0, odd: bool = True
+) -> QuantArray:
+    """Normal data whose blocks lie binades apart; odd: a zero row, a zero block with a large scale.
+
+    That scale counts elsewhere, where one number for the tensor lifts all of them.
+    """
+    rng = np.random.default_rng(seed)
+    blocks = np.exp2(rng.integers(-spread, spread + 1, (shape[0], -(-shape[1] // 16))))
+    x = rng.standard_normal(shape) * blocks.repeat(16, axis=1)[:, : shape[1]]
+    q = reference.quantize(x.astype(np.float32), spec.resolve(2))[0]
+    assert isinstance(q.spec.tile, tuple)
+    if shape[0] > 2 and q.spec.tile[0] == 1 and odd:
+        q.codes[0] = 0
+        q.codes[1, : q.spec.tile[1]] = 0
+        q.scales[1, 0] = 250
+    return q
+
+
+def sent(q: QuantArray, xp: Any) -> QuantArray:
+    return replace(q, **{part: xp.asarray(array) for part, array in q.parts.items()})
+
+
+def bits_of(values: np.ndarray, kind: str) -> np.ndarray:
+    """Values that a format holds as its bits; NaN whatever its sign."""
+    return np.where(np.isnan(values), 0x7F, values.astype(DTYPES[kind]).view(np.uint8))
+
+
+def check_operand(q: QuantArray, xp: Any) -> None:
+    want = near_exact(q)
+    got, inexact = near.near(sent(q, xp), xp)
+    kind = q.spec.row.element.name
+    assert got.kind == kind and got.codes.strides[0] % 16 == 0 and got.exponent is not None
+    codes = np.asarray(got.codes.get())
+    held = np.where(np.isnan(hopper.values(codes, kind)), 0x7F, codes)
+    np.testing.assert_array_equal(held, bits_of(want.values, kind))
+    np.testing.assert_array_equal(got.exponent.get(), want.exponents)
+    np.testing.assert_array_equal(inexact.counts.get(), np.stack([want.changed, want.flushed], 1))
+    assert inexact.shares() == want.shares
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=name)
+def test_operands_are_the_references(xp: Any, spec: QuantSpec, shape: tuple[int, int]) -> None:
+    for spread in (0, 6, 40):
+        check_operand(made(shape, spec, spread), xp)
+
+
+@pytest.mark.parametrize("spec", [E4M3, E5M2], ids=name)
+def test_every_code_under_every_shift(xp: Any, spec: QuantSpec) -> None:
+    """All 256 codes, NaN and infinities too, 0 to 70 binades below a block of ones."""
+    shifts = np.arange(71)
+    x = np.ones((len(shifts), 32 * 9), dtype=np.float32)
+    q = reference.quantize(x, spec.resolve(2))[0]
+    q.codes[:, 32:] = np.arange(256, dtype=np.uint8)
+    q.scales[:, 0] = 200
+    q.scales[:, 1:] = (200 - shifts)[:, None]
+    check_operand(q, xp)
+    want = near_exact(q)
+    assert want.changed[0] == 0 and want.flushed[-1] > 240
+
+
+def test_nan_blocks_and_rows_without_a_number(xp: Any) -> None:
+    q = made((4, 96), E4M3)
+    q.scales[2, 1], q.scales[3] = 255, 255
+    check_operand(q, xp)
+    want = near_exact(q)
+    assert np.isnan(want.values[2, 32:64]).all() and np.isnan(want.values[3]).all()
+    assert list(want.exponents[[0, 3]]) == [0, 0]
+
+
+def test_the_reference_moves_values_by_half_a_least_number_at_most() -> None:
+    for spec, step in ((E4M3, 2.0**-9), (E5M2, 2.0**-16)):
+        q = made((50, 640), spec, 12)
+        got = near_exact(q)
+        stored = reference.dequantize(q, np).astype(np.float64)
+        exact = np.ldexp(stored, -got.exponents[:, None])
+        off = np.abs(got.values - exact)
+        assert 0 < off.max() <= step / 2
+        assert ((off > 0).sum(axis=1) == got.changed).all()
+        nearest = exact.astype(DTYPES[spec.row.element.name]).astype(np.float64)
+        np.testing.assert_array_equal(got.values, nearest)
+
+
+def test_what_the_reference_does_not_cover_is_named() -> None:
+    x = np.ones((4, 64), dtype=np.float32)
+    for spec, words in ((QuantSpec("mxfp4", axis=1), "MXFP8"), (E4M3.replace(axis=0), "axis 0")):
+        with pytest.raises(ValueError, match=words):
+            near_exact(reference.quantize(x, spec.resolve(2))[0])
+
+
+PAIRS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, QuantSpec("mxfp4", axis=1)))
+
+
+@pytest.mark.parametrize("out", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(s.format for s in pair))
+def test_products_are_within_the_bound(xp: Any, pair: tuple[QuantSpec, ...], out: str) -> None:
+    m, n, k = 130, 70, 1000
+    spreads = [14 if spec is E5M2 else 4 for spec in pair]  # so that some of each change
+    a = made((m, k), pair[0], spreads[0], 1, False)
+    b = made((n, k), pair[1], spreads[1], 2, False)
+    done = gemm.matmul(sent(a, xp), sent(b, xp), xp, accumulate="near", out_dtype=out)
+    assert isinstance(done, gemm.Product)
+    assert done.path == "FP8 tensor cores, near-exact operands"
+    got = done.out.get().astype(np.float64)
+    values, off = [], []
+    for q, inexact in zip((a, b), done.inexact, strict=True):
+        stored = reference.dequantize(q, np).astype(np.float64)
+        assert (inexact is not None) == near.is_mxfp8(q.spec)
+        if inexact is None:
+            values.append(stored)
+            off.append(np.zeros_like(stored))
+            continue
+        held = near_exact(q)
+        assert inexact.shares() == held.shares and 0 < held.shares[0] < 0.2
+        values.append(np.ldexp(held.values, held.exponents[:, None]))
+        off.append(np.ldexp(np.full(q.shape, held_step(q)), held.exponents[:, None]))
+        assert (np.abs(values[-1] - stored) <= off[-1]).all()
+    near_product, size = values[0] @ values[1].T, np.abs(values[0]) @ np.abs(values[1]).T
+    bound = (128 * 34 / 32 * 2.0**-13 + (k / 128 + 16) * 2.0**-24) * size
+    if out == "bfloat16":
+        bound = 2 * bound + 2.0**-8 * np.abs(near_product)
+    assert (np.abs(got - near_product) <= bound).all()
+    x, y = (reference.dequantize(q, np).astype(np.float64) for q in (a, b))
+    moved = off[0] @ np.abs(y).T + np.abs(x) @ off[1].T + off[0] @ off[1].T
+    assert (np.abs(got - x @ y.T) <= bound + moved).all()
+
+
+def held_step(q: QuantArray) -> float:
+    return 2.0**-10 if q.spec.row.element.name == "e4m3" else 2.0**-17
+
+
+def test_it_is_asked_for_and_never_silent(xp: Any) -> None:
+    a = sent(made((20, 64), E4M3, odd=False), xp)
+    plain = gemm.matmul(a, a, xp)
+    assert isinstance(plain, gemm.Product) and plain.inexact == (None, None)
+    assert plain.path.startswith("bf16")
+    fp4, nvfp4 = (
+        sent(
+            reference.quantize(np.ones((20, 64), np.float32), QuantSpec(f, axis=1).resolve(2))[0],
+            xp,
+        )
+        for f in ("mxfp4", "nvfp4")
+    )
+    with pytest.raises(ValueError, match="'near' is for MXFP8, got mxfp4 and mxfp4"):
+        gemm.matmul(fp4, fp4, xp, accumulate="near")
+    mixed = gemm.matmul(a, nvfp4, xp, accumulate="near")
+    assert isinstance(mixed, gemm.Product) and mixed.inexact == (None, None)
+    assert mixed.path == "bf16 tensor cores: FP8 does not hold nvfp4"
+
+
+def test_nothing_waits(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not isinstance(xp, emulation.Cupy):
+        pytest.skip("counts the emulator's reads")
+    a = sent(made((20, 64), E4M3), xp)
+
+    def no_reads(array: Any, key: Any) -> Any:
+        assert not isinstance(key, int), "read on the host"
+        return np.ndarray.__getitem__(array, key)
+
+    def refuse(array: Any) -> Any:
+        raise AssertionError("read on the host")
+
+    monkeypatch.setattr(emulation.Device, "__getitem__", no_reads)
+    monkeypatch.setattr(emulation.Device, "get", refuse)
+    done = gemm.matmul(a, a, xp, accumulate="near")
+    assert isinstance(done, gemm.Product)
+    with pytest.raises(AssertionError, match="read on the host"):
+        assert done.inexact[0] is not None and done.inexact[0].shares()
