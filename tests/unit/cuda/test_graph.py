@@ -30,6 +30,7 @@ from extensor_cuda.kernels import (
     pair,
     scatter,
     softmax,
+    sums,
     window,
 )
 from extensor_cuda.kernels import quantize as kernels
@@ -128,6 +129,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
         optimizer,
         scatter,
         softmax,
+        sums,
         window,
         recording,
     ):
