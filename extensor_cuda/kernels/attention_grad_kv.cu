@@ -127,6 +127,7 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
                         b = high_of(p) * (b - here.y);
                     }
                 }
+                hold(d);  // not after the wait
                 finish<0>(gv);
                 round_to(rounded, d);
                 hold(gk);

@@ -122,6 +122,7 @@ attention_grad_q(const __grid_constant__ TensorMap q_map, const __grid_constant_
                             if (i / 2 * 8 + i % 2 > beyond) s[i / 2 * 4 + 2 * h + i % 2] = 0.0f;
                     }
                 }
+                hold(s);  // not after the wait
                 finish<0>(d);
 #pragma unroll
                 for (int i = 0; i < kOthers / 2; ++i) s[i] *= d[i] - along[i / 2 % 2];
