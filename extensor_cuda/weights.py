@@ -58,7 +58,7 @@ def _parts(x: Array, xp: Any) -> Array:
     """The bits of x as bfloat16, (M, K); of float32 in three parts that add up to it, (3 M, K)."""
     rows, k = x.shape
     if x.dtype.name == "bfloat16":
-        return pitched(x, xp).view(np.uint16)
+        return pitched(x.view(np.uint16), xp)
     x = xp.ascontiguousarray(x)
     out = empty_rows(xp, 3 * rows, k, np.uint16)
     rest = xp.where(xp.isfinite(x), x, np.float32(0))
