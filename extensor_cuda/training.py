@@ -1,4 +1,7 @@
-"""The CUDA backend's training kernels: losses, norms, Adam and gradient descent in float32."""
+"""The CUDA backend's training kernels: losses, norms, Adam and gradient descent in float32.
+
+Arrays that a training step writes and reads between its products may be bfloat16 too (`bfloat16`).
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,17 @@ class CudaTraining(GenericBackend):
     """The methods of a training step, each a kernel where its ``_..._reason`` gives None."""
 
     steps_together = True
+    bfloat16 = frozenset(
+        {
+            "add",
+            "cross_entropy",
+            "gelu_exact",
+            "packed_attention",
+            "relu",
+            "scaled_dot_product_attention",
+            "softmax",
+        }
+    )
 
     def _training_reasons(self) -> dict[str, Callable[..., str | None]]:
         return {
@@ -49,12 +63,15 @@ class CudaTraining(GenericBackend):
                 self._attention_reason(scale, q, k, v, g)
             ),
             "conv2d_grad_x": lambda g, w, *_: self._floats_reason(g, w),
-            "gelu": self._floats_reason,
+            "gelu": self._values_reason,
+            "add": self._add_reason,
+            "cast": self._cast_reason,
+            "relu": self._values_reason,
             "max_pool2d": lambda x, window: self._floats_reason(x),
             "max_pool2d_grad": self._pool_reason,
-            "relu_grad": self._floats_reason,
+            "relu_grad": self._values_reason,
             "bfloat16_values": self._floats_reason,
-            "gelu_grad": self._floats_reason,
+            "gelu_grad": self._gelu_grad_reason,
             "softmax": lambda x, axis: self._softmax_reason(axis, x),
             "softmax_grad": lambda g, out, axis: self._softmax_reason(axis, g, out),
             "rms_norm_grad": lambda g, x, weight, rstd: self._norm_reason(x, weight, g),
@@ -70,9 +87,7 @@ class CudaTraining(GenericBackend):
         return None
 
     def _loss_reason(self, x: Array) -> str | None:
-        if x.dtype != np.float32:
-            return f"{x.dtype} scores"
-        return None if x.size else "an empty array"
+        return self._values_reason(x)
 
     def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
         """See the protocol; bounds in `extensor_cuda.kernels.cross_entropy`."""
@@ -157,10 +172,32 @@ class CudaTraining(GenericBackend):
             return "no float32 arrays"
         return None if arrays[0].size else "an empty array"
 
+    def _values_reason(self, *arrays: Array) -> str | None:
+        if any(a.dtype not in elementwise.KINDS for a in arrays):
+            return "no float32 or bfloat16 arrays"
+        return None if arrays[0].size else "an empty array"
+
+    def _gelu_grad_reason(self, g: Array, x: Array, phi: Array | None) -> str | None:
+        return self._values_reason(g, x) if phi is None else "phi was kept"
+
+    def _add_reason(self, a: Array, b: Array) -> str | None:
+        if a.shape != b.shape or not (a.flags.c_contiguous and b.flags.c_contiguous):
+            return "arrays of several shapes, or strided ones"
+        return self._values_reason(a, b)
+
+    def _cast_reason(self, x: Array, dtype: np.dtype[Any]) -> str | None:
+        if dtype == x.dtype:
+            return "nothing to do"
+        if dtype not in elementwise.KINDS or not x.flags.c_contiguous:
+            return f"{dtype} wanted, or a strided array"
+        return self._values_reason(x)
+
     def _softmax_reason(self, axis: int, *arrays: Array) -> str | None:
         x = arrays[-1]
-        if reason := self._floats_reason(*arrays):
+        if reason := self._values_reason(*arrays):
             return reason
+        if any(a.dtype != x.dtype for a in arrays):
+            return "arrays of several dtypes"
         if axis != x.ndim - 1 or x.shape[-1] > softmax.MOST:
             return f"rows of {x.shape[axis]} values along axis {axis} of {x.ndim}"
         return None
@@ -209,27 +246,47 @@ class CudaTraining(GenericBackend):
 
     def relu_grad(self, g: Array, out: Array) -> Array:
         """See the protocol."""
-        if self._floats_reason(g, out):
+        if self._values_reason(g, out):
             return super().relu_grad(g, out)
-        return elementwise.relu_grad(self._whole(g), self._whole(out), self.xp)
+        g, out = self._whole(g), self._whole(out)
+        return elementwise.binary("relu_grad", g, out, self.xp, g.dtype)
+
+    def relu(self, x: Array) -> Array:
+        """See the protocol."""
+        if self._values_reason(x):
+            return super().relu(x)
+        return elementwise.unary("relu", self._whole(x), self.xp)
+
+    def add(self, a: Array, b: Array) -> Array:
+        """See the protocol."""
+        if self._add_reason(a, b):
+            return super().add(a, b)
+        dtype = a.dtype if a.dtype == b.dtype else np.float32
+        return elementwise.binary("add", a, b, self.xp, dtype)
+
+    def cast(self, x: Array, dtype: np.dtype[Any]) -> Array:
+        """See the protocol."""
+        if self._cast_reason(x, dtype):
+            return super().cast(x, dtype)
+        return elementwise.unary("cast", x, self.xp, dtype)
 
     def bfloat16_values(self, x: Array) -> Array:
         """See the protocol."""
         if self._floats_reason(x):
             return super().bfloat16_values(x)
-        return elementwise.bfloat16_values(self._whole(x), self.xp)
+        return elementwise.unary("bfloat16_values", self._whole(x), self.xp)
 
-    def gelu(self, x: Array) -> tuple[Array, Array]:
+    def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """See the protocol; bounds in `extensor_cuda.kernels.elementwise`."""
-        if self._floats_reason(x):
+        if self._values_reason(x):
             return super().gelu(x)
-        return elementwise.gelu(self._whole(x), self.xp)
+        return elementwise.unary("gelu", self._whole(x), self.xp), None
 
-    def gelu_grad(self, g: Array, x: Array, phi: Array) -> Array:
+    def gelu_grad(self, g: Array, x: Array, phi: Array | None) -> Array:
         """See the protocol; bounds in `extensor_cuda.kernels.elementwise`."""
-        if self._floats_reason(g, x, phi):
+        if self._gelu_grad_reason(g, x, phi):
             return super().gelu_grad(g, x, phi)
-        return elementwise.gelu_grad(self._whole(g), self._whole(x), self._whole(phi), self.xp)
+        return elementwise.binary("gelu_grad", self._whole(g), self._whole(x), self.xp, g.dtype)
 
     def softmax(self, x: Array, axis: int) -> Array:
         """See the protocol; bounds in `extensor_cuda.kernels.softmax`."""

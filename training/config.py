@@ -21,15 +21,26 @@ from typing import Any
 from extensor.backends.registry import BACKENDS
 from extensor.errors import unknown_name
 from extensor.optim.states import STATES
+from extensor.quant.recipe import DENSE, Dense
 from extensor.quant.recipes import get_recipe
 from training.data import DATASETS, SAMPLERS
 from training.optimizers import OPTIMIZERS, SCHEDULES
 from training.runs import RUNS
 from training.tasks import TASKS
 
-__all__ = ["RunConfig", "Settings", "check_task", "field_types", "read_toml", "write_toml"]
+__all__ = [
+    "ACTIVATIONS",
+    "RunConfig",
+    "Settings",
+    "check_task",
+    "field_types",
+    "read_toml",
+    "write_toml",
+]
 
 LOSS_SCALES = ("dynamic", "off")
+ACTIVATIONS: Mapping[str, Dense | None] = {"recipe": None, **{name: name for name in DENSE}}
+"""What --activations takes, as `apply_recipe` takes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +66,9 @@ class Settings:
     """How slowly adam, adamw and lion forget the gradient; sgd ignores it."""
     beta2: float
     """How slowly adam and adamw forget its square, and lion its average; sgd ignores it."""
+    activations: str = "recipe"
+    """What results of layers are rounded to and stored as: float32, bfloat16 (as under torch's
+    autocast), or what the recipe says."""
     optimizer_states: str
     """How averages are stored between steps: float32, bfloat16 or mxfp8_e4m3 (blocks of 32)."""
     weight_decay: float
@@ -107,6 +121,7 @@ class Settings:
             ("schedule", SCHEDULES),
             ("sampler", SAMPLERS),
             ("optimizer_states", STATES),
+            ("activations", ACTIVATIONS),
             ("loss_scale", LOSS_SCALES),
             ("device", BACKENDS),
         ):

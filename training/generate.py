@@ -18,6 +18,7 @@ from extensor import ExTensor, no_grad
 from extensor.io import load_checkpoint
 from extensor.nn import Module, apply_recipe
 from training.callbacks import LAST
+from training.config import ACTIVATIONS
 from training.rundir import UsageError
 from training.runs import RUNS
 from training.text.tokenizers import Tokenizer, TokenizerError, from_state
@@ -89,7 +90,8 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
         model = models.build(run["model"], config, np.random.default_rng(run["seed"]))
         parts = [(*name.partition("."), values) for name, values in checkpoint.tensors.items()]
         model.load_state_dict({name: values for top, _, name, values in parts if top == "model"})
-        apply_recipe(model, run["recipe"], run["seed"])
+        stored_as = ACTIVATIONS[run.get("activations", "recipe")]
+        apply_recipe(model, run["recipe"], run["seed"], stored_as)
         return model.eval(), tokenizer, run["context"]
     except (KeyError, TypeError, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else error

@@ -40,7 +40,7 @@ from training.callbacks import (
     Telemetry,
     TensorBoard,
 )
-from training.config import RunConfig
+from training.config import ACTIVATIONS, RunConfig
 from training.data import prefetch
 from training.finish import health_of, result_of, show_end
 from training.metrics import top_k_hits
@@ -90,7 +90,9 @@ class Trainer:
         self.batches = self.task.batches
         self.model_config = models.config(config.model, config.variant, **self.task.shapes())
         self.model = self.fresh_model()
-        self.quant = apply_recipe(self.model, config.recipe, config.seed)
+        self.quant = apply_recipe(
+            self.model, config.recipe, config.seed, ACTIVATIONS[config.activations]
+        )
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(config, self.batches)
         dynamic = config.loss_scale == "dynamic"

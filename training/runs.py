@@ -21,6 +21,7 @@ COMMON: Mapping[str, Any] = {
     "momentum": 0.9,
     "beta1": 0.9,
     "beta2": 0.999,
+    "activations": "recipe",
     "optimizer_states": "float32",
     "weight_decay": 0.0,
     "schedule": "cosine",

@@ -10,11 +10,12 @@ layers  one transformer block, forward and backward, of 16,384 tokens and width 
         torch likewise
 
 A step is forward, backward and update, all of the optimizer's checks included; batches lie on the
-GPU. Ours are `extensor.capture`d, or the same function called by Python ("eager"). CUDA events
-around several steps, each of ours taking turns with torch's in one process, medians. "of_torch" is
-to torch's fastest. Needs a GPU, torch and the extra ``cuda13``; minutes, most of them
-torch.compile's, which `--quick` leaves out. `--profile` prints where the time of each goes, by
-kernel.
+GPU. `--activations` is what ours store between layers: bfloat16, as torch does under autocast, or
+float32; lenet is float32 on both sides. Ours are `extensor.capture`d, or the same function called
+by Python ("eager"). CUDA events around several steps, each of ours taking turns with torch's in one
+process, medians. "of_torch" is to torch's fastest. Needs a GPU, torch and the extra ``cuda13``;
+minutes, most of them torch.compile's, which `--quick` leaves out. `--profile` prints where the time
+of each goes, by kernel.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ci.bench.gpt_torch import torch_gpt
 from extensor.backends import registry
 from extensor.nn.quantize import apply_recipe
 from extensor.optim import SGD, AdamW
+from extensor.quant.recipe import DENSE, Dense
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
@@ -89,12 +91,18 @@ def profile(title: str, call: Call) -> None:
 
 
 def ours(
-    model: Any, optimizer: Any, recipes: list[str], loss_of: Any, batches: list[Any]
+    model: Any,
+    optimizer: Any,
+    recipes: list[str],
+    loss_of: Any,
+    batches: list[Any],
+    activations: Dense = "float32",
 ) -> Iterator[tuple[str, Call]]:
     """The step by Python, then captured; each with a model of its own."""
+    stored = "" if activations == "float32" else f" in {activations}"
     for recipe, captured in itertools.product(recipes, (False, True)):
         mine = model()
-        state = apply_recipe(mine, recipe)
+        state = apply_recipe(mine, recipe, activations=activations)
         by = optimizer(mine)
         place = [tuple(et.from_numpy(a, device="cuda") for a in batch) for batch in batches]
 
@@ -111,7 +119,7 @@ def ours(
             state.step += 1
             return train(*place[turn % BATCHES])
 
-        yield f"{recipe}, {'captured' if captured else 'eager'}", call
+        yield f"{recipe}{stored}, {'captured' if captured else 'eager'}", call
 
 
 def theirs(
@@ -192,7 +200,7 @@ def lenet(recipes: list[str], quick: bool) -> Contest:
     )
 
 
-def gpt(recipes: list[str], quick: bool) -> Contest:
+def gpt(recipes: list[str], quick: bool, activations: Dense) -> Contest:
     """Contestants on random tokens."""
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, GPT.vocab, (WINDOWS, GPT.context + 1)) for _ in range(BATCHES)]
@@ -220,6 +228,7 @@ def gpt(recipes: list[str], quick: bool) -> Contest:
         recipes,
         lambda m, x, y: et.cross_entropy(m(x).reshape(-1, GPT.vocab), y),
         batches,
+        activations,
     )
 
 
@@ -237,7 +246,7 @@ class NoUpdate:
         pass
 
 
-def layers(recipes: list[str], quick: bool, width: int) -> Contest:
+def layers(recipes: list[str], quick: bool, activations: Dense, width: int) -> Contest:
     """Contestants with one block."""
     config = GPTConfig(vocab=64, context=1024, layers=1, heads=width // 128, width=width)
     rng = np.random.default_rng(0)
@@ -265,6 +274,7 @@ def layers(recipes: list[str], quick: bool, width: int) -> Contest:
         recipes,
         lambda m, x: m(x).square().mean(),
         batches,
+        activations,
     )
 
 
@@ -276,6 +286,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
+    parser.add_argument("--activations", choices=DENSE, default="bfloat16")
     chosen = parser.parse_args()
     xp = registry.get("cuda").xp
     works: list[tuple[str, Any, int, int]] = []
@@ -283,12 +294,24 @@ def main() -> None:
         recipes = chosen.recipes or RECIPES[part]
         if part == "layers":
             works += [
-                (f"layers {width}", partial(layers, recipes, chosen.quick, width), TOKENS, 4)
+                (
+                    f"layers {width}",
+                    partial(layers, recipes, chosen.quick, chosen.activations, width),
+                    TOKENS,
+                    4,
+                )
                 for width in (2048, 4096)
             ]
         else:
-            make, items, burst = (lenet, IMAGES, 50) if part == "lenet" else (gpt, TOKENS, 5)
-            works.append((part, partial(make, recipes, chosen.quick), items, burst))
+            make: Any = partial(lenet, recipes, chosen.quick)
+            items, burst = IMAGES, 50
+            if part == "gpt":
+                make, items, burst = (
+                    partial(gpt, recipes, chosen.quick, chosen.activations),
+                    TOKENS,
+                    5,
+                )
+            works.append((part, make, items, burst))
     rows: list[dict[str, Any]] = []
     for title, make, items, burst in works:
         torchs, mine = make()

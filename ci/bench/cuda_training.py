@@ -1,11 +1,13 @@
-"""Fused training kernels on a GPU against torch's: AdamW, norms and cross-entropy.
+"""Fused training kernels on a GPU against torch's: AdamW, norms, cross-entropy, value by value.
 
-    python ci/bench/cuda_training.py [--rounds N]
+    python ci/bench/cuda_training.py [--rounds N] [--only elements ...]
 
 AdamW is one step on the shapes of GPT-2 small (124 million float32 parameters in 148 tensors):
 the whole of ``optimizer.step()``, its check for finite gradients included, and the update alone,
 beside ``torch.optim.AdamW(fused=True).step()``. Norms are of 16384 rows of 4096 float32 values,
-forward and backward; cross-entropy is of 2048 rows of 50257. CUDA events around single calls, the
+forward and backward; cross-entropy is of 2048 rows of 50257. "elements" are kernels that compute
+value by value, and cross-entropy, on 16384 x 8192 of float32 and of bfloat16, beside torch's clone
+of the same: bytes moved a second are what counts. CUDA events around single calls, the
 contestants taking turns, medians. ``seen`` counts the time from an idle GPU to the step's end,
 Python included. Needs a GPU, torch and the extra ``cuda13``.
 """
@@ -17,8 +19,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 
@@ -32,6 +36,8 @@ from extensor_cuda.kernels import optimizer as kernels
 
 LAYERS, WIDTH, VOCAB, CONTEXT = 12, 768, 50257, 1024
 ROWS, LENGTH = 16384, 4096
+PARTS = ("adam", "norms", "losses", "elements")
+HALF = np.dtype(ml_dtypes.bfloat16)
 Call = Callable[[int], Any]
 
 
@@ -123,6 +129,47 @@ def losses(xp: Any) -> dict[str, tuple[int, Call]]:
     }
 
 
+def elements(xp: Any) -> dict[str, tuple[int, Call]]:
+    """Sums, casts, relu, GELU, their gradients and cross-entropy, of both dtypes."""
+    data = {
+        name: [torch.randn(16384, 8192, device="cuda").to(dtype) for _ in range(2)]
+        for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+    }
+    wide, half = (
+        [shared(xp, x if x.dtype == torch.float32 else x.view(torch.int16)) for x in data[name]]
+        for name in data
+    )
+    half = [x.view(HALF) for x in half]
+    backend, count = registry.get("cuda"), wide[0].size
+    made: dict[str, tuple[int, Call]] = {
+        "add float32 + bfloat16": (10 * count, lambda turn: backend.add(wide[0], half[0])),
+        "cast to bfloat16": (6 * count, lambda turn: backend.cast(wide[0], HALF)),
+        "cast to float32": (6 * count, lambda turn: backend.cast(half[0], np.dtype(np.float32))),
+    }
+    labels = xp.asarray(np.arange(16384) % 8192)
+    one = xp.asarray(1 / 16384, dtype=np.float32)
+    for name, (x, g) in (("float32", wide), ("bfloat16", half)):
+        size, theirs = x.nbytes, data[name][0]
+        _, kept = backend.cross_entropy(x, labels, 0.0)
+        calls: dict[str, tuple[int, Callable[..., Any]]] = {
+            "torch clone": (2 * size, theirs.clone),
+            "torch gelu": (2 * size, partial(torch.nn.functional.gelu, theirs)),
+            "gelu": (2 * size, partial(backend.gelu, x)),
+            "gelu_grad": (3 * size, partial(backend.gelu_grad, g, x, None)),
+            "relu": (2 * size, partial(backend.relu, x)),
+            "relu_grad": (3 * size, partial(backend.relu_grad, g, x)),
+            "add": (3 * size, partial(backend.add, g, x)),
+            "losses": (size, partial(backend.cross_entropy, x, labels, 0.0)),
+            "losses_grad": (
+                2 * size,
+                partial(backend.cross_entropy_grad, one, x, labels, kept, 0.0),
+            ),
+        }
+        for title, (moved, call) in calls.items():
+            made[f"{title} {name}"] = (moved, lambda turn, call=call: call())  # type: ignore[misc]
+    return made
+
+
 def seen(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Median milliseconds from an idle GPU to an idle GPU."""
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -140,12 +187,14 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description="fused training kernels against torch's")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     chosen = parser.parse_args()
     xp = registry.get("cuda").xp
     rows: list[dict[str, Any]] = []
     with xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-        calls, clocked = adam(xp)
-        calls |= norms(xp) | losses(xp)
+        calls, clocked = adam(xp) if "adam" in chosen.only else ({}, {})
+        for name, make in (("norms", norms), ("losses", losses), ("elements", elements)):
+            calls |= make(xp) if name in chosen.only else {}
         for name, milliseconds in measure(calls, chosen.rounds).items():
             median = statistics.median(milliseconds)
             rate = round(calls[name][0] / median / 1e9, 3)

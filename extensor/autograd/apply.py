@@ -3,7 +3,8 @@
 The common case (float32 or float64 inputs of one dtype on one device) goes
 straight to the primitive's forward. Everything else is prepared first:
 promotion, blocked operands, and the rule that 16-bit floats compute in float32
-and round once.
+and round once. Where a backend's kernel reads bfloat16 and rounds by itself
+(`Backend.bfloat16`), it is given that.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from extensor.autograd.mode import MODE
 from extensor.autograd.node import Node
 from extensor.autograd.primitive import BLOCKED_RULES, PRIMITIVES, Primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.dtypes import compute_dtype, dtype_of, float32, promote
+from extensor.dtypes import bfloat16, compute_dtype, dtype_of, float32, promote
 
 __all__ = ["apply", "wrap"]
 
+_NARROW = (bfloat16, float32)
 _new = object.__new__
 _scalar = np.generic
 
@@ -83,7 +85,7 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     if primitive.saves:
         out, saved = out
     if rounded is not None and getattr(out, "dtype", None) == np.float32:  # codes have no dtype
-        out = out.astype(rounded)
+        out = backend.cast(out, rounded)
     if isinstance(out, _scalar):
         out = np.asarray(out)
     result: ExTensor = _new(ExTensor)
@@ -138,17 +140,24 @@ def _prepare(
     if primitive.to_float and not common.is_inexact:
         common = float32
     wide = compute_dtype(common)
-    compute = common if primitive.moves or primitive.halves else wide
+    backend = inputs[0].backend
+    compute = common if primitive.moves else wide
     if compute.is_complex and MODE.enabled and any(t.requires_grad for t in inputs):
         raise TypeError(
             f"{name}: complex numbers have no gradients here, and an input requires one; compute "
             "with x.detach(), or keep real and imaginary parts as two real tensors"
         )
+    if primitive.mixed:
+        return inputs, arrays, None, None
+    rounds = wide is not common and not primitive.moves and not primitive.totals
+    rounded = common.numpy if rounds else None
+    if name in backend.bfloat16 and all(inputs[i].dtype in _NARROW for i in promoted):
+        return inputs, arrays, None, rounded
     for i in promoted:
         if inputs[i].dtype is not compute:
-            arrays[i] = arrays[i].astype(compute.numpy)
-    rounds = wide is not common and not primitive.moves
-    return inputs, arrays, compute.numpy, common.numpy if rounds else None
+            assert compute.numpy is not None
+            arrays[i] = backend.cast(arrays[i], compute.numpy)
+    return inputs, arrays, compute.numpy, rounded
 
 
 def _broadcast_message(name: str, arrays: list[Any]) -> str:

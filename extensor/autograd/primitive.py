@@ -102,8 +102,8 @@ class Primitive:
             kept alive (an input that is not read still shows its shape and dtype).
         saves: forward gives (out, saved); ``saved`` reaches the gradient as a keyword.
         to_float: integers are converted to float32 first.
-        halves: takes 16-bit floats as they are, and gives float32, which is then rounded once, or
-            their own dtype.
+        mixed: takes floats as they are, also of several dtypes, and decides its result's dtype.
+        totals: 16-bit floats give float32, which is not rounded.
         moves: only moves data, so every dense dtype is handled as it is; blocked tensors are
             refused unless a `blocked_rule` says how.
         view: the output may share memory with the first input.
@@ -121,7 +121,8 @@ class Primitive:
     reads: Reads = "both"
     saves: bool = False
     to_float: bool = False
-    halves: bool = False
+    mixed: bool = False
+    totals: bool = False
     moves: bool = False
     view: bool = False
     takes_blocked: bool = False

@@ -59,8 +59,10 @@ def node_gradients(
         if isinstance(part, ExTensor):
             if part.dtype.numpy != wanted:
                 parts[i] = part.astype(as_dtype(wanted))
-        elif isinstance(part, np.generic) or part.dtype != wanted:
+        elif isinstance(part, np.generic):
             parts[i] = node.backend.xp.asarray(part, dtype=wanted)
+        elif part.dtype != wanted:
+            parts[i] = node.backend.cast(part, wanted)
     return parts
 
 
@@ -98,15 +100,14 @@ def _fused(node: Node, g: Any, needs: Sequence[bool]) -> list[Any]:
         inputs = [g if a is None else a for a in inputs]
     out = node.out
     if node.compute is not None:
-        g = g.astype(node.compute, copy=False)
+        cast = node.backend.cast
+        g = cast(g, node.compute)
         inputs = [
-            a.astype(node.compute, copy=False)
-            if primitive.has_vjp(i) and hasattr(a, "astype")
-            else a
+            cast(a, node.compute) if primitive.has_vjp(i) and hasattr(a, "astype") else a
             for i, a in enumerate(inputs)
         ]
         if hasattr(out, "astype"):
-            out = out.astype(node.compute, copy=False)
+            out = cast(out, node.compute)
     params = node.params
     if primitive.saves:
         params = {**params, "saved": node.saved}

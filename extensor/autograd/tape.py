@@ -132,7 +132,8 @@ def _run(
         elif edge is None:
             return
         elif id(edge) in found:
-            found[id(edge)] = (edge, found[id(edge)][1] + g)
+            old = found[id(edge)][1]
+            found[id(edge)] = (edge, old + g if create_graph else edge.backend.add(old, g))
         else:
             found[id(edge)] = (edge, g)
 

@@ -51,16 +51,16 @@ class CpuTraining(CoreBackend):
             "adam": self._adam_reason,
         }
 
-    def gelu(self, x: Array) -> tuple[Array, Array]:
+    def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """See the protocol."""
         if self._arrays_reason(x):
             return super().gelu(x)
         y, phi = self.core.gelu(ready(x))
         return y, phi
 
-    def gelu_grad(self, g: Array, x: Array, phi: Array) -> Array:
+    def gelu_grad(self, g: Array, x: Array, phi: Array | None) -> Array:
         """See the protocol."""
-        if self._arrays_reason(g, x, phi):
+        if phi is None or self._arrays_reason(g, x, phi):
             return super().gelu_grad(g, x, phi)
         return self.core.gelu_grad(ready(g), ready(x), ready(phi))
 

@@ -6,9 +6,13 @@ subclasses it and overrides what is hot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import ml_dtypes
+import numpy as np
 
 from extensor.backends import dense, layers, training, windows
 from extensor.backends.protocol import Array, Window
@@ -22,10 +26,34 @@ from extensor.random import Stream
 __all__ = ["GenericBackend"]
 
 
+_BFLOAT16, _FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _widened(method: Callable[P, T]) -> Callable[P, T]:
+    """A method that is called again with float32 where arrays are bfloat16."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not any(getattr(a, "dtype", None) == _BFLOAT16 for a in args):
+            return method(*args, **kwargs)
+        backend: Any = args[0]
+        wide = [
+            backend.cast(a, _FLOAT32) if getattr(a, "dtype", None) == _BFLOAT16 else a
+            for a in args[1:]
+        ]
+        made: T = getattr(backend, method.__name__)(*wide, **kwargs)
+        return made
+
+    return call
+
+
 class GenericBackend:
     """Implements `extensor.backends.protocol.Backend` on the array module ``xp``."""
 
     steps_together = False
+    bfloat16: Collection[str] = ()
 
     def __init__(self, name: str, xp: Any) -> None:
         self.name = name
@@ -220,12 +248,14 @@ class GenericBackend:
         """See the protocol."""
         return dense.matmul(a, b, bias, self.xp)
 
+    @_widened
     def attention(
         self, q: Array, k: Array, v: Array, causal: bool, scale: float
     ) -> tuple[Array, Array]:
         """See the protocol."""
         return dense.attention(q, k, v, causal, scale, self.xp)
 
+    @_widened
     def attention_grad(
         self,
         g: Array,
@@ -241,18 +271,24 @@ class GenericBackend:
         """See the protocol."""
         dense.attention_grad(g, q, k, v, out, stats, causal, scale, into, self.xp)
 
-    def gelu(self, x: Array) -> tuple[Array, Array]:
+    @_widened
+    def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """See the protocol."""
         return training.gelu(x, self.xp)
 
-    def gelu_grad(self, g: Array, x: Array, phi: Array) -> Array:
+    @_widened
+    def gelu_grad(self, g: Array, x: Array, phi: Array | None) -> Array:
         """See the protocol."""
+        if phi is None:
+            _, phi = training.gelu(x, self.xp)
         return training.gelu_grad(g, x, phi, self.xp)
 
+    @_widened
     def softmax(self, x: Array, axis: int) -> Array:
         """See the protocol."""
         return training.softmax(x, axis, self.xp)
 
+    @_widened
     def softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
         """See the protocol."""
         return training.softmax_grad(g, out, axis, self.xp)
@@ -265,10 +301,12 @@ class GenericBackend:
         """See the protocol."""
         return training.log_softmax_grad(g, out, axis, self.xp)
 
+    @_widened
     def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
         """See the protocol."""
         return training.cross_entropy(x, labels, smoothing, self.xp)
 
+    @_widened
     def cross_entropy_grad(
         self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
     ) -> Array:
@@ -359,17 +397,26 @@ class GenericBackend:
         """See the protocol."""
         training.add_rows(out, index, rows, self.xp)
 
+    @_widened
     def relu(self, x: Array) -> Array:
         """See the protocol."""
         return layers.relu(x, self.xp)
 
+    @_widened
     def relu_grad(self, g: Array, out: Array) -> Array:
         """See the protocol."""
         return layers.relu_grad(g, out, self.xp)
 
     def add(self, a: Array, b: Array) -> Array:
         """See the protocol."""
-        return a + b
+        if _BFLOAT16 not in (a.dtype, b.dtype):
+            return a + b
+        out = self.add(self.cast(a, _FLOAT32), self.cast(b, _FLOAT32))
+        return self.cast(out, _BFLOAT16) if a.dtype == b.dtype else out
+
+    def cast(self, x: Array, dtype: np.dtype[Any]) -> Array:
+        """See the protocol."""
+        return x.astype(dtype, copy=False)
 
     def bfloat16_values(self, x: Array) -> Array:
         """See the protocol."""

@@ -8,10 +8,12 @@ them on the array module; a backend overrides the hot ones, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from extensor.backends.recording import Graph, Guard, Recording
 from extensor.quant.array import QuantArray, QuantStats
@@ -51,6 +53,11 @@ class Backend(Protocol):
     xp: Any
     steps_together: bool
     """Whether `adam_each` and `sgd_each` are faster than parameter after parameter."""
+    bfloat16: Collection[str]
+    """Primitives whose methods here take bfloat16, beside float32, as it is.
+
+    They compute in float32. What they give is that, or rounded once to what the arrays promote to.
+    """
 
     @property
     def recording(self) -> Recording | None:
@@ -268,12 +275,12 @@ class Backend(Protocol):
         """
         ...
 
-    def gelu(self, x: Array) -> tuple[Array, Array]:
-        """X Phi(x), with the normal distribution function Phi, and Phi(x)."""
+    def gelu(self, x: Array) -> tuple[Array, Array | None]:
+        """X Phi(x), with the normal distribution function Phi, and Phi(x) where that is kept."""
         ...
 
-    def gelu_grad(self, g: Array, x: Array, phi: Array) -> Array:
-        """Gradient of gelu; phi is what gelu gave."""
+    def gelu_grad(self, g: Array, x: Array, phi: Array | None) -> Array:
+        """Gradient of gelu; phi is what gelu gave beside its result."""
         ...
 
     def softmax(self, x: Array, axis: int) -> Array:
@@ -404,7 +411,11 @@ class Backend(Protocol):
         ...
 
     def add(self, a: Array, b: Array) -> Array:
-        """A + b, broadcasting."""
+        """A + b, broadcasting, in float32 rounded once where both are bfloat16."""
+        ...
+
+    def cast(self, x: Array, dtype: np.dtype[Any]) -> Array:
+        """The values in another dtype, rounded to nearest even; x itself where it has that."""
         ...
 
     def bfloat16_values(self, x: Array) -> Array:

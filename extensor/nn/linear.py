@@ -60,9 +60,8 @@ class Linear(GemmLayer):
             return linear(x, self.weight, self.bias)
         if self.weight.is_blocked:
             y = stored_matmul(x, self.weight, self.quant)
-        else:
-            y = quantized_matmul(x, self.weight, self.quant.at(call))
-        return y if self.bias is None else y + self.bias
+            return y if self.bias is None else y + self.bias
+        return quantized_matmul(x, self.weight, self.quant.at(call), self.bias)
 
     def extra_repr(self) -> str:
         """Its sizes."""

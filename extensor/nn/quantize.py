@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from extensor.nn.gemm_layer import GemmLayer
 from extensor.nn.module import Module
 from extensor.quant.context import LayerContext, RecipeState
-from extensor.quant.recipe import LayerRecipe, Recipe
+from extensor.quant.recipe import Dense, LayerRecipe, Recipe
 from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.random import Stream
 
@@ -21,7 +22,9 @@ def gemm_layers(model: Module) -> Iterator[tuple[str, GemmLayer]]:
             yield path, module
 
 
-def apply_recipe(model: Module, recipe: Recipe | str, seed: int = 0) -> RecipeState:
+def apply_recipe(
+    model: Module, recipe: Recipe | str, seed: int = 0, activations: Dense | None = None
+) -> RecipeState:
     """Give every Linear and Conv2d of a model its place in a recipe.
 
     A layer's roles are its own ``role`` (``@embedding``, ``@head``) and, for the first and the last
@@ -31,6 +34,7 @@ def apply_recipe(model: Module, recipe: Recipe | str, seed: int = 0) -> RecipeSt
         model: the model; its layers' ``quant`` is set.
         recipe: a recipe or the name of one.
         seed: seed of all stochastic rounding.
+        activations: instead of the recipe's own: "float32" or "bfloat16".
 
     Returns:
         The recipe's state: set ``step`` before each optimizer step, read ``telemetry`` after.
@@ -48,6 +52,8 @@ def apply_recipe(model: Module, recipe: Recipe | str, seed: int = 0) -> RecipeSt
             f"names: {', '.join(RECIPES)}"
         )
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    if activations is not None:
+        recipe = replace(recipe, activations=activations)
     Stream(seed)  # refuses what cannot seed the stochastic rounding
     chosen = assign_recipe(model, recipe)
     state = RecipeState(recipe, seed)

@@ -302,7 +302,7 @@ def _cast(backend: Any, x: Any, dtype: DType) -> Any:
                 f"astype: wanted values within {dtype.name}'s {limits.min}..{limits.max}, got "
                 f"{x.min()}..{x.max()}, an overflow; clip them or take a wider dtype"
             )
-    return x.astype(dtype.numpy)
+    return x.astype(dtype.numpy) if dtype_of(x) is dtype else backend.cast(x, dtype.numpy)
 
 
 @primitive(

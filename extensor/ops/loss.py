@@ -346,6 +346,7 @@ def _class_samples(rng: np.random.Generator) -> list[Sample]:
     reads="inputs",
     saves=True,
     to_float=True,
+    totals=True,
     samples=_class_samples,
     errors=(
         BadInput((_LOGITS, np.array([0, 3])), ValueError, "wanted 0..2"),
@@ -370,6 +371,9 @@ def cross_entropy(
         label_smoothing: s in 0..1; the target is 1 - s at the label plus s / C everywhere.
         ignore_index: rows with this label count neither in the sum nor in the mean.
         reduction: "mean", "sum", or "none" for (N, ...).
+
+    Returns:
+        Of 16-bit scores float32, in which it is computed.
 
     Raises:
         TypeError, ValueError: for labels that are no class numbers, shapes that do not match, or a

@@ -22,6 +22,7 @@ The gradient is straight-through: the float op's VJP at the dequantized operands
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.layers import dense_values
 from extensor.backends.protocol import Array, Backend, Window
+from extensor.dtypes import bfloat16, dtype_of, promote
 from extensor.ops import operands
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import conv_window
@@ -59,12 +61,30 @@ def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
     return out if gemm.output_scale == 1.0 else out * xp.float32(gemm.output_scale)
 
 
-def _product(backend: Backend, a: Any, b: Any, gemm: Gemm, dtype: str) -> Array:
-    """A b^T of what `operands.of_products` gave."""
+def _product(
+    backend: Backend, a: Any, b: Any, gemm: Gemm, dtype: np.dtype[Any], bias: Array | None = None
+) -> Array:
+    """A b^T of what `operands.of_products` gave, scaled, plus a bias, rounded to ``dtype`` once."""
     # Rounded operands may fit bfloat16 tiles, which is looked for; float32 ones do not.
     if "float32" in (gemm.a, gemm.b):
-        return _scaled(backend.matmul(a, b.T), gemm, backend.xp)
-    return _scaled(backend.operand_product(a, b, dtype), gemm, backend.xp)
+        out = backend.matmul(a, b.T)
+    elif gemm.output_scale == 1.0:
+        start = None if bias is None else backend.cast(bias, np.dtype(np.float32))
+        return backend.cast(backend.operand_product(a, b, dtype.name, start), dtype)
+    else:
+        out = backend.operand_product(a, b)
+    out = _scaled(out, gemm, backend.xp)
+    return backend.cast(out if bias is None else backend.add(out, bias), dtype)
+
+
+def _result(context: LayerContext, *inputs: Array) -> np.dtype[Any]:
+    """The dtype of a layer's result: the recipe's activations, or what the inputs promote to."""
+    if context.state.recipe.activations == "bfloat16":
+        common = bfloat16
+    else:
+        common = reduce(promote, map(dtype_of, inputs))
+    assert common.numpy is not None
+    return common.numpy
 
 
 def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
@@ -90,13 +110,13 @@ _G: operands.Slots = [("dgrad.g", -1), ("wgrad.g", -2)]
 
 
 def _matmul_forward(
-    backend: Backend, x: Array, w: Array, context: LayerContext
+    backend: Backend, x: Array, w: Array, *bias: Array, context: LayerContext
 ) -> tuple[Array, tuple[Any, Any]]:
     rows = x.reshape(-1, x.shape[-1])
     sizes = (len(rows), *w.shape)
     a, x_down = operands.of_forward(backend, rows, context, _X, sizes)
     b, w_down = operands.of_forward(backend, w, context, _W, sizes)
-    out = _product(backend, a, b, context.layer.fprop, x.dtype.name)
+    out = _product(backend, a, b, context.layer.fprop, _result(context, x, w, *bias), *bias)
     return out.reshape(*x.shape[:-1], w.shape[0]), (x_down, w_down)
 
 
@@ -104,35 +124,37 @@ def _matmul_vjp(
     backend: Backend,
     g: Array,
     out: Array,
-    inputs: tuple[Array, Array],
-    needs: tuple[bool, bool],
+    inputs: tuple[Array, ...],
+    needs: tuple[bool, ...],
     context: LayerContext,
     saved: tuple[Any, Any],
-) -> tuple[Array | None, Array | None]:
-    x, w = inputs
+) -> list[Array | None]:
+    x, w = inputs[:2]
     x_down, w_down = saved
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
-    sizes, layer, dtype = (len(rows), *w.shape), context.layer, x.dtype.name
-    wanted = [slot for slot, need in zip(_G, needs, strict=True) if need]
+    sizes, layer = (len(rows), *w.shape), context.layer
+    wanted = [slot for slot, need in zip(_G, needs, strict=False) if need]
     gradients = operands.of_products(backend, rows, context, wanted, sizes)  # read once for both
     dx = dw = None
     if needs[0]:
         if w_down is None:
             (w_down,) = operands.of_products(backend, w, context, _W[1:], sizes)
-        dx = _product(backend, gradients[0], w_down, layer.dgrad, dtype)
+        dx = _product(backend, gradients[0], w_down, layer.dgrad, x.dtype)
         dx = dx if dx.shape == x.shape else dx.reshape(x.shape)  # a leaf's gradient is no view
     if needs[1]:
         if x_down is None:
             x = x.reshape(-1, x.shape[-1])
             (x_down,) = operands.of_products(backend, x, context, _X[1:], sizes)
-        dw = _product(backend, gradients[-1], x_down, layer.wgrad, dtype)
-    return dx, dw
+        dw = _product(backend, gradients[-1], x_down, layer.wgrad, w.dtype)
+    return [dx, dw, *(backend.leading_sum(g, g.ndim - 1) if need else None for need in needs[2:])]
 
 
 def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     x, w = (rng.standard_normal(s).astype(np.float32) for s in ((5, 40), (3, 40)))
     yield Sample((x, w, layer_context(get_recipe("fp32").layers)), expected=x @ w.T)
     yield Sample((x, w, layer_context(get_recipe("mxfp4").layers)))
+    bias = np.array([0.5, -1.0, 0.25], np.float32)
+    yield Sample((x, w, layer_context(get_recipe("fp32").layers), bias), expected=x @ w.T + bias)
 
 
 @primitive(
@@ -140,7 +162,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     fused_vjp=_matmul_vjp,
     once=_ONCE,
     reads="inputs",
-    halves=True,
+    mixed=True,
     saves=True,
     samples=_matmul_samples,
     errors=(
@@ -158,18 +180,32 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
             TypeError,
             "wanted a LayerContext",
         ),
+        BadInput(
+            (
+                np.ones((2, 3), np.float32),
+                np.ones((4, 3), np.float32),
+                layer_context(get_recipe("mxfp4").layers),
+                np.ones(3, np.float32),
+            ),
+            ValueError,
+            "bias: wanted shape (4,), got (3,)",
+        ),
     ),
 )
-def quantized_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTensor:
-    """X w^T with operands quantized by a layer's recipe, in all three GEMMs.
+def quantized_matmul(
+    x: ExTensor, w: ExTensor, context: LayerContext, bias: ExTensor | None = None
+) -> ExTensor:
+    """X w^T + bias with operands quantized by a layer's recipe, in all three GEMMs.
 
     Args:
         x: (..., K), float32 or a 16-bit float.
         w: (N, K), likewise.
         context: the layer's recipe, random streams and counts.
+        bias: (N,), likewise.
 
     Returns:
-        (..., N), summed in float32.
+        (..., N), summed in float32 and rounded once, to bfloat16 where the recipe's activations are
+        that, else to what the inputs promote to. A gradient has its input's dtype.
 
     Raises:
         ValueError: if the shapes do not fit.
@@ -180,7 +216,16 @@ def quantized_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTenso
         raise ValueError(
             f"quantized_matmul: wanted x (..., K) and w (N, K), got {x.shape} and {w.shape}"
         )
-    return apply("quantized_matmul", x, w, context=context)
+    if bias is None:
+        return apply("quantized_matmul", x, w, context=context)
+    _check_bias("quantized_matmul", bias, w)
+    return apply("quantized_matmul", x, w, bias, context=context)
+
+
+def _check_bias(name: str, bias: ExTensor, w: ExTensor) -> None:
+    tensors_only(name, bias)
+    if bias.shape != w.shape[:1]:
+        raise ValueError(f"{name}: bias: wanted shape {w.shape[:1]}, got {bias.shape}")
 
 
 # --- convolution --------------------------------------------------------------------------------
@@ -219,7 +264,7 @@ def _conv_forward(
     out = _scaled(out, gemm, backend.xp)
     if start is not None and early is None:
         out = out + start[:, None, None]
-    return out
+    return backend.cast(out, _result(context, x, w, *bias))
 
 
 def _conv_vjp(
@@ -233,6 +278,7 @@ def _conv_vjp(
     groups: int,
 ) -> list[Array | None]:
     x, w = inputs[:2]
+    g = backend.cast(g, np.dtype(np.float32))
     dx = _conv_dgrad(backend, g, w, x.shape, context, window, groups) if needs[0] else None
     dw = _conv_wgrad(backend, g, x, w.shape, context, window, groups) if needs[1] else None
     return [dx, dw, *(backend.channel_sum(g) if need else None for need in needs[2:])]
@@ -355,7 +401,7 @@ def quantized_conv2d(
         bias: added per output channel, (O,), likewise.
 
     Returns:
-        (N, O, Ho, Wo), summed in float32.
+        (N, O, Ho, Wo), summed in float32 and rounded once, as `quantized_matmul` says.
 
     Raises:
         ValueError: if shapes, stride, padding, dilation or groups do not fit.
@@ -365,7 +411,5 @@ def quantized_conv2d(
     window = conv_window("quantized_conv2d", x, w, stride, padding, dilation, groups)
     if bias is None:
         return apply("quantized_conv2d", x, w, context=context, window=window, groups=groups)
-    tensors_only("quantized_conv2d", bias)
-    if bias.shape != w.shape[:1]:
-        raise ValueError(f"quantized_conv2d: bias: wanted shape {w.shape[:1]}, got {bias.shape}")
+    _check_bias("quantized_conv2d", bias, w)
     return apply("quantized_conv2d", x, w, bias, context=context, window=window, groups=groups)

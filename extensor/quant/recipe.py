@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, get_args
 
 from extensor.errors import unknown_name
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["ROLES", "SLOTS", "Gemm", "LayerRecipe", "Operand", "Recipe", "Rule"]
+__all__ = ["DENSE", "ROLES", "SLOTS", "Dense", "Gemm", "LayerRecipe", "Operand", "Recipe", "Rule"]
 
 Dense = Literal["float32", "bfloat16"]
+DENSE: tuple[Dense, ...] = get_args(Dense)
+"""What is not quantized to blocks: an operand, or a layer's result."""
 Operand = QuantSpec | Dense
 SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")
 """The operand slots; a slot's position here numbers its random bits."""
@@ -42,7 +44,7 @@ class Gemm:
 
     def __post_init__(self) -> None:
         for operand in (self.a, self.b):
-            if isinstance(operand, str) and operand not in ("float32", "bfloat16"):
+            if isinstance(operand, str) and operand not in DENSE:
                 raise ValueError(
                     f"operand: wanted a QuantSpec, 'float32' or 'bfloat16', got {operand!r}"
                 )
@@ -115,6 +117,10 @@ class Recipe:
         rules: ordered; the first that matches a layer decides.
         adaptive_scale_rule: whether the gradient scaler may turn floor scales to rceil where a
             tensor saturates.
+        activations: what the results of layers are rounded to, once, and stored as. Promotion does
+            the rest: under "bfloat16" what is computed of them is bfloat16 until it meets float32
+            (a residual stream, a norm's weights), losses are float32, a gradient has its tensor's
+            dtype, and parameters with their gradients stay float32. So does torch's autocast.
     """
 
     name: str
@@ -122,6 +128,11 @@ class Recipe:
     layers: LayerRecipe
     rules: tuple[Rule, ...] = ()
     adaptive_scale_rule: bool = False
+    activations: Dense = "float32"
+
+    def __post_init__(self) -> None:
+        if self.activations not in DENSE:
+            raise ValueError(unknown_name("activations", self.activations, DENSE))
 
     def assign(self, layers: Sequence[tuple[str, frozenset[str]]]) -> Mapping[str, LayerRecipe]:
         """The recipe of each layer, by path.

@@ -38,7 +38,7 @@ constexpr int kHeldTile = kRows * kHead * 2, kPatch = kHalves * 16 * 128;
 
 // ---- tiles ----
 
-#include "place.cuh"
+#include "swizzle.cuh"
 
 struct Tile {
     int first, head, batch;
@@ -131,14 +131,14 @@ template <int kSums>
 __device__ __forceinline__ void product(Sum (&d)[kSums], u32 a, u32 b) {
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k)
-        wgmma(d, descriptor(a + k / 4 * kRows * 128) + k % 4 * 2,
-              descriptor(b + k / 4 * 2 * kSums * 128) + k % 4 * 2, k > 0);
+        wgmma(d, descriptor<false>(a + k / 4 * kRows * 128, 0) + k % 4 * 2,
+              descriptor<false>(b + k / 4 * 2 * kSums * 128, 0) + k % 4 * 2, k > 0);
 }
 template <int kSums>
 __device__ __forceinline__ void product(Sum (&d)[kSums], const Fragments& a, u32 b) {
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k)
-        wgmma(d, a[k], descriptor(b + k / 4 * 2 * kSums * 128) + k % 4 * 2, k > 0);
+        wgmma(d, a[k], descriptor<false>(b + k / 4 * 2 * kSums * 128, 0) + k % 4 * 2, k > 0);
 }
 
 // d = a b, or that added to d: a's columns in registers, b a tile of as many rows.
@@ -146,7 +146,7 @@ template <int kSteps>
 __device__ __forceinline__ void add_product(Sum (&d)[kHead / 2], const u32 (&a)[kSteps][4], u32 b, int more) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-        wgmma_turned(d, a[k], descriptor_turned(b + k * 2048, kSteps * 2048), more);
+        wgmma_down(d, a[k], descriptor<true>(b, kSteps * 2048) + k * 128, more);
         more = 1;
     }
 }

@@ -2,13 +2,13 @@
 
 After Dao, FlashAttention-2 (arXiv 2307.08691, section 3) and Shah et al., FlashAttention-3 (arXiv
 2407.08608, section 3): no array of scores is ever written. Sums are float32; weights, and the
-gradients of scores, are rounded to bfloat16 for the products they go into. Each result is summed by one
-thread in an order that depends on the shapes alone, so that two runs give the same bits.
+gradients of scores, are rounded to bfloat16 for the products they go into. Each result is summed
+by one thread in an order that depends on the shapes alone, so that two runs give the same bits.
 
-Bounds against exact arithmetic on the same bfloat16 values, with u = 2^-8 for a rounding to bfloat16
-and e = 2^-22 (d + 4) (1 + a) + S 2^-23 for float32 sums and exp2, where a is the largest scale |q| |k|
-of a query: a result is within (2 u + e) sum over keys of p |v|. Given that result, with
-t = sum over d of g out, a score's gradient ds = p (g v - t) is within
+Bounds against exact arithmetic on the same bfloat16 values, with u = 2^-8 for a rounding to
+bfloat16 and e = 2^-22 (d + 4) (1 + a) + S 2^-23 for float32 sums and exp2, where a is the largest
+scale |q| |k| of a query: a result is within (2 u + e) sum over keys of p |v|. Given that result,
+with t = sum over d of g out, a score's gradient ds = p (g v - t) is within
 b = p |g v - t| (2 u + 2 e) + p 2^-22 (d + 4) (|g| |v| + |g| |out|), and the gradients within
 scale b |k| + u |gq|, scale b^T |q| + u |gk| and (u + e) p^T |g| + u |gv|.
 """
@@ -73,7 +73,7 @@ def source(kernel: str, d: int, guard: bool = False) -> jit.Source:
 
     ``guard``: a barrier that is never reached ends the kernel with an error.
     """
-    macros = {"HEAD": d, "STAGES": _memory(kernel, d)[0], "GUARD": int(guard), "KIND": 1}
+    macros = {"HEAD": d, "STAGES": _memory(kernel, d)[0], "GUARD": int(guard)}
     plain = jit.Source.read(Path(__file__).parent / f"{kernel}.cu", macros)
     scores = 128 if kernel == KERNELS[0] else 64
     functions = [
@@ -135,7 +135,7 @@ def _launch(
     batch, heads, length = shape
     d = read[0].shape[-1]
     device = cupy.cuda.runtime.getDevice()
-    stages, shared = _memory(kernel, d)
+    _, shared = _memory(kernel, d)
     function, _ = hopper.load(source(kernel, d), kernel, shared, device)
     blocks, tiles = hopper.multiprocessors(device), -(-length // _ROWS)
     pairs = batch * heads * -(-tiles // 2)
@@ -173,7 +173,8 @@ def attention(
     Args:
         q: bfloat16 (B, H, T, d), d 64 or 128, of any strides; d contiguous and others a multiple of
             16 bytes apart are read in place.
-        k, v: likewise (B, Hkv, S, d), H a multiple of Hkv.
+        k: likewise (B, Hkv, S, d), H a multiple of Hkv.
+        v: as k.
         causal: query t sees the keys up to t + S - T; S >= T.
         scale: of the scores, above 0.
         xp: cupy.
@@ -209,9 +210,13 @@ def attention_grad(
 
     Args:
         g: (B, H, T, d), the gradient of the result; what is not bfloat16 is rounded to it.
-        q, k, v: as given to `attention`.
-        out, stats: as it returned them.
-        causal, scale: likewise.
+        q: as given to `attention`.
+        k: likewise.
+        v: likewise.
+        out: as it returned it.
+        stats: likewise.
+        causal: as given to it.
+        scale: likewise.
         into: arrays of the shapes of q, k and v, of any strides.
         xp: cupy.
 

@@ -1,64 +1,56 @@
-"""GELU and its gradient, relu's gradient, rounding to bfloat16: one launch each.
+"""Sums, casts, relu, GELU and gradients of float32 and bfloat16, value by value: one launch each.
 
-With u = 2**-24, within what `extensor.backends.cpu_training` states:
+Values are computed in float32 and rounded once. With u = 2**-24, before that rounding and within
+what `extensor.backends.cpu_training` states:
 
-    gelu       |error| <= (x^2 / 2 + 16) u |gelu(x)| + 2**-144, and Phi likewise
+    gelu       |error| <= (x^2 / 2 + 16) u |gelu(x)| + 2**-144
     gelu_grad  |error| <= (x^2 / 2 + 16) u |g| (Phi(x) + |x| density(x)) + 2**-144 (1 + |g|)
 
-The others have the CPU's bits.
+The others have the CPU's bits. Bytes read and written decide the time: each array once, in vectors
+of 16 bytes.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from extensor_cuda.jit import Source, launch
 
-__all__ = ["bfloat16_values", "gelu", "gelu_grad", "relu_grad", "source"]
+__all__ = ["KINDS", "binary", "kind", "source", "unary"]
 
 Array = Any
-_THREADS, _PART = 256, 1024  # as in elementwise.cu
+KINDS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+"""The dtypes of arrays, by the number that the kernels know them by."""
+_THREADS, _PART = 256, 4096  # as in elementwise.cu
 
 
-@cache
-def source() -> Source:
-    """The program."""
-    return Source.read(Path(__file__).parent / "elementwise.cu", {})
+def kind(a: Array) -> int:
+    """The number of an array's dtype, one of `KINDS`."""
+    return KINDS.index(a.dtype)
 
 
-def _launch(kernel: str, *arrays: Array) -> None:
-    """On float32 C-contiguous arrays of one size, not empty."""
-    size = arrays[0].size
-    launch(source(), kernel, -(-size // _PART), _THREADS, *arrays, np.int64(size))
+@lru_cache(maxsize=len(KINDS) ** 3)
+def source(a: int, b: int, out: int) -> Source:
+    """The program for arrays of these kinds."""
+    return Source.read(Path(__file__).parent / "elementwise.cu", {"A": a, "B": b, "OUT": out})
 
 
-def gelu(x: Array, xp: Any) -> tuple[Array, Array]:
-    """X Phi(x) and Phi(x) of a float32 C-contiguous array, not empty."""
-    y, phi = xp.empty_like(x), xp.empty_like(x)
-    _launch("gelu", x, y, phi)
-    return y, phi
+def unary(name: str, x: Array, xp: Any, dtype: Any = None) -> Array:
+    """Op ``name`` of each value of x, C-contiguous and not empty; in x's dtype unless told."""
+    out = xp.empty(x.shape, dtype=x.dtype if dtype is None else dtype)
+    program = source(kind(x), kind(x), kind(out))
+    launch(program, name, -(-x.size // _PART), _THREADS, x, out, np.int64(x.size))
+    return out
 
 
-def gelu_grad(g: Array, x: Array, phi: Array, xp: Any) -> Array:
-    """Gradient of gelu, which gave ``phi``; arrays as there."""
-    gx = xp.empty_like(x)
-    _launch("gelu_grad", g, x, phi, gx)
-    return gx
-
-
-def relu_grad(g: Array, out: Array, xp: Any) -> Array:
-    """G where relu's output is positive, 0 elsewhere; arrays as there."""
-    gx = xp.empty_like(out)
-    _launch("relu_grad", g, out, gx)
-    return gx
-
-
-def bfloat16_values(x: Array, xp: Any) -> Array:
-    """The values rounded to bfloat16; arrays as there."""
-    out = xp.empty_like(x)
-    _launch("bfloat16_values", x, out)
+def binary(name: str, a: Array, b: Array, xp: Any, dtype: Any) -> Array:
+    """Op ``name`` of every pair of values, of C-contiguous arrays of one shape, not empty."""
+    out = xp.empty(a.shape, dtype=dtype)
+    program = source(kind(a), kind(b), kind(out))
+    launch(program, name, -(-a.size // _PART), _THREADS, a, b, out, np.int64(a.size))
     return out

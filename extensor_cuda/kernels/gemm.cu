@@ -87,6 +87,8 @@ typedef float Sum;
 
 // ---- tiles ----
 
+#include "swizzle.cuh"
+
 struct Tile {
     int row, column;
 };

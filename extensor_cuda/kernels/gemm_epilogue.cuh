@@ -37,8 +37,6 @@ constexpr int kChunk = 128 / sizeof(Out);  // columns of a patch
 __device__ __forceinline__ float widen(u16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
 __device__ __forceinline__ float widen(float v) { return v; }
 
-#include "place.cuh"
-
 // Begins to copy what a warpgroup's part of a tile needs of one number a row and one a column.
 __device__ __forceinline__ void fetch_table(int* table, const int* rows, const int* columns, int row_step,
                                             int column_step, int none, int row0, int column0,

@@ -147,7 +147,8 @@ def wgmma(
     """The wgmma of 64 x n, K of 32 bytes, as a CUDA function on n / 2 accumulators.
 
     Args:
-        a, b: element types, as in PTX.
+        a: element type, as in PTX.
+        b: likewise.
         n: columns.
         registers: a lies in four registers of each thread, not in shared memory.
         down: whether a, and b, lie with their rows and columns contiguous, not K (16-bit types); of
@@ -170,7 +171,8 @@ def wgmma(
     right, more = count + given, count + given + 1
     name = "wgmma_turned" if registers and down[1] else "wgmma"
     return (
-        f"__device__ __forceinline__ void {name}(Sum (&d)[{count}], {parameter}, u64 b, int more) {{\n"
+        f"__device__ __forceinline__ void {name}(Sum (&d)[{count}], {parameter}, u64 b, "
+        "int more) {\n"
         f'    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{more}, 0;\\n"\n'
         f'        "wgmma.mma_async.sync.aligned.m64n{n}k{_STEP[a]}.{kind}.{a}.{b} "\n'
         f'        "{{{sums}}}, {place}, %{right}, p{tail};\\n}}"\n'

@@ -73,7 +73,7 @@ normalize(const float* __restrict__ x, const float* __restrict__ weight, const f
     }
 }
 
-// Gradient in x; and of each block, its rows' sums for weight and bias: (blocks, kRows, LENGTH).
+// Gradient in x; and of each block, its rows' sums for weight and bias: (blocks, LENGTH).
 extern "C" __global__ void __launch_bounds__(kThreads)
 normalize_grad(const float* __restrict__ g, const float* __restrict__ x, const float* __restrict__ weight,
           const float* __restrict__ mean_of, const float* __restrict__ rstd_of, float* __restrict__ gx,
@@ -111,12 +111,23 @@ normalize_grad(const float* __restrict__ g, const float* __restrict__ x, const f
                     __fmul_rn(rstd, __fsub_rn(__fsub_rn(e[k], total), __fmul_rn(h[k], along)));
         }
     }
-    const i64 to = (static_cast<i64>(blockIdx.x) * kRows + mine) * LENGTH;
+    const i64 to = static_cast<i64>(blockIdx.x) * LENGTH;
+    __shared__ float2 sums[kThreads];
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
         const int i = k * kLanes + lane;
-        if (i >= LENGTH) continue;
-        gw[to + i] = of_weight[k];
-        if (CENTRED) gb[to + i] = of_bias[k];
+        float2 sum{of_weight[k], of_bias[k]};
+        if (kRows > 1) {  // the block's rows, in order
+            __syncthreads();
+            sums[threadIdx.x] = sum;
+            __syncthreads();
+            for (int r = 1; mine == 0 && r < kRows; ++r) {
+                const float2 next = sums[r * kLanes + lane];
+                sum.x = __fadd_rn(sum.x, next.x), sum.y = __fadd_rn(sum.y, next.y);
+            }
+        }
+        if (mine || i >= LENGTH) continue;
+        gw[to + i] = sum.x;
+        if (CENTRED) gb[to + i] = sum.y;
     }
 }

@@ -81,7 +81,7 @@ def grad(
     count = xp.cuda.Device().attributes["MultiProcessorCount"] * _BLOCKS_EACH
     blocks = min(-(-rows // together), count)
     gx = xp.empty_like(x)
-    partial = xp.empty((2 if centred else 1, blocks * together, length), dtype=np.float32)
+    partial = xp.empty((2 if centred else 1, blocks, length), dtype=np.float32)
     null = np.uint64(0)
     launch(
         norm_source(length, centred),

@@ -1,23 +1,31 @@
 // Softmax of rows, forward and backward, and the same between the products of attention. WARPS warps
-// have a row, in registers: EACH values a thread. No headers; compiled with --fmad=false. Bounds:
-// softmax.py.
+// have a row, in registers: EACH values a thread. No headers; IN (0: float32, 1: bfloat16) is the
+// dtype of `softmax` and its gradient. Compiled with --fmad=false. Bounds: softmax.py.
 
+typedef unsigned short u16;
+typedef unsigned int u32;
 typedef long long i64;
 
+#include "narrow.cuh"
 #include "over_row.cuh"
+
+typedef Of<IN>::Raw Raw;
+__device__ __forceinline__ float wide(float v) { return v; }
+__device__ __forceinline__ float wide(u16 v) { return Of<1>::wide(v); }
 
 // Softmax of the first `seen` of a row's values times `scale`; the others become 0. A NaN shows in
 // the sum.
 struct Row {
     float v[EACH], top, sum;
 
-    __device__ __forceinline__ void take(const float* from, i64 seen, float scale) {
+    template <class T>
+    __device__ __forceinline__ void take(const T* from, i64 seen, float scale) {
         const int lane = threadIdx.x % kLanes;
         top = __uint_as_float(0xFF800000u);  // -inf
 #pragma unroll
         for (int k = 0; k < EACH; ++k) {
             const i64 i = k * kLanes + lane;
-            v[k] = i < seen ? __fmul_rn(from[i], scale) : __uint_as_float(0xFF800000u);
+            v[k] = i < seen ? __fmul_rn(wide(from[i]), scale) : __uint_as_float(0xFF800000u);
             top = fmaxf(top, v[k]);
         }
         top = over_row(top, Larger{});
@@ -32,7 +40,7 @@ struct Row {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-softmax(const float* __restrict__ x, float* __restrict__ out, i64 rows, i64 length) {
+softmax(const Raw* __restrict__ x, Raw* __restrict__ out, i64 rows, i64 length) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const bool real = row < rows;
     Row mine;
@@ -41,13 +49,13 @@ softmax(const float* __restrict__ x, float* __restrict__ out, i64 rows, i64 leng
 #pragma unroll
     for (int k = 0; k < EACH; ++k) {
         const i64 i = k * kLanes + threadIdx.x % kLanes;
-        if (i < length) out[row * length + i] = __fdiv_rn(mine.v[k], mine.sum);
+        if (i < length) out[row * length + i] = Of<IN>::narrow(__fdiv_rn(mine.v[k], mine.sum));
     }
 }
 
 // out (g - sum(g out)).
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-softmax_grad(const float* __restrict__ g, const float* __restrict__ out, float* __restrict__ gx, i64 rows,
+softmax_grad(const Raw* __restrict__ g, const Raw* __restrict__ out, Raw* __restrict__ gx, i64 rows,
              i64 length) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const bool real = row < rows;
@@ -56,15 +64,15 @@ softmax_grad(const float* __restrict__ g, const float* __restrict__ out, float* 
     for (int k = 0; k < EACH; ++k) {
         const i64 i = k * kLanes + threadIdx.x % kLanes;
         const bool there = real && i < length;
-        p[k] = there ? out[row * length + i] : 0.0f;
-        d[k] = there ? g[row * length + i] : 0.0f;
+        p[k] = there ? wide(out[row * length + i]) : 0.0f;
+        d[k] = there ? wide(g[row * length + i]) : 0.0f;
         along = __fadd_rn(along, __fmul_rn(p[k], d[k]));
     }
     along = over_row(along, Sum{});
 #pragma unroll
     for (int k = 0; k < EACH; ++k) {
         const i64 i = k * kLanes + threadIdx.x % kLanes;
-        if (real && i < length) gx[row * length + i] = __fmul_rn(p[k], __fsub_rn(d[k], along));
+        if (real && i < length) gx[row * length + i] = Of<IN>::narrow(__fmul_rn(p[k], __fsub_rn(d[k], along)));
     }
 }
 

@@ -4,6 +4,8 @@ With u = 2**-24, n the length of a row, p the probabilities and d the row's maxi
 
     softmax       |error| <= (d + sum p d + n + 16) u p + 2**-126
     softmax_grad  |error| <= (n + 4) u p (|g| + sum |g p|) + 2**-126
+
+and of bfloat16 rows that, rounded to bfloat16 once.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels.elementwise import kind
 
 __all__ = ["MOST", "attend", "attend_grad", "softmax", "softmax_grad", "softmax_source"]
 
@@ -26,25 +29,25 @@ _ALONE = 1024  # up to here a warp has a row
 
 
 @lru_cache(maxsize=64)
-def softmax_source(length: int) -> Source:
-    """The program for rows of up to so many values."""
+def softmax_source(length: int, values: int = 0) -> Source:
+    """The program for rows of up to so many values of a kind."""
     warps = 1 if length <= _ALONE else 8
     each = 1
     while each * 32 * warps < length:
         each *= 2
-    macros = {"WARPS": warps, "EACH": each}
+    macros = {"WARPS": warps, "EACH": each, "IN": values}
     return Source.read(Path(__file__).parent / "softmax.cu", macros)
 
 
 def _launch(kernel: str, rows: int, length: int, *arguments: Any) -> None:
-    source = softmax_source(length)
+    source = softmax_source(length, kind(arguments[0]))
     together = _THREADS // 32 // int(dict(source.macros)["WARPS"])
     sizes = np.int64(rows), np.int64(length)
     launch(source, kernel, -(-rows // together), _THREADS, *arguments, *sizes)
 
 
 def softmax(x: Array, xp: Any) -> Array:
-    """Softmax along the last axis, of 1 to `MOST` values, of float32 C-contiguous x."""
+    """Softmax along the last axis, of 1 to `MOST` values, of float32 or bfloat16 C-contiguous x."""
     out = xp.empty_like(x)
     _launch("softmax", x.size // x.shape[-1], x.shape[-1], x, out)
     return out

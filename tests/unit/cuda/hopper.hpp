@@ -164,6 +164,11 @@ double element(u64 descriptor, int i, int k) {
     return KIND == 1 ? of_bfloat16(at[0] | at[1] << 8) : value_of<kKind>(at[0]);
 }
 
+inline double pair_at(u32 address, int k) {
+    const u32 at = swizzled(address + 2 * k);
+    return of_bfloat16(shared_bytes[at] | shared_bytes[at + 1] << 8);
+}
+
 // A thread's accumulators of 64 x N: rows lane / 4 and 8 below, pairs of columns 8 apart.
 template <int n>
 void wgmma(Sum (&d)[n], u64 a, u64 b, int more) {
@@ -193,25 +198,18 @@ inline void gather(double (&rows)[2][16], const u32 (&a)[4]) {
         for (int h = 0; h < 2; ++h)
             rows[h][k] = of_bfloat16(exchange(a[k / 8 * 2 + h], row + k % 8 / 2) >> k % 2 * 16 & 0xFFFF);
 }
-template <int n, class Value>
-void multiply(Sum (&d)[n], const u32 (&a)[4], int more, Value value) {
+template <bool kDown, int n>
+void multiply(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
     double rows[2][16];
     gather(rows, a);
     for (int i = 0; i < n; ++i) {
         double sum = more ? d[i] : 0.0;
-        for (int k = 0; k < 16; ++k) sum += rows[i / 2 % 2][k] * value(k, i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2);
+        for (int k = 0; k < 16; ++k)
+            sum += rows[i / 2 % 2][k] * element<kDown, 0>(b, i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k);
         d[i] = static_cast<Sum>(sum);
     }
 }
 template <int n>
-void wgmma(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
-    multiply(d, a, more, [&](int k, int column) { return pair_at(address_of(b) + column * 128, k); });
-}
-// b's K are rows of 64 columns, further columns as far away as the descriptor says.
+void wgmma(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) { multiply<false>(d, a, b, more); }
 template <int n>
-void wgmma_turned(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
-    const u32 apart = (b >> 16 & 0x3FFF) << 4;
-    multiply(d, a, more, [&](int k, int column) {
-        return pair_at(address_of(b) + column / 64 * apart + k * 128, column % 64);
-    });
-}
+void wgmma_down(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) { multiply<true>(d, a, b, more); }

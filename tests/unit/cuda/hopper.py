@@ -1,4 +1,4 @@
-"""The programs for Hopper on the CPU: their own source, with what is assembly replaced (hopper.hpp).
+"""Programs for Hopper on the CPU: their own source, with what is assembly replaced (hopper.hpp).
 
 Shows how operands, scales, groups and results are placed, which barrier waits for what, and what
 the epilogue does; not what a GPU's memory model, asynchronous copies or accumulator do.

@@ -176,10 +176,17 @@ def gpt(recipe: str) -> tuple[Any, Any, Any]:
     return model, AdamW(groups, lr=0.01), batches
 
 
-def train(make: Any, recipe: str, captured: bool, scaled: bool, bad: int = -1) -> dict[str, Any]:
+def train(
+    make: Any,
+    recipe: str,
+    captured: bool,
+    scaled: bool,
+    bad: int = -1,
+    activations: Any = None,
+) -> dict[str, Any]:
     """Seven steps; what they leave behind."""
     model, step_of, batches = make(recipe)
-    state = apply_recipe(model, recipe, 5)
+    state = apply_recipe(model, recipe, 5, activations)
     scaler = MXGradScaler(state, init_scale=4.0, growth_interval=2) if scaled else None
     schedule = WarmupCosine(2, 9)
 
@@ -243,6 +250,25 @@ def test_captured_steps_are_the_eager_ones_bit_for_bit(
 ) -> None:
     eager, captured = (train(make, recipe, c, scaled) for c in (False, True))
     assert eager["losses"][0][0] != eager["losses"][6][0]
+    same(captured, eager)
+
+
+def wide_gpt(recipe: str) -> tuple[Any, Any, list[Any]]:
+    """Products large enough for the tensor cores of a GPU."""
+    config = GPTConfig(vocab=256, context=64, layers=2, width=128, heads=2)
+    model = build_gpt(config, np.random.default_rng(1)).to("cuda")
+    rng = np.random.default_rng(2)
+    tokens = [rng.integers(0, 256, (2, 65)) for _ in range(4)]
+    batches = [(np.ascontiguousarray(t[:, :-1]), t[:, 1:].reshape(-1)) for t in tokens]
+    return model, AdamW(model.named_parameters(), lr=0.01), batches
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("make", [lenet, wide_gpt])
+def test_captured_steps_with_activations_in_bfloat16_too(gpu: Any, make: Any, recipe: str) -> None:
+    eager, captured = (train(make, recipe, c, False, -1, "bfloat16") for c in (False, True))
+    assert eager["losses"][0][0] != eager["losses"][-1][0]
+    assert eager["losses"][0][1].dtype.name == "bfloat16"
     same(captured, eager)
 
 
