@@ -93,12 +93,7 @@ struct Tile {
     int row, column;
 };
 
-// What a wgmma reads of a tile in shared memory: K contiguous, or as the array lies otherwise.
-template <bool kDown>
-__device__ __forceinline__ u64 tile_descriptor(u32 address) {
-    return kDown ? descriptor_turned(address, kBoxBytes) : descriptor(address);
-}
-// From one step along K to the next, in units of 16 bytes: 32 bytes of a row, or 16 rows of a box.
+// To the next step of K, in a descriptor's units.
 constexpr int kAStep = A_DOWN ? 16 * kRowBytes / 16 : 2, kBStep = B_DOWN ? 16 * kRowBytes / 16 : 2;
 
 // Brings `rows` of A or B, from `first` on, of stage k along K.
@@ -274,8 +269,8 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 int last = -1;
                 for (int more = 0; k < end; ++k) {
                     wait(full + 8 * stage, parity);
-                    const u64 a = tile_descriptor<A_DOWN>(base + stage * kStage + warpgroup * 64 * kRowBytes);
-                    const u64 b = tile_descriptor<B_DOWN>(base + stage * kStage + kABytes);
+                    const u64 a = descriptor<A_DOWN>(base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
+                    const u64 b = descriptor<B_DOWN>(base + stage * kStage + kABytes, kBoxBytes);
                     hold(part);
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll

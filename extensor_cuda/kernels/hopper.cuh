@@ -110,16 +110,6 @@ __device__ __forceinline__ void cluster_sync() {
 
 // ---- wgmma ----
 
-// A tile of rows of 128 bytes, swizzled by TMA: groups of 8 rows are 1024 bytes apart.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-    return static_cast<u64>((address & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
-
-// As it lies: rows of 128 bytes are its K, 64 columns each; the next 64 are `apart` bytes away.
-__device__ __forceinline__ u64 descriptor_turned(u32 address, u32 apart) {
-    return static_cast<u64>((address & 0x3FFFF) >> 4) | static_cast<u64>(apart >> 4) << 16 | 64ull << 32 | 1ull << 62;
-}
-
 // Names the accumulators, so that the compiler moves no use of them across.
 template <int kSums>
 __device__ __forceinline__ void hold(Sum (&d)[kSums]) {

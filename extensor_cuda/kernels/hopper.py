@@ -142,7 +142,12 @@ def launch(
 
 
 def wgmma(
-    a: str, b: str, n: int, *, registers: bool = False, down: tuple[bool, bool] = (False, False)
+    a: str,
+    b: str,
+    n: int,
+    *,
+    registers: bool = False,
+    down: tuple[bool, bool] = (False, False),
 ) -> str:
     """The wgmma of 64 x n, K of 32 bytes, as a CUDA function on n / 2 accumulators.
 
@@ -151,8 +156,8 @@ def wgmma(
         b: likewise.
         n: columns.
         registers: a lies in four registers of each thread, not in shared memory.
-        down: whether a, and b, lie with their rows and columns contiguous, not K (16-bit types); of
-            a in registers and such a b: ``wgmma_turned``.
+        down: whether a and b lie with their rows contiguous, not K (16-bit types). With a in
+            registers the function is ``wgmma_down`` where b does.
     """
     count, kind = n // 2, "s32" if a == "s8" else "f32"
     letter = "r" if a == "s8" else "f"
@@ -165,11 +170,10 @@ def wgmma(
         left, given, parameter, inputs = [f"%{count}"], 1, "u64 a", '"l"(a)'
     place = f"{{{', '.join(left)}}}" if registers else left[0]
     # Signs of both; then, of 16-bit types, which of those in shared memory lie the other way.
-    ways = down[1:] if registers else down
-    turned = "".join(f", {way:d}" for way in ways)
-    tail = {"s8": "", "bf16": f", 1, 1{turned}"}.get(a, ", 1, 1")
+    ways = f"{down[1]:d}" if registers else f"{down[0]:d}, {down[1]:d}"
+    tail = {"s8": "", "bf16": f", 1, 1, {ways}"}.get(a, ", 1, 1")
     right, more = count + given, count + given + 1
-    name = "wgmma_turned" if registers and down[1] else "wgmma"
+    name = "wgmma_down" if registers and down[1] else "wgmma"
     return (
         f"__device__ __forceinline__ void {name}(Sum (&d)[{count}], {parameter}, u64 b, "
         "int more) {\n"

@@ -115,11 +115,6 @@ inline u32 rounded_pair(float high, float low) {
 
 // ---- wgmma ----
 
-inline u64 descriptor(u32 address) { return address >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62; }
-inline u64 descriptor_turned(u32 address, u32 apart) {
-    return address >> 4 | static_cast<u64>(apart >> 4) << 16 | 64ull << 32 | 1ull << 62;
-}
-inline u32 address_of(u64 descriptor) { return (descriptor & 0x3FFF) << 4; }
 inline void begin_products() {}
 inline void end_products() {}
 template <int n>
@@ -162,11 +157,6 @@ template <bool kDown, int kKind>
 double element(u64 descriptor, int i, int k) {
     const u8* at = shared_bytes + address_of<kDown>(descriptor, i, k);
     return KIND == 1 ? of_bfloat16(at[0] | at[1] << 8) : value_of<kKind>(at[0]);
-}
-
-inline double pair_at(u32 address, int k) {
-    const u32 at = swizzled(address + 2 * k);
-    return of_bfloat16(shared_bytes[at] | shared_bytes[at + 1] << 8);
 }
 
 // A thread's accumulators of 64 x N: rows lane / 4 and 8 below, pairs of columns 8 apart.

@@ -80,9 +80,9 @@ def source_of(program: Source) -> Source:
     text = text.replace("extern __shared__ u8 raw_memory[];", "u8* raw_memory = shared_bytes;")
     text = _without_assembly(text).replace("void CLUSTER_DIMS ", "void ")
     kinds = (("A_KIND", str(KINDS[found[1]])), ("B_KIND", str(KINDS[found[2]])))
-    given = dict(program.macros)
-    ways = tuple((name, "0") for name in ("A_DOWN", "B_DOWN") if name not in given)
-    return replace(program, text=text, macros=(*program.macros, *kinds, *ways))
+    usual = {"KIND": "1", "A_DOWN": "0", "B_DOWN": "0"}  # of those that say nothing of it
+    missing = [pair for pair in usual.items() if pair[0] not in dict(program.macros)]
+    return replace(program, text=text, macros=(*program.macros, *missing, *kinds))
 
 
 def _map(
