@@ -275,7 +275,7 @@ def test_a_layers_three_products_are_the_cpus(xp: Any, backend: Any, recipe: str
     for device in (backend, registry.get("cpu")):
         context = layer_context(get_recipe(recipe).layers, seed=5)
         sent_x, sent_w, sent_g = (device.xp.asarray(v) for v in (x, w, g))
-        out, saved = quantized._matmul_forward(device, sent_x, sent_w, context)
+        out, saved = quantized._matmul_forward(device, sent_x, sent_w, context=context)
         grads = quantized._matmul_vjp(
             device, sent_g, out, (sent_x, sent_w), (True, True), context, saved
         )
