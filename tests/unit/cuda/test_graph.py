@@ -30,6 +30,7 @@ from extensor_cuda.kernels import (
     pair,
     scatter,
     softmax,
+    sums,
     window,
 )
 from extensor_cuda.kernels import quantize as kernels
@@ -128,6 +129,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
         optimizer,
         scatter,
         softmax,
+        sums,
         window,
         recording,
     ):
@@ -135,7 +137,8 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(kernels, "operand", fake_operand)
     monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
     monkeypatch.setattr(pair, "operand", fake_pair)
-    monkeypatch.setattr("extensor_cuda.backend._capability", lambda device: "80")
+    for name in ("backend._capability", "kernels.hopper.capability"):
+        monkeypatch.setattr(f"extensor_cuda.{name}", lambda device: "80")
     xp: Any = fake.FakeCupy()
 
     def matmul(a: Any, b: Any) -> Any:
