@@ -24,6 +24,7 @@ from extensor.random import Stream
 from extensor_cuda import backend as backends
 from extensor_cuda import dense, expanded, expansion, operands, scaling
 from extensor_cuda.counts import Counters, Counts
+from extensor_cuda.kernels import elementwise
 from extensor_cuda.kernels import quantize as kernels
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
@@ -63,7 +64,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [expansion, scaling])
+    return place(request, monkeypatch, [elementwise, expansion, scaling])
 
 
 def made(shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
