@@ -4,7 +4,7 @@ A matrix is rounded to bfloat16 once, as it lies; one that is bfloat16 is read w
 product reads it along its rows or down its columns (`extensor_cuda.kernels.gemm`), so that nothing
 is turned: a linear layer's three products take one rounding of x, of w and of g. The bound is that
 of `extensor_cuda.gemm`; where K is multiplied in parts, which the shape alone decides
-(`configure_dense`), the parts are added in order, which cuts less. Nothing here waits for the GPU.
+(`configure_parts`), the parts are added in order, which cuts less. Nothing here waits for the GPU.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ import ml_dtypes
 import numpy as np
 
 from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels.gemm import configure_dense, empty_rows, gemm, rows_of_parts
+from extensor_cuda.kernels.gemm import (
+    Config,
+    Split,
+    configure_parts,
+    empty_rows,
+    gemm,
+    rows_of_parts,
+)
 
-__all__ = ["Dense", "make", "multiply", "source"]
+__all__ = ["Dense", "add_parts", "empty_parts", "make", "multiply", "source"]
 
 Array = Any
 
@@ -95,17 +102,27 @@ def multiply(a: Dense, b: Dense, dtype: str, xp: Any, bias: Array | None = None)
     """
     (m, k), n = a.shape, b.shape[0]
     out = empty_rows(xp, m, n, _OUT[dtype])
-    config, split = configure_dense(m, n, k, dtype, (a.down, b.down))
+    config, split = configure_parts("bf16", m, n, k, dtype, (a.down, b.down))
     if split is None:
         gemm(a.bits, b.bits, out, config, bias=bias)
-        return xp.ascontiguousarray(out)
-    below = rows_of_parts(m, config)
-    parts = empty_rows(xp, split.parts * below, n, np.float32)
-    gemm(a.bits, b.bits, parts, config, split=split)
+    else:
+        parts = empty_parts(m, n, split, config, xp)
+        gemm(a.bits, b.bits, parts, config, split=split)
+        add_parts(parts, split, out, bias, xp)
+    return xp.ascontiguousarray(out)
+
+
+def empty_parts(m: int, n: int, split: Split, config: Config, xp: Any) -> Array:
+    """Where the parts of a product (m, n) go, before they are added."""
+    return empty_rows(xp, split.parts * rows_of_parts(m, config), n, np.float32)
+
+
+def add_parts(parts: Array, split: Split, out: Array, bias: Array | None, xp: Any) -> None:
+    """Out (M, N) = the parts of a product, added in order, then the bias; does not wait."""
+    below, (m, n) = len(parts) // split.parts, out.shape
     pitch, quads = out.strides[0] // out.itemsize, parts.strides[0] // 16
     sizes = (np.int64(size) for size in (split.parts, below, m, n, quads, pitch))
     given = np.uint64(0) if bias is None else bias
+    program = source("float32", True, out.dtype.name)
     blocks = -(-m * quads // _THREADS)
-    program = source("float32", True, dtype)
     launch(program, "add_parts", blocks, _THREADS, parts, given, out, *sizes)
-    return xp.ascontiguousarray(out)

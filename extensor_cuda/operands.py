@@ -18,7 +18,7 @@ below 2**-126 or so; that one was cut is warned of when the counts are read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,18 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import tuned
 from extensor_cuda.counts import Counters, Counts
-from extensor_cuda.dense import Dense
+from extensor_cuda.dense import Dense, add_parts, empty_parts
 from extensor_cuda.gemm import SPAN, TOP
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import Flags, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm import (
+    Flags,
+    Split,
+    configure,
+    configure_parts,
+    empty_rows,
+    gemm,
+)
 from extensor_cuda.recording import clock_of
 
 __all__ = ["LEAST_WORK", "Operand", "make", "multiply", "operand_source", "reason"]
@@ -273,14 +280,20 @@ def multiply(
         falls: uint32 of shape (): counts the products that ran in bfloat16.
         bias: float32 (N,), added to the float32 sum; None: none.
     """
-    size = a.shape[0], b.shape[0]
+    size, k = (a.shape[0], b.shape[0]), a.shape[1]
     out = empty_rows(xp, *size, _OUT[dtype])
+    config, split = configure_parts("e5m2", *size, k, dtype)
     operands = (a.codes, b.codes)
-    config = configure("e5m2", *size, dtype)
     flags = Flags(a.flag, b.flag, 0)
-    gemm(*operands, out, config, a.exponent, b.exponent, bias, flags=flags)
+    to = out if split is None else empty_parts(*size, split, config, xp)
+    start = bias if split is None else None
+    gemm(*operands, to, config, a.exponent, b.exponent, start, flags=flags, split=split)
     guards = (a.flag, b.flag)
     wide = (a.wide(guards, xp), b.wide(guards, xp))
-    config = configure("bf16", *size, dtype)
-    gemm(*wide, out, config, bias=bias, flags=Flags(*guards, 1), runs=falls)
+    config = configure("bf16", *size, to.dtype.name)
+    if split is not None:  # the same parts: a stage holds half as many terms
+        config, split = replace(config, split=True), Split(split.parts, 2 * split.stages)
+    gemm(*wide, to, config, bias=start, flags=Flags(*guards, 1), runs=falls, split=split)
+    if split is not None:
+        add_parts(to, split, out, bias, xp)
     return xp.ascontiguousarray(out)

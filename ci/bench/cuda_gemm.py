@@ -12,7 +12,8 @@ packed codes and scales, with its flag read on the host. Needs a Hopper GPU, tor
 
 --shapes gpt30m: x w^T, g w and g^T x of the layers of a GPT of 30 million parameters on 16,384
 tokens, of bfloat16 arrays as they lie, against torch's; and what stands beside them in a step:
-rounding a float32 array to bfloat16 and summing a gradient's rows, against torch's. The bound is
+rounding a float32 array to bfloat16 and summing a gradient's rows, against torch's; products of
+MXFP4 operands made before, with what ends at once beside them, and the making. The bound is
 that of the H100's data sheet: 989 TFLOP/s, 3.35 TB/s.
 """
 
@@ -33,7 +34,7 @@ from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
 from ci.bench.record_tensors import load
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import dense
+from extensor_cuda import dense, operands
 from extensor_cuda import gemm as blocked
 from extensor_cuda.kernels import sums
 from extensor_cuda.kernels.gemm import Config, configure, empty_rows, gemm
@@ -117,9 +118,23 @@ def of_layer(n: int, k: int, backend: Any) -> dict[str, tuple[float, dict[str, C
     wide = torch.randn(*shapes["g"], device="cuda")
     ours = {s: xp.from_dlpack(t.view(torch.int16)).view(np.uint16) for s, t in theirs.items()}
     mine, mine_wide = ours["g"].view(ml_dtypes.bfloat16), xp.from_dlpack(wide)
+    specs = [QuantSpec("mxfp4", axis=axis).resolve(2) for axis in (1, 0)]
+    quantized: dict[str, list[Any]] = {
+        name: [
+            operand
+            for operand, _ in operands.make(bits.view(ml_dtypes.bfloat16), specs, [None, None], xp)
+        ]
+        for name, bits in ours.items()
+    }
 
     def product(turn: int, sides: list[dense.Dense], out: str) -> Any:
         return dense.multiply(sides[0], sides[1], out, xp)
+
+    def fp4_product(turn: int, sides: list[operands.Operand]) -> Any:
+        return operands.multiply(sides[0], sides[1], "bfloat16", xp)
+
+    def fp4_operands(turn: int, x: Any, memory: dict[str, Any]) -> Any:
+        return operands.make(x, specs, [None, None], xp, memory)
 
     def torch_sum(turn: int, x: Any) -> Any:
         return x.sum(0)
@@ -141,7 +156,16 @@ def of_layer(n: int, k: int, backend: Any) -> dict[str, tuple[float, dict[str, C
         calls = {"torch": call}
         for out in ("bfloat16", "float32"):
             calls[f"ours, {out}"] = partial(product, sides=sides, out=out)
+        fp4 = [quantized[s][int(way)] for s, way in zip((a, b), down, strict=True)]
+        calls["ours, mxfp4 made before"] = partial(fp4_product, sides=fp4)
         made[name] = bound, calls
+    for kind, array, size in (("float32", mine_wide, 4), ("bfloat16", mine, 2)):
+        memory: dict[str, Any] = {}
+        call = partial(fp4_operands, x=array, memory=memory)
+        made[f"{kind} g as MXFP4, rows and columns"] = (
+            1e3 * (size + 2) * TOKENS * n / BANDWIDTH,
+            {"ours": call},
+        )
     count = TOKENS * n
     made["g rounded"] = (
         1e3 * 6 * count / BANDWIDTH,
@@ -162,7 +186,7 @@ def of_shapes(backend: Any, rounds: int) -> None:
     for layer, (n, k) in GPT30M.items():
         for what, (bound, calls) in of_layer(n, k, backend).items():
             with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-                times = measure(calls, rounds)
+                times = measure(calls, rounds, 6_000_000)  # of small products, many launches
             for name, milliseconds in times.items():
                 row = {
                     "layer": layer,
@@ -170,7 +194,9 @@ def of_shapes(backend: Any, rounds: int) -> None:
                     "name": name,
                     "microseconds": round(1e3 * milliseconds, 2),
                     "of_bound": round(bound / milliseconds, 3),
-                    "of_torch": round(times["torch"] / milliseconds, 3),
+                    "of_torch": round(times["torch"] / milliseconds, 3)
+                    if "torch" in times
+                    else None,
                 }
                 rows.append(row)
                 print(*row.values(), sep="  ", flush=True)
@@ -184,13 +210,13 @@ def way_of(pair: list[Any], backend: Any) -> str:
     return str(backend.path("block_matmul", *(backend.quantize(x, spec)[0] for x in views)))
 
 
-def measure(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Median milliseconds of a call."""
+def measure(calls: dict[str, Call], rounds: int, ahead: int = 2_000_000) -> dict[str, float]:
+    """Median milliseconds of a call; the GPU waits so many cycles while the host runs ahead."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + WARMUP):
         for name, call in calls.items():
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)  # the host runs ahead, so that no launch gap is timed
+            torch.cuda._sleep(ahead)  # so that no launch gap is timed
             start.record()
             for i in range(CALLS):
                 call(CALLS * turn + i)

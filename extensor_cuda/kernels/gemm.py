@@ -17,7 +17,7 @@ from extensor_cuda.kernels.gemm_program import (
     Config,
     Split,
     configure,
-    configure_dense,
+    configure_parts,
     gemm_source,
 )
 
@@ -29,7 +29,7 @@ __all__ = [
     "Zeros",
     "block_scales",
     "configure",
-    "configure_dense",
+    "configure_parts",
     "empty_rows",
     "gemm",
     "gemm_source",
@@ -235,9 +235,9 @@ def gemm(
         offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
             to the next are multiplied by a b of their own; b is (groups N, K), what belongs to
             columns (groups N,).
-        split: parts of K, with a config that splits and nothing else. Out is then float32
-            (parts R, N), R from `rows_of_parts`, what lies in a part beyond M being zeros or
-            not written.
+        split: parts of K, with a config that splits, flags and one exponent for all of an operand,
+            but nothing else. Out is then float32 (parts R, N), R from `rows_of_parts`, what lies in
+            a part beyond M being zeros.
 
     Raises:
         ValueError: if shapes, pitch or alignment of an operand do not fit, or options exclude each
@@ -250,11 +250,12 @@ def gemm(
     size = a.dtype.itemsize
     extras = config.activation != "none" or any(x is not None for x in (bias, residual, amax))
     exponents = row_exponent, column_exponent
-    alone = extras or factors or offsets is not None or any(x is not None for x in exponents)
-    if config.split != (split is not None) or (split and (alone or config.out != "float32")):
+    more = extras or factors or zeros or scales or offsets is not None
+    more = more or any(x is not None and x.size > 1 for x in exponents)
+    if config.split != (split is not None) or (split and (more or config.out != "float32")):
         raise ValueError(
-            f"gemm: parts of K go with a config that splits, float32 and nothing else, got {config}"
-            f" and {split}"
+            f"gemm: parts of K go with a config that splits, float32 and at most one exponent for "
+            f"all of an operand, got {config} and {split}"
         )
     config = _with(config, a, exponents, factors, zeros, scales, offsets, extras)
     row, column = factors or (row_exponent, column_exponent)
@@ -347,4 +348,6 @@ def _with(
         blocks=scales is not None,
         grouped=offsets is not None,
         promote=1 if scales is not None else config.promote,
+        # The ring holds scales too.
+        patches=min(config.patches, 2) if scales is not None else config.patches,
     )

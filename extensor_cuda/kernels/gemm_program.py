@@ -17,11 +17,12 @@ __all__ = [
     "Config",
     "Split",
     "configure",
-    "configure_dense",
+    "configure_parts",
     "gemm_source",
 ]
 
 TILE_M, ROW_BYTES, THREADS = 128, 128, 384
+_PROMOTE = 4  # stages of FP8 between additions in float32: 512 elements
 BOX = 64  # columns, and of K, of a box of an operand that lies the other way
 ACTIVATIONS = ("none", "relu", "silu", "gelu_tanh", "gelu")
 _WARPS, _PATCH, _SLACK = 8, 16 * 128, 1024
@@ -127,15 +128,13 @@ def configure(
         b: element type of b, where it is another.
     """
     if promote is None:
-        promote = 4 if kind in ("e4m3", "e5m2") else 0
+        promote = _PROMOTE if kind in ("e4m3", "e5m2") else 0
 
     def cost(tile: tuple[int, int, float]) -> float:
         tiles = -(-m // TILE_M) * -(-n // tile[0])
         return -(-tiles // blocks) * tile[0] * tile[2]
 
     tile_n, patches, _ = min(_TILES if promote else _WIDE_TILES, key=cost)
-    if promote == 1:  # the ring holds scales too
-        patches = min(patches, 2)
     return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, group=8)
 
 
@@ -152,36 +151,40 @@ class Split:
     stages: int
 
 
-# Of bfloat16 on an H100: (columns of a tile, patches, cycles of a stage of K). The tensor cores
-# take 4 cycles a column; narrower tiles read more of the cache for it.
+# On an H100: (columns of a tile, patches, cycles of a stage of K). The tensor cores take 4 cycles a
+# column; narrower tiles read more of the cache for it, and FP8's sums are promoted.
 _DENSE_TILES = ((128, 2, 640), (192, 3, 800), (256, 2, 1024))
+_PROMOTED_TILES = ((128, 2, 640), (176, 3, 850), (192, 3, 880))
 _TILE_CYCLES, _LAUNCH_CYCLES, _BYTES_A_CYCLE = 2500, 4400, 2300
 _MULTIPROCESSORS, _MOST_PARTS = 132, 16
 
 
 @lru_cache(maxsize=4096)
-def configure_dense(
-    m: int, n: int, k: int, out: str, down: tuple[bool, bool] = (False, False)
+def configure_parts(
+    kind: str, m: int, n: int, k: int, out: str, down: tuple[bool, bool] = (False, False)
 ) -> tuple[Config, Split | None]:
-    """The program and the parts of K of a product of bfloat16 arrays, from its shape alone.
+    """The program and the parts of K of a product of bfloat16 arrays or of E5M2, from its shape.
 
     So that a shape's bits are the same on every GPU, the parts are chosen for one of 132
     multiprocessors: the fewest cycles of a simple model, rounds of tiles plus, for parts, what
-    writing, reading and adding them takes.
+    writing, reading and adding them takes. FP8 sums are promoted where they are without parts.
 
     Args:
+        kind: "bf16" or "e5m2", element type of both operands.
         m: rows of the result, 1 or more.
         n: its columns, 1 or more.
         k: terms of a sum.
         out: type of the result.
         down: as in `Config`.
     """
-    stages = -(-k * 2 // ROW_BYTES)
+    promote = 0 if kind == "bf16" else _PROMOTE
+    stages = -(-k * (2 if kind == "bf16" else 1) // ROW_BYTES)
     best: tuple[float, int, int, Split | None] | None = None
-    for tile_n, patches, cycles in _DENSE_TILES:
+    for tile_n, patches, cycles in _PROMOTED_TILES if promote else _DENSE_TILES:
         tiles = -(-m // TILE_M) * -(-n // tile_n)
         for wanted in range(1, min(_MOST_PARTS, stages) + 1):
-            each = -(-stages // wanted)
+            whole = max(promote, 1)
+            each = -(-stages // (wanted * whole)) * whole
             parts = -(-stages // each)
             rounds = -(-tiles * parts // _MULTIPROCESSORS)
             cost = float(rounds * (each * cycles + _TILE_CYCLES))
@@ -191,7 +194,9 @@ def configure_dense(
                 best = cost, tile_n, patches, Split(parts, each) if parts > 1 else None
     assert best is not None
     _, tile_n, patches, split = best
-    config = Config("bf16", "bf16", tile_n, 0, out=out, patches=patches, down=down)
+    if promote and split is None:
+        return configure(kind, m, n, out), None
+    config = Config(kind, kind, tile_n, promote, out=out, patches=patches, down=down)
     return replace(config, out="float32", split=True) if split else config, split
 
 

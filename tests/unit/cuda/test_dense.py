@@ -9,11 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor_cuda import dense, jit
+from extensor.quant.spec import QuantSpec
+from extensor_cuda import dense, jit, operands
 from extensor_cuda.kernels.gemm import (
     Config,
     Split,
-    configure_dense,
+    configure,
+    configure_parts,
     empty_rows,
     gemm,
     gemm_source,
@@ -65,7 +67,9 @@ def bound(va: np.ndarray, vb: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("down", WAYS, ids=str)
 def test_no_program_for_arrays_either_way_spills(down: tuple[bool, bool]) -> None:
     sizes = [size for sizes in GPT.values() for size in sizes]
-    configs = {configure_dense(*size, out, down)[0] for size in sizes for out in dense._OUT}
+    configs = {configure_parts("bf16", *size, out, down)[0] for size in sizes for out in dense._OUT}
+    if not any(down):
+        configs |= {configure_parts("e5m2", *size, out)[0] for size in sizes for out in dense._OUT}
     wider = {replace(config, extras=True) for config in configs if not config.split}
     for config in {*configs, *wider, Config("bf16", "bf16", 128, 0, cluster=2, down=down)}:
         code, log = jit.compile_cubin(gemm_source(config), "sm_90a")
@@ -126,7 +130,7 @@ def test_parts_of_k_are_added_in_order(
     va, vb = values(rng, m, k), values(rng, n, k)
     a, b = (lying(v, way, hopper) for v, way in zip((va, vb), down, strict=True))
     bias = rng.standard_normal(n).astype(np.float32)
-    config, split = configure_dense(m, n, k, dtype, down)
+    config, split = configure_parts("bf16", m, n, k, dtype, down)
     assert split is not None and split.parts > 1
     sides = (dense.Dense(side, way) for side, way in zip((a, b), down, strict=True))
     got = dense.multiply(*sides, dtype, hopper, hopper.asarray(bias)).get()
@@ -140,6 +144,39 @@ def test_parts_of_k_are_added_in_order(
         want = out.get().copy() if part == 0 else want + out.get()
     np.testing.assert_array_equal(got, (want + bias).astype(dense._OUT[dtype]))
     assert (np.abs(want - va @ vb.T) <= bound(va, vb)).all()
+
+
+@pytest.mark.parametrize("out_of_window", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_parts_of_fp8_products_and_of_their_other_way(
+    hopper: Any, monkeypatch: pytest.MonkeyPatch, with_bias: bool, out_of_window: bool
+) -> None:
+    """Small integers: every sum is exact, whichever way and in whatever parts."""
+    m, n, k = 136, 72, 4000
+    rng = np.random.default_rng(7)
+    sides, held = [], []
+    for rows in (m, n):
+        v = rng.integers(-3, 4, (rows, k)).astype(np.float32)
+        codes = np.full((rows, 4000 + 16), 0x7F, np.uint8)
+        codes[:, :k] = v.astype(ml_dtypes.float8_e5m2).view(np.uint8)
+        exponent = hopper.asarray([3], dtype=np.int32)
+        flag = hopper.asarray(int(out_of_window), dtype=np.uint32)
+        x, spec = hopper.asarray(v), QuantSpec("mxfp4", axis=1).resolve(2)
+        sides.append(operands.Operand(hopper.asarray(codes)[:, :k], exponent, flag, x, spec, None))
+        held.append(v.astype(np.float64) * 8)
+
+    def wide(self: operands.Operand, guards: Any, xp: Any) -> Any:
+        values = (self.x.get() * 8).astype(ml_dtypes.bfloat16)
+        return xp.asarray(values.view(np.uint16))
+
+    monkeypatch.setattr(operands.Operand, "wide", wide)
+    assert configure_parts("e5m2", m, n, k, "float32")[1] is not None
+    falls = hopper.zeros((), dtype=np.uint32)
+    bias = hopper.asarray(rng.integers(-9, 9, n).astype(np.float32)) if with_bias else None
+    got = operands.multiply(sides[0], sides[1], "float32", hopper, falls, bias).get()
+    want = held[0] @ held[1].T + (0 if bias is None else bias.get())
+    np.testing.assert_array_equal(got, want)
+    assert int(falls) == out_of_window
 
 
 def test_a_bias_and_bfloat16_come_from_the_epilogue(hopper: Any) -> None:
@@ -157,15 +194,23 @@ def test_every_part_has_terms_and_the_shape_alone_decides() -> None:
     for sizes in GPT.values():
         for m, n, k in sizes:
             for down in WAYS:
-                config, split = configure_dense(m, n, k, "float32", down)
+                config, split = configure_parts("bf16", m, n, k, "float32", down)
                 assert (split is not None) == config.split
-                assert split == configure_dense(m, n, k, "bfloat16", (False, False))[1]
+                assert split == configure_parts("bf16", m, n, k, "bfloat16", (False, False))[1]
                 if split is not None:
                     stages = -(-k // 64)
                     assert (split.parts - 1) * split.stages < stages <= split.parts * split.stages
+    for m, n, k in (size for sizes in GPT.values() for size in sizes):
+        config, split = configure_parts("e5m2", m, n, k, "float32")
+        assert config.promote == 4
+        if split is None:
+            assert config == configure("e5m2", m, n, "float32")
+        else:  # promoted where it is without parts
+            assert split.stages % 4 == 0 and (split.parts - 1) * split.stages < -(-k // 128)
+    assert configure_parts("e5m2", 512, 512, 16384, "float32")[1] is not None
     # 8 tiles of 128 x 256 alone would leave 124 of 132 multiprocessors without work
-    assert configure_dense(512, 512, 16384, "float32")[1] is not None
-    assert configure_dense(16384, 2048, 512, "float32")[1] is None
+    assert configure_parts("bf16", 512, 512, 16384, "float32")[1] is not None
+    assert configure_parts("bf16", 16384, 2048, 512, "float32")[1] is None
 
 
 def test_what_does_not_go_together_is_refused(hopper: Any) -> None:
@@ -179,7 +224,7 @@ def test_what_does_not_go_together_is_refused(hopper: Any) -> None:
     rows = hopper.zeros((rows_of_parts(64, split), 64), dtype=np.float32)
     with pytest.raises(ValueError, match="a config that splits"):
         gemm(a, a, rows, down, split=Split(1, 1))
-    with pytest.raises(ValueError, match="nothing else"):
+    with pytest.raises(ValueError, match="at most one exponent"):
         gemm(a, a, rows, split, split=Split(1, 1), bias=hopper.zeros(64, dtype=np.float32))
 
 
@@ -197,4 +242,4 @@ def test_rounding_is_the_nearest_and_once_for_both_ways(
     along, down = dense.make(hopper.asarray(x), (1, 0), hopper)
     assert along.bits is down.bits and along.shape == down.shape[::-1] == shape
     for made, values in ((along, want), (down, want.T)):
-        np.testing.assert_array_equal(made.values(np), values.astype(np.float32))
+        np.testing.assert_array_equal(made.values(hopper).get(), values.astype(np.float32))

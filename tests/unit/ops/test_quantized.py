@@ -277,3 +277,20 @@ def test_layer_recipe_slots() -> None:
     assert changed.fprop == layer.fprop
     with pytest.raises(ValueError, match="no slot named"):
         layer.with_slot("wgrad.w", spec)
+
+
+def test_bfloat16_slots_round_a_gradient_once_for_both_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+    whole = GenericBackend.dense_operands
+
+    def counted(self: Any, x: Any, axes: Any, dtype: str, work: int) -> list[Any]:
+        seen.append((x.shape, tuple(axes)))
+        return whole(self, x, axes, dtype, work)
+
+    monkeypatch.setattr(GenericBackend, "dense_operands", counted)
+    x, w = et.ones((6, 4), requires_grad=True), et.ones((5, 4), requires_grad=True)
+    quantized_matmul(x, w, layer_context(RECIPES["bf16"].layers)).sum().backward()
+    assert seen.count(((6, 5), (1, 0))) == 1  # g, along and down
+    assert len(seen) == 5  # x and w twice: float32 values are not kept for the backward pass
