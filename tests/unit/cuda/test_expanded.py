@@ -24,6 +24,7 @@ from extensor.random import Stream
 from extensor_cuda import backend as backends
 from extensor_cuda import dense, expanded, expansion, operands, scaling
 from extensor_cuda.counts import Counters, Counts
+from extensor_cuda.kernels import elementwise
 from extensor_cuda.kernels import quantize as kernels
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
@@ -63,7 +64,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [expansion, scaling])
+    return place(request, monkeypatch, [elementwise, expansion, scaling])
 
 
 def made(shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
@@ -271,14 +272,14 @@ def test_a_layers_three_products_are_the_cpus(xp: Any, backend: Any, recipe: str
     x, w, g = (
         rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((m, k), (n, k), (m, n))
     )
+    bias = 10 * rng.standard_normal(n).astype(np.float32)
     results = []
     for device in (backend, registry.get("cpu")):
         context = layer_context(get_recipe(recipe).layers, seed=5)
-        sent_x, sent_w, sent_g = (device.xp.asarray(v) for v in (x, w, g))
-        out, saved = quantized._matmul_forward(device, sent_x, sent_w, context)
-        grads = quantized._matmul_vjp(
-            device, sent_g, out, (sent_x, sent_w), (True, True), context, saved
-        )
+        inputs = [device.xp.asarray(v) for v in (x, w, bias)]
+        out, saved = quantized._matmul_forward(device, *inputs, context=context)
+        sent_g, needs = device.xp.asarray(g), (True, True)  # not the bias's
+        grads = quantized._matmul_vjp(device, sent_g, out, inputs, needs, context, saved)
         made = [np.asarray(v.get() if hasattr(v, "get") else v) for v in (out, *grads)]
         results.append([v.astype(np.float64) for v in made])
         counted = dict(context.state.telemetry)
