@@ -53,9 +53,9 @@ class CudaTraining(GenericBackend):
         return {
             "cross_entropy": lambda x, labels, smoothing: self._loss_reason(x),
             "cross_entropy_grad": lambda weight, x, *_: self._loss_reason(x),
-            "layer_norm": lambda x, weight, bias, eps: self._norm_reason(x, weight, bias),
-            "layer_norm_grad": lambda g, x, weight, *_: self._norm_reason(x, weight, g),
-            "rms_norm": lambda x, weight, eps: self._norm_reason(x, weight),
+            "layer_norm": lambda x, weight, bias, *_: self._norm_reason(x, weight, bias),
+            "layer_norm_grad": lambda g, x, weight, *_: self._norm_grad_reason(g, x, weight),
+            "rms_norm": lambda x, weight, *_: self._norm_reason(x, weight),
             "add_rows": self._rows_reason,
             "leading_sum": self._sum_reason,
             "attention": lambda q, k, v, causal, scale: self._attention_reason(scale, q, k, v),
@@ -74,7 +74,7 @@ class CudaTraining(GenericBackend):
             "gelu_grad": self._gelu_grad_reason,
             "softmax": lambda x, axis: self._softmax_reason(axis, x),
             "softmax_grad": lambda g, out, axis: self._softmax_reason(axis, g, out),
-            "rms_norm_grad": lambda g, x, weight, rstd: self._norm_reason(x, weight, g),
+            "rms_norm_grad": lambda g, x, weight, _: self._norm_grad_reason(g, x, weight),
         }
 
     def _norm_reason(self, x: Array, weight: Array, *others: Array) -> str | None:
@@ -85,6 +85,9 @@ class CudaTraining(GenericBackend):
         if weight.size > norm.MOST:
             return f"rows of {weight.size} values; the kernel keeps up to {norm.MOST}"
         return None
+
+    def _norm_grad_reason(self, g: Array, x: Array, weight: Array) -> str | None:
+        return self._values_reason(g) or self._norm_reason(x, weight)
 
     def _loss_reason(self, x: Array) -> str | None:
         return self._values_reason(x)
@@ -107,34 +110,36 @@ class CudaTraining(GenericBackend):
         return cross_entropy.grad(weight, x, labels, kept, smoothing, self.xp)
 
     def layer_norm(
-        self, x: Array, weight: Array, bias: Array, eps: float
+        self, x: Array, weight: Array, bias: Array, eps: float, narrow: bool = False
     ) -> tuple[Array, Array, Array]:
         """See the protocol; bounds in `extensor_cuda.kernels.norm`."""
         if self._norm_reason(x, weight, bias):
-            return super().layer_norm(x, weight, bias, eps)
+            return super().layer_norm(x, weight, bias, eps, narrow)
         x, weight, bias = map(self.xp.ascontiguousarray, (x, weight, bias))
-        return norm.norm(x, weight, bias, eps, True, self.xp)
+        return norm.norm(x, weight, bias, eps, True, self.xp, narrow)
 
     def layer_norm_grad(
         self, g: Array, x: Array, weight: Array, mean: Array, rstd: Array
     ) -> tuple[Array, Array, Array]:
         """See the protocol; bounds in `extensor_cuda.kernels.norm`."""
-        if self._norm_reason(x, weight, g):
+        if self._norm_grad_reason(g, x, weight):
             return super().layer_norm_grad(g, x, weight, mean, rstd)
         g, x, weight, mean, rstd = map(self.xp.ascontiguousarray, (g, x, weight, mean, rstd))
         return norm.grad(g, x, weight, mean, rstd, self.xp)
 
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    def rms_norm(
+        self, x: Array, weight: Array, eps: float, narrow: bool = False
+    ) -> tuple[Array, Array]:
         """See the protocol; bounds in `extensor_cuda.kernels.norm`."""
         if self._norm_reason(x, weight):
-            return super().rms_norm(x, weight, eps)
+            return super().rms_norm(x, weight, eps, narrow)
         x, weight = map(self.xp.ascontiguousarray, (x, weight))
-        out, _, rstd = norm.norm(x, weight, None, eps, False, self.xp)
+        out, _, rstd = norm.norm(x, weight, None, eps, False, self.xp, narrow)
         return out, rstd
 
     def rms_norm_grad(self, g: Array, x: Array, weight: Array, rstd: Array) -> tuple[Array, Array]:
         """See the protocol; bounds in `extensor_cuda.kernels.norm`."""
-        if self._norm_reason(x, weight, g):
+        if self._norm_grad_reason(g, x, weight):
             return super().rms_norm_grad(g, x, weight, rstd)
         g, x, weight, rstd = map(self.xp.ascontiguousarray, (g, x, weight, rstd))
         gx, gw, _ = norm.grad(g, x, weight, None, rstd, self.xp)

@@ -23,12 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import ml_dtypes
 import numpy as np
 
 from extensor.backends.cpu_core import CoreBackend, ready
 from extensor.backends.protocol import Array
 
 __all__ = ["CpuTraining"]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class CpuTraining(CoreBackend):
@@ -119,13 +122,14 @@ class CpuTraining(CoreBackend):
         return self._arrays_reason(x)
 
     def layer_norm(
-        self, x: Array, weight: Array, bias: Array, eps: float
+        self, x: Array, weight: Array, bias: Array, eps: float, narrow: bool = False
     ) -> tuple[Array, Array, Array]:
         """See the protocol."""
         if self._arrays_reason(x, weight, bias):
-            return super().layer_norm(x, weight, bias, eps)
+            return super().layer_norm(x, weight, bias, eps, narrow)
         y, mean, rstd = self.core.layer_norm(ready(x), ready(weight), ready(bias), eps)
         kept = _kept(x, weight)
+        y = self.cast(y, _BFLOAT16) if narrow else y
         return y, mean.reshape(kept), rstd.reshape(kept)
 
     def layer_norm_grad(
@@ -138,11 +142,14 @@ class CpuTraining(CoreBackend):
         gx, gw, gb = self.core.norm_grad(*arrays)
         return gx, gw, gb
 
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    def rms_norm(
+        self, x: Array, weight: Array, eps: float, narrow: bool = False
+    ) -> tuple[Array, Array]:
         """See the protocol."""
         if self._arrays_reason(x, weight):
-            return super().rms_norm(x, weight, eps)
+            return super().rms_norm(x, weight, eps, narrow)
         y, rstd = self.core.rms_norm(ready(x), ready(weight), eps)
+        y = self.cast(y, _BFLOAT16) if narrow else y
         return y, rstd.reshape(_kept(x, weight))
 
     def rms_norm_grad(self, g: Array, x: Array, weight: Array, rstd: Array) -> tuple[Array, Array]:

@@ -314,21 +314,27 @@ class GenericBackend:
         return training.cross_entropy_grad(weight, x, labels, kept, smoothing, self.xp)
 
     def layer_norm(
-        self, x: Array, weight: Array, bias: Array, eps: float
+        self, x: Array, weight: Array, bias: Array, eps: float, narrow: bool = False
     ) -> tuple[Array, Array, Array]:
         """See the protocol."""
-        return training.layer_norm(x, weight, bias, eps, self.xp)
+        y, mean, rstd = training.layer_norm(x, weight, bias, eps, self.xp)
+        return self.cast(y, _BFLOAT16) if narrow else y, mean, rstd
 
+    @_widened
     def layer_norm_grad(
         self, g: Array, x: Array, weight: Array, mean: Array, rstd: Array
     ) -> tuple[Array, Array, Array]:
         """See the protocol."""
         return training.layer_norm_grad(g, x, weight, mean, rstd, self.xp)
 
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    def rms_norm(
+        self, x: Array, weight: Array, eps: float, narrow: bool = False
+    ) -> tuple[Array, Array]:
         """See the protocol."""
-        return training.rms_norm(x, weight, eps, self.xp)
+        y, rstd = training.rms_norm(x, weight, eps, self.xp)
+        return self.cast(y, _BFLOAT16) if narrow else y, rstd
 
+    @_widened
     def rms_norm_grad(self, g: Array, x: Array, weight: Array, rstd: Array) -> tuple[Array, Array]:
         """See the protocol."""
         return training.rms_norm_grad(g, x, weight, rstd, self.xp)

@@ -313,23 +313,31 @@ class Backend(Protocol):
         ...
 
     def layer_norm(
-        self, x: Array, weight: Array, bias: Array, eps: float
+        self, x: Array, weight: Array, bias: Array, eps: float, narrow: bool = False
     ) -> tuple[Array, Array, Array]:
-        """LayerNorm over the last axes, those of the weight; each mean and 1 / sqrt(var + eps)."""
+        """LayerNorm over the last axes, those of the weight; each mean and 1 / sqrt(var + eps).
+
+        ``narrow``: the first is rounded to bfloat16.
+        """
         ...
 
     def layer_norm_grad(
         self, g: Array, x: Array, weight: Array, mean: Array, rstd: Array
     ) -> tuple[Array, Array, Array]:
-        """Gradients of layer_norm in x, weight and bias."""
+        """Gradients of layer_norm in x, weight and bias; g may be bfloat16."""
         ...
 
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-        """RMSNorm over the last axes, those of the weight; 1 / sqrt(mean(x^2) + eps) of each."""
+    def rms_norm(
+        self, x: Array, weight: Array, eps: float, narrow: bool = False
+    ) -> tuple[Array, Array]:
+        """RMSNorm over the last axes, those of the weight; 1 / sqrt(mean(x^2) + eps) of each.
+
+        ``narrow``: the first is rounded to bfloat16.
+        """
         ...
 
     def rms_norm_grad(self, g: Array, x: Array, weight: Array, rstd: Array) -> tuple[Array, Array]:
-        """Gradients of rms_norm in x and weight."""
+        """Gradients of rms_norm in x and weight; g may be bfloat16."""
         ...
 
     def adam(

@@ -26,6 +26,7 @@ class LayerNorm(Module):
 
     Attributes:
         weight, bias: float32 of ``shape``, ones and zeros at first; the latter None without bias.
+        narrow: whether the result is rounded to bfloat16; `apply_recipe` decides it.
 
     Raises:
         ValueError: for lengths below 1 or an eps not above 0; when called, for an input whose
@@ -42,6 +43,7 @@ class LayerNorm(Module):
         self.eps = eps
         self.weight = Parameter(np.ones(self.shape, np.float32))
         self.bias = Parameter(np.zeros(self.shape, np.float32)) if bias else None
+        self.narrow = False
         self._zeros: ExTensor | None = None  # stands for a bias, made once on the weight's device
 
     def forward(self, x: ExTensor) -> ExTensor:
@@ -53,7 +55,7 @@ class LayerNorm(Module):
                 f"LayerNorm: wanted an input of shape (..., {', '.join(map(str, self.shape))}), "
                 f"got {x.shape}"
             )
-        return layer_norm(x, self.weight, self._shift(), self.eps)
+        return layer_norm(x, self.weight, self._shift(), self.eps, self.narrow)
 
     def _shift(self) -> ExTensor:
         if self.bias is not None:

@@ -40,10 +40,13 @@ class Module:
     Attributes:
         training: whether layers that differ, such as Dropout, act as in training.
         role: what recipes may call the layer by, ``"embedding"`` or ``"head"``; None for most.
+        feeds_layers: names of its norms whose results only layers with products read, so that a
+            recipe of bfloat16 activations may round them.
     """
 
     training: bool = True
     role: str | None = None
+    feeds_layers: tuple[str, ...] = ()
     _hooks: tuple[Hook, ...] = ()
     _pre_hooks: tuple[PreHook, ...] = ()
 

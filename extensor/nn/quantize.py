@@ -12,7 +12,7 @@ from extensor.quant.recipe import Dense, LayerRecipe, Recipe
 from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.random import Stream
 
-__all__ = ["apply_recipe", "assign_recipe", "gemm_layers"]
+__all__ = ["apply_recipe", "assign_recipe", "gemm_layers", "round_norms"]
 
 
 def gemm_layers(model: Module) -> Iterator[tuple[str, GemmLayer]]:
@@ -60,7 +60,15 @@ def apply_recipe(
     for index, (path, module) in enumerate(gemm_layers(model)):
         state.layers[path] = LayerContext(path, index, chosen[path], state)
         module.quant = state.layers[path]
+    round_norms(model, recipe.activations == "bfloat16")
     return state
+
+
+def round_norms(model: Module, narrow: bool) -> None:
+    """Have norms that only layers read round what these would round, or no longer."""
+    for module in model.modules():
+        for name in module.feeds_layers:
+            getattr(module, name).narrow = narrow
 
 
 def assign_recipe(model: Module, recipe: Recipe) -> Mapping[str, LayerRecipe]:

@@ -25,6 +25,7 @@ class RMSNorm(Module):
 
     Attributes:
         weight: float32 (size,), ones at first.
+        narrow: whether the result is rounded to bfloat16; `apply_recipe` decides it.
 
     Raises:
         ValueError: for a size below 1 or an eps not above 0; when called, for an input whose last
@@ -36,6 +37,7 @@ class RMSNorm(Module):
         if not 0.0 < eps < math.inf:
             raise ValueError(f"RMSNorm: wanted eps above 0, got {eps!r}")
         self.eps = eps
+        self.narrow = False
         self.weight = Parameter(np.ones(size, np.float32))
 
     def forward(self, x: ExTensor) -> ExTensor:
@@ -43,7 +45,7 @@ class RMSNorm(Module):
         tensors_only("RMSNorm", x)
         if x.shape[-1:] != (self.size,):
             raise ValueError(f"RMSNorm: wanted an input of shape (..., {self.size}), got {x.shape}")
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.narrow)
 
     def extra_repr(self) -> str:
         """Its size."""

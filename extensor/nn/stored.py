@@ -22,7 +22,7 @@ from extensor.nn.gemm_layer import GemmLayer
 from extensor.nn.linear import Linear
 from extensor.nn.module import Module
 from extensor.nn.parameter import Buffer
-from extensor.nn.quantize import assign_recipe, gemm_layers
+from extensor.nn.quantize import assign_recipe, gemm_layers, round_norms
 from extensor.quant.array import QuantArray
 from extensor.quant.context import LayerContext, RecipeState
 from extensor.quant.fixed import FixedScale
@@ -118,7 +118,9 @@ def _bare_copy(model: Module) -> Module:
         if isinstance(module, GemmLayer):
             without[id(module.quant)] = None
     without |= {id(p.grad): None for p in model.parameters()}
-    return copy.deepcopy(model, without)
+    made = copy.deepcopy(model, without)
+    round_norms(made, False)
+    return made
 
 
 def _check_layer(path: str, layer: GemmLayer) -> None:

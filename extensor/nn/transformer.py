@@ -84,6 +84,8 @@ class TransformerBlock(Module):
     Source: GPT-2 (Radford et al. 2019, section 2.3); arXiv 2002.04745 on where the norm stands.
     """
 
+    feeds_layers = ("norm1", "norm2")
+
     def __init__(
         self,
         width: int,

@@ -71,19 +71,21 @@ def _weight_vjp(g: ExTensor, x: ExTensor, weight: ExTensor, eps: float, centred:
     return _over(lead, g * h)
 
 
-def _layer_norm(backend: Any, x: Any, weight: Any, bias: Any, eps: float) -> Any:
-    y, mean, rstd = backend.layer_norm(x, weight, bias, eps)
+def _layer_norm(backend: Any, x: Any, weight: Any, bias: Any, eps: float, narrow: bool) -> Any:
+    y, mean, rstd = backend.layer_norm(x, weight, bias, eps, narrow)
     return y, (mean, rstd)
 
 
 @primitive(
     forward=_layer_norm,
     vjps=(
-        lambda g, out, x, weight, bias, eps, saved: _x_vjp(g, x, weight, eps, True),
-        lambda g, out, x, weight, bias, eps, saved: _weight_vjp(g, x, weight, eps, True),
-        lambda g, out, x, weight, bias, eps, saved: _over(tuple(range(x.ndim - weight.ndim)), g),
+        lambda g, out, x, weight, bias, eps, narrow, saved: _x_vjp(g, x, weight, eps, True),
+        lambda g, out, x, weight, bias, eps, narrow, saved: _weight_vjp(g, x, weight, eps, True),
+        lambda g, out, x, weight, bias, eps, narrow, saved: _over(
+            tuple(range(x.ndim - weight.ndim)), g
+        ),
     ),
-    fused_vjp=lambda backend, g, out, inputs, needs, eps, saved: backend.layer_norm_grad(
+    fused_vjp=lambda backend, g, out, inputs, needs, eps, narrow, saved: backend.layer_norm_grad(
         g, *inputs[:2], *saved
     ),
     reads="inputs",
@@ -97,7 +99,9 @@ def _layer_norm(backend: Any, x: Any, weight: Any, bias: Any, eps: float) -> Any
         BadInput((np.zeros((2, 0)), np.zeros(0), np.zeros(0)), ValueError, "to normalize"),
     ),
 )
-def layer_norm(x: ExTensor, weight: ExTensor, bias: ExTensor, eps: float = 1e-5) -> ExTensor:
+def layer_norm(
+    x: ExTensor, weight: ExTensor, bias: ExTensor, eps: float = 1e-5, narrow: bool = False
+) -> ExTensor:
     """LayerNorm: (x - mean) / sqrt(var + eps) weight + bias over the last axes.
 
     Args:
@@ -105,6 +109,7 @@ def layer_norm(x: ExTensor, weight: ExTensor, bias: ExTensor, eps: float = 1e-5)
         weight: of ``shape``, one axis or more.
         bias: of ``shape``.
         eps: above 0.
+        narrow: round the result to bfloat16, as a product's operand may be.
 
     Returns:
         The shape of x.
@@ -115,16 +120,16 @@ def layer_norm(x: ExTensor, weight: ExTensor, bias: ExTensor, eps: float = 1e-5)
     Source: Ba et al., arXiv 1607.06450.
     """
     _check("layer_norm", eps, x, weight, bias)
-    return apply("layer_norm", x, weight, bias, eps=eps)
+    return apply("layer_norm", x, weight, bias, eps=eps, narrow=narrow)
 
 
 @primitive(
-    forward=lambda backend, x, weight, eps: backend.rms_norm(x, weight, eps),
+    forward=lambda backend, x, weight, eps, narrow: backend.rms_norm(x, weight, eps, narrow),
     vjps=(
-        lambda g, out, x, weight, eps, saved: _x_vjp(g, x, weight, eps, False),
-        lambda g, out, x, weight, eps, saved: _weight_vjp(g, x, weight, eps, False),
+        lambda g, out, x, weight, eps, narrow, saved: _x_vjp(g, x, weight, eps, False),
+        lambda g, out, x, weight, eps, narrow, saved: _weight_vjp(g, x, weight, eps, False),
     ),
-    fused_vjp=lambda backend, g, out, inputs, needs, eps, saved: backend.rms_norm_grad(
+    fused_vjp=lambda backend, g, out, inputs, needs, eps, narrow, saved: backend.rms_norm_grad(
         g, *inputs, saved
     ),
     reads="inputs",
@@ -136,13 +141,14 @@ def layer_norm(x: ExTensor, weight: ExTensor, bias: ExTensor, eps: float = 1e-5)
         BadInput((np.zeros((2, 3)), np.zeros(3), -1.0), ValueError, "eps above 0"),
     ),
 )
-def rms_norm(x: ExTensor, weight: ExTensor, eps: float = 1e-6) -> ExTensor:
+def rms_norm(x: ExTensor, weight: ExTensor, eps: float = 1e-6, narrow: bool = False) -> ExTensor:
     """RMSNorm: x / sqrt(mean(x^2) + eps) weight over the last axes (arXiv 1910.07467).
 
     Args:
         x: ``(..., *shape)``.
         weight: of ``shape``, one axis or more.
         eps: above 0.
+        narrow: round the result to bfloat16.
 
     Returns:
         The shape of x.
@@ -151,7 +157,7 @@ def rms_norm(x: ExTensor, weight: ExTensor, eps: float = 1e-6) -> ExTensor:
         TypeError, ValueError: for shapes that do not go together, or an eps not above 0.
     """
     _check("rms_norm", eps, x, weight)
-    return apply("rms_norm", x, weight, eps=eps)
+    return apply("rms_norm", x, weight, eps=eps, narrow=narrow)
 
 
 def _channels(x: ExTensor, value: ExTensor) -> ExTensor:

@@ -6,8 +6,8 @@ what `extensor.backends.cpu_training` states:
     gelu       |error| <= (x^2 / 2 + 16) u |gelu(x)| + 2**-144
     gelu_grad  |error| <= (x^2 / 2 + 16) u |g| (Phi(x) + |x| density(x)) + 2**-144 (1 + |g|)
 
-The others have the CPU's bits. Bytes read and written decide the time: each array once, in vectors
-of 16 bytes.
+and with 2 x^2 u + 2**-16 in place of the first factor where the result is bfloat16. The others have
+the CPU's bits. Bytes read and written decide the time: each array once, in vectors of 16 bytes.
 """
 
 from __future__ import annotations

@@ -228,5 +228,5 @@ def gemm_source(config: Config) -> jit.Source:
         "GUARD": int(config.guard),
     }
     plain = jit.Source.read(_FOLDER / "gemm.cu", macros)
-    function = wgmma(config.a, config.b, config.tile_n, down=config.down)
-    return replace(plain, text=plain.text.replace("//WGMMA//", function))
+    functions = wgmma(config.a, config.b, config.tile_n, down=config.down)
+    return replace(plain, text=plain.text.replace("//WGMMA//", functions))

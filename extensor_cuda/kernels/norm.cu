@@ -1,10 +1,16 @@
 // LayerNorm (CENTRED) and RMSNorm over rows of LENGTH float32 values, forward and backward.
 //
 // WARPS warps have a row, in registers; each sum is of a thread's values, then across lanes, then
-// across warps. No headers; compiled with --fmad=false. Bounds: extensor_cuda/kernels/norm.py.
+// across warps. No headers; NARROW (0: float32, 1: bfloat16) is the dtype of y and of its gradient.
+// Compiled with --fmad=false. Bounds: extensor_cuda/kernels/norm.py.
 
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+
+#include "narrow.cuh"
+
+typedef Of<NARROW>::Raw Raw;
 
 constexpr int kThreads = 256, kRows = kThreads / 32 / WARPS;  // rows of a block at a time
 constexpr int kLanes = 32 * WARPS, kEach = (LENGTH + kLanes - 1) / kLanes;  // values of a thread
@@ -32,7 +38,7 @@ __device__ __forceinline__ void row_sums(float& a, float& b) {
 // y = (x - mean) rstd weight + bias; bias may be null. RMSNorm: without mean and bias.
 extern "C" __global__ void __launch_bounds__(kThreads)
 normalize(const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
-     float* __restrict__ y, float* __restrict__ mean_of, float* __restrict__ rstd_of, float eps,
+     Raw* __restrict__ y, float* __restrict__ mean_of, float* __restrict__ rstd_of, float eps,
      i64 rows) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const int lane = threadIdx.x % kLanes;
@@ -65,7 +71,7 @@ normalize(const float* __restrict__ x, const float* __restrict__ weight, const f
         if (i >= LENGTH) continue;
         float out = __fmul_rn(__fmul_rn(v[k], rstd), weight[i]);
         if (bias) out = __fadd_rn(out, bias[i]);
-        y[row * LENGTH + i] = out;
+        y[row * LENGTH + i] = Of<NARROW>::narrow(out);
     }
     if (lane == 0) {
         rstd_of[row] = rstd;
@@ -75,7 +81,7 @@ normalize(const float* __restrict__ x, const float* __restrict__ weight, const f
 
 // Gradient in x; and of each block, its rows' sums for weight and bias: (blocks, LENGTH).
 extern "C" __global__ void __launch_bounds__(kThreads)
-normalize_grad(const float* __restrict__ g, const float* __restrict__ x, const float* __restrict__ weight,
+normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x, const float* __restrict__ weight,
           const float* __restrict__ mean_of, const float* __restrict__ rstd_of, float* __restrict__ gx,
           float* __restrict__ gw, float* __restrict__ gb, i64 rows) {
     const int lane = threadIdx.x % kLanes, mine = threadIdx.x / kLanes;
@@ -92,7 +98,7 @@ normalize_grad(const float* __restrict__ g, const float* __restrict__ x, const f
         for (int k = 0; k < kEach; ++k) {
             const int i = k * kLanes + lane;
             const bool there = real && i < LENGTH;
-            const float gradient = there ? g[row * LENGTH + i] : 0.0f;
+            const float gradient = there ? Of<NARROW>::wide(g[row * LENGTH + i]) : 0.0f;
             h[k] = there ? __fmul_rn(__fsub_rn(x[row * LENGTH + i], mean), rstd) : 0.0f;
             e[k] = there ? __fmul_rn(gradient, weight[i]) : 0.0f;
             along = __fadd_rn(along, __fmul_rn(e[k], h[k]));

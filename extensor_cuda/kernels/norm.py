@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels.elementwise import KINDS, kind
+from extensor_cuda.kernels.sums import column_sums
 
 __all__ = ["MOST", "grad", "norm", "norm_source"]
 
@@ -30,14 +32,20 @@ def _warps(length: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def norm_source(length: int, centred: bool) -> Source:
-    """The program for rows of one length."""
-    macros = {"LENGTH": length, "WARPS": _warps(length), "CENTRED": int(centred)}
+def norm_source(length: int, centred: bool, narrow: int = 0) -> Source:
+    """The program for rows of one length, and results and their gradients of a kind."""
+    macros = {"LENGTH": length, "WARPS": _warps(length), "CENTRED": int(centred), "NARROW": narrow}
     return Source.read(Path(__file__).parent / "norm.cu", macros)
 
 
 def norm(
-    x: Array, weight: Array, bias: Array | None, eps: float, centred: bool, xp: Any
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    eps: float,
+    centred: bool,
+    xp: Any,
+    narrow: bool = False,
 ) -> tuple[Array, Array | None, Array]:
     """(x - mean) rstd weight + bias, the mean (None of RMSNorm) and rstd.
 
@@ -48,15 +56,16 @@ def norm(
         eps: added to the variance.
         centred: LayerNorm, else RMSNorm.
         xp: cupy.
+        narrow: round the result to bfloat16, once.
     """
     length = weight.size
     rows = x.size // length
     shape = (*x.shape[: x.ndim - weight.ndim], *(1,) * weight.ndim)
-    out, rstd = xp.empty_like(x), xp.empty(shape, dtype=np.float32)
+    out, rstd = xp.empty(x.shape, dtype=KINDS[narrow]), xp.empty(shape, dtype=np.float32)
     mean = xp.empty(shape, dtype=np.float32) if centred else None
     null = np.uint64(0)
     launch(
-        norm_source(length, centred),
+        norm_source(length, centred, int(narrow)),
         "normalize",
         -(-rows // (_THREADS // 32 // _warps(length))),
         _THREADS,
@@ -75,7 +84,7 @@ def norm(
 def grad(
     g: Array, x: Array, weight: Array, mean: Array | None, rstd: Array, xp: Any
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients in x, weight and bias (None of RMSNorm); arguments as of `norm`."""
+    """Gradients in x, weight and bias (None of RMSNorm); g may be bfloat16, else as of `norm`."""
     length, centred = weight.size, mean is not None
     rows, together = x.size // length, _THREADS // 32 // _warps(length)
     count = xp.cuda.Device().attributes["MultiProcessorCount"] * _BLOCKS_EACH
@@ -84,7 +93,7 @@ def grad(
     partial = xp.empty((2 if centred else 1, blocks, length), dtype=np.float32)
     null = np.uint64(0)
     launch(
-        norm_source(length, centred),
+        norm_source(length, centred, kind(g)),
         "normalize_grad",
         blocks,
         _THREADS,
@@ -98,5 +107,5 @@ def grad(
         partial[1] if centred else null,
         np.int64(rows),
     )
-    sums = partial.sum(axis=1).reshape(-1, *weight.shape)
-    return gx, sums[0], sums[1] if centred else None
+    gw, *gb = (column_sums(partial[i], xp).reshape(weight.shape) for i in range(len(partial)))
+    return gx, gw, gb[0] if gb else None

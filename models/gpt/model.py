@@ -27,6 +27,8 @@ class GPT(nn.Module):
             branch 0.02 / sqrt(2 layers); biases start from zeros.
     """
 
+    feeds_layers = ("norm",)
+
     def __init__(self, config: GPTConfig, rng: np.random.Generator) -> None:
         super().__init__()
         self.config = config

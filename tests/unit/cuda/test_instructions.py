@@ -13,7 +13,7 @@ import pytest
 
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import jit, operands
-from extensor_cuda.kernels import optimizer
+from extensor_cuda.kernels import attention, optimizer
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import configure, gemm_source
 
@@ -82,3 +82,17 @@ def test_an_optimizers_step_reads_vectors(disassembler: str, tmp_path: Path) -> 
     # Addresses come from a table, so that they are generic ones.
     assert starting(found, "LD.E.128") and starting(found, "ST.E.128")
     assert not starting(found, "LDL")
+
+
+@pytest.mark.parametrize("d", attention.HEADS)
+@pytest.mark.parametrize("kernel", attention.KERNELS)
+def test_attention_runs_on_wgmma_and_bulk_copies(
+    kernel: str, d: int, disassembler: str, tmp_path: Path
+) -> None:
+    found = instructions(attention.source(kernel, d), disassembler, tmp_path)
+    products = 2 if kernel == "attention" else 3 if kernel == "attention_grad_q" else 4
+    assert starting(found, "HGMMA") >= products * 4
+    assert starting(found, "UTMALDG.4D") and starting(found, "UTMASTG.4D")
+    assert not starting(found, "HMMA") and starting(found, "MUFU.EX2")
+    assert not starting(found, "LDL") and not starting(found, "STL")
+    assert not starting(found, "ATOM") and not starting(found, "RED")  # one order of sums

@@ -34,10 +34,10 @@ def rounded_by_hand(model: Any, tokens: et.ExTensor) -> et.ExTensor:
     x = model.tokens(tokens) + model.positions.weight[: tokens.shape[1]]
     for block in model.blocks:
         attention, forward = block.attention, block.feed_forward
-        qkv = near(attention.qkv(block.norm1(x)))
+        qkv = near(attention.qkv(near(block.norm1(x))))
         x = x + near(attention.out(near(packed_attention(qkv, attention.heads, causal=True))))
-        x = x + near(forward.down(near(et.gelu(near(forward.up(block.norm2(x)))))))
-    return near(model.head(model.norm(x)))
+        x = x + near(forward.down(near(et.gelu(near(forward.up(near(block.norm2(x))))))))
+    return near(model.head(near(model.norm(x))))
 
 
 def gpt(recipe: str, activations: Any) -> Any:
@@ -92,6 +92,11 @@ def test_dtypes_are_those_of_autocast() -> None:
     assert (y + et.ones(48)).dtype is et.float32
     norm = nn.LayerNorm(48)
     assert norm(y).dtype is et.float32
+    block = nn.TransformerBlock(48, 2, norm="rms", rng=2)
+    for activations, dtype in (("bfloat16", et.bfloat16), ("float32", et.float32)):
+        apply_recipe(block, "fp32", activations=activations)
+        assert block.norm1(x[:, :48]).dtype is block.norm2(x[:, :48]).dtype is dtype
+        assert block(x[:, :48]).dtype is et.float32
     assert et.cross_entropy(y, et.zeros(6, dtype="int64")).dtype is et.float32
     narrow = y.detach()
     narrow.requires_grad = True
