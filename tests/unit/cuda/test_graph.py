@@ -137,13 +137,8 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(kernels, "operand", fake_operand)
     monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
     monkeypatch.setattr(pair, "operand", fake_pair)
-<<<<<<< HEAD
-    for place in ("backend._capability", "kernels.hopper.capability"):
-        monkeypatch.setattr(f"extensor_cuda.{place}", lambda device: "80")
-=======
     for name in ("backend._capability", "kernels.hopper.capability"):
         monkeypatch.setattr(f"extensor_cuda.{name}", lambda device: "80")
->>>>>>> main
     xp: Any = fake.FakeCupy()
 
     def matmul(a: Any, b: Any) -> Any:
