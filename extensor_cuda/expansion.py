@@ -26,19 +26,31 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import ml_dtypes
 import numpy as np
 
 from extensor.quant.array import QuantArray, coded_length
 from extensor.quant.spec import QuantSpec
+from extensor_cuda import dense
 from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels.gemm import Flags, configure, gemm
+from extensor_cuda.kernels.gemm import Flags, configure, empty_rows, gemm
 
-__all__ = ["Expansion", "expand", "expand_source", "join", "kind_of", "scale_of", "whole"]
+__all__ = [
+    "Expansion",
+    "expand",
+    "expand_source",
+    "join",
+    "kind_of",
+    "multiply",
+    "scale_of",
+    "whole",
+]
 
 Array = Any
 
 _FOLDER = Path(__file__).parent / "kernels"
 _THREADS, _GUARDED_BLOCKS, _ANCHOR_BLOCKS = 256, 264, 264
+_OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 _KINDS = ("bf16", "e5m2", "e4m3")  # as in expand.cu
 # The power of two by which the largest scale is lifted, so that the largest element is in range:
 # 6 * 2**13 and 28 * 2**11 in E5M2, 7.5 * 2**5 in E4M3; NVFP4's largest scale is 1.5 * 2**8, and
@@ -238,3 +250,12 @@ def join(
     factors = (a.factor, b.factor) if shared == "factor" else None
     codes = a.codes, b.codes
     gemm(*codes, out, config, *exponents, bias, flags=flags, runs=runs, factors=factors)
+
+
+def multiply(a: Expansion, b: Expansion, dtype: str, xp: Any) -> Array:
+    """The product a b^T of bfloat16 operands as "float32" or "bfloat16"; does not wait."""
+    if scale_of(a, b) == "none":
+        return dense.multiply(dense.Dense(a.codes), dense.Dense(b.codes), dtype, xp)
+    out = empty_rows(xp, len(a.codes), len(b.codes), _OUT[dtype])
+    join(a, b, out)
+    return xp.ascontiguousarray(out)

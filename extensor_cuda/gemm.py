@@ -38,7 +38,7 @@ import numpy as np
 
 from extensor.quant.array import QuantArray
 from extensor_cuda import scaled
-from extensor_cuda.expansion import Expansion, expand, join, kind_of, whole
+from extensor_cuda.expansion import Expansion, expand, join, kind_of, multiply, whole
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS, Config, configure, empty_rows, gemm
@@ -230,9 +230,9 @@ def matmul(
         )
     if _is_float_scaled(a):
         return Product(*scaled.product(a, b, out_dtype, xp))
-    out = empty_rows(xp, a.shape[0], b.shape[0], _OUT[out_dtype])
     why = "asked for"
     if accumulate != "bf16":
+        out = empty_rows(xp, a.shape[0], b.shape[0], _OUT[out_dtype])
         if accumulate == "near":
             done = _as_near(a, b, out, xp)
         else:
@@ -244,5 +244,4 @@ def matmul(
     sides = whole((a, b), xp)
     if sides is None:
         return "values that bfloat16 does not hold"
-    join(sides[0], sides[1], out)
-    return Product(xp.ascontiguousarray(out), f"bf16 tensor cores: {why}")
+    return Product(multiply(sides[0], sides[1], out_dtype, xp), f"bf16 tensor cores: {why}")

@@ -17,7 +17,7 @@ import numpy as np
 
 from extensor.quant.array import QuantArray
 from extensor_cuda import decode
-from extensor_cuda.expansion import Expansion, join, whole
+from extensor_cuda.expansion import Expansion, multiply, whole
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import empty_rows
 from extensor_cuda.scaled import pitched
@@ -58,7 +58,7 @@ def _parts(x: Array, xp: Any) -> Array:
     """The bits of x as bfloat16, (M, K); of float32 in three parts that add up to it, (3 M, K)."""
     rows, k = x.shape
     if x.dtype.name == "bfloat16":
-        return pitched(x, xp).view(np.uint16)
+        return pitched(x.view(np.uint16), xp)
     x = xp.ascontiguousarray(x)
     out = empty_rows(xp, 3 * rows, k, np.uint16)
     rest = xp.where(xp.isfinite(x), x, np.float32(0))
@@ -96,8 +96,8 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, st
     rows = len(x)
     parts = _parts(x, xp)
     single = len(parts) == rows
-    out = empty_rows(xp, len(parts), w.shape[0], _OUT[out_dtype if single else "float32"])
-    join(Expansion(parts, "bf16"), made[0], out)
+    dtype = out_dtype if single else "float32"
+    out = multiply(Expansion(parts, "bf16"), made[0], dtype, xp)
     if not single:  # the smallest first
         total = out[2 * rows :] + out[rows : 2 * rows]
         total += out[:rows]

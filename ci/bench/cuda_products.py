@@ -28,10 +28,10 @@ from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
 from ci.bench.cuda_gemm import Call, measure
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
+from extensor_cuda import dense, grouped, near, scaling, weights
 from extensor_cuda import gemm as blocked
-from extensor_cuda import grouped, near, scaling, weights
 from extensor_cuda import scaled as scaled_products
-from extensor_cuda.expansion import join
+from extensor_cuda.expansion import join, whole
 from extensor_cuda.kernels.gemm import Config, empty_rows, gemm
 
 CACHE = 64 << 20  # bytes that no cache holds
@@ -127,8 +127,8 @@ def _quantizing(x: Any, spec: QuantSpec, xp: Any, turn: int) -> Any:
     return _side(x, spec, xp)
 
 
-NEAR_TILES = ((128, 2, 0), (176, 2, 0), (176, 3, 0), (192, 3, 0), (192, 2, 1))
-"""Columns, patches and skew of other programs than the one that is chosen."""
+NEAR_TILES = ((128, 2), (176, 2), (176, 3), (192, 2), (192, 3))
+"""Columns and patches of programs, the one that is chosen among them."""
 
 
 def near_exact(backend: Any, rounds: int) -> Rows:
@@ -165,9 +165,9 @@ def near_exact(backend: Any, rounds: int) -> Rows:
             "product of operands": partial(_joined, x, y, out, 1),
             "product of operands, every 512": partial(_joined, x, y, out, 4),
         }
-        for columns, patches, skew in NEAR_TILES:
-            config = Config("e4m3", "e4m3", columns, 1, patches=patches, skew=skew, out="bfloat16")
-            name = f"product of operands, tile {columns}, patches {patches}, skew {skew}"
+        for columns, patches in NEAR_TILES:
+            config = Config("e4m3", "e4m3", columns, 1, patches=patches, out="bfloat16")
+            name = f"product of operands, tile {columns}, patches {patches}"
             calls[name] = partial(_placed, x, y, out, config)
         times = measure(calls, rounds)
         changed, flushed = lost.shares()
@@ -225,18 +225,18 @@ def _contests(
     """Products of packed weights (N, K) with so many rows."""
     xp, (n, k) = backend.xp, layer
     turns = -(-CACHE // (n * k // 2)) + 1
-    dense = [tensor(n, k, seed=i) for i in range(turns)]
+    w = [tensor(n, k, seed=i) for i in range(turns)]
     big = tensor(CACHE)
     int4: dict[str, Any] = {"tile": (1, 128), "scale_dtype": "float16"}
     held = {
-        name: [packed(w, name, backend, **(int4 if name == "int4" else {})) for w in dense]
+        name: [packed(v, name, backend, **(int4 if name == "int4" else {})) for v in w]
         for name in FORMATS
     }
     for m in tokens:
         x = tensor(m, k)
         view = ours(x, xp)
         calls: dict[str, Call] = {
-            "torch bf16": partial(_linear, x, dense),
+            "torch bf16": partial(_linear, x, w),
             "copy": lambda turn: big.clone(),
         }
         nbytes = {"copy": 4 * CACHE, "torch bf16": 2 * n * k}
@@ -244,6 +244,11 @@ def _contests(
             if weights.reason(view, stored[0], "90") is None:
                 nbytes[name] = stored[0].nbytes
                 calls[name] = partial(_packed, view, stored, xp)
+                if m > TOKENS[-1]:
+                    calls[f"{name}, expanded alone"] = partial(_expanding, stored, xp)
+        if m > TOKENS[-1]:
+            sides = dense.Dense(view.view(np.uint16)), dense.Dense(ours(w[0], xp).view(np.uint16))
+            calls["bf16, ours"] = partial(_dense, sides, xp)
         yield from _rows(what, f"{m} x {n} x {k}", measure(calls, rounds), nbytes)
 
 
@@ -253,6 +258,14 @@ def _linear(x: Any, held: list[Any], turn: int) -> Any:
 
 def _packed(x: Any, held: list[Any], xp: Any, turn: int) -> Any:
     return weights.product(x, held[turn % len(held)], "bfloat16", xp)
+
+
+def _expanding(held: list[Any], xp: Any, turn: int) -> Any:
+    return whole([held[turn % len(held)]], xp)
+
+
+def _dense(sides: tuple[Any, Any], xp: Any, turn: int) -> Any:
+    return dense.multiply(*sides, "bfloat16", xp)
 
 
 def decoding(backend: Any, rounds: int) -> Rows:

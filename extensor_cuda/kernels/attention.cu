@@ -130,6 +130,7 @@ attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ Tenso
                 release(m.empty + 8 * keys.stage, lane);
                 if (open < (j + 1) * kKeys) mask(s, e, row, j * kKeys, lane);
                 weigh(s, largest, total, faded, e.scale2);
+                end_block(total[0] + total[1]);  // the wait comes after the exponentials
                 finish<0>(o);
                 release(m.empty + 8 * at.stage, lane);
                 at.advance();

@@ -111,6 +111,10 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int row,
 constexpr int kOthers = 64, kOtherTile = kOthers * kHead * 2;  // the gradients' side that streams by
 
 typedef u32 Fragments[kHead / 16][4];  // a warp's 16 rows of a tile, as wgmma takes them from registers
+// Where tiles that stay are multiplied from registers. Of 64 elements they have as many fragments as the
+// rounded scores, and ptxas (13.0) then gives both the same registers, so that those of the tile are lost
+// after a loop's first turn: tests/unit/cuda/test_instructions.py.
+constexpr bool kInRegisters = kHead != kOthers;
 
 __device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }

@@ -12,7 +12,6 @@
 
 constexpr int kStage = 2 * kOtherTile;
 constexpr int kVectors = 2 * kOthers * 4;  // spread and t of the queries of a stage
-constexpr bool kInRegisters = kHead == 64;  // keys and values, where there is room
 
 // The first query that sees a key of the tile, down to a multiple of kOthers.
 __device__ __forceinline__ int first_query(const Problem& e, int key) {
@@ -70,15 +69,8 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
             const int each = (e.queries - begin + kOthers - 1) / kOthers, count = each * e.shared;
             Sum s[kOthers / 2], d[kOthers / 2], gk[kHead / 2], gv[kHead / 2];
             u32 rounded[kOthers / 16][4];
-            Fragments k, v;
             wait(m.held_full, turn);
             turn ^= 1;
-            if constexpr (kInRegisters) {
-                fetch(k, m.held, warp * 16 + lane / 4, lane);
-                fetch(v, m.held + kHeldTile, warp * 16 + lane / 4, lane);
-                __syncwarp();
-                release(m.held_empty, lane);
-            }
             int last = 0, query = begin;
             for (int j = 0; j < count; ++j) {
                 const u32 queries = ring + at.stage * kStage;
@@ -87,9 +79,9 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
                 hold(s);
                 hold(d);
                 begin_products();
-                if constexpr (kInRegisters) product(s, k, queries); else product(s, keys, queries);
+                product(s, keys, queries);
                 end_products();
-                if constexpr (kInRegisters) product(d, v, queries + kOtherTile); else product(d, values, queries + kOtherTile);
+                product(d, values, queries + kOtherTile);
                 end_products();
                 if (j) {
                     finish<2>(gk);
@@ -135,6 +127,7 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
                         b = high_of(p) * (b - here.y);
                     }
                 }
+                hold(d);  // not after the wait
                 finish<0>(gv);
                 round_to(rounded, d);
                 hold(gk);
@@ -145,7 +138,7 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
             }
             finish<0>(gk);
             release(m.empty + 8 * last, lane);
-            if constexpr (!kInRegisters) release(m.held_empty, lane);
+            release(m.held_empty, lane);
             write_rows(gv, 1.0f, 1.0f, &gv_map, patch, row0, e.keys, tile, lane);
             write_rows(gk, e.scale, e.scale, &gk_map, patch, row0, e.keys, tile, lane);
         }

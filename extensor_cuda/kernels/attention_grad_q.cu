@@ -51,6 +51,7 @@ attention_grad_q(const __grid_constant__ TensorMap q_map, const __grid_constant_
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         const int warp = threadIdx.x / 32;
         u8* patch = m.patches + warp * kPatch;
+        const u32 queries = held + warpgroup * 64 * 128;
         while (walk.next(e, tile)) {
             const int row0 = tile.first + warp * 16, row = row0 + lane / 4;
             const int count = blocks_of_keys<kOthers>(e, tile.first);
@@ -73,9 +74,11 @@ attention_grad_q(const __grid_constant__ TensorMap q_map, const __grid_constant_
                         sum = __fmaf_rn(high_of(g[k][i]), high_of(out[k][i]), sum);
                     }
             }
-            fetch(q, m.held, warp * 16 + lane / 4, lane);
-            __syncwarp();
-            release(m.held_empty, lane);
+            if constexpr (kInRegisters) {
+                fetch(q, m.held, warp * 16 + lane / 4, lane);
+                __syncwarp();
+                release(m.held_empty, lane);
+            }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 along[h] = sum_of_row(along[h]);
@@ -91,9 +94,10 @@ attention_grad_q(const __grid_constant__ TensorMap q_map, const __grid_constant_
                 hold(s);
                 hold(d);
                 begin_products();
-                product(s, q, keys);
+                if constexpr (kInRegisters) product(s, q, keys); else product(s, queries, keys);
                 end_products();
-                product(d, g, keys + kOtherTile);
+                if constexpr (kInRegisters) product(d, g, keys + kOtherTile);
+                else product(d, queries + kHeldTile, keys + kOtherTile);
                 end_products();
                 if (j) {
                     finish<2>(gq);
@@ -118,6 +122,7 @@ attention_grad_q(const __grid_constant__ TensorMap q_map, const __grid_constant_
                             if (i / 2 * 8 + i % 2 > beyond) s[i / 2 * 4 + 2 * h + i % 2] = 0.0f;
                     }
                 }
+                hold(s);  // not after the wait
                 finish<0>(d);
 #pragma unroll
                 for (int i = 0; i < kOthers / 2; ++i) s[i] *= d[i] - along[i / 2 % 2];
@@ -129,6 +134,7 @@ attention_grad_q(const __grid_constant__ TensorMap q_map, const __grid_constant_
             }
             finish<0>(gq);
             release(m.empty + 8 * last, lane);
+            if constexpr (!kInRegisters) release(m.held_empty, lane);
             write_rows(gq, e.scale, e.scale, &gq_map, patch, row0, e.queries, tile, lane);
         }
         if (lane == 0) await_stores();

@@ -29,13 +29,14 @@ constexpr int kInByte = 8 / BITS, kLaneBytes = 4 * kCodeWords, kStage = 2 * kThr
 constexpr int kScales = SCALED ? 0 : PIECE / BLOCK, kScalePitch = kScales + 4;  // of a row of w, no bank conflicts
 
 #ifdef __CUDA_ARCH__
-// So many bytes to shared memory, zeros unless they are `there`; done once `arrived` says so.
+// So many bytes to shared memory, zeros unless they are `there`; done once `arrived` says so. A warp takes
+// 64 bytes of each of 16 rows: the cache is asked to fetch the next ones too, which memory gives faster.
 template <int kBytes>
 __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool there) {
     const u32 address = static_cast<u32>(__cvta_generic_to_shared(to));
     const int bytes = there ? kBytes : 0;
     if (kBytes == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(address), "l"(from), "r"(bytes), "n"(kBytes)
                      : "memory");
@@ -183,40 +184,51 @@ __device__ __forceinline__ u32 part_of(Raw raw, int part) {
 #endif
 }
 
+// Where eight values of a token lie in shared memory.
+__device__ __forceinline__ uint4* unit_of(u8* to, int token, int i) {
+    const int within = i % (kSegment / 8), lane = within / kUnits, j = within % kUnits;
+    return reinterpret_cast<uint4*>(to + token * kPitch + (i - within + j * 4 + lane) * 16);
+}
+
 // x from `k0` on, zeros beyond `columns`, as decoding leaves the weights.
 __device__ __forceinline__ void load_x(u8* to, const Raw* x, int k0, int rows, int columns) {
-    constexpr int kOfToken = PIECE / 8;
-    for (int u = threadIdx.x; u < rows * PARTS * kOfToken; u += kThreads) {
+    constexpr int kOfToken = PIECE / 8, kBatch = 4;
+    const int count = rows * PARTS * kOfToken;
+#if IN == 1
+    if (columns % 8 == 0) {
+        for (int first = threadIdx.x; first < count; first += kBatch * kThreads) {
+            uint4 got[kBatch];  // several on their way at a time
+#pragma unroll
+            for (int n = 0; n < kBatch; ++n) {
+                const int u = first + n * kThreads, k = k0 + u % kOfToken * 8;
+                got[n] = uint4{0, 0, 0, 0};
+                if (u < count && k < columns)
+                    got[n] = *reinterpret_cast<const uint4*>(x + static_cast<i64>(u / kOfToken) * columns + k);
+            }
+#pragma unroll
+            for (int n = 0; n < kBatch; ++n) {
+                const int u = first + n * kThreads;
+                const uint4 w = got[n];
+                if (u >= count) continue;
+                *unit_of(to, u / kOfToken, u % kOfToken) =
+                    BITS == 8 ? w
+                              : uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632),
+                                      __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
+            }
+        }
+        return;
+    }
+#endif
+    for (int u = threadIdx.x; u < count; u += kThreads) {
         const int token = u / kOfToken, i = u % kOfToken, part = PARTS == 1 ? 0 : token / rows;
         const int k = k0 + i * 8;
         u32 v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        if (k < columns) {
-            const Raw* from = x + static_cast<i64>(token - part * rows) * columns + k;
-            if (columns % 8 == 0) {
-                const uint4* four = reinterpret_cast<const uint4*>(from);
-#if IN == 0
-                const uint4 a = four[0], b = four[1];
-                const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-                for (int e = 0; e < 8; ++e) v[e] = part_of(__uint_as_float(words[e]), part);
-#else
-                const u32 words[4] = {four->x, four->y, four->z, four->w};
-#pragma unroll
-                for (int e = 0; e < 8; ++e) v[e] = words[e / 2] >> (16 * (e % 2)) & 0xFFFFu;
-#endif
-            } else {
-                for (int e = 0; e < 8; ++e)
-                    if (k + e < columns) v[e] = part_of(from[e], part);
-            }
-        }
-        uint4 unit;
-        if (BITS == 4)
-            unit = uint4{v[0] | v[4] << 16, v[1] | v[5] << 16, v[2] | v[6] << 16, v[3] | v[7] << 16};
-        else
-            unit = uint4{v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16};
-        const int within = i % (kSegment / 8), lane = within / kUnits, j = within % kUnits;
-        const int place = i / (kSegment / 8) * (kSegment / 8) + j * 4 + lane;
-        *reinterpret_cast<uint4*>(to + token * kPitch + place * 16) = unit;
+        const Raw* from = x + static_cast<i64>(token - part * rows) * columns + k;
+        for (int e = 0; e < 8; ++e)
+            if (k + e < columns) v[e] = part_of(from[e], part);
+        *unit_of(to, token, i) =
+            BITS == 8 ? uint4{v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16}
+                      : uint4{v[0] | v[4] << 16, v[1] | v[5] << 16, v[2] | v[6] << 16, v[3] | v[7] << 16};
     }
 }
 

@@ -348,4 +348,6 @@ def _with(
         blocks=scales is not None,
         grouped=offsets is not None,
         promote=1 if scales is not None else config.promote,
+        # The ring holds scales too.
+        patches=min(config.patches, 2) if scales is not None else config.patches,
     )

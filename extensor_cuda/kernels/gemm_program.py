@@ -135,8 +135,6 @@ def configure(
         return -(-tiles // blocks) * tile[0] * tile[2]
 
     tile_n, patches, _ = min(_TILES if promote else _WIDE_TILES, key=cost)
-    if promote == 1:  # the ring holds scales too
-        patches = min(patches, 2)
     return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, group=8)
 
 

@@ -117,6 +117,12 @@ __device__ __forceinline__ void hold(Sum (&d)[kSums]) {
     for (int i = 0; i < kSums; ++i) asm volatile("" : "+" SUM(d[i])::"memory");
 }
 
+// Ends the block of instructions within which the compiler moves a wait for products up, before
+// sums that could go beside them. No sum of exponentials is negative.
+__device__ __forceinline__ void end_block(float never_negative) {
+    if (never_negative < 0.0f) asm volatile("nanosleep.u32 20;");  // of a trap ptxas makes spills
+}
+
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 

@@ -115,6 +115,7 @@ inline u32 rounded_pair(float high, float low) {
 
 // ---- wgmma ----
 
+inline void end_block(float) {}
 inline void begin_products() {}
 inline void end_products() {}
 template <int n>

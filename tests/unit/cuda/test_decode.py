@@ -12,7 +12,7 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import decode, expansion
+from extensor_cuda import decode, dense, expansion
 from extensor_cuda import weights as packed
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
@@ -72,7 +72,8 @@ def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 def many(xp: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Any:
     """The array module, where products of many rows run too."""
     if isinstance(xp, emulation.Cupy):
-        monkeypatch.setattr(expansion, "launch", request.getfixturevalue("emulator"))
+        for module in (dense, expansion):
+            monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
     elif xp.cuda.Device().compute_capability != "90":
         pytest.skip("the GPU is not a Hopper: no wgmma")
     return xp

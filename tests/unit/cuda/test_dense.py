@@ -242,4 +242,4 @@ def test_rounding_is_the_nearest_and_once_for_both_ways(
     along, down = dense.make(hopper.asarray(x), (1, 0), hopper)
     assert along.bits is down.bits and along.shape == down.shape[::-1] == shape
     for made, values in ((along, want), (down, want.T)):
-        np.testing.assert_array_equal(made.values(np), values.astype(np.float32))
+        np.testing.assert_array_equal(made.values(hopper).get(), values.astype(np.float32))

@@ -33,12 +33,17 @@ def disassembler(nvrtc: None) -> str:
     pytest.skip("nvdisasm is not installed; pip install nvidia-cuda-nvdisasm")
 
 
-def instructions(source: jit.Source, disassembler: str, folder: Path) -> Counter[str]:
-    """How often each instruction of Hopper stands in a program."""
+def listing(source: jit.Source, disassembler: str, folder: Path) -> str:
+    """A program in Hopper's instructions."""
     path = folder / "code.cubin"
     path.write_bytes(jit.compile_cubin(source, "sm_90a")[0])
     done = subprocess.run([disassembler, str(path)], check=True, capture_output=True, text=True)
-    text = re.sub(r"/\*[0-9a-f]+\*/", "", done.stdout)
+    return re.sub(r"/\*[0-9a-f]+\*/", "", done.stdout)
+
+
+def instructions(source: jit.Source, disassembler: str, folder: Path) -> Counter[str]:
+    """How often each instruction of Hopper stands in a program."""
+    text = listing(source, disassembler, folder)
     return Counter(re.findall(r"^\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\b", text, re.MULTILINE))
 
 
@@ -96,3 +101,15 @@ def test_attention_runs_on_wgmma_and_bulk_copies(
     assert not starting(found, "HMMA") and starting(found, "MUFU.EX2")
     assert not starting(found, "LDL") and not starting(found, "STL")
     assert not starting(found, "ATOM") and not starting(found, "RED")  # one order of sums
+
+
+@pytest.mark.parametrize("d", attention.HEADS)
+def test_attention_takes_exponentials_beside_its_products(
+    d: int, disassembler: str, tmp_path: Path
+) -> None:
+    """Between the wait for the scores and the one for the product before."""
+    text = listing(attention.source("attention", d), disassembler, tmp_path)
+    begin = re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", text)
+    assert begin
+    end = text.index("WARPGROUP.DEPBAR.LE gsb0, 0x0", begin.end())
+    assert text.count("MUFU.EX2", begin.end(), end) >= 64

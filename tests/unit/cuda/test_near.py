@@ -13,7 +13,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.near import near_exact
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import expansion, gemm, near
+from extensor_cuda import dense, expansion, gemm, near
 from extensor_cuda.kernels.gemm import configure, gemm_source
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
@@ -51,7 +51,7 @@ def test_no_gemm_of_it_spills(n: int) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [near, expansion])
+    return place(request, monkeypatch, [near, expansion, dense])
 
 
 def made(

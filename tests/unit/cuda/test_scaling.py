@@ -12,6 +12,7 @@ from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import scaling
+from tests.unit.cuda import emulator
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
 
@@ -84,8 +85,10 @@ def test_operands_are_the_references(xp: Any, spec: QuantSpec, axis: int, dtype:
             np.testing.assert_array_equal(np.asarray(side.scales.get()), scales)
             assert counts() == stats, (shape, kind)
             decoded = reference.dequantize(q)
-            values = scaling.values(side, xp).get()
-            np.testing.assert_array_equal(values, decoded if axis else decoded.T)
+            values, decoded = scaling.values(side, xp).get(), decoded if axis else decoded.T
+            if not isinstance(xp, emulator.Cupy):  # cupy flushes what is below the normal numbers
+                values, decoded = (np.where(abs(a) < 2.0**-126, 0, a) for a in (values, decoded))
+            np.testing.assert_array_equal(values, decoded)
 
 
 @pytest.mark.parametrize(
