@@ -272,14 +272,14 @@ def test_a_layers_three_products_are_the_cpus(xp: Any, backend: Any, recipe: str
     x, w, g = (
         rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((m, k), (n, k), (m, n))
     )
+    bias = 10 * rng.standard_normal(n).astype(np.float32)
     results = []
     for device in (backend, registry.get("cpu")):
         context = layer_context(get_recipe(recipe).layers, seed=5)
-        sent_x, sent_w, sent_g = (device.xp.asarray(v) for v in (x, w, g))
-        out, saved = quantized._matmul_forward(device, sent_x, sent_w, context=context)
-        grads = quantized._matmul_vjp(
-            device, sent_g, out, (sent_x, sent_w), (True, True), context=context, saved=saved
-        )
+        inputs = [device.xp.asarray(v) for v in (x, w, bias)]
+        out, saved = quantized._matmul_forward(device, *inputs, context=context)
+        sent_g, needs = device.xp.asarray(g), (True, True)  # not the bias's
+        grads = quantized._matmul_vjp(device, sent_g, out, inputs, needs, context, saved)
         made = [np.asarray(v.get() if hasattr(v, "get") else v) for v in (out, *grads)]
         results.append([v.astype(np.float64) for v in made])
         counted = dict(context.state.telemetry)
