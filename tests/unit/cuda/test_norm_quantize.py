@@ -54,9 +54,7 @@ def test_bytes_are_those_of_the_rounded_norm(cuda: Any, name: str, centred: bool
         plan = plan_of(name, shape)
         given = [None if a is None else xp.asarray(a) for a in (x, weight, bias)]
         assert fused.reason(*given, plan, "90") is None
-        *made, mean, rstd, counters = fused.norm_quantize(
-            *given, EPS, plan, xp, centred=centred
-        )
+        *made, mean, rstd, counters = fused.norm_quantize(*given, EPS, plan, xp, centred=centred)
         (alone, nothing, *_), wide = (
             fused.norm_quantize(*given, EPS, plan, xp, centred=centred, only_rows=True),
             x.astype(np.float64),
