@@ -47,7 +47,8 @@ def reason(
     ):
         return f"{x.dtype} rows, {weight.dtype} weights; wanted float32 or bfloat16, under float32"
     rows, columns = x.shape
-    if rows % _TALL or columns % _WIDE or columns > (most := _WIDE * _MOST_CLUSTER):
+    most = _WIDE * _MOST_CLUSTER
+    if rows % _TALL or columns % _WIDE or columns > most:
         return f"{rows} rows of {columns}; wanted multiples of {_TALL}, of {_WIDE} up to {most}"
     spec = plan.along.spec
     if plan.along.needs_tensor:
