@@ -113,3 +113,19 @@ def test_attention_takes_exponentials_beside_its_products(
     assert begin
     end = text.index("WARPGROUP.DEPBAR.LE gsb0, 0x0", begin.end())
     assert text.count("MUFU.EX2", begin.end(), end) >= 64
+
+
+@pytest.mark.parametrize("d", attention.HEADS)
+@pytest.mark.parametrize("kernel", attention.KERNELS)
+def test_what_stays_in_registers_is_not_overwritten(
+    kernel: str, d: int, disassembler: str, tmp_path: Path
+) -> None:
+    """ptxas 13.0 gave a tile that each turn of a loop multiplies the registers of rounded scores."""
+    text = listing(attention.source(kernel, d), disassembler, tmp_path)
+    left = re.findall(r"HGMMA\S+ R\d+, R(\d+), gdesc\[\w+\](\.tnspB)?", text)
+    tile, rounded = (
+        {int(first) + i for first, turned in left if bool(turned) == way for i in range(4)}
+        for way in (False, True)
+    )
+    assert rounded and not tile & rounded
+    assert bool(tile) == (kernel == "attention_grad_q" and d == 128)
