@@ -120,7 +120,7 @@ def test_attention_takes_exponentials_beside_its_products(
 def test_what_stays_in_registers_is_not_overwritten(
     kernel: str, d: int, disassembler: str, tmp_path: Path
 ) -> None:
-    """ptxas 13.0 gave a tile that each turn of a loop multiplies the registers of rounded scores."""
+    """Ptxas 13.0 gave a tile that each turn of a loop multiplies rounded scores' registers."""
     text = listing(attention.source(kernel, d), disassembler, tmp_path)
     left = re.findall(r"HGMMA\S+ R\d+, R(\d+), gdesc\[\w+\](\.tnspB)?", text)
     tile, rounded = (
