@@ -285,7 +285,7 @@ def test_a_rule_that_matches_no_layer_is_refused_before_anything_is_written(
     layers = get_recipe("fp32").layers
     bad = Recipe("bad", "a rule too many", layers, (Rule("features.*", layers),))
     monkeypatch.setattr(
-        loop, "apply_recipe", lambda model, name, seed: extensor.nn.apply_recipe(model, bad, seed)
+        loop, "apply_recipe", lambda model, name, *rest: extensor.nn.apply_recipe(model, bad, *rest)
     )
     with pytest.raises(UsageError, match=r"'features\.\*' matches no layer.*layers\.0"):
         train(small(), tmp_path / "run", resume=False, console=Console(file=io.StringIO()))
