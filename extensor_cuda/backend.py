@@ -362,6 +362,7 @@ class CudaBackend(CudaTraining):
     ) -> Array:
         """See the protocol; `extensor_cuda.operands` has the ways, `fallbacks` what was taken."""
         xp, kind = self.xp, "bfloat16" if dtype == "bfloat16" else "float32"
+        bias = None if bias is None else xp.ascontiguousarray(bias)  # kernels read it in order
         if isinstance(a, dense.Dense) and isinstance(b, dense.Dense):
             return dense.multiply(a, b, kind, xp, bias)
         if self._falls is None:

@@ -196,7 +196,8 @@ def matmul(
     """The product a b^T on the tensor cores; the module's docstring has the error bounds.
 
     Reads a flag on the host, and so waits for the GPU: it cannot be captured in a graph. Not so
-    "near" with two MXFP8 operands, nor "bf16" with operands that it has multiplied before.
+    "near" with two MXFP8 operands, nor "bf16" with operands that bfloat16 holds as they are
+    and that it has multiplied before.
 
     Args:
         a: (M, K), blocked along K.

@@ -50,6 +50,11 @@ def reason(
     most = _WIDE * _MOST_CLUSTER
     if rows % _TALL or columns % _WIDE or columns > most:
         return f"{rows} rows of {columns}; wanted multiples of {_TALL}, of {_WIDE} up to {most}"
+    vectors = [a for a in (weight, bias) if a is not None]
+    if not x.size or any(a.shape != (columns,) for a in vectors):
+        return f"x {x.shape} under {[a.shape for a in vectors]}; wanted ({columns},), nothing empty"
+    if any(not a.flags.c_contiguous or a.data.ptr % 16 for a in (x, *vectors)):
+        return "arrays that are not contiguous from a multiple of 16 bytes on"
     spec = plan.along.spec
     if plan.along.needs_tensor:
         return f"{spec.format} needs the largest of the whole tensor first"

@@ -111,7 +111,9 @@ def _reason(q: QuantArray) -> str | None:
 def pitched(codes: Array, xp: Any) -> Array:
     """A matrix with rows a multiple of 16 bytes apart, as TMA wants them; a copy if need be."""
     item = codes.dtype.itemsize
-    if codes.strides[1] == item and not (codes.strides[0] % 16 or codes.data.ptr % 16):
+    apart, rest = divmod(codes.strides[0], 16)
+    whole = codes.strides[1] == item and 16 * apart >= codes.shape[1] * item
+    if whole and not (rest or codes.data.ptr % 16):
         return codes
     out = empty_rows(xp, codes.shape[0], codes.shape[1], codes.dtype)
     out[...] = codes

@@ -338,6 +338,10 @@ class Trainer:
         checkpoint = load_checkpoint(path)
         metadata, tensors = checkpoint.metadata, checkpoint.tensors
         theirs, mine = metadata.get("config"), self.config.as_dict()
+        if theirs:  # what a checkpoint does not name came later, and was as it is by default
+            fields = dataclasses.fields(self.config)
+            given = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+            theirs = given | theirs
         if theirs != mine:
             differ = sorted(k for k in mine if not theirs or theirs.get(k) != mine[k])
             raise ValueError(

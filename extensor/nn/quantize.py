@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from extensor.nn.gemm_layer import GemmLayer
+from extensor.nn.layer_norm import LayerNorm
 from extensor.nn.module import Module
+from extensor.nn.rms_norm import RMSNorm
 from extensor.quant.context import LayerContext, RecipeState
 from extensor.quant.recipe import Dense, LayerRecipe, Recipe
 from extensor.quant.recipes import RECIPES, get_recipe
@@ -68,7 +70,8 @@ def round_norms(model: Module, narrow: bool) -> None:
     """Have norms that only layers read round what these would round, or no longer."""
     for module in model.modules():
         for name in module.feeds_layers:
-            getattr(module, name).narrow = narrow
+            if isinstance(norm := getattr(module, name, None), (LayerNorm, RMSNorm)):
+                norm.narrow = narrow
 
 
 def assign_recipe(model: Module, recipe: Recipe) -> Mapping[str, LayerRecipe]:

@@ -73,6 +73,8 @@ def of_products(
 
     A backend may read x once for rows and columns.
     """
+    if not slots:
+        return []
     specs = _specs(context, slots)
     if specs is None:
         dense = _dense(context, slots, sizes)

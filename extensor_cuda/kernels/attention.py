@@ -162,7 +162,7 @@ def _problem(q: Array, k: Array, causal: bool, scale: float, spread: Array) -> d
 def _readable(arrays: tuple[Array, ...], xp: Any) -> list[Array]:
     """Bfloat16 copies of those that no tensor map describes."""
     half = [a.astype(ml_dtypes.bfloat16, copy=False) for a in arrays]
-    return [a if _fits(a) else xp.ascontiguousarray(a.view(np.uint16)).view(a.dtype) for a in half]
+    return [a if _fits(a) else a.view(np.uint16).copy(order="C").view(a.dtype) for a in half]
 
 
 def attention(

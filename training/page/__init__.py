@@ -14,6 +14,7 @@ from typing import Annotated
 import tyro
 
 from training.callbacks.progress import percent
+from training.config import ACTIVATIONS
 from training.page import charts, layers, settings
 from training.page.facts import Facts, read_facts
 from training.runs import RUNS
@@ -69,7 +70,11 @@ def _page(facts: Facts) -> str:
             "not recorded; train with --telemetry 20, say, to see each layer's saturation, "
             "gradient noise and weight oscillation over time",
         ),
-        _section("Recipe", settings.recipe(facts.config.recipe), ""),
+        _section(
+            "Recipe",
+            settings.recipe(facts.config.recipe, ACTIVATIONS[facts.config.activations]),
+            "",
+        ),
         _section("Settings and versions", settings.settings(facts), ""),
     ]
     return (

@@ -14,10 +14,10 @@ from training.page.facts import Facts
 __all__ = ["recipe", "settings"]
 
 
-def recipe(name: str) -> str:
+def recipe(name: str, activations: str | None) -> str:
     row = get_recipe(name)
     parts = [f"<p><b>{escape(row.name)}</b>: {escape(row.doc)}</p>"]
-    parts.append(f"<p>results of layers: {row.activations}</p>")
+    parts.append(f"<p>results of layers: {activations or row.activations}</p>")
     parts.append(_slots("every other layer" if row.rules else "every layer", row.layers))
     parts += [_slots(rule.match, rule.use) for rule in row.rules]
     return "".join(parts)

@@ -93,7 +93,7 @@ def _map(
     kind: str = "UINT8",
 ) -> bytes:
     item = {"UINT8": 1, "BFLOAT16": 2, "FLOAT32": 4}[kind]
-    assert box[0] * item == 128
+    assert box[0] * item == 128 and pointer % 16 == 0
     if len(sizes) == 2:
         return struct.pack("<6Q", pointer, sizes[1], sizes[0], *strides, box[1], item).ljust(
             128, b"\0"

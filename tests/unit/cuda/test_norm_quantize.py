@@ -15,6 +15,7 @@ from extensor_cuda.counts import Counts
 from extensor_cuda.kernels import pair
 from extensor_cuda.kernels.quantize import SLOTS
 from tests.oracle.compare import same_bytes
+from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.test_compile import check_compiles
 
 NAMES = ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxint8")
@@ -84,13 +85,16 @@ def test_bytes_are_those_of_the_rounded_norm(cuda: Any, name: str, centred: bool
 
 
 def test_what_has_no_kernel_has_a_reason() -> None:
-    x, weight = np.zeros((64, 512), np.float32), np.ones(512, np.float32)
+    xp = Cupy()
+    x, weight = xp.zeros((64, 512), np.float32), xp.asarray(np.ones(512, np.float32))
     plan = plan_of("mxfp4", (64, 512))
     for changed, word in (
         ((x, weight, None, plan, "80"), "capability"),
         ((x.astype(np.float16), weight, None, plan, "90"), "float16"),
-        ((np.zeros((64, 768), np.float32), weight, None, plan, "90"), "768"),
-        ((np.zeros((33, 512), np.float32), weight, None, plan, "90"), "33 rows"),
+        ((xp.zeros((64, 768), np.float32), weight, None, plan, "90"), "768"),
+        ((x, weight[:256], None, plan, "90"), "wanted (512,)"),
+        ((x, xp.zeros(1024, np.float32)[::2], None, plan, "90"), "not contiguous"),
+        ((xp.zeros((33, 512), np.float32), weight, None, plan, "90"), "33 rows"),
         ((x, weight, None, plan_of("nvfp4", (64, 512)), "90"), "largest"),
         ((x, weight, None, plan_of("mxfp4", (64, 512), rounding="stochastic"), "90"), "random"),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -162,3 +163,25 @@ def test_activations_are_data() -> None:
     state = apply_recipe(nn.Linear(64, 64), "mxfp4", activations="bfloat16")
     assert state.recipe.activations == "bfloat16"
     assert state.recipe.name == "mxfp4"
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3))[1:], ids=str)
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxfp4"])
+def test_any_of_input_weight_and_bias_may_need_a_gradient(
+    recipe: str, needs: tuple[bool, bool, bool]
+) -> None:
+    layer = et.nn.Linear(8, 4, rng=0)
+    apply_recipe(layer, recipe)
+    x = et.randn((6, 8), seed=1, requires_grad=needs[0])
+    layer.weight.requires_grad, layer.bias.requires_grad = needs[1:]
+    layer(x).sum().backward()
+    grads = [t.grad for t in (x, layer.weight, layer.bias)]
+    assert [g is not None for g in grads] == list(needs)
+    if needs[2]:
+        np.testing.assert_array_equal(layer.bias.grad.numpy(), np.full(4, 6.0, np.float32))
+
+
+def test_a_block_without_a_norm_takes_a_recipe() -> None:
+    block = et.nn.TransformerBlock(16, 2, rng=0)
+    block.norm1 = None
+    assert apply_recipe(block, "bf16", activations="bfloat16").layers

@@ -301,6 +301,21 @@ def test_a_checkpoint_of_another_run_is_refused(small: Make, tmp_path: Path) -> 
     assert weights(other) == before
 
 
+def test_a_checkpoint_from_before_a_setting_existed_goes_on(
+    small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = small(epochs=1), fitted(small(epochs=1), tmp_path, SaveCheckpoint())
+    read = loop.load_checkpoint
+
+    def older(path: Path) -> Any:
+        checkpoint = read(path)
+        del checkpoint.metadata["config"]["activations"]
+        return checkpoint
+
+    monkeypatch.setattr(loop, "load_checkpoint", older)
+    Trainer(trainer, tmp_path).load(tmp_path / LAST)
+
+
 def test_claiming_a_folder(small: Make, tmp_path: Path) -> None:
     config, out = small(), tmp_path / "run"
     with pytest.raises(UsageError, match=r"has no checkpoint\.safetensors"):
