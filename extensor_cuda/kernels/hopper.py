@@ -71,8 +71,12 @@ def load(source: jit.Source, kernel: str, shared: int, device: int) -> tuple[Any
     bindings = driver()
     module = check(bindings.cuModuleLoadData(jit.cubin(source, "sm_90a")), "cuModuleLoadData")
     function = check(bindings.cuModuleGetFunction(module, kernel.encode()), "cuModuleGetFunction")
-    attribute = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    check(bindings.cuFuncSetAttribute(function, attribute, shared), "cuFuncSetAttribute")
+    attributes = bindings.CUfunction_attribute
+    for attribute, value in (
+        (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared),
+        (attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),  # up to 16 blocks
+    ):
+        check(bindings.cuFuncSetAttribute(function, attribute, value), "cuFuncSetAttribute")
     return function, module
 
 

@@ -87,9 +87,10 @@ __device__ __forceinline__ u32 finite_maximum(const float (&x)[kChunk]) {
     return m;
 }
 
-// The largest over the `kParts` neighbouring lanes of a block.
+// The largest over the `kParts` lanes of a block, which are kApart from each other.
+template <int kApart = 1>
 __device__ __forceinline__ u32 across_lanes(u32 m) {
 #pragma unroll
-    for (int lane = 1; lane < kParts; lane *= 2) m = larger(m, __shfl_xor_sync(~0u, m, lane));
+    for (int lane = 1; lane < kParts; lane *= 2) m = larger(m, __shfl_xor_sync(~0u, m, lane * kApart));
     return m;
 }

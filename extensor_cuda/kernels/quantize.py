@@ -222,7 +222,6 @@ def quantize_source(
         "BOTH": 0,
         "NORM": 0,
         "ONLY_ROWS": 0,
-        "CLUSTER_DIMS": "",
         "ITEMS": 1 if dtype == "float32" or words or spec.transform else 2,
         "ROWS": plan.rows,
         "HADAMARD": spec.transform.size if spec.transform else 0,

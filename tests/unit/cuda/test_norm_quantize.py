@@ -19,7 +19,16 @@ from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.test_compile import check_compiles
 
 NAMES = ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxint8")
-CASES = (((64, 512), np.float32), ((96, 4096), ml_dtypes.bfloat16))
+HALF = ml_dtypes.bfloat16
+CASES = (
+    ((64, 512), np.float32),  # whole: of one block, of clusters, of the most blocks of a cluster
+    ((96, 4096), HALF),
+    ((64, 8192), np.float32),
+    ((64, 16384), HALF),
+    ((37, 520), HALF),  # ragged
+    ((50, 84), np.float32),
+    ((33, 5000), HALF),
+)
 EPS = 1e-5
 
 
@@ -33,10 +42,14 @@ def plan_of(name: str, shape: tuple[int, ...], **options: Any) -> pair.PairPlan:
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("name", NAMES)
 def test_no_kernel_spills(name: str) -> None:
-    for columns, centred, dtype in ((512, True, "float32"), (4096, False, "bfloat16")):
-        plan = plan_of(name, (64, columns))
+    for shape, centred, dtype in (
+        ((64, 512), True, "float32"),
+        ((64, 16384), False, "bfloat16"),
+        ((37, 5000), True, "bfloat16"),
+    ):
         for only_rows in (False, True):
-            source = fused.norm_quantize_source(plan, dtype, centred, only_rows, True)
+            plan = plan_of(name, shape)
+            source = fused.norm_quantize_source(plan, dtype, centred, centred, only_rows, True)
             check_compiles(source, "sm_90a")
 
 
