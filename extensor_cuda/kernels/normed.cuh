@@ -6,6 +6,7 @@
 // then of a warp's lanes, then of the warps that share a row, whose sums every block is sent.
 
 #include "barriers.cuh"
+// ---- after barriers ----
 
 #if XIN == 0
 typedef u32 Given;

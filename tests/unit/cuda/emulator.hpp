@@ -104,6 +104,12 @@ inline unsigned __float_as_uint(float v) { unsigned u; std::memcpy(&u, &v, 4); r
 inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 template <class T>
+T __ldg(const T* from) { return *from; }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
+inline float __frcp_rn(float v) { return 1.0f / v; }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
+template <class T>
 T __ldcs(const T* from) { return *from; }
 
 struct uint2 { unsigned x, y; };
@@ -138,6 +144,18 @@ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
         out |= rounded << h;
     }
     return out;
+}
+template <class Op>
+unsigned each_half(unsigned a, unsigned b, Op op) {
+    unsigned out = 0;
+    for (int h = 0; h < 32; h += 16)
+        out |= __float_as_uint(op(of_bfloat16(a >> h & 0xFFFF), of_bfloat16(b >> h & 0xFFFF))) >> 16 << h;
+    return out;
+}
+inline float of_half(unsigned short bits) {
+    _Float16 half;
+    std::memcpy(&half, &bits, 2);
+    return half;
 }
 // cp.async, at once.
 template <int kBytes>
@@ -175,6 +193,10 @@ T __shfl_sync(unsigned, T mine, int lane) { return exchange(mine, threadIdx.x / 
 inline bool __all_sync(unsigned, bool mine) { return !__any_sync(0, !mine); }
 inline unsigned __reduce_max_sync(unsigned, unsigned mine) {
     for (int step = 1; step < 32; step *= 2) mine = max(mine, exchange(mine, threadIdx.x ^ step));
+    return mine;
+}
+inline unsigned __reduce_add_sync(unsigned, unsigned mine) {
+    for (int step = 1; step < 32; step *= 2) mine += exchange(mine, threadIdx.x ^ step);
     return mine;
 }
 inline void __syncwarp() { warps[threadIdx.x / 32].wait(); }

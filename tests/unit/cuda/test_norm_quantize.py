@@ -16,6 +16,7 @@ from extensor_cuda.kernels import pair
 from extensor_cuda.kernels.quantize import SLOTS
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.emulator import Cupy
+from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
 
 NAMES = ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxint8")
@@ -39,6 +40,11 @@ def plan_of(name: str, shape: tuple[int, ...], **options: Any) -> pair.PairPlan:
     return plan
 
 
+@pytest.fixture(params=PLACES)
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return place(request, monkeypatch, ())
+
+
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("name", NAMES)
 def test_no_kernel_spills(name: str) -> None:
@@ -55,12 +61,11 @@ def test_no_kernel_spills(name: str) -> None:
 
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_are_those_of_the_rounded_norm(cuda: Any, name: str, centred: bool) -> None:
-    xp = cuda.xp
-    if xp.cuda.Device().compute_capability != "90":
-        pytest.skip("blocks share memory on compute capability 90 alone")
+def test_bytes_are_those_of_the_rounded_norm(xp: Any, name: str, centred: bool) -> None:
     rng = np.random.default_rng(3)
     for shape, dtype in CASES:
+        if isinstance(xp, Cupy) and shape[1] > 600:
+            continue  # the emulator has no clusters
         x = (rng.standard_normal(shape) * 3 + 0.5).astype(dtype)
         x[1, 3], x[5, 7:40], x[7] = np.nan, 0, 0
         weight = rng.uniform(0.5, 2, shape[1]).astype(np.float32)
