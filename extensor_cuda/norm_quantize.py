@@ -89,6 +89,8 @@ def reason(
     if any(not a.flags.c_contiguous or a.data.ptr % 16 for a in (x, *vectors)):
         return "arrays that are not contiguous from a multiple of 16 bytes on"
     spec = plan.along.spec
+    if plan.along.activation:
+        return f"{plan.along.activation} of what is normalized"
     if plan.along.needs_tensor:
         return f"{spec.format} needs the largest of the whole tensor first"
     if plan.along.block > _TALL or kernels.columns_of(plan.down, "bfloat16") != 4:

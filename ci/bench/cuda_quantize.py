@@ -28,7 +28,7 @@ from extensor.backends import registry
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import operands
-from extensor_cuda.kernels import norm, pair
+from extensor_cuda.kernels import elementwise, norm, pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.norm_quantize import norm_quantize
 
@@ -190,6 +190,38 @@ def norm_contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str,
     return made
 
 
+def activation_contestants(
+    xp: Any, data: list[tuple[torch.Tensor, Any]]
+) -> dict[str, tuple[int, Call]]:
+    """GELU and quantizing: in one reading, and as two kernels with bfloat16 between them."""
+
+    def alone(turn: int) -> Any:
+        return elementwise.unary("gelu", data[turn % 2][1], xp)
+
+    made: dict[str, tuple[int, Call]] = {"activation gelu alone": (4 * SIZE * SIZE, alone)}
+    for name, way in itertools.product(("mxfp4", "mxfp8_e4m3"), ("rows", "columns", "both")):
+        sides = QuantSpec(name, 1).resolve(2), QuantSpec(name, 0).resolve(2)
+
+        def run(x: Any, activation: str, sides: Any = sides, way: str = way) -> list[Any]:
+            if way == "both":
+                plans = pair.pair_plan(sides, (SIZE, SIZE), activation)
+                return list(pair.quantize_raw(x, plans, (None, None), xp, stats=False)[0])
+            plan = kernels.plan_of(sides[way == "columns"], (SIZE, SIZE), False, activation)
+            return [kernels.quantize_raw(x, plan, None, xp, stats=False).q]
+
+        moved = 2 * SIZE * SIZE + sum(q.nbytes for q in run(data[0][1], "gelu"))
+
+        def fused(turn: int, run: Any = run) -> Any:
+            return run(data[turn % 2][1], "gelu")
+
+        def unfused(turn: int, run: Any = run) -> Any:
+            return run(alone(turn), "")
+
+        title = f"activation gelu + {name} {way}"
+        made |= {title: (moved, fused), title + ", two kernels": (moved, unfused)}
+    return made
+
+
 def measure(calls: dict[str, tuple[int, Call]], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of every call in every round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -219,6 +251,7 @@ def main() -> None:
     xp = registry.get("cuda").xp
     data = inputs(xp)
     calls = contestants(xp, data) | norm_contestants(xp, data)
+    calls |= activation_contestants(xp, data)
     if chosen.only:
         calls = {n: c for n, c in calls.items() if any(o in n for o in ["clone", *chosen.only])}
     times = measure(calls, chosen.rounds)

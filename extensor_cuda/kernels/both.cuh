@@ -196,6 +196,7 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
             raw[item][k * sizeof(Raw) / 4] = word;
         }
 #endif
+        activate(raw[item]);
     }
 #pragma unroll
     for (int item = 0; item < COLUMNS; ++item) {

@@ -62,6 +62,35 @@ __device__ __forceinline__ float element(const u32 (&words)[N], int k) {
 #endif
 }
 
+// ---- an activation of bfloat16 values, rounded once: as elementwise.cu has it ----
+
+#if ACTIVATION
+#define FULL 0
+#include "narrow.cuh"
+#include "activation.cuh"
+#if ACTIVATION == 1
+typedef Relu Active;
+#else
+typedef Gelu Active;
+#endif
+template <int N>
+__device__ __forceinline__ void activate(u32 (&pairs)[N]) {
+    const Active op;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+        pairs[i] = nearest_pair(op(element(pairs, 2 * i), 0), op(element(pairs, 2 * i + 1), 0));
+}
+template <int N>
+__device__ __forceinline__ void activate(float (&values)[N]) {
+    const Active op;
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = float_of(nearest(op(values[i], 0)) << 16);
+}
+#else
+template <class T>
+__device__ __forceinline__ void activate(T&) {}
+#endif
+
 // ---- block maxima ----
 
 __device__ __forceinline__ float max_with_nan(float a, float b) {

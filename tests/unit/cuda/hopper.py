@@ -28,8 +28,8 @@ STATEMENTS = {
     '"=r"(raw[k / 2])': "raw[k / 2] = rounded_pair(y[1], y[0]);",
     "max.NaN.f32": "m = std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b);",
     "fma.rn.bf16x2": "d = fma_pair(a, b, c);",
-    "max.NaN.bf16x2": "d = each_half(a, b, [](float x, float y) { return x != x || x > y ? x : y; });",
-    "min.bf16x2": "d = each_half(a, b, [](float x, float y) { return x < y || y != y ? x : y; });",
+    "max.NaN.bf16x2": "d = each_half(a, b, [](auto x, auto y) { return x <= y ? y : x; });",
+    "min.bf16x2": "d = each_half(a, b, [](auto x, auto y) { return x < y || y != y ? x : y; });",
     "abs.bf16x2": "d = a & 0x7FFF7FFFu;",
     "cvt.f32.f16": "v = of_half(raw);",
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
@@ -42,6 +42,7 @@ STATEMENTS = {
 NOTHING = (
     "satfinite",
     "mapa",
+    "rcp.approx",
     "fence",
     "setmaxnreg",
     "bar.",
@@ -86,7 +87,7 @@ def _without_assembly(text: str) -> str:
     return text
 
 
-def _without_products(program: Source) -> Source:
+def without_products(program: Source) -> Source:
     """A program that has Hopper's barriers and copies alone, or nothing of Hopper."""
     start = program.text.find("// Hopper's barriers")
     stop = program.text.find("// ---- after barriers", start)
@@ -106,7 +107,7 @@ def source_of(program: Source) -> Source:
     text = program.text
     found = re.search(r"wgmma.*\.[fs]32\.(\w+)\.(\w+) ", text)
     if found is None:
-        return _without_products(program)
+        return without_products(program)
     start, stop = text.index("__device__ __forceinline__ void wgmma("), text.index("// ---- tiles")
     text = f'{text[:start]}#include "{HEADER}"\n{text[stop:]}'
     text = text.replace("extern __shared__ u8 raw_memory[];", "u8* raw_memory = shared_bytes;")
