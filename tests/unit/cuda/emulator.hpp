@@ -152,6 +152,12 @@ unsigned each_half(unsigned a, unsigned b, Op op) {
         out |= __float_as_uint(op(of_bfloat16(a >> h & 0xFFFF), of_bfloat16(b >> h & 0xFFFF))) >> 16 << h;
     return out;
 }
+inline unsigned largest_pair(unsigned a, unsigned b) {  // NaN, if there is one
+    return each_half(a, b, [](float x, float y) { return x > y || x != x ? x : y; });
+}
+inline unsigned least_pair(unsigned a, unsigned b) {  // but for NaN
+    return each_half(a, b, [](float x, float y) { return x < y || y != y ? x : y; });
+}
 inline float of_half(unsigned short bits) {
     _Float16 half;
     std::memcpy(&half, &bits, 2);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -106,13 +107,16 @@ def test_what_has_no_kernel_has_a_reason() -> None:
     xp = Cupy()
     x, weight = xp.zeros((64, 512), np.float32), xp.asarray(np.ones(512, np.float32))
     plan = plan_of("mxfp4", (64, 512))
+    activated = replace(plan, along=replace(plan.along, activation="relu"))
     for changed, word in (
         ((x, weight, None, plan, "80"), "capability"),
         ((x.astype(np.float16), weight, None, plan, "90"), "float16"),
-        ((xp.zeros((64, 768), np.float32), weight, None, plan, "90"), "768"),
+        ((xp.zeros((64, 510), np.float32), weight, None, plan, "90"), "wanted (510,)"),
+        ((xp.zeros((64, 6), np.float32), weight[:6], None, plan, "90"), "multiple of 4"),
+        ((xp.zeros((1, 8196), np.float32), xp.ones(8196, np.float32), None, plan, "90"), "8192"),
         ((x, weight[:256], None, plan, "90"), "wanted (512,)"),
         ((x, xp.zeros(1024, np.float32)[::2], None, plan, "90"), "not contiguous"),
-        ((xp.zeros((33, 512), np.float32), weight, None, plan, "90"), "33 rows"),
+        ((x, weight, None, activated, "90"), "relu"),
         ((x, weight, None, plan_of("nvfp4", (64, 512)), "90"), "largest"),
         ((x, weight, None, plan_of("mxfp4", (64, 512), rounding="stochastic"), "90"), "random"),
     ):
