@@ -82,7 +82,7 @@ def decode(xp: Any, plan: kernels.Plan, q: Any, turn: int) -> Any:
 
 
 Wanted = Callable[[str], bool]
-"""Whether a contestant is asked for, by its name or by the names of several: then one of them is."""
+"""Whether a contestant of that name, or one of several whose names it holds, is asked for."""
 
 
 def contestants(
