@@ -265,13 +265,37 @@ PARTS = {
 }
 
 
-def inner(part: str) -> None:
+def zero_results() -> None:
+    """Clear products' results first: initcheck does not see what bulk copies write.
+
+    That every result is written is tested elsewhere, on memory full of NaN.
+    """
+    from extensor_cuda.kernels import gemm
+
+    empty = gemm.empty_rows
+
+    def cleared(xp: Any, rows: int, columns: int, dtype: Any) -> Any:
+        made = empty(xp, rows, columns, dtype)
+        if made.dtype.name in ("float32", "bfloat16"):
+            (made if made.base is None else made.base).fill(0)
+        return made
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "empty_rows", None) is empty:
+            module.empty_rows = cleared  # type: ignore[attr-defined]
+
+
+def inner(part: str, tool: str | None) -> None:
     """The run that the sanitizer watches."""
     import numpy as np
 
     from extensor.backends.registry import get
 
     backend = get("cuda")
+    if tool == "initcheck":
+        from extensor_cuda import expanded, gemm, grouped, scaled, weights  # noqa: F401
+
+        zero_results()
     backend.xp.cuda.set_allocator(None)  # every array an allocation of its own
     count = PARTS[part](backend, np.random.default_rng(0))
     backend.xp.cuda.runtime.deviceSynchronize()
@@ -285,7 +309,7 @@ def run(part: str, tool: str | None, folder: Path) -> tuple[str, bool, Path]:
         # Libraries ask the driver for functions that it may not have; that is no error.
         options = ["--report-api-errors", "no"] if tool == "memcheck" else []
         watched = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND)]
-        command = [*watched, *options, *command]
+        command = [*watched, *options, *command, "--tool", tool]
     start, log = time.perf_counter(), folder / f"{tool or 'compile'}-{part}.txt"
     with log.open("w") as out:
         done = subprocess.run(command, cwd=ROOT, check=False, stdout=out, stderr=out)
@@ -304,13 +328,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--inner", choices=PARTS, help=argparse.SUPPRESS)
     chosen = parser.parse_args(argv)
     if chosen.inner:
-        inner(chosen.inner)
+        inner(chosen.inner, next(iter(chosen.tool or ()), None))
         return 0
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
     folder = chosen.logs or Path(tempfile.mkdtemp(prefix="sanitize-"))
     folder.mkdir(parents=True, exist_ok=True)
     parts, clean = chosen.part or list(PARTS), True
+    works: list[list[tuple[str, str | None]]]
     works = [[(part, None) for part in parts]]  # fills the caches of compiled kernels
     works.append([(part, tool) for tool in chosen.tool or TOOLS for part in parts])
     with ThreadPoolExecutor(chosen.jobs) as pool:
