@@ -82,7 +82,8 @@ def pair_source(plan: PairPlan, dtype: str, out: str, whole: bool, stats: bool) 
     tall, _, each = _tile(plan, dtype, out)
     extra = {"BOTH": 1, "TALL": tall, "COLUMNS": each}
     words = plan.along.spec.rounding == "stochastic" or plan.along.spec.ties != "even"
-    few = kernels.in_pairs(plan.along, dtype, out) or not stats  # registers, without spilling
+    spec = plan.along.spec
+    few = not stats or (spec.row.element.bits == 4 and spec.is_mx)  # registers, without spilling
     extra["RESIDENT"] = 3 if whole and not words and out != "values" and few else 2
     return kernels.quantize_source(plan.along, dtype, out, whole, stats, tuple(extra.items()))
 
