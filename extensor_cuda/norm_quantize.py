@@ -162,16 +162,13 @@ def norm_quantize(
     tall, wide, cluster = _tile(columns, x.dtype.name, only_rows)
     terms = -(-cluster * wide // _WARP // 32) * 32  # as in normed.cuh, of each sum
     shared = _TILE + 4 * tall * terms * (1 + centred) + 16
+    sides = (made[0], made[-1])
     given = _Norm(
         x.data.ptr,
-        *(
-            (ctypes.c_void_p * 2)(*(getattr(q, part).data.ptr for q in (made[0], made[-1])))
-            for part in ("codes", "scales")
-        ),
-        *(
-            None if a is None else a.data.ptr
-            for a in (counters and counters.array, weight, bias, mean, rstd)
-        ),
+        tuple(q.codes.data.ptr for q in sides),
+        tuple(q.scales.data.ptr for q in sides),
+        None if counters is None else counters.array.data.ptr,
+        *(None if a is None else a.data.ptr for a in (weight, bias, mean, rstd)),
         rows,
         columns,
         eps,

@@ -226,8 +226,10 @@ def activation_contestants(
         def run(x: Any, activation: str, sides: Any = sides, way: str = way) -> list[Any]:
             if way == "both":
                 plans = pair.pair_plan(sides, (SIZE, SIZE), activation)
+                assert isinstance(plans, pair.PairPlan), plans
                 return list(pair.quantize_raw(x, plans, (None, None), xp, stats=False)[0])
             plan = kernels.plan_of(sides[way == "columns"], (SIZE, SIZE), False, activation)
+            assert isinstance(plan, kernels.Plan), plan
             return [kernels.quantize_raw(x, plan, None, xp, stats=False).q]
 
         moved = 2 * SIZE * SIZE + sum(q.nbytes for q in run(data[0][1], "gelu"))
