@@ -20,14 +20,15 @@ from extensor_cuda.jit import Source
 from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.pair import PairPlan
-from extensor_cuda.kernels.quantize import SLOTS, THREADS
+from extensor_cuda.kernels.quantize import SLOTS
 
 __all__ = ["norm_quantize", "norm_quantize_source", "reason"]
 
 Array = Any
 
 _INPUTS = {"float32": 4, "bfloat16": 2}
-_TILE, _TALL, _WARP, _RESIDENT = 65536, 32, 512, 3  # bytes; rows of blocks down; columns of a warp
+_TILE, _TALL, _WARP, _STAGES = 65536, 32, 512, 3  # bytes; rows of blocks down; columns of a warp
+_THREADS = 1024
 _MOST_CLUSTER = 16
 
 
@@ -109,8 +110,10 @@ def norm_quantize_source(
         "BOTH": 1,
         "TALL": tall,
         "WIDE": wide,
-        "COLUMNS": 4,
-        "RESIDENT": _RESIDENT,
+        "COLUMNS": 2,
+        "THREADS": _THREADS,
+        "STAGES": _STAGES,
+        "RESIDENT": 1,
         "NORM": 2 if centred else 1,
         "BIAS": int(biased),
         "XIN": list(_INPUTS).index(dtype),
@@ -118,7 +121,6 @@ def norm_quantize_source(
         "CLUSTER": cluster,
         "CLUSTER_DIMS": f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else "",
         "UNROLL": 1,
-        "LAZY": 0,
     }
     whole = rows % tall == 0 and columns % wide == 0
     return kernels.quantize_source(
@@ -161,7 +163,7 @@ def norm_quantize(
     counters = Counters(4 * SLOTS, xp) if stats else None
     tall, wide, cluster = _tile(columns, x.dtype.name, only_rows)
     terms = -(-cluster * wide // _WARP // 32) * 32  # as in normed.cuh, of each sum
-    shared = _TILE + 4 * tall * terms * (1 + centred) + 16
+    shared = _STAGES * (_TILE + 8) + 8 * tall * terms * (1 + centred) + 32
     sides = (made[0], made[-1])
     given = _Norm(
         x.data.ptr,
@@ -174,6 +176,9 @@ def norm_quantize(
         eps,
     )
     source = norm_quantize_source(plan, x.dtype.name, centred, bias is not None, only_rows, stats)
-    function, _ = hopper.load(source, "quantize_normed", shared, xp.cuda.runtime.getDevice())
-    hopper.launch(function, -(-rows // tall) * cluster, THREADS, shared, (), given)
+    device = xp.cuda.runtime.getDevice()
+    function, _ = hopper.load(source, "quantize_normed", shared, device)
+    most = hopper.clusters(function, cluster, _THREADS, shared, device)
+    grid = min(-(-rows // tall), most) * cluster
+    hopper.launch(function, grid, _THREADS, shared, (), given)
     return made[0], None if only_rows else made[1], mean, rstd, counters

@@ -8,10 +8,13 @@ typedef long long i64;
 
 #define CODES (OUT == 0)  // packed codes are made
 
+#ifndef THREADS
+#define THREADS 256
+#endif
 constexpr u32 kMagnitude = 0x7FFFFFFFu, kSign = 0x80000000u, kExponent = 0x7F800000u;
 constexpr u32 kMantissa = 0x007FFFFFu, kNaN = 0x7FC00000u;
 constexpr float kFloatMax = 3.4028234663852886e38f;
-constexpr int kThreads = 256, kChunk = 16, kParts = BLOCK / kChunk;  // parts: chunks of a block
+constexpr int kThreads = THREADS, kChunk = 16, kParts = BLOCK / kChunk;  // parts: chunks of a block
 constexpr int kWords = BITS * kChunk / 32;
 constexpr int kSlots = 256;  // counters are spread over this many pairs, summed by the host
 

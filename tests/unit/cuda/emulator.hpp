@@ -128,6 +128,8 @@ T atomicAdd(T* to, T value) { const T before = *to; *to = before + value; return
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline long long max(long long a, long long b) { return a > b ? a : b; }
 template <class T>
 T __ldcg(const T* from) { return *from; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

@@ -25,6 +25,7 @@ from tests.unit.cuda.emulator import Cupy, Emulator
 
 HEADER = Path(__file__).parent / "hopper.hpp"
 STATEMENTS = {
+    "st.async": "*to = v, brought(barrier, 4);",
     '"=r"(raw[k / 2])': "raw[k / 2] = rounded_pair(y[1], y[0]);",
     "max.NaN.f32": "m = std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b);",
     "fma.rn.bf16x2": "d = fma_pair(a, b, c);",
@@ -41,7 +42,6 @@ STATEMENTS = {
 """Assembly that does something here, and what stands for it."""
 NOTHING = (
     "satfinite",
-    "mapa",
     "rcp.approx",
     "fence",
     "setmaxnreg",
@@ -162,4 +162,5 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
     monkeypatch.setattr(hopper, "launch", launch)
     monkeypatch.setattr(hopper, "tensor_map", _map)
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: blocks)
+    monkeypatch.setattr(hopper, "clusters", lambda *launched: blocks)
     return Cupy()
