@@ -20,7 +20,7 @@ __device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs],
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const u32 x = raw[4 * q + k][p];
-                n |= round_pair(x, scale, far) << (4 * k);
+                n += round_pair(x, scale, far) << (4 * k);
                 signs |= x >> (12 - 4 * k) & (0x00080008u << (4 * k));
             }
             nibbles[p][q] = (saturate(n, live, tally) | signs) & live;

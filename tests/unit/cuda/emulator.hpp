@@ -160,6 +160,9 @@ inline unsigned largest_pair(unsigned a, unsigned b) {  // NaN, if there is one
 inline unsigned least_pair(unsigned a, unsigned b) {  // but for NaN
     return each_half(a, b, [](float x, float y) { return x < y || y != y ? x : y; });
 }
+inline unsigned sign_bytes(unsigned a, unsigned b) {
+    return (a >> 15 & 1) * 0xFFu | (b >> 15 & 1) * 0xFF00u | (a >> 31) * 0xFF0000u | (b >> 31) * 0xFF000000u;
+}
 inline float of_half(unsigned short bits) {
     _Float16 half;
     std::memcpy(&half, &bits, 2);

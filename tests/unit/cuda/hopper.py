@@ -31,6 +31,7 @@ STATEMENTS = {
     "fma.rn.bf16x2": "d = fma_pair(a, b, c);",
     "max.NaN.bf16x2": "d = largest_pair(a, b);",
     "min.bf16x2": "d = least_pair(a, b);",
+    "prmt.b32": "bytes = sign_bytes(a, b);",
     "abs.bf16x2": "d = a & 0x7FFF7FFFu;",
     "cvt.f32.f16": "v = of_half(raw);",
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",

@@ -21,6 +21,7 @@ def place(
     monkeypatch: pytest.MonkeyPatch,
     launching: Sequence[ModuleType],
     hopper: bool = True,
+    quantizing: Sequence[ModuleType] = (),
 ) -> Any:
     """The array module of a fixture with `PLACES` as params.
 
@@ -29,6 +30,7 @@ def place(
         monkeypatch: the fixture's.
         launching: modules whose ``launch`` is the emulator's.
         hopper: whether the GPU must have wgmma; else mma.sync of bfloat16.
+        quantizing: the same of modules whose programs hold assembly.
     """
     if request.param == "on a GPU":
         xp = request.getfixturevalue("cuda").xp
@@ -38,6 +40,13 @@ def place(
         return xp
     if emulation.COMPILER is None:
         pytest.skip("no C++ compiler")
+    emulator = request.getfixturevalue("emulator")
     for module in launching:
-        monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
-    return emulated.install(monkeypatch, request.getfixturevalue("emulator"))
+        monkeypatch.setattr(module, "launch", emulator)
+    for module in quantizing:
+        monkeypatch.setattr(
+            module,
+            "launch",
+            lambda source, *rest: emulator(emulated.without_products(source), *rest),
+        )
+    return emulated.install(monkeypatch, emulator)

@@ -14,7 +14,6 @@ from extensor_cuda.kernels import elementwise, pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.quantize import SLOTS
 from tests.oracle.compare import same_bytes
-from tests.unit.cuda import hopper as emulated
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
 
@@ -34,16 +33,8 @@ CASES = (
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    found = place(request, monkeypatch, (elementwise,), hopper=False)
-    if request.param == "emulated":
-        run = elementwise.launch
-
-        def launch(source: Any, *rest: Any) -> None:
-            run(emulated.without_products(source), *rest)
-
-        for module in (kernels, pair):
-            monkeypatch.setattr(module, "launch", launch)
-    return found
+    quantizing = (kernels, pair)
+    return place(request, monkeypatch, (elementwise,), hopper=False, quantizing=quantizing)
 
 
 def values(shape: tuple[int, int]) -> np.ndarray:
