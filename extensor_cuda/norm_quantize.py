@@ -28,7 +28,7 @@ Array = Any
 
 _INPUTS = {"float32": 4, "bfloat16": 2}
 _TILE, _TALL, _WARP, _STAGES = 65536, 32, 512, 3  # bytes; rows of blocks down; columns of a warp
-_THREADS = 1024
+_THREADS = 512
 _MOST_CLUSTER = 16
 
 
@@ -110,7 +110,7 @@ def norm_quantize_source(
         "BOTH": 1,
         "TALL": tall,
         "WIDE": wide,
-        "COLUMNS": 2,
+        "COLUMNS": 4,
         "THREADS": _THREADS,
         "STAGES": _STAGES,
         "RESIDENT": 1,
