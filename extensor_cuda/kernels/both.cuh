@@ -36,7 +36,8 @@ __device__ __forceinline__ void encode_along(const u32 (&raw)[sizeof(Raw) * kChu
         if (row < rows && start + k < columns) to[k] = v[k];
 #endif
 #else
-    if (WHOLE || (row < rows && start < tiles_along * BLOCK)) {
+    if ((NORM && WHOLE) ||  // without the test quantize_both takes registers that it does not have
+        (row < rows && start < tiles_along * BLOCK)) {
         u32* to = reinterpret_cast<u32*>(codes) + (block * kParts + part) * kWords;
         if (kWords == 4)
             *reinterpret_cast<uint4*>(to) =
