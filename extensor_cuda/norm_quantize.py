@@ -121,6 +121,7 @@ def norm_quantize_source(
         "CLUSTER": cluster,
         "CLUSTER_DIMS": f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else "",
         "UNROLL": 1,
+        "HOIST": 0,
     }
     whole = rows % tall == 0 and columns % wide == 0
     return kernels.quantize_source(

@@ -190,7 +190,15 @@ quantize_normed(const __grid_constant__ Norm p) {
     const Tensor tensor = {1, 1, 0, 1};
     const Stream stream = {};
     Tally tally[2] = {};
+#if HOIST == 1
+    float weight[kChunk], bias[kChunk];
+    load_factors(p, weight, bias, start, real);
+#endif
     for (int i = 0; i < count; ++i) {
+#if HOIST == 2
+        float weight[kChunk], bias[kChunk];
+        load_factors(p, weight, bias, start, real);
+#endif
         wait(summed + 8 * (i % 2), i / 2 % 2);
         const Terms& t = terms[i % 2];
         const i64 top = (from + static_cast<i64>(i) * step) * TALL;
@@ -218,8 +226,10 @@ quantize_normed(const __grid_constant__ Norm p) {
         if (i + 1 < count) sum(i + 1);
 
         Given* const tile = tiles + i % STAGES * TALL * WIDE;
+#if HOIST == 0
         float weight[kChunk], bias[kChunk];
         load_factors(p, weight, bias, start, real);
+#endif
 #pragma unroll UNROLL
         for (int e = 0; e < kEach; ++e) {
             const i64 inside = WHOLE || top + first + e < p.rows ? real : 0;
