@@ -39,6 +39,8 @@ __all__ = [
     "plan_of",
     "quantize",
     "quantize_raw",
+    "quantize_source",
+    "tensor_scales",
 ]
 
 Array = Any
@@ -350,6 +352,14 @@ def _sign_words(transform: Hadamard) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
+def tensor_scales(plan: Plan, amax: Array, xp: Any) -> Array:
+    """The four words that blocks need of a tensor whose largest magnitude is float32 ``amax``."""
+    tensor = xp.empty(4, dtype=xp.float32)
+    source = quantize_source(plan, "bfloat16", "codes", False, False)
+    launch(source, "tensor_scales", 1, 1, amax, tensor)
+    return tensor
+
+
 def tensor_of(
     plan: Plan, x: Array, amax: Array | None, xp: Any
 ) -> tuple[Array | None, Array | None]:
@@ -359,10 +369,7 @@ def tensor_of(
     if amax is None:
         amax = xp.zeros((), dtype=xp.float32)
         _run(plan, x, "maximum", False, None, (None, None, None, None, amax, None))
-    tensor = xp.empty(4, dtype=xp.float32)
-    source = quantize_source(plan, x.dtype.name, "codes", False, False)
-    launch(source, "tensor_scales", 1, 1, amax, tensor)
-    return tensor, amax
+    return tensor_scales(plan, amax, xp), amax
 
 
 def quantize_raw(
