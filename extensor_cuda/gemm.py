@@ -44,7 +44,7 @@ from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS, Config, configure, empty_rows, gemm
 from extensor_cuda.near import Inexact, is_mxfp8, near
 
-__all__ = ["SPAN", "Product", "matmul", "reason", "rebase_source"]
+__all__ = ["INT_SPAN", "SPAN", "Product", "matmul", "reason", "rebase_source"]
 
 Array = Any
 
