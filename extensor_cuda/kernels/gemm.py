@@ -21,7 +21,7 @@ from extensor_cuda.kernels.gemm_program import (
     gemm_source,
     quantizes,
 )
-from extensor_cuda.kernels.requantize import Requantized
+from extensor_cuda.kernels.requantize import Requantized, type_of
 
 __all__ = [
     "MOST_TERMS",
@@ -178,19 +178,17 @@ def _checked(
     groups = 1 if offsets is None else len(offsets) - 1
     n = right[0] // max(groups, 1)
     rows = m if split is None else split.parts * rows_of_parts(m, config)
-    shape = out.q.shape if isinstance(out, Requantized) else out.shape
-    if isinstance(out, Requantized) != (not isinstance(config.out, str)) or (
-        isinstance(out, Requantized)
-        and (out.q.spec != config.out or not quantizes(config.tile_n, out.q.spec))
+    if type_of(out) != config.out or (
+        isinstance(out, Requantized) and not quantizes(config.tile_n, out.q.spec)
     ):
         raise ValueError(
-            f"gemm: wanted the out of the config, a Requantized under the same spec in tiles of "
-            f"whole blocks if it is one, got {config} and {type(out).__name__}"
+            f"gemm: wanted an out of the config's type, in tiles of whole blocks, got {config} and "
+            f"{type_of(out)}"
         )
-    if groups < 1 or right != (groups * n, k) or shape != (rows, n):
+    if groups < 1 or right != (groups * n, k) or out.shape != (rows, n):
         raise ValueError(
             f"gemm: wanted a (M, K), b (groups N, K) and out (M, N), got {a.shape}, {b.shape} and "
-            f"{shape} in {groups} groups, lying the other way: {config.down}, {split}"
+            f"{out.shape} in {groups} groups, lying the other way: {config.down}, {split}"
         )
     if any(config.down) and (
         config.a != "bf16" or offsets is not None or config.tile_n // config.cluster % BOX

@@ -14,7 +14,7 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.gemm_program import PATCH_COLUMNS
 from extensor_cuda.kernels.quantize import Plan, plan_of, tensor_scales
 
-__all__ = ["Requantized", "reason", "requantized"]
+__all__ = ["Requantized", "finished", "reason", "requantized", "type_of"]
 
 Array = Any
 
@@ -30,6 +30,21 @@ class Requantized:
 
     q: QuantArray
     tensor: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(M, N)."""
+        return self.q.shape
+
+
+def type_of(out: Array | Requantized) -> str | QuantSpec:
+    """What a GEMM's config says of where its result goes."""
+    return out.q.spec if isinstance(out, Requantized) else str(out.dtype.name)
+
+
+def finished(out: Array | Requantized, xp: Any) -> Array | QuantArray:
+    """The result that lies there, contiguous."""
+    return out.q if isinstance(out, Requantized) else xp.ascontiguousarray(out)
 
 
 def reason(spec: QuantSpec, m: int, n: int) -> str | None:

@@ -11,6 +11,8 @@ import pytest
 
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
+from extensor_cuda import dense, expansion, near
+from extensor_cuda import gemm as products
 from extensor_cuda.kernels import requantize
 from extensor_cuda.kernels.gemm import Config, empty_rows, gemm, gemm_source
 from extensor_cuda.kernels.gemm_program import configure, quantizes
@@ -20,6 +22,7 @@ from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
 from tests.unit.cuda.test_gemm import operand
+from tests.unit.cuda.test_scaled import sent
 
 BF16 = ml_dtypes.bfloat16
 
@@ -62,7 +65,7 @@ def test_no_gemm_spills(config: Config) -> None:
 @pytest.fixture(params=PLACES)
 def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The array module of a Hopper GPU, or of the kernel's source on the CPU."""
-    xp = place(request, monkeypatch, ())
+    xp = place(request, monkeypatch, (products, expansion, near, dense))
     if isinstance(xp, Cupy):
         monkeypatch.setattr(requantize, "tensor_scales", tensor_scales)
     return xp
@@ -156,6 +159,42 @@ def test_groups_end_within_a_patch(hopper: Any) -> None:
     compare(hopper, spec_of("mxfp8_e4m3"), Config(tile_n=128), sum(sizes), n, call)
 
 
+WAYS = (
+    ("mxfp4", "mxfp4", "promote", "FP8 tensor cores"),
+    ("mxfp4", "mxfp4", "exact", "int8 tensor cores"),
+    ("nvfp4_fp8exact", "mxfp6_e2m3", "promote", "FP8 tensor cores"),
+    ("mxfp8_e4m3", "mxfp8_e5m2", "near", "FP8 tensor cores, near-exact operands"),
+    ("mxfp8_e4m3", "nvfp4", "bf16", "bf16 tensor cores: asked for"),
+    ("fp8_e4m3", "fp8_e4m3", "promote", "FP8 tensor cores"),
+)
+
+
+@pytest.mark.parametrize(("left", "right", "accumulate", "way"), WAYS)
+def test_products_of_storage_go_back_to_storage(
+    hopper: Any, left: str, right: str, accumulate: str, way: str
+) -> None:
+    if isinstance(hopper, Cupy) and (left, accumulate) == ("mxfp4", "promote"):
+        pytest.skip("an emulator has no conversion to E5M2")
+    rng = np.random.default_rng(3)
+    arrays = (rng.uniform(1, 2, shape).astype(np.float32) for shape in ((70, 100), (45, 100)))
+    a, b = (
+        sent(reference.quantize(x, spec_of(name))[0], hopper)
+        for x, name in zip(arrays, (left, right), strict=True)
+    )
+    spec = spec_of("mxfp8_e4m3")
+    wide, packed = (
+        products.matmul(a, b, hopper, accumulate=accumulate, out_dtype=out)
+        for out in ("bfloat16", spec)
+    )
+    assert isinstance(wide, products.Product) and isinstance(packed, products.Product)
+    assert wide.path == packed.path == way
+    want, _ = reference.quantize(wide.out.get(), spec)
+    for part in want.parts:
+        same_bytes(part, packed.out.parts[part].get(), want.parts[part], way)
+    with pytest.raises(ValueError, match="goes with a quantized result"):
+        products.matmul(a, b, hopper, out_amax=hopper.zeros((), dtype=np.float32))
+
+
 def test_a_chosen_program_holds_whole_blocks() -> None:
     for spec in (spec_of("mxfp4"), spec_of("nvfp4", scale_rule="four_over_six")):
         for kind in ("e5m2", "bf16"):
@@ -182,7 +221,7 @@ def test_what_does_not_leave_quantized_has_a_reason(hopper: Any) -> None:
     codes = hopper.zeros((64, 128), dtype=np.uint8)
     out = requantized(spec_of("mxfp4"), 64, 64, hopper)
     for config in (Config(), Config(out=spec_of("mxfp8_e4m3")), Config(tile_n=176, out=out.q.spec)):
-        with pytest.raises(ValueError, match="the out of the config"):
+        with pytest.raises(ValueError, match="an out of the config"):
             gemm(codes, codes, out, config)
-    with pytest.raises(ValueError, match="the out of the config"):
+    with pytest.raises(ValueError, match="an out of the config"):
         gemm(codes, codes, empty_rows(hopper, 64, 64, BF16), Config(out=out.q.spec))
