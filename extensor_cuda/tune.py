@@ -6,8 +6,8 @@ whose operands are float32 values. A way is taken from the smallest size on from
 every larger one. The table goes to `extensor_cuda.tuned`, the curve to an SVG.
 
 With `hadamard`, also what Hadamard transforms cost a linear layer's forward and backward: under
-recipes that have them and the same without them, in bfloat16, from 2048 wide to the 8192 of a
-transformer of 70B parameters.
+recipes that have them and the same without them, in bfloat16 and from CUDA graphs, 2048 wide and up
+to the 8192 of a transformer of 70B parameters.
 """
 
 from __future__ import annotations
@@ -226,7 +226,10 @@ def without_hadamard(layer: LayerRecipe) -> LayerRecipe:
 
 
 def overheads(
-    backend: Any, clock: Clock, widths: Sequence[int], tokens: int = _TOKENS
+    backend: Any,
+    clock: Clock,
+    widths: Sequence[int] = WIDTHS,
+    tokens: int = _TOKENS,
 ) -> list[Timing]:
     """Time layers' forward and backward without Hadamard transforms and with them.
 
@@ -236,23 +239,46 @@ def overheads(
         widths: of the layers' inputs; outputs are three and a half times as wide.
         tokens: rows of the inputs.
     """
-    xp, found = backend.xp, []
+    found = []
     for width in widths:
         rng = np.random.default_rng(width)
         shapes = (tokens, width), (int(_WIDER * width), width), (tokens, int(_WIDER * width))
-        x, w, g = (wrap(_rows(xp, rng, *shape), backend) for shape in shapes)
+        x, w, g = (wrap(_rows(backend.xp, rng, *shape), backend) for shape in shapes)
         x.requires_grad, w.requires_grad = True, True
-        for recipe in TURNED:
-            layer = get_recipe(recipe).layers
-            contexts = [layer_context(each, seed=1) for each in (without_hadamard(layer), layer)]
 
-            def step(context: Any, x: Any = x, w: Any = w, g: Any = g) -> None:
+        def step(layer: LayerRecipe, x: Any = x, w: Any = w, g: Any = g) -> Work:
+            context = layer_context(layer, seed=1)
+
+            def run() -> object:
                 x.grad = w.grad = None
                 quantized_matmul(x, w, context).backward(g)
+                return x.grad, w.grad
 
-            works = [lambda context=context, step=step: step(context) for context in contexts]
+            return run
+
+        for recipe in TURNED:
+            layer = get_recipe(recipe).layers
+            works = [step(each) for each in (without_hadamard(layer), layer)]
             found.append(Timing(recipe, width, *clock(*works)))
     return found
+
+
+def _captured(xp: Any, work: Work) -> Work:
+    """The work as a CUDA graph, with memory of its own: no launch is waited for."""
+    pool, stream = xp.cuda.MemoryPool(), xp.cuda.Stream(non_blocking=True)
+    xp.cuda.Device().synchronize()
+    with xp.cuda.using_allocator(pool.malloc), stream:
+        work()
+        stream.synchronize()
+        stream.begin_capture()
+        kept = work()
+        graph = stream.end_capture()
+
+    def launch() -> object:
+        graph.launch()
+        return kept
+
+    return launch
 
 
 def _rows(xp: Any, rng: np.random.Generator, rows: int, columns: int) -> Any:
@@ -309,7 +335,11 @@ def tune(
     tuned.save(path, crossovers(timings), about)
     if plot is not None:
         draw(plot, timings, f"{gpu}: our kernels against cupy", (0.5, 1, 2, 4, 8, 16, 32))
-    costs = [] if hadamard is None else overheads(backend, clock, WIDTHS)
+
+    def graphs(*works: Work) -> Sequence[float]:
+        return clock(*(_captured(xp, work) for work in works))
+
+    costs = [] if hadamard is None else overheads(backend, graphs, WIDTHS)
     if hadamard is not None:
         title = f"{gpu}: a linear layer's step with Hadamard transforms, of one without, by width"
         draw(hadamard, costs, title, (1, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5))

@@ -58,7 +58,7 @@ def contestants(theirs: list[list[Any]], backend: Any, recipes: list[str]) -> di
     xp, ours = backend.xp, []
     for tensors in theirs:
         ours.append([xp.from_dlpack(t.view(torch.int16)).view(ml_dtypes.bfloat16) for t in tensors])
-    contexts = {name: layer_context(get_recipe(name).layers, seed=1) for name in RECIPES}
+    contexts = {name: layer_context(get_recipe(name).layers, seed=1) for name in recipes}
     rows, columns = (
         QuantSpec("mxfp4", axis=axis, scale_rule="rceil").resolve(2) for axis in (1, 0)
     )
