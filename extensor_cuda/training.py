@@ -13,7 +13,7 @@ import numpy as np
 
 from extensor.backends import windows
 from extensor.backends.generic import GenericBackend
-from extensor.backends.protocol import Window
+from extensor.backends.protocol import Finite, Window
 from extensor.backends.recording import Guard
 from extensor_cuda.kernels import (
     attention,
@@ -356,31 +356,33 @@ class CudaTraining(GenericBackend):
         """C-contiguous, of the same axes."""
         return a if a.flags.c_contiguous else self.xp.ascontiguousarray(a)
 
-    def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
-        """See the protocol. One launch, and one wait for the GPU."""
+    def finite_each(self, arrays: Sequence[Array]) -> Finite:
+        """See the protocol. One launch, which nobody waits for before ``each`` is called."""
         if not all(optimizer.takes(a) for a in arrays):
-            return super().all_finite_each(arrays)
+            return super().finite_each(arrays)
         return optimizer.finite(arrays, self.xp)
 
     def adam_each(
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
+        bad: Array | None = None,
         guard: Guard | None = None,
     ) -> None:
         """See the protocol. One launch; the same bits as on the CPU."""
         if parts:
-            optimizer.adam(parts, factors, self.xp, guard)
+            optimizer.adam(parts, factors, self.xp, bad, guard)
 
     def sgd_each(
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
+        bad: Array | None = None,
         guard: Guard | None = None,
     ) -> None:
         """See the protocol. One launch; the same bits as on the CPU."""
         if parts:
-            optimizer.sgd(parts, factors, self.xp, guard)
+            optimizer.sgd(parts, factors, self.xp, bad, guard)
 
     def scale_each(self, arrays: Sequence[Array], factor: float | Array) -> None:
         """See the protocol. One launch."""

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from extensor.backends import dense, layers, training, windows
-from extensor.backends.protocol import Array, Window
+from extensor.backends.protocol import Array, Finite, Window
 from extensor.backends.recording import Graph, Guard, Recording
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
@@ -354,6 +354,7 @@ class GenericBackend:
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
+        bad: Array | None = None,
         guard: Guard | None = None,
     ) -> None:
         """See the protocol."""
@@ -366,6 +367,7 @@ class GenericBackend:
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
+        bad: Array | None = None,
         guard: Guard | None = None,
     ) -> None:
         """See the protocol."""
@@ -432,9 +434,10 @@ class GenericBackend:
         """See the protocol."""
         return layers.all_finite(x, self.xp)
 
-    def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
+    def finite_each(self, arrays: Sequence[Array]) -> Finite:
         """See the protocol."""
-        return [self.all_finite(x) for x in arrays]
+        found = [self.all_finite(x) for x in arrays]
+        return Finite(lambda: found)
 
     def leading_sum(self, x: Array, axes: int) -> Array:
         """See the protocol."""

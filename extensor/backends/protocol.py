@@ -21,7 +21,7 @@ from extensor.quant.context import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
-__all__ = ["Array", "Backend", "Window"]
+__all__ = ["Array", "Backend", "Finite", "Window"]
 
 Array = Any
 
@@ -44,6 +44,19 @@ class Window:
             )
         ]
         return out[0], out[1]
+
+
+@dataclass(frozen=True)
+class Finite:
+    """What a check for NaN and infinity finds.
+
+    Attributes:
+        each: waits, and says of each array whether it is without them.
+        bad: uint32 of shape () on the device, not zero if one is not; None: ``each`` does not wait.
+    """
+
+    each: Callable[[], list[bool]]
+    bad: Array | None = None
 
 
 class Backend(Protocol):
@@ -355,13 +368,15 @@ class Backend(Protocol):
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
+        bad: Array | None = None,
         guard: Guard | None = None,
     ) -> None:
         """`adam` on each (weight, grad, mean, square), with the factors of each.
 
         Arrays are float32, C-contiguous and of one size in each part, whatever their shapes. A
         factor ``decay`` times the weight is added to the gradient first, which is not written.
-        ``guard`` says, while recording, what the device decides.
+        Nothing is done if ``bad``, uint32 of shape () as `finite_each` gives it, is not zero.
+        ``guard`` says, while recording, what else the device decides.
         """
         ...
 
@@ -369,6 +384,7 @@ class Backend(Protocol):
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
+        bad: Array | None = None,
         guard: Guard | None = None,
     ) -> None:
         """`sgd` on each (weight, grad, buffer), arrays as for `adam_each`.
@@ -434,8 +450,8 @@ class Backend(Protocol):
         """Whether no value of a float array is NaN or infinite."""
         ...
 
-    def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
-        """`all_finite` of each array."""
+    def finite_each(self, arrays: Sequence[Array]) -> Finite:
+        """`all_finite` of each array, which a device may still be at."""
         ...
 
     def leading_sum(self, x: Array, axes: int) -> Array:

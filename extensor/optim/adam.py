@@ -88,11 +88,13 @@ class Adam(Optimizer):
         backend: Any,
         parts: Sequence[tuple[Array, Array, Mapping[str, Array], int]],
         options: Mapping[str, Any],
+        bad: Any = None,
         guard: Guard | None = None,
     ) -> None:
         """Move whole parameters, in place, in one call."""
         arrays = [(w, g, state["mean"], state["square"]) for w, g, state, _ in parts]
-        backend.adam_each(arrays, self.factors_each([step for *_, step in parts], options), guard)
+        factors = self.factors_each([step for *_, step in parts], options)
+        backend.adam_each(arrays, factors, bad, guard)
 
     def factors_each(
         self, steps: Sequence[int], options: Mapping[str, Any]

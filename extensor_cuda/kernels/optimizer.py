@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.protocol import Finite
 from extensor.backends.recording import Guard
 from extensor_cuda.jit import Source, launch
 
@@ -83,6 +84,7 @@ def _step(
     parts: Sequence[Sequence[Array | None]],
     factors: Sequence[Mapping[str, float]],
     xp: Any,
+    bad: Array | None,
     guard: Guard | None,
 ) -> None:
     table, blocks = _table(dict(zip(names, zip(*parts, strict=True), strict=False)))
@@ -100,7 +102,8 @@ def _step(
         sizes = np.cumsum([rows.nbytes, rates.nbytes])
         held = np.concatenate([a.view(np.uint8).reshape(-1) for a in (rows, rates, table)])
         there = xp.asarray(held)
-        alone = (_NULL, _NULL, _NULL, np.int32(1), np.int32(1))
+        unless = _NULL if bad is None else bad
+        alone = (_NULL, unless, unless, np.int32(1), np.int32(1))
         tensors, rates = there[sizes[1] :], there[sizes[0] :]
         launch(source(), kernel, blocks, THREADS, tensors, number, rates, there, *alone)
         return
@@ -117,7 +120,7 @@ def _step(
 
     guard.pushes.append(push)
     recording.at_once(push)
-    moving = (guard.lr, rows, guard.made, guard.bad, recording.stop)
+    moving = (guard.lr, rows, guard.made, bad, recording.stop)
     lengths = np.int32(guard.most), np.int32(0)
     launch(source(), kernel, blocks, THREADS, tensors, number, *moving, *lengths)
 
@@ -126,6 +129,7 @@ def adam(
     parts: Sequence[tuple[Array, Array, Array, Array]],
     factors: Sequence[Mapping[str, float]],
     xp: Any,
+    bad: Array | None = None,
     guard: Guard | None = None,
 ) -> None:
     """`extensor.backends.training.adam` on each (weight, grad, mean, square).
@@ -135,22 +139,24 @@ def adam(
         factors: of each, as `Adam` makes them. The rate lr / correct and what decoupled decay
             keeps, 1 - lr shrink, are computed in double from their parts on the device.
         xp: cupy.
-        guard: while recording: what the device decides.
+        bad: uint32 of shape (): nothing is done unless it is zero.
+        guard: while recording: what else the device decides.
     """
-    _step("adam", ("weight", "grad", "first", "second"), parts, factors, xp, guard)
+    _step("adam", ("weight", "grad", "first", "second"), parts, factors, xp, bad, guard)
 
 
 def sgd(
     parts: Sequence[tuple[Array, Array, Array | None]],
     factors: Sequence[Mapping[str, float]],
     xp: Any,
+    bad: Array | None = None,
     guard: Guard | None = None,
 ) -> None:
     """`extensor.backends.layers.sgd` on each (weight, grad, buffer or None).
 
     ``factors``: lr, momentum, decay and nesterov of each.
     """
-    _step("sgd", ("weight", "grad", "first"), parts, factors, xp, guard)
+    _step("sgd", ("weight", "grad", "first"), parts, factors, xp, bad, guard)
 
 
 def _over(kernel: str, arrays: Sequence[Array], xp: Any, *more: Any) -> None:
@@ -172,11 +178,24 @@ def find_nonfinite(arrays: Sequence[Array], flags: Array, stop: Any, xp: Any) ->
     _over("finite", arrays, xp, flags, stop)
 
 
-def finite(arrays: Sequence[Array], xp: Any) -> list[bool]:
-    """Whether each array is without NaN and infinity; waits for the GPU once."""
+@cache
+def _beside(xp: Any, device: int) -> Any:
+    """A stream on which a result is fetched while the next kernels run."""
+    return xp.cuda.Stream(non_blocking=True)
+
+
+def finite(arrays: Sequence[Array], xp: Any) -> Finite:
+    """Whether each array is without NaN and infinity; waits for that alone."""
     flags = xp.zeros(len(arrays) + 1, dtype=np.uint32)
     find_nonfinite(arrays, flags, _NULL, xp)
-    return [not flag for flag in flags.get().tolist()[:-1]]
+    found, stream = xp.cuda.Event(disable_timing=True), _beside(xp, xp.cuda.runtime.getDevice())
+    found.record()
+
+    def each() -> list[bool]:
+        stream.wait_event(found)
+        return [not flag for flag in flags.get(stream=stream).tolist()[:-1]]
+
+    return Finite(each, flags[len(arrays) :].reshape(()))
 
 
 def scale(arrays: Sequence[Array], factor: Any, xp: Any) -> None:
