@@ -30,7 +30,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ci.bench.contest import write_gpu
+from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
 from ci.bench.record_tensors import load
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
@@ -200,7 +200,7 @@ def of_shapes(backend: Any, rounds: int) -> None:
                 }
                 rows.append(row)
                 print(*row.values(), sep="  ", flush=True)
-    write_gpu("cuda-gemm-gpt30m", rows, backend.xp)
+    write("cuda-gemm-gpt30m", command(), rows, about=gpu_of(backend.xp), packages=GPU_PACKAGES)
 
 
 def way_of(pair: list[Any], backend: Any) -> str:
@@ -262,7 +262,13 @@ def main() -> None:
             }
             rows.append(row)
             print(*row.values(), flush=True)
-    write_gpu("cuda-gemm" if chosen.data is None else "cuda-gemm-recorded", rows, backend.xp)
+    write(
+        "cuda-gemm" if chosen.data is None else "cuda-gemm-recorded",
+        command(),
+        rows,
+        about=gpu_of(backend.xp),
+        packages=GPU_PACKAGES,
+    )
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def scaled(backend: Any, rounds: int) -> Rows:
         calls: dict[str, Call] = {
             "torch bf16": partial(_torch_bf16, a, b),
             "torch FP8, row scales, promoted": _torch_fp8(a, b),
-            "torch INT8": partial(_torch_int8, *integers),
+            "torch INT8": partial(_torch_int8, integers[0], integers[1]),
         }
         for name, pair in sides.items():
             calls[name] = partial(_multiply, pair, xp)
