@@ -356,33 +356,33 @@ class CudaTraining(GenericBackend):
         """C-contiguous, of the same axes."""
         return a if a.flags.c_contiguous else self.xp.ascontiguousarray(a)
 
-    def finite_each(self, arrays: Sequence[Array]) -> Finite:
-        """See the protocol. One launch, which nobody waits for before ``each`` is called."""
+    def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
+        """See the protocol. One launch, and one wait for the GPU."""
         if not all(optimizer.takes(a) for a in arrays):
-            return super().finite_each(arrays)
+            return super().all_finite_each(arrays)
         return optimizer.finite(arrays, self.xp)
 
     def adam_each(
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
-        bad: Array | None = None,
         guard: Guard | None = None,
-    ) -> None:
-        """See the protocol. One launch; the same bits as on the CPU."""
-        if parts:
-            optimizer.adam(parts, factors, self.xp, bad, guard)
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
+        """See the protocol. One launch, one more to look; the same bits as on the CPU."""
+        return optimizer.adam(parts, factors, self.xp, guard, look, memory)
 
     def sgd_each(
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
-        bad: Array | None = None,
         guard: Guard | None = None,
-    ) -> None:
-        """See the protocol. One launch; the same bits as on the CPU."""
-        if parts:
-            optimizer.sgd(parts, factors, self.xp, bad, guard)
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
+        """See the protocol. One launch, one more to look; the same bits as on the CPU."""
+        return optimizer.sgd(parts, factors, self.xp, guard, look, memory)
 
     def scale_each(self, arrays: Sequence[Array], factor: float | Array) -> None:
         """See the protocol. One launch."""

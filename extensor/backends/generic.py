@@ -354,27 +354,37 @@ class GenericBackend:
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
-        bad: Array | None = None,
         guard: Guard | None = None,
-    ) -> None:
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
         """See the protocol."""
+        found = self.all_finite_each([part[1] for part in parts]) if look else []
+        if not all(found):
+            return lambda: found
         for part, mine in zip(parts, factors, strict=True):
             weight, grad, mean, square = (a.reshape(-1) for a in part)
             grad = grad + weight * mine["decay"] if mine["decay"] else grad
             self.adam(weight, grad, mean, square, mine)
+        return lambda: found
 
     def sgd_each(
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
-        bad: Array | None = None,
         guard: Guard | None = None,
-    ) -> None:
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
         """See the protocol."""
+        found = self.all_finite_each([part[1] for part in parts]) if look else []
+        if not all(found):
+            return lambda: found
         for part, mine in zip(parts, factors, strict=True):
             rate, momentum, decay = mine["lr"], mine["momentum"], mine["decay"]
             weight, grad, buffer = (None if a is None else a.reshape(-1) for a in part)
             self.sgd(weight, grad, buffer, rate, momentum, decay, bool(mine["nesterov"]))
+        return lambda: found
 
     def raising(self) -> AbstractContextManager[Any]:
         """See the protocol."""
@@ -434,10 +444,9 @@ class GenericBackend:
         """See the protocol."""
         return layers.all_finite(x, self.xp)
 
-    def finite_each(self, arrays: Sequence[Array]) -> Finite:
+    def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
         """See the protocol."""
-        found = [self.all_finite(x) for x in arrays]
-        return Finite(lambda: found)
+        return [self.all_finite(x) for x in arrays]
 
     def leading_sum(self, x: Array, axes: int) -> Array:
         """See the protocol."""

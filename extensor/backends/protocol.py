@@ -24,6 +24,8 @@ from extensor.random import Stream
 __all__ = ["Array", "Backend", "Finite", "Window"]
 
 Array = Any
+Finite = Callable[[], list[bool]]
+"""Waits, and says of each array whether it is without NaN and infinity."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,6 @@ class Window:
             )
         ]
         return out[0], out[1]
-
-
-@dataclass(frozen=True)
-class Finite:
-    """What a check for NaN and infinity finds.
-
-    Attributes:
-        each: waits, and says of each array whether it is without them.
-        bad: uint32 of shape () on the device, not zero if one is not; None: ``each`` does not wait.
-    """
-
-    each: Callable[[], list[bool]]
-    bad: Array | None = None
 
 
 class Backend(Protocol):
@@ -368,15 +357,18 @@ class Backend(Protocol):
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
-        bad: Array | None = None,
         guard: Guard | None = None,
-    ) -> None:
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
         """`adam` on each (weight, grad, mean, square), with the factors of each.
 
         Arrays are float32, C-contiguous and of one size in each part, whatever their shapes. A
         factor ``decay`` times the weight is added to the gradient first, which is not written.
-        Nothing is done if ``bad``, uint32 of shape () as `finite_each` gives it, is not zero.
-        ``guard`` says, while recording, what else the device decides.
+        ``guard`` says, while recording, what the device decides. With ``look`` nothing is done if
+        a gradient holds NaN or infinity; whether each is without them is what the result gives
+        when it is called, until when a device may be at it. What a backend derives from arrays
+        that stay from call to call it may keep in ``memory``, with these arrays.
         """
         ...
 
@@ -384,10 +376,11 @@ class Backend(Protocol):
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
-        bad: Array | None = None,
         guard: Guard | None = None,
-    ) -> None:
-        """`sgd` on each (weight, grad, buffer), arrays as for `adam_each`.
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
+        """`sgd` on each (weight, grad, buffer), all else as for `adam_each`.
 
         Factors are lr, momentum, decay and nesterov.
         """
@@ -450,8 +443,8 @@ class Backend(Protocol):
         """Whether no value of a float array is NaN or infinite."""
         ...
 
-    def finite_each(self, arrays: Sequence[Array]) -> Finite:
-        """`all_finite` of each array, which a device may still be at."""
+    def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
+        """`all_finite` of each array."""
         ...
 
     def leading_sum(self, x: Array, axes: int) -> Array:

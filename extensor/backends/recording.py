@@ -103,6 +103,7 @@ class Guard:
     """Under what an update is recorded.
 
     Attributes:
+        bad: uint32 of shape (): the update is not made while it is not zero.
         made: uint32 of shape (): updates made since the last push.
         lr: float64 of shape (): the learning rate.
         ahead: the factors of each part after so many more updates.
@@ -110,6 +111,7 @@ class Guard:
         pushes: called with each push, to write what depends on the host's numbers.
     """
 
+    bad: Array
     made: Array
     lr: Array
     ahead: Callable[[int], Sequence[Mapping[str, float]]]

@@ -200,7 +200,7 @@ class MXGradScaler:
                 self._bad[id(optimizer)] = recording.finite(arrays, None)
                 return
             backend.scale_each(arrays, 1.0 / self.current_scale)
-            finite = all(backend.finite_each(arrays).each()) and finite
+            finite = all(backend.all_finite_each(arrays)) and finite
         self._bad[id(optimizer)] = not finite
 
     def step(self, optimizer: Optimizer) -> bool | None:

@@ -20,7 +20,8 @@ import numpy as np
 from extensor.autograd.apply import wrap
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.recording import Guard, Mirrors
+from extensor.backends.protocol import Finite
+from extensor.backends.recording import Mirrors
 from extensor.backends.registry import get as get_backend
 from extensor.errors import layout_error, unknown_name
 from extensor.optim.states import STATES, Stored, state_stream
@@ -47,9 +48,12 @@ class _Member:
 
     name: str
     param: ExTensor
+    shape: tuple[int, ...]
     index: int
     arrays: dict[str, Stored]
     step: int = 0
+    whole: Array = None
+    """The parameter's array, once it was seen to be contiguous float32 of its shape."""
 
 
 @dataclass(eq=False)
@@ -105,6 +109,7 @@ class Optimizer(ABC):
             raise ValueError(unknown_name("kind of optimizer state", states, STATES))
         self.states = states
         self._mirrors = Mirrors()
+        self._memory: dict[str, Any] = {}  # the backend's, of what is updated together
         if isinstance(params, ExTensor):
             raise TypeError("params: wanted a list of tensors, got one tensor; pass [tensor]")
         if hasattr(params, "parameters"):
@@ -141,7 +146,7 @@ class Optimizer(ABC):
             taken.add(name)
             owned.add(id(param))
             fresh = self._fresh(param, len(owned) - 1, options)
-            made.members.append(_Member(name, param, len(owned) - 1, fresh))
+            made.members.append(_Member(name, param, param.shape, len(owned) - 1, fresh))
         if not made.members:
             raise ValueError("params: wanted at least one tensor in each group, got none")
         self.groups.append(made)
@@ -195,20 +200,18 @@ class Optimizer(ABC):
     def update_each(
         self,
         backend: Any,
-        parts: Sequence[tuple[Array, Array, Mapping[str, Array], int]],
-        options: Mapping[str, Any],
-        bad: Array | None = None,
-        guard: Guard | None = None,
-    ) -> None:
+        parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
+        factors: Sequence[Mapping[str, float]],
+        **how: Any,
+    ) -> Finite:
         """Move whole parameters, in place, in one call of the backend; ``fused`` ones have it.
 
         Args:
             backend: the backend of the arrays.
-            parts: weight, gradient, state by slot and step of each: C-contiguous float32 arrays
-                of one size, whatever their shapes.
-            options: the group's options.
-            bad: uint32 of shape () on the device: nothing is moved unless it is zero.
-            guard: while a step is recorded: what else the device decides.
+            parts: weight, gradient and state by slot of each: C-contiguous float32 arrays of one
+                size, whatever their shapes.
+            factors: of each, from `factors_each`.
+            how: more for the backend, ``guard``, ``look`` and ``memory`` of `Backend.adam_each`.
         """
         raise TypeError(f"{type(self).__name__} says fused: wanted an update_each of its own")
 
@@ -276,9 +279,9 @@ class Optimizer(ABC):
                     "start; make a new optimizer with these options"
                 )
         for member, grad in parts:
-            if grad.data.shape != member.param.data.shape or not grad.dtype.is_float:
+            if grad.data.shape != member.shape or not grad.dtype.is_float:
                 raise ValueError(
-                    f"step: wanted a float gradient of shape {member.param.shape} for "
+                    f"step: wanted a float gradient of shape {member.shape} for "
                     f"{member.name}, got {grad.dtype.name} of shape {grad.shape}"
                 )
         if (recording := parts[0][0].param.backend.recording) is not None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from extensor.backends.protocol import Finite
 from extensor.backends.recording import Guard, Mirror, Recording
 from extensor.dtypes import float32
 
@@ -35,19 +34,18 @@ def _not_finite(member: _Member) -> FloatingPointError:
     )
 
 
-def _look(parts: Parts) -> list[tuple[Parts, Finite]]:
-    """The check of gradients, begun: of each backend."""
-    backends = {id(member.param.backend): member.param.backend for member, _ in parts}
-    each = [([p for p in parts if p[0].param.backend is b], b) for b in backends.values()]
-    return [(mine, b.finite_each([grad.data for _, grad in mine])) for mine, b in each]
+def _refuse(parts: Parts, finite: Sequence[bool]) -> None:
+    for (member, _), is_finite in zip(parts, finite, strict=True):
+        if not is_finite:
+            raise _not_finite(member)
 
 
-def _refuse(found: list[tuple[Parts, Finite]]) -> None:
+def _check_finite(parts: Parts) -> None:
     """Refuse gradients that hold NaN or infinity, naming the first."""
-    for parts, check in found:
-        for (member, _), is_finite in zip(parts, check.each(), strict=True):
-            if not is_finite:
-                raise _not_finite(member)
+    backends = {id(member.param.backend): member.param.backend for member, _ in parts}
+    for backend in backends.values():
+        mine = [part for part in parts if part[0].param.backend is backend]
+        _refuse(mine, backend.all_finite_each([grad.data for _, grad in mine]))
 
 
 def _common(optimizer: Optimizer, parts: Parts) -> Any:
@@ -60,10 +58,14 @@ def _common(optimizer: Optimizer, parts: Parts) -> Any:
 
 def _fits(member: _Member, grad: ExTensor) -> bool:
     """Whether a parameter's arrays go to the backend as they are, with those of others."""
-    param = member.param
-    if param.dtype is not float32 or grad.dtype is not float32:
-        return False
-    return bool(param.data.flags.c_contiguous and grad.data.flags.c_contiguous)
+    data = member.param.data
+    if data is not member.whole:  # asked once: each question of an array costs what a launch does
+        if member.param.dtype is not float32 or data.shape != member.shape:
+            return False
+        if not data.flags.c_contiguous:
+            return False
+        member.whole = data
+    return grad.dtype is float32 and bool(grad.data.flags.c_contiguous)
 
 
 def step_together(
@@ -81,31 +83,31 @@ def step_together(
         FloatingPointError: if a gradient holds NaN or infinity; nothing is updated then.
     """
     parts = [part for _, mine in ready for part in mine]
-    found = _look(parts) if look else []  # first of all: a device is at it meanwhile
     backend = _common(optimizer, parts)
-    together: list[tuple[ParamGroup, Parts]] = []
+    together: Parts = []
+    factors: list[Mapping[str, float]] = []
     apart = []
     for group, mine in ready:
-        fitting: Parts = []
+        before = len(together)
         for member, grad in mine:
             if member.param.backend is backend and _fits(member, grad):
-                fitting.append((member, grad))
+                together.append((member, grad))
             else:
                 apart.append((group, member, grad))
-        if fitting:
-            together.append((group, fitting))
-    bad = found[0][1].bad if found and not apart else None  # all are of one backend then
-    if bad is None:
-        _refuse(found)
-    for group, mine in together:
-        arrays = [(m.param.data, g.data, m.arrays, m.step + 1) for m, g in mine]
-        optimizer.update_each(backend, arrays, group.options, bad)
-    if bad is not None:
-        _refuse(found)
-    for _, mine in together:
-        for member, _ in mine:
-            member.step += 1
-            member.param._version[0] += 1  # written in place, and nothing else has changed
+        if steps := [member.step + 1 for member, _ in together[before:]]:
+            factors += optimizer.factors_each(steps, group.options)
+    if look and apart:
+        _check_finite(parts)
+        look = False
+    if together:
+        arrays = [(m.param.data, g.data, m.arrays) for m, g in together]
+        more = {"look": look, "memory": optimizer._memory}
+        found = optimizer.update_each(backend, arrays, factors, **more)
+        if look:
+            _refuse(together, found())
+    for member, _ in together:
+        member.step += 1
+        member.param._version[0] += 1  # written in place, and nothing else has changed
     return apart
 
 
@@ -134,9 +136,10 @@ def step_recorded(optimizer: Optimizer, ready: Ready, bad: Any, recording: Recor
     pushes: list[Callable[[], None]] = []
     for number, (group, mine) in enumerate(ready):
         if mine:
-            guard = _guard(optimizer, number, mine, made, recording)
-            arrays = [(m.param.data, g.data, m.arrays, m.step + 1) for m, g in mine]
-            optimizer.update_each(backend, arrays, group.options, bad, guard)
+            guard = _guard(optimizer, number, mine, bad, made, recording)
+            arrays = [(m.param.data, g.data, m.arrays) for m, g in mine]
+            factors = optimizer.factors_each([m.step + 1 for m, _ in mine], group.options)
+            optimizer.update_each(backend, arrays, factors, guard=guard)
             pushes += guard.pushes
     recording.count(made, bad)
     memory = [(m, m.param.data, dict(m.arrays)) for m in members]
@@ -169,7 +172,7 @@ def step_recorded(optimizer: Optimizer, ready: Ready, bad: Any, recording: Recor
 
 
 def _guard(
-    optimizer: Optimizer, number: int, mine: Parts, made: Any, recording: Recording
+    optimizer: Optimizer, number: int, mine: Parts, bad: Any, made: Any, recording: Recording
 ) -> Guard:
     """Under what a group is updated; of its options only the learning rate may change."""
     group = optimizer.groups[number]
@@ -187,4 +190,4 @@ def _guard(
 
     recording.frozen(f"the options of parameter group {number}", fixed)
     lr = recording.cell(("lr", id(optimizer), number), np.float64, rate, rate)
-    return Guard(made, lr, factors, MOST_UPDATES)
+    return Guard(bad, made, lr, factors, MOST_UPDATES)
