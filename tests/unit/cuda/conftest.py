@@ -10,6 +10,7 @@ import pytest
 from extensor.backends import registry
 from extensor_cuda.kernels import (
     cross_entropy,
+    dropout,
     elementwise,
     norm,
     optimizer,
@@ -57,7 +58,17 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """A backend with the training kernels: the CUDA one, or its methods on the CPU."""
     if request.param == "on a GPU":
         return request.getfixturevalue("cuda")
-    for module in (cross_entropy, elementwise, norm, optimizer, scatter, softmax, sums, window):
+    for module in (
+        cross_entropy,
+        dropout,
+        elementwise,
+        norm,
+        optimizer,
+        scatter,
+        softmax,
+        sums,
+        window,
+    ):
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
     return Emulated("emulated", Cupy())
 

@@ -88,6 +88,9 @@ inline int __syncthreads_or(int vote) {
 }
 inline void atomicOr(unsigned* to, unsigned bits) { *to |= bits; }
 
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -5,6 +5,7 @@ Without a GPU on one made of numpy (`tests.unit.cuda.fake`), whose quantizers ar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from extensor_cuda.backend import CudaBackend
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.kernels import (
     cross_entropy,
+    dropout,
     elementwise,
     norm,
     optimizer,
@@ -121,6 +123,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     launch = request.getfixturevalue("fake_launch")
     for module in (
         cross_entropy,
+        dropout,
         elementwise,
         norm,
         optimizer,
@@ -540,6 +543,21 @@ def test_running_averages_advance(gpu: Any) -> None:
             train(et.randn((4, 3, 5, 5), seed=number).to("cuda"))
         found.append(layer.state_dict())
     same(found[1], found[0])
+
+
+def test_dropout_draws_anew_in_each_repetition(gpu: Any) -> None:
+    found = []
+    for captured in (False, True):
+        layer = et.nn.Dropout(0.4, rng=0).to("cuda")
+        step = et.capture(layer) if captured else layer
+        drawn = [step(et.ones((3, 50)).to("cuda")).numpy() for _ in range(6)]
+        assert all((a != b).any() for a, b in itertools.combinations(drawn, 2))
+        found.append((drawn, layer.state_dict()))
+    same(found[1][1], found[0][1])
+    np.testing.assert_array_equal(found[1][0], found[0][0])
+    there = et.nn.Dropout(0.4, rng=0)
+    for drawn in found[0][0]:
+        np.testing.assert_array_equal(there(et.ones((3, 50), device="cpu")).numpy(), drawn)
 
 
 def small_run(**changes: Any) -> RunConfig:
