@@ -3,10 +3,10 @@
     python ci/bench/cuda_quantize_peers.py [--rounds N]
 
 Normal bfloat16 data of 16384 x 16384: milliseconds of one call, medians in turns by CUDA events,
-and how many times as fast ours is. NVFP4's tensor maximum is given to both. "unfused" is the definition
-of `extensor.quant.reference` on cupy's arrays, operation by operation, on 4096 x 4096, beside the
-fused kernel at that size. Needs a GPU, torch and the extra ``cuda13``; without torchao its rows are
-left out. Minutes, most of them torch.compile's.
+and how many times as fast ours is. NVFP4's tensor maximum is given to both. "unfused" is the
+definition of `extensor.quant.reference` on cupy's arrays, operation by operation, on 4096 x 4096,
+beside the fused kernel at that size. Needs a GPU, torch and the extra ``cuda13``; without torchao
+its rows are left out. Minutes, most of them torch.compile's.
 """
 
 from __future__ import annotations
