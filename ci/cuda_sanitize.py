@@ -43,6 +43,9 @@ def specs() -> Iterator[QuantSpec]:
         yield QuantSpec("mxfp4", axis=axis, tile=(32, 32))
         yield QuantSpec("nvfp4", axis=axis, tile=(16, 16), scale_rule="four_over_six")
         yield QuantSpec("nvfp4_fp8exact", axis=axis)
+        yield QuantSpec("fp8_e4m3", axis=axis, tile=(1, 128), **stochastic)
+        yield QuantSpec("int8", axis=axis, symmetric=False, scale_dtype="float16")
+        yield QuantSpec("int4", axis=axis)
 
 
 def quantizers(backend: Any, rng: Any) -> int:
@@ -210,7 +213,7 @@ def training(backend: Any, rng: Any) -> int:
     parts = [tuple(xp.ones(n, dtype="float32") for _ in range(4)) for n in (0, 3, 40_001)]
     names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
     backend.all_finite_each([part[1] for part in parts])
-    backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3)
+    backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3, look=True)
     images, window = (
         xp.asarray(rng.standard_normal((2, 3, 9, 11)).astype("float32")),
         Window((3, 2)),

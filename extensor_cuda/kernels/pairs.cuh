@@ -82,7 +82,9 @@ __device__ __forceinline__ u32 zeros_of(u32 pair, u32 live) {
 
 // Eight magnitudes in nibbles -> saturated ones, counted where `live`.
 __device__ __forceinline__ u32 saturate(u32 n, u32 live, Tally& tally) {
-    if (PAIRS && !STATS) return n;  // as round_pair gives it
+#if PAIRS && !STATS
+    return n;  // as round_pair gives it
+#endif
     const u32 over = n & 0x88888888u;
     n = (n | (over - (over >> 3))) & 0x77777777u;
 #if STATS

@@ -88,6 +88,9 @@ inline int __syncthreads_or(int vote) {
 }
 inline void atomicOr(unsigned* to, unsigned bits) { *to |= bits; }
 
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -96,6 +99,7 @@ inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dsub_rn(double a, double b) { return a - b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline float normcdff(float x) {
     return static_cast<float>(0.5 * std::erfc(-static_cast<double>(x) * 0.70710678118654752));
@@ -107,7 +111,6 @@ template <class T>
 T __ldg(const T* from) { return *from; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
-inline float __frcp_rn(float v) { return 1.0f / v; }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 template <class T>
 T __ldcs(const T* from) { return *from; }
@@ -147,26 +150,20 @@ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
     }
     return out;
 }
-template <class Op>
-unsigned each_half(unsigned a, unsigned b, Op op) {
+// The larger ones, NaN if one is, or the smaller ones.
+template <bool kLarger>
+unsigned choose_pair(unsigned a, unsigned b) {
     unsigned out = 0;
-    for (int h = 0; h < 32; h += 16)
-        out |= __float_as_uint(op(of_bfloat16(a >> h & 0xFFFF), of_bfloat16(b >> h & 0xFFFF))) >> 16 << h;
+    for (int h = 0; h < 32; h += 16) {
+        const unsigned halves[2] = {a >> h & 0xFFFF, b >> h & 0xFFFF};
+        const float x = of_bfloat16(halves[0]), y = of_bfloat16(halves[1]);
+        out |= (x != x || y != y ? 0x7FFFu : halves[(x < y) == kLarger]) << h;
+    }
     return out;
 }
-inline unsigned largest_pair(unsigned a, unsigned b) {  // NaN, if there is one
-    return each_half(a, b, [](float x, float y) { return x > y || x != x ? x : y; });
-}
-inline unsigned least_pair(unsigned a, unsigned b) {  // but for NaN
-    return each_half(a, b, [](float x, float y) { return x < y || y != y ? x : y; });
-}
+// 0xFF for halves that are negative: a's low one and b's, then the high ones.
 inline unsigned sign_bytes(unsigned a, unsigned b) {
     return (a >> 15 & 1) * 0xFFu | (b >> 15 & 1) * 0xFF00u | (a >> 31) * 0xFF0000u | (b >> 31) * 0xFF000000u;
-}
-inline float of_half(unsigned short bits) {
-    _Float16 half;
-    std::memcpy(&half, &bits, 2);
-    return half;
 }
 // cp.async, at once.
 template <int kBytes>

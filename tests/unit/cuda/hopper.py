@@ -27,22 +27,22 @@ HEADER = Path(__file__).parent / "hopper.hpp"
 STATEMENTS = {
     "st.async": "*to = v, brought(barrier, 4);",
     '"=r"(raw[k / 2])': "raw[k / 2] = rounded_pair(y[1], y[0]);",
-    "max.NaN.f32": "m = std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b);",
-    "fma.rn.bf16x2": "d = fma_pair(a, b, c);",
-    "max.NaN.bf16x2": "d = largest_pair(a, b);",
-    "min.bf16x2": "d = least_pair(a, b);",
-    "abs.bf16x2": "d = a & 0x7FFF7FFFu;",
     "prmt.b32": "bytes = sign_bytes(a, b);",
-    "cvt.f32.f16": "v = of_half(raw);",
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
     "cp.async.wait_all": "named_barrier(warpgroup + 1, 128);",
     "cvt.rn.bf16x2.f32": "packed = rounded_pair(v[2 * h + 1], v[2 * h]);",
     "ex2.approx": "y = std::exp2(x);",
+    "max.NaN.f32": "m = a != a || b != b ? NAN : std::fmax(a, b);",
+    "fma.rn.bf16x2": "d = fma_pair(a, b, c);",
+    "max.NaN.bf16x2": "d = choose_pair<true>(a, b);",
+    "min.bf16x2": "d = choose_pair<false>(a, b);",
+    "abs.bf16x2": "d = a & 0x7FFF7FFFu;",
     "bulk_group [%0": "store(map, column0 + start, row0, patch);",
 }
 """Assembly that does something here, and what stands for it."""
 NOTHING = (
-    "satfinite",
+    "cvt.f32.f16",
+    "cvt.rn.satfinite",  # in parts that are not compiled here
     "rcp.approx",
     "fence",
     "setmaxnreg",

@@ -5,6 +5,7 @@ Without a GPU on one made of numpy (`tests.unit.cuda.fake`), whose quantizers ar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from extensor_cuda.backend import CudaBackend
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.kernels import (
     cross_entropy,
+    dropout,
     elementwise,
     norm,
     optimizer,
@@ -39,7 +41,6 @@ from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
 from models.lenet.model import build as build_lenet
 from tests.oracle.compare import same_bytes
-from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import fake
 from tests.unit.training.conftest import SMALL
 from training.config import RunConfig
@@ -119,11 +120,10 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CUDA backend, on a GPU or on numpy, as device "cuda"."""
     if request.param == "on a GPU":
         return request.getfixturevalue("cuda")
-    if emulation.COMPILER is None:
-        pytest.skip("no C++ compiler")
     launch = request.getfixturevalue("fake_launch")
     for module in (
         cross_entropy,
+        dropout,
         elementwise,
         norm,
         optimizer,
@@ -153,7 +153,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture(scope="session")
-def fake_launch(tmp_path_factory: pytest.TempPathFactory) -> fake.FakeLaunch:
+def fake_launch(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> fake.FakeLaunch:
     return fake.FakeLaunch(tmp_path_factory.mktemp("kernels"))
 
 
@@ -545,6 +545,21 @@ def test_running_averages_advance(gpu: Any) -> None:
     same(found[1], found[0])
 
 
+def test_dropout_draws_anew_in_each_repetition(gpu: Any) -> None:
+    found = []
+    for captured in (False, True):
+        layer = et.nn.Dropout(0.4, rng=0).to("cuda")
+        step = et.capture(layer) if captured else layer
+        drawn = [step(et.ones((3, 50)).to("cuda")).numpy() for _ in range(6)]
+        assert all((a != b).any() for a, b in itertools.combinations(drawn, 2))
+        found.append((drawn, layer.state_dict()))
+    same(found[1][1], found[0][1])
+    np.testing.assert_array_equal(found[1][0], found[0][0])
+    there = et.nn.Dropout(0.4, rng=0)
+    for drawn in found[0][0]:
+        np.testing.assert_array_equal(there(et.ones((3, 50), device="cpu")).numpy(), drawn)
+
+
 def small_run(**changes: Any) -> RunConfig:
     return RunConfig(**{**defaults("mlp"), **SMALL, **changes})
 
@@ -572,6 +587,7 @@ def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
             run_training(config, tmp_path, resume=False, console=QUIET, graph=True)
 
 
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -585,10 +601,8 @@ def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
         "int8",
     ],
 )
-def test_tensor_core_products_are_captured(cuda: Any, recipe: str) -> None:
+def test_tensor_core_products_are_captured(recipe: str) -> None:
     """Layers large enough for every way of making operands."""
-    if cuda.xp.cuda.Device().compute_capability != "90":
-        pytest.skip("the GPU is not a Hopper: no wgmma")
     found = []
     for captured in (False, True):
         layer = et.nn.Linear(1024, 1024, rng=0).to("cuda")
