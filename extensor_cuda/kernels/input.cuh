@@ -67,11 +67,11 @@ __device__ __forceinline__ float element(const u32 (&words)[N], int k) {
 
 // ---- an activation of bfloat16 values, rounded once: as elementwise.cu has it ----
 
-#if ACTIVATION
+#if ACTIVATE
 #define FULL 0
 #include "narrow.cuh"
 #include "activation.cuh"
-#if ACTIVATION == 1
+#if ACTIVATE == 1
 typedef Relu Active;
 #else
 typedef Gelu Active;

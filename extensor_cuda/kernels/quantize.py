@@ -244,7 +244,7 @@ def quantize_source(
         "BOTH": 0,
         "NORM": 0,
         "ONLY_ROWS": 0,
-        "ACTIVATION": ACTIVATIONS.index(plan.activation),
+        "ACTIVATE": ACTIVATIONS.index(plan.activation),
         "ITEMS": 1 if dtype == "float32" or words or spec.transform else 2,
         "ROWS": plan.rows,
         "HADAMARD": spec.transform.size if spec.transform else 0,
