@@ -168,9 +168,7 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const u32* four = raw + 4 * h;
-            const u32 a = round_pair(four[0], scale, far) | round_pair(four[1], scale, far) << 8;
-            const u32 b = round_pair(four[2], scale, far) | round_pair(four[3], scale, far) << 8;
-            const u32 n = saturate(__byte_perm(a | a >> 12, b | b >> 12, 0x5410), s.live, tally);
+            const u32 n = saturate(magnitudes_across(four, scale, far), s.live, tally);
             any |= n;
             words[2 * h] = signed_bytes(table, n, __byte_perm(four[0], four[1], 0x7531), s.live);
             words[2 * h + 1] = signed_bytes(table, n >> 16, __byte_perm(four[2], four[3], 0x7531), s.live);
@@ -232,10 +230,7 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32* four = raw + 4 * i;
-            u32 n = 0;  // of four rows: the first column in the low half
-#pragma unroll
-            for (int k = 0; k < 4; ++k) n |= round_pair(four[k], scale, far) << (4 * k);
-            n = saturate(n, live, tally);
+            const u32 n = saturate(magnitudes_down<1>(four, scale, far), live, tally);  // of four rows: the first column in the low half
             any |= n;
             const u32 upper = __byte_perm(four[0], four[1], 0x7351);
             const u32 lower = __byte_perm(four[2], four[3], 0x7351);
