@@ -28,7 +28,7 @@ Array = Any
 
 _INPUTS = {"float32": 4, "bfloat16": 2}
 _TILE, _TALL, _WARP, _STAGES = 65536, 32, 512, 3  # bytes; rows of blocks down; columns of a warp
-_THREADS = 512
+_ROW_THREADS, _COLUMN_THREADS = 512, 128  # as in normed.cuh
 _MOST_CLUSTER = 16
 
 
@@ -57,6 +57,11 @@ def _tile(columns: int, dtype: str, only_rows: bool) -> tuple[int, int, int]:
     wides = [_WARP << i for i in range(8) if _WARP << i <= widest]
     wide = min(wides, key=lambda n: (-(-columns // n) > _MOST_CLUSTER, -(-columns // n) * n, -n))
     return size // wide if only_rows else _TALL, wide, -(-columns // wide)
+
+
+def _threads(only_rows: bool) -> int:
+    """Of a block."""
+    return _ROW_THREADS + (0 if only_rows else _COLUMN_THREADS)
 
 
 def reason(
@@ -111,9 +116,8 @@ def norm_quantize_source(
         "TALL": tall,
         "WIDE": wide,
         "COLUMNS": 4,
-        "THREADS": _THREADS,
+        "THREADS": _threads(only_rows),
         "STAGES": _STAGES,
-        "RESIDENT": 1,
         "NORM": 2 if centred else 1,
         "BIAS": int(biased),
         "XIN": list(_INPUTS).index(dtype),
@@ -121,7 +125,6 @@ def norm_quantize_source(
         "CLUSTER": cluster,
         "CLUSTER_DIMS": f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else "",
         "UNROLL": 1,
-        "HOIST": 0,
     }
     whole = rows % tall == 0 and columns % wide == 0
     return kernels.quantize_source(
@@ -164,7 +167,7 @@ def norm_quantize(
     counters = Counters(4 * SLOTS, xp) if stats else None
     tall, wide, cluster = _tile(columns, x.dtype.name, only_rows)
     terms = -(-cluster * wide // _WARP // 32) * 32  # as in normed.cuh, of each sum
-    shared = _STAGES * (_TILE + 8) + 8 * tall * terms * (1 + centred) + 32
+    shared = _STAGES * (_TILE + 16) + 8 * tall * terms * (1 + centred) + 32
     sides = (made[0], made[-1])
     given = _Norm(
         x.data.ptr,
@@ -179,7 +182,8 @@ def norm_quantize(
     source = norm_quantize_source(plan, x.dtype.name, centred, bias is not None, only_rows, stats)
     device = xp.cuda.runtime.getDevice()
     function, _ = hopper.load(source, "quantize_normed", shared, device)
-    most = hopper.clusters(function, cluster, _THREADS, shared, device)
+    threads = _threads(only_rows)
+    most = hopper.clusters(function, cluster, threads, shared, device)
     grid = min(-(-rows // tall), most) * cluster
-    hopper.launch(function, grid, _THREADS, shared, (), given)
+    hopper.launch(function, grid, threads, shared, (), given)
     return made[0], None if only_rows else made[1], mean, rstd, counters

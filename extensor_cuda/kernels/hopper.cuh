@@ -8,7 +8,7 @@
 __device__ __forceinline__ void release(u32 barrier, int lane) {
     if (lane >= kCluster) return;
     if (kCluster == 1) {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+        arrive(barrier);
     } else {
         asm volatile(
             "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"

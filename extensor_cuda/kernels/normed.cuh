@@ -4,6 +4,7 @@
 // to a stage of its shared memory. A thread has a chunk of columns in kEach rows. Sums are of a thread's
 // values, then of a warp's lanes, then of the warps that share a row, each of which sends its own to all
 // blocks before it encodes the rows before: so nobody waits for sums, nor, with STAGES stages, for memory.
+// What the first kRowThreads threads have left of a tile, the others encode down its columns meanwhile.
 
 #include "barriers.cuh"
 // ---- after barriers ----
@@ -15,8 +16,11 @@ typedef u16 Given;
 #endif
 constexpr int kGivenWords = sizeof(Given) * kChunk / 4, kGivenVector = 16 / sizeof(Given);
 constexpr int kSide = WIDE / kChunk;                 // threads side by side
-constexpr int kSlices = kSide / 32, kWarps = kThreads / 32;  // warps that share a row of the block, and all
-constexpr int kEach = TALL * kSide / kThreads;       // rows of a thread: a power of two
+constexpr int kSlices = kSide / 32;                  // warps that share a row of the block
+constexpr int kRowThreads = 512, kColumnThreads = kThreads - kRowThreads;
+constexpr int kRowWarps = kRowThreads / 32, kLastWarps = (ONLY_ROWS ? kRowThreads : kColumnThreads) / 32;
+constexpr int kEach = TALL * kSide / kRowThreads;    // rows of a thread: a power of two
+constexpr bool kHeld = ONLY_ROWS || !BIAS;           // whether weights and bias stay in registers
 constexpr int kTerms = (CLUSTER * kSlices + 31) / 32 * 32;  // sums of warps that make a row's
 
 struct Norm {
@@ -65,10 +69,24 @@ __device__ __forceinline__ float across_warp(float (&sums)[kEach], int lane) {
 
 // `*to = v` in block `rank` of the cluster, and 4 bytes more at its barrier.
 __device__ __forceinline__ void send(float* to, float v, u32 barrier, int rank) {
+    if (CLUSTER == 1) {
+        *to = v;  // `sent` says so
+        return;
+    }
     asm volatile("{\n.reg .b32 a, b;\nmapa.shared::cluster.u32 a, %0, %3;\nmapa.shared::cluster.u32 b, %2, %3;\n"
                  "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [a], %1, [b];\n}" ::"r"(shared_address(to)),
                  "f"(v), "r"(barrier), "r"(rank)
                  : "memory");
+}
+// A block that has no cluster waits for its warps, others for bytes.
+constexpr int kSent = sizeof(float) * NORM * TALL * CLUSTER * kSlices;
+__device__ __forceinline__ void sent(u32 barrier) {
+    if (CLUSTER > 1) return;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+__device__ __forceinline__ void expect_sums(u32 barrier) {
+    if (CLUSTER > 1) expect_bytes(barrier, kSent);
 }
 
 typedef float Terms[NORM][TALL][kTerms];  // of each warp: squares about its mean; with NORM 2 the mean
@@ -107,6 +125,7 @@ __device__ __forceinline__ void send_sums(const Given* mine, i64 real, float wid
         send(&terms[0][row + lane % kEach][term], squares, barrier, to);
         if (NORM == 2) send(&terms[NORM - 1][row + lane % kEach][term], mean, barrier, to);
     }
+    sent(barrier);
 }
 
 // Columns that a warp's term is of.
@@ -142,66 +161,90 @@ __device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChu
     }
 }
 
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(kThreads, RESIDENT)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(kThreads, 1)
 quantize_normed(const __grid_constant__ Norm p) {
     extern __shared__ u8 raw_memory[];
     Given* const tiles = reinterpret_cast<Given*>(raw_memory);
     Terms* const terms = reinterpret_cast<Terms*>(tiles + STAGES * TALL * WIDE);
-    u32* const done = reinterpret_cast<u32*>(terms + 2);  // warps that were, of each stage
-    const u32 summed = shared_address(done + 4), ready = summed + 16;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int rank = blockIdx.x % CLUSTER, first = warp / kSlices * kEach, side = threadIdx.x % kSide;
-    const int term = rank * kSlices + warp % kSlices;
-    const i64 left = static_cast<i64>(rank) * WIDE, start = left + side * kChunk, real = p.columns - start;
-    const float length = static_cast<float>(p.columns), width = width_of(term, p.columns);
+    u32* const left_by = reinterpret_cast<u32*>(terms + 2);  // warps that have left each stage
+    const u32 summed = shared_address(left_by + 4), ready = summed + 16, coded = ready + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % CLUSTER;
+    const i64 left = static_cast<i64>(rank) * WIDE;
     const int step = gridDim.x / CLUSTER, from = blockIdx.x / CLUSTER;
     const int count = (static_cast<int>((p.rows + TALL - 1) / TALL) - from + step - 1) / step;  // tiles
-    constexpr int kSent = sizeof(float) * NORM * TALL * CLUSTER * kSlices;
+    const auto top_of = [&](int i) { return (from + static_cast<i64>(i) * step) * TALL; };
+    const auto tile_of = [&](int i) { return tiles + i % STAGES * TALL * WIDE; };
 
     const auto fill = [&](int i) {  // by a warp
-        const i64 top = (from + static_cast<i64>(i) * step) * TALL;
         const int wide = WHOLE ? WIDE : static_cast<int>(min(static_cast<i64>(WIDE), p.columns - left));
-        const int tall = WHOLE ? TALL : static_cast<int>(min(static_cast<i64>(TALL), p.rows - top));
-        if (lane == 0) expect_bytes(ready + 8 * (i % STAGES), tall * wide * sizeof(Given));
+        const int tall = WHOLE ? TALL : static_cast<int>(min(static_cast<i64>(TALL), p.rows - top_of(i)));
+        const u32 barrier = ready + 8 * (i % STAGES);
+        if (lane == 0) expect_bytes(barrier, tall * wide * sizeof(Given));
         __syncwarp();
         for (int row = lane; row < tall; row += 32)
-            load_line(shared_address(tiles + (i % STAGES * TALL + row) * WIDE), p.x + (top + row) * p.columns + left,
-                      wide * sizeof(Given), ready + 8 * (i % STAGES));
+            load_line(shared_address(tile_of(i) + row * WIDE), p.x + (top_of(i) + row) * p.columns + left,
+                      wide * sizeof(Given), barrier);
     };
-    const auto sum = [&](int i) {
-        wait(ready + 8 * (i % STAGES), i / STAGES % 2);
-        send_sums(tiles + (i % STAGES * TALL + first) * WIDE + side * kChunk, real, width, terms[i % 2],
-                  summed + 8 * (i % 2), first, term);
+    // The last warp that leaves a tile has another one copied in its place.
+    const auto leave = [&](int i) {
+        if (i + STAGES >= count) return;
+        __threadfence_block();
+        __syncwarp();
+        u32 others = lane == 0 ? atomicAdd(left_by + i % STAGES, 1u) : 0;
+        others = __shfl_sync(~0u, others, 0);
+        if (others % kLastWarps != kLastWarps - 1) return;
+        __threadfence_block();
+        fill(i + STAGES);
     };
     if (warp == 0) {
         if (lane == 0) {
-            for (int b = 0; b < 2 + STAGES; ++b) barrier_init(summed + 8 * b, 1);
-            for (int s = 0; s < STAGES; ++s) done[s] = 0;
+            for (int b = 0; b < 2; ++b) barrier_init(summed + 8 * b, CLUSTER > 1 ? 1 : kRowWarps);
+            for (int s = 0; s < STAGES; ++s) {
+                barrier_init(ready + 8 * s, 1), barrier_init(coded + 8 * s, kRowWarps);
+                left_by[s] = 0;
+            }
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            for (int b = 0; b < 2; ++b) expect_bytes(summed + 8 * b, kSent);
+            for (int b = 0; b < 2; ++b) expect_sums(summed + 8 * b);
         }
         __syncwarp();
         for (int i = 0; i < min(STAGES, count); ++i) fill(i);
     }
     __syncthreads();
     if (CLUSTER > 1) cluster_sync();  // the blocks that sums are sent to are there
-    sum(0);
 
     const Tensor tensor = {1, 1, 0, 1};
     const Stream stream = {};
-    Tally tally[2] = {};
-#if HOIST == 1
+    Tally tally = {0, 0};
+#if !ONLY_ROWS
+    if (warp >= kRowWarps) {
+        constexpr int kPitch = WIDE * sizeof(Given) / sizeof(Raw), kItems = TALL / kChunk * WIDE / COLUMNS;
+        for (int i = 0; i < count; ++i) {
+            wait(coded + 8 * (i % STAGES), i / STAGES % 2);
+#pragma unroll 1
+            for (int item = threadIdx.x - kRowThreads; item < kItems; item += kColumnThreads)
+                encode_down<kPitch>(reinterpret_cast<const Raw*>(tile_of(i)), item, top_of(i), left, p.rows, p.columns,
+                                    tensor, stream, p.codes[1], p.scales[1], nullptr, tally);
+            leave(i);
+        }
+        add_counts(tally, p.counters + 2 * kSlots);
+        return;
+    }
+#endif
+    const int first = warp / kSlices * kEach, side = threadIdx.x % kSide, term = rank * kSlices + warp % kSlices;
+    const i64 start = left + side * kChunk, real = p.columns - start;
+    const float length = static_cast<float>(p.columns), width = width_of(term, p.columns);
+    const auto sum = [&](int i) {
+        wait(ready + 8 * (i % STAGES), i / STAGES % 2);
+        send_sums(tile_of(i) + first * WIDE + side * kChunk, real, width, terms[i % 2], summed + 8 * (i % 2), first,
+                  term);
+    };
     float weight[kChunk], bias[kChunk];
-    load_factors(p, weight, bias, start, real);
-#endif
+    if (kHeld) load_factors(p, weight, bias, start, real);
+    sum(0);
     for (int i = 0; i < count; ++i) {
-#if HOIST == 2
-        float weight[kChunk], bias[kChunk];
-        load_factors(p, weight, bias, start, real);
-#endif
         wait(summed + 8 * (i % 2), i / 2 % 2);
         const Terms& t = terms[i % 2];
-        const i64 top = (from + static_cast<i64>(i) * step) * TALL;
+        const i64 top = top_of(i);
         float mean = 0;
 #if NORM == 2
         mean = __fdiv_rn(over_terms([&](int e, int of) {
@@ -222,20 +265,17 @@ quantize_normed(const __grid_constant__ Norm p) {
             p.rstd[top + first + lane] = rstd;
             if (NORM == 2) p.mean[top + first + lane] = mean;
         }
-        if (threadIdx.x == 0) expect_bytes(summed + 8 * (i % 2), kSent);  // before it sends what follows
+        if (threadIdx.x == 0) expect_sums(summed + 8 * (i % 2));  // before it sends what follows
         if (i + 1 < count) sum(i + 1);
 
-        Given* const tile = tiles + i % STAGES * TALL * WIDE;
-#if HOIST == 0
-        float weight[kChunk], bias[kChunk];
-        load_factors(p, weight, bias, start, real);
-#endif
+        if (!kHeld) load_factors(p, weight, bias, start, real);
 #pragma unroll UNROLL
         for (int e = 0; e < kEach; ++e) {
             const i64 inside = WHOLE || top + first + e < p.rows ? real : 0;
             const float middle = NORM == 2 ? __shfl_sync(~0u, mean, e) : 0.0f, factor = __shfl_sync(~0u, rstd, e);
+            Given* const row = tile_of(i) + (first + e) * WIDE;
             u32 words[kGivenWords], raw[kChunk / 2];
-            load_chunk(words, tile + (first + e) * WIDE + side * kChunk, inside);
+            load_chunk(words, row + side * kChunk, inside);
 #pragma unroll
             for (int k = 0; k < kChunk; k += 2) {
                 float y[2];
@@ -251,35 +291,19 @@ quantize_normed(const __grid_constant__ Norm p) {
             }
 #if !ONLY_ROWS
             __syncwarp();  // all lanes have read the row, where what they write may lie
-            uint4* to = reinterpret_cast<uint4*>(reinterpret_cast<u16*>(tile + (first + e) * WIDE) + side * kChunk);
+            uint4* to = reinterpret_cast<uint4*>(reinterpret_cast<u16*>(row) + side * kChunk);
             to[0] = uint4{raw[0], raw[1], raw[2], raw[3]}, to[1] = uint4{raw[4], raw[5], raw[6], raw[7]};
 #endif
             encode_along(raw, top + first + e, start, p.rows, p.columns, tensor, stream, p.codes[0], p.scales[0],
-                         nullptr, tally[0]);
+                         nullptr, tally);
         }
-#if !ONLY_ROWS
-        __syncthreads();
-        constexpr int kPitch = WIDE * sizeof(Given) / sizeof(Raw);
-#pragma unroll 1
-        for (int item = threadIdx.x; item < TALL / kChunk * WIDE / COLUMNS; item += kThreads)  // whole warps
-            encode_down<kPitch>(reinterpret_cast<const Raw*>(tile), item, top, left, p.rows, p.columns, tensor, stream,
-                                p.codes[1], p.scales[1], nullptr, tally[1]);
+#if ONLY_ROWS
+        leave(i);
+#else
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // a copy will overwrite what was stored
+        __syncwarp();
+        if (lane == 0) arrive(coded + 8 * (i % STAGES));
 #endif
-        // The last warp that leaves a tile has another one copied in its place.
-        if (i + STAGES < count) {
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            __threadfence_block();
-            __syncwarp();
-            u32 others = lane == 0 ? atomicAdd(done + i % STAGES, 1u) : 0;
-            others = __shfl_sync(~0u, others, 0);
-            if (others % kWarps == kWarps - 1) {
-                __threadfence_block();
-                fill(i + STAGES);
-            }
-        }
     }
-    add_counts(tally[0], p.counters);
-#if !ONLY_ROWS
-    add_counts(tally[1], p.counters + 2 * kSlots);
-#endif
+    add_counts(tally, p.counters);
 }
