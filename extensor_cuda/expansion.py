@@ -15,6 +15,10 @@ Bfloat16 also holds every NVFP4 value but for the tensor scale, and every MX val
 quantizer makes, from 2**-133 up: so `whole` needs no anchor. Whether all of an MX matrix is held is
 read on the host the first time that the matrix is seen, and remembered: nothing waits after that.
 A value that is not held would be NaN, never another number.
+
+Codes of INT4, INT8 and FP8, less their zero points, are numbers of 8 bits, which bfloat16 holds;
+products with their float scales it does not hold. So `coded` leaves the scales beside the codes,
+for the product to multiply sums by: the whole one, or that of each group along K.
 """
 
 from __future__ import annotations
@@ -29,14 +33,22 @@ from weakref import WeakKeyDictionary
 import ml_dtypes
 import numpy as np
 
-from extensor.quant.array import QuantArray, coded_length
+from extensor.quant.array import QuantArray, coded_length, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense
 from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels.gemm import Flags, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm import (
+    BEYOND,
+    STAGE_OF_BF16,
+    Flags,
+    configure,
+    empty_rows,
+    gemm,
+)
 
 __all__ = [
     "Expansion",
+    "coded",
     "expand",
     "expand_source",
     "join",
@@ -50,6 +62,7 @@ Array = Any
 
 _FOLDER = Path(__file__).parent / "kernels"
 _THREADS, _GUARDED_BLOCKS, _ANCHOR_BLOCKS = 256, 264, 264
+_ALL = 1 << 30  # elements or rows that share a scale: all there are
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 _KINDS = ("bf16", "e5m2", "e4m3")  # as in expand.cu
 # The power of two by which the largest scale is lifted, so that the largest element is in range:
@@ -78,6 +91,9 @@ class Expansion:
         exponent: int32 (1,); None if the factor is no power of two, or where it is 0.
         factor: float32, (1,) or one for each row; None if it is not known, or 1.
         down: whether codes are (K, rows); with bfloat16.
+        scales: instead of exponent and factor, with bfloat16: float32 (groups along K, pitch), the
+            columns beyond the rows undefined.
+        every: elements of K in a group.
     """
 
     codes: Array
@@ -85,27 +101,43 @@ class Expansion:
     exponent: Array | None = None
     factor: Array | None = None
     down: bool = False
+    scales: Array | None = None
+    every: int = 0
 
 
 @lru_cache(maxsize=256)
-def expand_source(spec: QuantSpec, kind: str, lift: int, fixed: bool = False) -> Source:
-    """The program that expands packed codes of a spec resolved for a matrix, as `expand`."""
+def expand_source(
+    spec: QuantSpec, kind: str, lift: int, fixed: bool = False, whole: bool = True
+) -> Source:
+    """The program that expands packed codes of a spec resolved for a matrix, as `expand`.
+
+    ``whole``: rows of codes are a multiple of 16 elements; always those of MX and NVFP4.
+    """
     element = spec.row.element
-    assert isinstance(spec.tile, tuple)
+    rows, length = spec.tile if isinstance(spec.tile, tuple) else (1, _ALL)
+    if spec.tile == "tensor":
+        rows = _ALL
     macros = {
         "BITS": element.bits,
         "MANTISSA": element.mantissa_bits,
         "MIN_EXPONENT": element.min_exponent,
         "IS_FLOAT": int(element.is_float),
-        "UE4M3": int(not spec.is_mx),
-        "BLOCK": spec.tile[1],
-        "TILE_ROWS": spec.tile[0],
+        "MAX_CODE": element.max_magnitude_code,
+        "UE4M3": int(spec.row.tensor_scale),
+        "SCALED": int(_is_scaled(spec)),
+        "WHOLE": int(whole),
+        "BLOCK": length,
+        "TILE_ROWS": rows,
         "DOWN": int(spec.axis == 0),
         "OUT": _KINDS.index(kind),
         "LIFT": lift,
         "FIXED": int(fixed),
     }
     return Source.read(_FOLDER / "expand.cu", macros)
+
+
+def _is_scaled(spec: QuantSpec) -> bool:
+    return not (spec.is_mx or spec.row.tensor_scale)
 
 
 def _blocks(threads: int, guarded: bool) -> int:
@@ -166,11 +198,53 @@ def expand(
         factor,
         null if flag is None else flag,
         *(guards or (null, null)),
-        *(np.int64(n) for n in (lines, pitch, codes.shape[1], scales.shape[1])),
+        *(null, null, null),
+        *(np.int64(n) for n in (lines, pitch, codes.shape[1], scales.shape[1], 0)),
     )
     if fixed:
         return Expansion(out[:, :k], kind, None, None if mx else q.tensor_scale)
     return Expansion(out[:, :k], kind, exponent if mx else None, factor)
+
+
+def coded(q: QuantArray, xp: Any) -> Expansion:
+    """Codes under float scales as bfloat16, less their zero points; does not wait.
+
+    Args:
+        q: INT4, INT8 or FP8 along its rows, in groups of 32 or a multiple of 64 along K, or one.
+        xp: cupy.
+
+    Returns:
+        The codes, with a factor for each row, or with scales of the groups.
+    """
+    (lines, k), length = q.shape, tile_extent(q.spec, q.shape)[1]
+    codes = _aligned(q.codes, xp)
+    scales = xp.ascontiguousarray(q.scales.astype(np.float32, copy=False))
+    grouped, groups = length < k, scales.shape[1]
+    at_once = max(STAGE_OF_BF16 // length, 1) if grouped else 1
+    make = xp.zeros if groups % at_once else xp.empty  # what the product reads beyond the last
+    shape = -(-groups // at_once) * at_once, -(-lines // 4) * 4 + BEYOND
+    factors = make(shape, dtype=np.float32)
+    whole_rows = codes.shape[1] * 8 % (16 * q.spec.row.element.bits) == 0
+    pitch = -(-k // 16) * 16
+    out = xp.empty((lines, pitch), dtype=np.uint16)
+    null = np.uint64(0)
+    launch(
+        expand_source(q.spec, "bf16", 0, True, whole_rows),
+        "expand",
+        _blocks(lines * (pitch // 16), False),
+        _THREADS,
+        codes,
+        *(null,) * 3,
+        out,
+        *(null,) * 5,
+        scales,
+        null if q.zero_points is None else xp.ascontiguousarray(q.zero_points),
+        factors,
+        *(np.int64(n) for n in (lines, pitch, codes.shape[1], groups, shape[1])),
+    )
+    if grouped:
+        return Expansion(out[:, :k], "bf16", scales=factors, every=length)
+    return Expansion(out[:, :k], "bf16", factor=factors[0, :lines])
 
 
 def whole(stored: Sequence[QuantArray], xp: Any) -> list[Expansion] | None:
@@ -253,9 +327,16 @@ def join(
 
 
 def multiply(a: Expansion, b: Expansion, dtype: str, xp: Any) -> Array:
-    """The product a b^T of bfloat16 operands as "float32" or "bfloat16"; does not wait."""
-    if scale_of(a, b) == "none":
+    """The product a b^T of bfloat16 operands as "float32" or "bfloat16"; does not wait.
+
+    Scales along K may be b's, where a has none of its own.
+    """
+    if scale_of(a, b) == "none" and b.scales is None:
         return dense.multiply(dense.Dense(a.codes), dense.Dense(b.codes), dtype, xp)
     out = empty_rows(xp, len(a.codes), len(b.codes), _OUT[dtype])
-    join(a, b, out)
+    if b.scales is None:
+        join(a, b, out)
+    else:
+        config = configure("bf16", *out.shape, dtype, every=b.every)
+        gemm(a.codes, b.codes, out, config, scales=(None, b.scales))
     return xp.ascontiguousarray(out)

@@ -1,11 +1,14 @@
 """Products of activations with packed weights: few rows decode on the way, many expand first.
 
-Up to 64 tokens: `extensor_cuda.decode`, which reads the packed weights once. Beyond, on Hopper: MX
-and NVFP4 weights are expanded to bfloat16, exactly, and multiplied by the GEMM; float32 activations
-are three bfloat16 matrices, one below the other, whose products are added, so that nothing but the
-sum is rounded: with S = sum |x| |w| over K it is off by up to (K 2**-22 + 2**-20) S plus what
-underflows. INT4 and INT8 weights under float scales fit bfloat16 only without these, which vary
-along K: with many rows they are decoded to float32 and multiplied by cupy.
+Up to 64 tokens: `extensor_cuda.decode`, which reads the packed weights once. Beyond, on Hopper, the
+weights are expanded to bfloat16, exactly, and multiplied by the GEMM: values of MX and NVFP4, codes
+of INT4, INT8 and FP8 less their zero points. Float scales stay apart, since their products with
+codes take more bits than bfloat16 has: one for all of K multiplies the finished sum, those of
+groups along K multiply each group's sum as it is added to float32 registers. float32 activations
+are three bfloat16 matrices, one below the other, whose products are added, so that nothing but
+sums is rounded: with S = sum |x| |w| over K and n groups of float scales (0 without), the result is
+off by up to (K 2**-22 + n 2**-24 + 2**-20) S plus what underflows: where scales are floats, 2**-126
+a group times its scale.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from extensor.quant.array import QuantArray
+from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda import decode
-from extensor_cuda.expansion import Expansion, multiply, whole
+from extensor_cuda.expansion import Expansion, coded, multiply, whole
 from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import empty_rows
+from extensor_cuda.kernels.gemm import STAGE_OF_BF16, empty_rows
 from extensor_cuda.scaled import pitched
 
 __all__ = ["product", "reason"]
@@ -48,10 +51,15 @@ def _many_reason(x: Array, w: QuantArray, capability: str, few: str) -> str | No
         return few
     if x.dtype.name not in _OUT or not x.size:
         return f"{x.dtype} activations of shape {x.shape}"
-    if not (w.spec.is_mx or w.spec.row.tensor_scale):
-        return f"{few}; {w.spec.format} does not fit bfloat16"
-    plan = kernels.plan_of(w.spec, w.shape, decoding=True)
-    return plan if isinstance(plan, str) else None
+    if w.spec.is_mx or w.spec.row.tensor_scale:
+        plan = kernels.plan_of(w.spec, w.shape, decoding=True)
+        return plan if isinstance(plan, str) else None
+    if w.spec.row.outliers or w.spec.transform:
+        return "the outlier codec" if w.spec.row.outliers else "a Hadamard transform to undo"
+    _, length = tile_extent(w.spec, w.shape)
+    if length < w.shape[1] and length != 32 and length % STAGE_OF_BF16:
+        return f"groups of {length}; the kernel has 32 and multiples of {STAGE_OF_BF16}"
+    return f"weights of shape {w.shape}" if 0 in w.shape else None
 
 
 def _parts(x: Array, xp: Any) -> Array:
@@ -90,7 +98,8 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, st
     """
     if decode.reason(x, w, xp.cuda.Device().compute_capability) is None:
         return decode.product(x, w, out_dtype, xp), DECODED
-    made = whole([w], xp)
+    is_scaled = not (w.spec.is_mx or w.spec.row.tensor_scale)
+    made = [coded(w, xp)] if is_scaled else whole([w], xp)
     if made is None:
         return "values that bfloat16 does not hold"
     rows = len(x)

@@ -13,6 +13,9 @@
 // additions depends on K and PROMOTE alone, never on the tile or the cluster. BLOCKS: float scales of
 // 128 elements along K on both sides, by which each stage's sum is multiplied when it is promoted.
 //
+// EVERY: float scales of so many elements along K for each row of B: every PROMOTE stages, or several times
+// in a stage, the sum since the last of them is multiplied by its column's and added to float32 registers.
+//
 // SPLIT: K in parts, each multiplied as a tile of its own and written to rows of its own, for another
 // kernel to add in order: the work of a small C of a long K for all multiprocessors.
 //
@@ -67,7 +70,8 @@ constexpr int kWarps = 8, kPatch = 16 * 128;  // a consumer warp's results leave
 constexpr int kPatches = PATCHES;             // of these a warp has
 constexpr int kTable = 64 + kTileN;           // exponents of a warpgroup's rows, and of the columns
 constexpr int kTables = ZEROS ? 3 * kTable : kTable;  // with zero points and sums behind them
-constexpr int kScales = BLOCKS ? kTileM + kTileN : 0;  // of a stage
+constexpr int kLines = EVERY && EVERY < 64 ? 64 / EVERY : 1;  // EVERY: scales of a column in a stage
+constexpr int kScales = BLOCKS ? kTileM + kTileN : EVERY ? kLines * kTileN : 0;  // of a stage
 constexpr int kGroup = GROUP / kCluster;      // rows of tiles that are walked together
 constexpr int kBox = 64, kBoxBytes = kBox * kRowBytes;  // A_DOWN, B_DOWN: of K, and all of a box
 static_assert(!(A_DOWN || B_DOWN) || KIND == 1, "wgmma reads 16-bit elements alone either way");
@@ -136,6 +140,19 @@ struct Walk {
 
 #include "gemm_epilogue.cuh"
 
+#if EVERY
+// sum += part times the scales of its columns.
+__device__ __forceinline__ void add_columns(float (&sum)[kRegisters], const float (&part)[kRegisters],
+                                            const float* scales, int lane) {
+#pragma unroll
+    for (int j = 0; j < kTileN / 8; ++j) {
+        const float2 two = *reinterpret_cast<const float2*>(scales + 8 * j + lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[4 * j + i] = __fmaf_rn(part[4 * j + i], i % 2 ? two.y : two.x, sum[4 * j + i]);
+    }
+}
+#endif
+
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1)
 gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
      const __grid_constant__ TensorMap c_map, const __grid_constant__ Epilogue e) {
@@ -150,7 +167,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
     u8* patches = memory + kStages * kStage;
     int* tables = reinterpret_cast<int*>(patches + kWarps * kPatches * kPatch);
     float* scales = reinterpret_cast<float*>(tables);  // 16 bytes aligned
-    if (BLOCKS) tables = reinterpret_cast<int*>(scales + kStages * kScales);
+    if (BLOCKS || EVERY) tables = reinterpret_cast<int*>(scales + kStages * kScales);
     const u32 full = shared_address(tables + (VECTORS ? 4 * kTables : 0)), empty = full + 8 * kStages;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
     const int rank = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
@@ -224,6 +241,13 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     load_line(factors, e.row_blocks + k * e.row_block_pitch + row, 4 * kTileM, barrier);
                     load_line(factors + 4 * kTileM, e.column_blocks + k * e.column_block_pitch + column,
                               4 * kTileN, barrier);
+#elif EVERY
+                    const u32 factors = shared_address(scales + stage * kScales);
+#pragma unroll
+                    for (int i = 0; i < kLines; ++i)
+                        load_line(factors + 4 * i * kTileN,
+                                  e.column_blocks + (k / PROMOTE * kLines + i) * e.column_block_pitch + column,
+                                  4 * kTileN, barrier);
 #endif
                     if (++stage == kStages) stage = 0, parity ^= 1;
                 }
@@ -277,6 +301,15 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     for (int i = 0; i < 4; ++i) {
                         wgmma(part, a + kAStep * i, b + kBStep * i, more);
                         more = 1;
+#if EVERY && EVERY < 64
+                        if ((i + 1) % (EVERY / 16)) continue;
+                        end_products();
+                        finish<0>(part);
+                        add_columns(sum, part, scales + stage * kScales + i / (EVERY / 16) * kTileN, lane);
+                        hold(part);
+                        begin_products();
+                        more = 0;
+#endif
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     if (ahead && (k + 1 == SKEW || k + 1 == stages)) {
@@ -292,9 +325,12 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #if BLOCKS
                 promote(sum, part, scales + last * kScales, warp, lane);
                 __syncwarp();
+#elif EVERY
+                if (EVERY >= 64) add_columns(sum, part, scales + last * kScales, lane);
+                __syncwarp();
 #endif
                 release(empty + 8 * last, lane);
-#if PROMOTE && !BLOCKS
+#if PROMOTE && !BLOCKS && !EVERY
 #pragma unroll
                 for (int i = 0; i < kRegisters; ++i) sum[i] += part[i];
 #endif

@@ -12,6 +12,7 @@ from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.gemm_program import (
     BOX,
     ROW_BYTES,
+    STAGE_OF_BF16,
     THREADS,
     TILE_M,
     Config,
@@ -22,7 +23,9 @@ from extensor_cuda.kernels.gemm_program import (
 )
 
 __all__ = [
+    "BEYOND",
     "MOST_TERMS",
+    "STAGE_OF_BF16",
     "Config",
     "Flags",
     "Split",
@@ -38,7 +41,7 @@ __all__ = [
 
 MOST_TERMS = (1 << 17) - 1
 """K of a product of 8-bit integers: 128 * 128 * K stays below 2**31."""
-_BEYOND = 256  # scales that may be read behind a row of them: a tile's width
+BEYOND = 256  # scales that may be read behind a row of them: a tile's width
 
 
 class _Epilogue(ctypes.Structure):
@@ -140,7 +143,7 @@ def block_scales(scales: Any, rows: int, each: int, xp: Any) -> Any:
     Returns:
         float32 (blocks, pitch); what lies beyond the rows is 0.
     """
-    pitch = -(-rows // 4) * 4 + _BEYOND
+    pitch = -(-rows // 4) * 4 + BEYOND
     out = xp.zeros((scales.shape[1], pitch), dtype=np.float32)
     out[:, :rows] = scales.T if each == 1 else scales.T.repeat(each, axis=1)[:, :rows]
     return out
@@ -208,7 +211,7 @@ def gemm(
     *,
     factors: tuple[Any, Any] | None = None,
     zeros: Zeros | None = None,
-    scales: tuple[Any, Any] | None = None,
+    scales: tuple[Any | None, Any] | None = None,
     offsets: Any = None,
     split: Split | None = None,
 ) -> None:
@@ -232,6 +235,8 @@ def gemm(
             by the row's, then by the column's.
         zeros: zero points, with 8-bit integers and factors.
         scales: from `block_scales`, of a and of b: float32 for each 128 elements along K, with FP8.
+            With bf16 and a config that says for how many, b's alone: float32 (whole stages of
+            groups, pitch), readable `BEYOND` the last.
         offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
             to the next are multiplied by a b of their own; b is (groups N, K), what belongs to
             columns (groups N,).
@@ -297,7 +302,9 @@ def gemm(
         epilogue.column_sum = _pointer(zeros.column_sum)
     if scales is not None:
         epilogue.row_blocks, epilogue.column_blocks = map(_pointer, scales)
-        epilogue.row_block_pitch, epilogue.column_block_pitch = (x.shape[1] for x in scales)
+        epilogue.row_block_pitch, epilogue.column_block_pitch = (
+            0 if x is None else x.shape[1] for x in scales
+        )
     tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
     tiles = tall * -(-n // config.tile_n)
     if split is not None:
@@ -313,7 +320,7 @@ def _with(
     exponents: tuple[Any, Any],
     factors: tuple[Any, Any] | None,
     zeros: Zeros | None,
-    scales: tuple[Any, Any] | None,
+    scales: tuple[Any | None, Any] | None,
     offsets: Any,
     extras: bool,
 ) -> Config:
@@ -327,15 +334,24 @@ def _with(
         raise ValueError("gemm: factors stand instead of exponents; give one of the two")
     if zeros is not None and (factors is None or config.a != "s8"):
         raise ValueError(f"gemm: zero points go with factors and codes s8, got {config.a}")
-    if scales is not None:
+    if config.every:
+        stages, at_once = -(-a.shape[1] // STAGE_OF_BF16), max(STAGE_OF_BF16 // config.every, 1)
+        groups = stages * at_once if at_once > 1 else -(-a.shape[1] // config.every)
+        others = factors or zeros or offsets is not None or extras or given
+        if config.a != "bf16" or others or scales is None or len(scales[1]) != groups:
+            raise ValueError(
+                f"gemm: scales of {config.every} along K are b's, {groups} of them here, with bf16 "
+                f"and nothing else, got {config.a} and scales of {scales and len(scales[1])}"
+            )
+    elif scales is not None:
         if config.a in ("s8", "bf16") or offsets is not None or zeros is not None:
             raise ValueError(
                 f"gemm: scales of 128 along K go with FP8 codes in one group, got {config.a}"
             )
-        if any(len(x) != -(-a.shape[1] // ROW_BYTES) for x in scales):
+        if any(x is None or len(x) != -(-a.shape[1] // ROW_BYTES) for x in scales):
             raise ValueError(
                 f"gemm: K = {a.shape[1]} has {-(-a.shape[1] // ROW_BYTES)} blocks of 128, got "
-                f"scales of {[len(x) for x in scales]}"
+                f"scales of {[x if x is None else len(x) for x in scales]}"
             )
     if offsets is not None and extras and config.promote:
         config = replace(config, tile_n=min(config.tile_n, 128))  # wider ones spill
@@ -345,9 +361,9 @@ def _with(
         vectors=any(x.size > 1 for x in given),
         factors=factors is not None,
         zeros=zeros is not None,
-        blocks=scales is not None,
+        blocks=scales is not None and not config.every,
         grouped=offsets is not None,
-        promote=1 if scales is not None else config.promote,
+        promote=1 if scales is not None and not config.every else config.promote,
         # The ring holds scales too.
         patches=min(config.patches, 2) if scales is not None else config.patches,
     )

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from extensor.quant import reference
-from extensor.quant.array import QuantArray
+from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import decode, dense, expansion
 from extensor_cuda import weights as packed
+from extensor_cuda.kernels.gemm import Config, gemm_source
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.places import PLACES, place
@@ -240,9 +241,82 @@ def test_the_parts_of_a_float32_add_up_to_it(many: Any) -> None:
     np.testing.assert_array_equal(values.astype(np.float64).sum(axis=0), want)
 
 
-def test_integers_with_many_rows_are_left_to_cupy() -> None:
-    x, w = activations((70, 256), "float32"), weights(INT4, (32, 256))
-    assert "int4 does not fit bfloat16" in str(packed.reason(x, w, "90"))
+FLOAT_SCALED = (
+    INT4,
+    INT4.replace(tile=(1, 64), scale_dtype="float16", symmetric=False),
+    INT4.replace(tile=(1, 128), scale_dtype="float16"),
+    INT4.replace(tile="channel", symmetric=False),
+    INT8,
+    INT8.replace(tile="tensor", symmetric=False),
+    INT8.replace(tile=(1, 192), symmetric=False),
+    QuantSpec("fp8_e4m3"),
+    QuantSpec("fp8_e5m2", tile="channel"),
+    QuantSpec("fp8_e4m3", tile=(1, 128)),
+    QuantSpec("fp8_e4m3", tile=(128, 128)),
+)
+
+
+@pytest.mark.parametrize("spec", FLOAT_SCALED, ids=name)
+def test_many_rows_leave_float_scales_apart(many: Any, spec: QuantSpec) -> None:
+    for i, (m, n, k) in enumerate(((70, 33, 300), (65, 150, 640), (66, 40, 277))):
+        dtype, out = (("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16"))[i]
+        x, w = activations((m, k), dtype), weights(spec, (n, k), i)
+        assert packed.reason(x, w, "90") is None
+        done = packed.product(many.asarray(x), sent(w, many), out, many)
+        assert not isinstance(done, str) and done[1] == packed.EXPANDED
+        a, b = x.astype(np.float64), exact(w)
+        want, size = a @ b.T, np.abs(a) @ np.abs(b).T
+        bound = (k * 2.0**-22 + w.scales.shape[1] * 2.0**-24 + 2.0**-20) * size + k * 2.0**-126
+        bound += 2.0**-8 * np.abs(want) + bound if out == "bfloat16" else 0
+        error = np.abs(done[0].get().astype(np.float64) - want)
+        assert done[0].shape == (m, n) and (error <= bound).all(), (i, (error / size).max())
+
+
+@pytest.mark.parametrize("spec", FLOAT_SCALED, ids=name)
+def test_codes_less_their_zero_points_are_exact(many: Any, spec: QuantSpec) -> None:
+    """Every code, at both ends of the zero points."""
+    bits, length = spec.row.element.bits, 1 << spec.row.element.bits
+    w = weights(spec, (3, 640 if length < 640 else length))
+    w.codes[...] = np.resize(
+        np.arange(256, dtype=np.uint8) if bits == 8 else np.arange(256, dtype=np.uint8)[::-1],
+        w.codes.shape,
+    )
+    if w.zero_points is not None:
+        least = -(1 << (bits - 1))
+        w.zero_points[...] = np.resize([least, -least - 1, 0], w.zero_points.shape)
+    made = expansion.coded(sent(w, many), many)
+    held = (np.asarray(made.codes.get()).astype(np.uint32) << 16).view(np.float32)
+    ones = replace(w, scales=np.ones_like(w.scales))
+    np.testing.assert_array_equal(held, exact(ones))
+    scales = w.scales.astype(np.float32).repeat(tile_extent(w.spec, w.shape)[0], axis=0)[:3]
+    if made.scales is None:
+        np.testing.assert_array_equal(made.factor.get(), scales[:, 0])
+    else:
+        np.testing.assert_array_equal(made.scales.get()[: scales.shape[1], :3], scales.T)
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("every", [32, 64, 128])
+def test_no_product_under_group_scales_spills(every: int) -> None:
+    for columns, patches in ((128, 2), (176, 2), (192, 2)):
+        promote = max(every // 64, 1)
+        config = Config("bf16", "bf16", columns, promote, patches=patches, every=every)
+        check_compiles(gemm_source(replace(config, out="bfloat16")), "sm_90a")
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", FLOAT_SCALED[::3], ids=name)
+def test_no_expansion_of_codes_spills(spec: QuantSpec) -> None:
+    for whole in (False, True):
+        source = expansion.expand_source(spec.replace(axis=1).resolve(2), "bf16", 0, True, whole)
+        check_compiles(source, "sm_90a")
+
+
+def test_what_many_rows_do_not_cover_is_named() -> None:
+    x = activations((70, 256), "float32")
+    cases = ((INT4, "80", "70 rows"), (INT4.replace(tile=(1, 96)), "90", "groups of 96"))
+    for spec, capability, words in cases:
+        assert words in str(packed.reason(x, weights(spec, (32, 256)), capability))
     assert "70 rows" in str(packed.reason(x, weights(QuantSpec("mxfp4"), (32, 256)), "80"))
 
 
