@@ -9,16 +9,7 @@ A tensor's scales lie relative to its largest one; FP8 holds every value of
     nvfp4 by least_error    as E4M3, 12 binades below the top scale: scales are 1, 1.25, 1.5 2**e
 
 and bfloat16 of everything, but what lies more than 110 binades below the tensor's largest scale.
-What is not held raises a flag on the device.
-
-Bfloat16 also holds every NVFP4 value but for the tensor scale, and every MX value as it is that a
-quantizer makes, from 2**-133 up: so `whole` needs no anchor. Whether all of an MX matrix is held is
-read on the host the first time that the matrix is seen, and remembered: nothing waits after that.
-A value that is not held would be NaN, never another number.
-
-Codes of INT4, INT8 and FP8, less their zero points, are numbers of 8 bits, which bfloat16 holds;
-products with their float scales it does not hold. So `coded` leaves the scales beside the codes,
-for the product to multiply sums by: the whole one, or that of each group along K.
+What is not held raises a flag on the device. Of bfloat16 values as they are: `extensor_cuda.bf16`.
 """
 
 from __future__ import annotations
@@ -28,34 +19,26 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import ml_dtypes
 import numpy as np
 
-from extensor.quant.array import QuantArray, coded_length, tile_extent
+from extensor.quant.array import QuantArray, coded_length
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense
 from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels.gemm import (
-    BEYOND,
-    STAGE_OF_BF16,
-    Flags,
-    configure,
-    empty_rows,
-    gemm,
-)
+from extensor_cuda.kernels.gemm import Flags, Packed, configure, empty_rows, gemm
 
 __all__ = [
     "Expansion",
-    "coded",
+    "aligned",
     "expand",
     "expand_source",
     "join",
     "kind_of",
+    "launch_expand",
     "multiply",
     "scale_of",
-    "whole",
 ]
 
 Array = Any
@@ -70,8 +53,6 @@ _KINDS = ("bf16", "e5m2", "e4m3")  # as in expand.cu
 # 6 * 1.5 * 2**5 is 288.
 _FP8 = {"e2m1": ("e5m2", 13), "e3m2": ("e5m2", 11), "e2m3": ("e4m3", 5)}
 _NVFP4_LIFT = -3
-_FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
-"""Whether bfloat16 holds all of a stored matrix as it is."""
 
 
 def kind_of(spec: QuantSpec) -> tuple[str, int]:
@@ -151,31 +132,26 @@ def expand(
     flag: Array | None,
     xp: Any,
     guards: Sequence[Array] = (),
-    fixed: bool = False,
 ) -> Expansion:
     """The values of a packed matrix, contraction contiguous; does not wait.
 
     Args:
         q: MX or NVFP4 in tiles (n, 16 to 128), along either axis.
         kind: "bf16", or what `kind_of` says.
-        flag: uint32 (1,), raised where the kind does not hold a value; None only if fixed.
+        flag: uint32 (1,), raised where the kind does not hold a value.
         xp: cupy.
         guards: two flags; nothing is written unless one is set. None: always.
-        fixed: bfloat16 values as they are, without an exponent, in one launch. What bfloat16 does
-            not hold, which is less than relative to the largest scale, becomes NaN.
     """
     axis, mx = q.spec.axis, q.spec.is_mx
     lift = 0 if kind == "bf16" else kind_of(q.spec)[1]
-    source = expand_source(q.spec, kind, lift, fixed)
+    source = expand_source(q.spec, kind, lift)
     k = coded_length(q.spec, q.shape)
     lines, pitch = q.shape[1 - axis], -(-k // 16) * 16
-    codes, scales = (_aligned(part, xp) for part in (q.codes, q.scales))
+    codes, scales = (aligned(part, xp) for part in (q.codes, q.scales))
     out = xp.empty((lines, pitch), dtype=np.uint16 if kind == "bf16" else np.uint8)
-    null = np.uint64(0)
-    largest, exponent, factor = null, null, null
-    if not fixed:
-        factor = xp.empty(1, dtype=np.float32)
-    if mx and not fixed:
+    factor = xp.empty(1, dtype=np.float32)
+    largest = exponent = None
+    if mx:
         largest, exponent = xp.zeros(1, dtype=np.uint32), xp.empty(1, dtype=np.int32)
         count = scales.size
         blocks = min(-(-count // _THREADS), _ANCHOR_BLOCKS)
@@ -184,103 +160,49 @@ def expand(
     threads = lines * chunks
     if axis == 0:
         threads = -(-lines // 32) * -(-chunks // 4) * 32
+    heads = largest, None if mx else q.tensor_scale
+    made = exponent, factor, flag, *(guards or (None, None))
+    launch_expand(source, threads, Packed(codes, scales), out, lines, heads, made)
+    return Expansion(out[:, :k], kind, exponent, factor)
+
+
+def launch_expand(
+    source: Source,
+    threads: int,
+    packed: Packed,
+    out: Array,
+    rows: int,
+    heads: Sequence[Array | None] = (None, None),
+    made: Sequence[Array | None] = (None,) * 5,
+) -> None:
+    """Launch expand.cu on so many rows of ``out``; does not wait.
+
+    Args:
+        source: from `expand_source`.
+        threads: that have work.
+        packed: what is expanded.
+        out: (rows or more, pitch).
+        rows: how many.
+        heads: the largest scale, and the tensor's scale.
+        made: what becomes of exponent, factor and flag; two guards.
+    """
+    null, counts, factors = np.uint64(0), packed.counts, packed.factors
+    scales = packed.scales if packed.floats is None else packed.floats
+    sizes = (rows, out.shape[1], packed.codes.shape[1], scales.shape[1])
+    parts = packed.codes, packed.scales, *heads, out, *made, packed.floats, packed.zeros, factors
     launch(
         source,
         "expand",
-        _blocks(threads, bool(guards)),
+        _blocks(threads, made[-1] is not None),
         _THREADS,
-        codes,
-        scales,
-        largest,
-        null if mx else q.tensor_scale,
-        out,
-        exponent,
-        factor,
-        null if flag is None else flag,
-        *(guards or (null, null)),
-        *(null, null, null),
-        *(np.int64(n) for n in (lines, pitch, codes.shape[1], scales.shape[1], 0)),
+        *(null if part is None else part for part in parts),
+        *(np.int64(n) for n in (*sizes, 0 if factors is None else factors.shape[1])),
+        null if counts is None else counts,
+        np.int64(0 if counts is None else counts.size),
     )
-    if fixed:
-        return Expansion(out[:, :k], kind, None, None if mx else q.tensor_scale)
-    return Expansion(out[:, :k], kind, exponent if mx else None, factor)
 
 
-def coded(q: QuantArray, xp: Any) -> Expansion:
-    """Codes under float scales as bfloat16, less their zero points; does not wait.
-
-    Args:
-        q: INT4, INT8 or FP8 along its rows, in groups of 32 or a multiple of 64 along K, or one.
-        xp: cupy.
-
-    Returns:
-        The codes, with a factor for each row, or with scales of the groups.
-    """
-    (lines, k), length = q.shape, tile_extent(q.spec, q.shape)[1]
-    codes = _aligned(q.codes, xp)
-    scales = xp.ascontiguousarray(q.scales.astype(np.float32, copy=False))
-    grouped, groups = length < k, scales.shape[1]
-    at_once = max(STAGE_OF_BF16 // length, 1) if grouped else 1
-    make = xp.zeros if groups % at_once else xp.empty  # what the product reads beyond the last
-    shape = -(-groups // at_once) * at_once, -(-lines // 4) * 4 + BEYOND
-    factors = make(shape, dtype=np.float32)
-    whole_rows = codes.shape[1] * 8 % (16 * q.spec.row.element.bits) == 0
-    pitch = -(-k // 16) * 16
-    out = xp.empty((lines, pitch), dtype=np.uint16)
-    null = np.uint64(0)
-    launch(
-        expand_source(q.spec, "bf16", 0, True, whole_rows),
-        "expand",
-        _blocks(lines * (pitch // 16), False),
-        _THREADS,
-        codes,
-        *(null,) * 3,
-        out,
-        *(null,) * 5,
-        scales,
-        null if q.zero_points is None else xp.ascontiguousarray(q.zero_points),
-        factors,
-        *(np.int64(n) for n in (lines, pitch, codes.shape[1], groups, shape[1])),
-    )
-    if grouped:
-        return Expansion(out[:, :k], "bf16", scales=factors, every=length)
-    return Expansion(out[:, :k], "bf16", factor=factors[0, :lines])
-
-
-def whole(stored: Sequence[QuantArray], xp: Any) -> list[Expansion] | None:
-    """Packed matrices as bfloat16, exactly; None if one has values that it does not hold.
-
-    Waits for the GPU the first time that an MX matrix is seen, so multiply once before a capture;
-    and each time if the matrix fits only relative to its largest scale.
-
-    Args:
-        stored: MX or NVFP4, as for `expand`.
-        xp: cupy.
-    """
-    unknown = list(dict.fromkeys(q for q in stored if q.spec.is_mx and q not in _FITS))
-    raised = xp.zeros(len(unknown), dtype=np.uint32) if unknown else None
-    made: list[Expansion | None] = []
-    for q in stored:
-        flag = None
-        if raised is not None and q in unknown:
-            at = unknown.index(q)
-            flag = raised[at : at + 1]
-        known_not = not _FITS.get(q, True)
-        made.append(None if known_not else expand(q, "bf16", flag, xp, fixed=True))
-    if raised is not None:
-        _FITS.update(zip(unknown, (not flag for flag in raised.get()), strict=True))
-    out = []
-    for q, expansion in zip(stored, made, strict=True):
-        if expansion is None or not _FITS.get(q, True):
-            flag = xp.zeros(1, dtype=np.uint32)
-            expansion = expand(q, "bf16", flag, xp)
-            if int(flag[0]):
-                return None
-        out.append(expansion)
-    return out
-
-
-def _aligned(array: Array, xp: Any) -> Array:
+def aligned(array: Array, xp: Any) -> Array:
     array = xp.ascontiguousarray(array)
     return array if array.data.ptr % 16 == 0 else array.copy()
 

@@ -20,7 +20,8 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda import decode
-from extensor_cuda.expansion import Expansion, coded, multiply, whole
+from extensor_cuda.bf16 import is_float_scaled, multiply_packed
+from extensor_cuda.expansion import Expansion
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import STAGE_OF_BF16, empty_rows
 from extensor_cuda.scaled import pitched
@@ -51,7 +52,7 @@ def _many_reason(x: Array, w: QuantArray, capability: str, few: str) -> str | No
         return few
     if x.dtype.name not in _OUT or not x.size:
         return f"{x.dtype} activations of shape {x.shape}"
-    if w.spec.is_mx or w.spec.row.tensor_scale:
+    if not is_float_scaled(w.spec):
         plan = kernels.plan_of(w.spec, w.shape, decoding=True)
         return plan if isinstance(plan, str) else None
     if w.spec.row.outliers or w.spec.transform:
@@ -98,15 +99,12 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, st
     """
     if decode.reason(x, w, xp.cuda.Device().compute_capability) is None:
         return decode.product(x, w, out_dtype, xp), DECODED
-    is_scaled = not (w.spec.is_mx or w.spec.row.tensor_scale)
-    made = [coded(w, xp)] if is_scaled else whole([w], xp)
-    if made is None:
-        return "values that bfloat16 does not hold"
     rows = len(x)
     parts = _parts(x, xp)
     single = len(parts) == rows
-    dtype = out_dtype if single else "float32"
-    out = multiply(Expansion(parts, "bf16"), made[0], dtype, xp)
+    out = multiply_packed(Expansion(parts, "bf16"), w, out_dtype if single else "float32", xp)
+    if out is None:
+        return "values that bfloat16 does not hold"
     if not single:  # the smallest first
         total = out[2 * rows :] + out[rows : 2 * rows]
         total += out[:rows]

@@ -27,14 +27,17 @@ constexpr int kThreads = 256;
 #include "expanding.cuh"
 
 // codes (rows, bytes), scales (tiles of rows, blocks) -> out (rows, pitch); DOWN: codes (bytes,
-// columns), scales (blocks, tiles of columns) -> out (columns, pitch). `lines` are out's rows.
+// columns), scales (blocks, tiles of columns) -> out (columns, pitch). `lines` are out's rows. Sets counts to 0
+// for a kernel that expands the others.
 extern "C" __global__ void __launch_bounds__(kThreads)
 expand(const u8* __restrict__ codes, const u8* __restrict__ scales, const u32* __restrict__ largest,
        const float* __restrict__ tensor_scale, u8* __restrict__ out, int* __restrict__ exponent,
        float* __restrict__ factor, u32* __restrict__ flag, const u32* __restrict__ guard,
        const u32* __restrict__ other_guard, const float* __restrict__ floats,
        const signed char* __restrict__ zeros, float* __restrict__ factors, i64 lines, i64 pitch, i64 octets,
-       i64 scale_pitch, i64 factor_pitch) {
+       i64 scale_pitch, i64 factor_pitch, u32* __restrict__ counts, i64 counted) {
+    if (blockIdx.x == 0)
+        for (i64 i = threadIdx.x; i < counted; i += kThreads) counts[i] = 0;
     if (guard && !(*guard | *other_guard)) return;
     const int anchor = UE4M3 ? 0 : FIXED ? 127 : static_cast<int>(*largest);
     [[maybe_unused]] const Stored stored = {codes, scales, floats, zeros, factors, octets, scale_pitch, factor_pitch};

@@ -152,7 +152,7 @@ struct Stored {
     const u8 *codes, *scales;
     const float* floats;        // SCALED: the scales,
     const signed char* zeros;   // zero points or null,
-    float* factors;             // and where each row's scales go, (blocks, pitch)
+    float* factors;             // and where each row's scales go, (blocks, pitch), or null
     i64 octets, scale_pitch, factor_pitch;
 };
 
@@ -168,7 +168,8 @@ __device__ __forceinline__ Chunk read_chunk(const Stored& from, u32 row, u32 chu
     const u8* at = from.codes + row * from.octets + static_cast<i64>(chunk) * (4 * kWords);
 #if SCALED
     out.scale = from.zeros ? from.zeros[block] : 0;
-    if (chunk * kChunk % BLOCK == 0) from.factors[chunk * kChunk / BLOCK * from.factor_pitch + row] = from.floats[block];
+    if (from.factors && chunk * kChunk % BLOCK == 0)
+        from.factors[chunk * kChunk / BLOCK * from.factor_pitch + row] = from.floats[block];
 #if !WHOLE
 #pragma unroll
     for (int w = 0; w < kWords; ++w) out.words[w] = 0;

@@ -16,6 +16,9 @@
 // EVERY: float scales of so many elements along K for each row of B: every PROMOTE stages, or several times
 // in a stage, the sum since the last of them is multiplied by its column's and added to float32 registers.
 //
+// EXPANDS: B is expanded from packed storage by the warps beside the one that loads, row by row, a tile's
+// width of which is waited for. Rows are taken from a counter, so that no block waits for one not running.
+//
 // SPLIT: K in parts, each multiplied as a tile of its own and written to rows of its own, for another
 // kernel to add in order: the work of a small C of a long K for all multiprocessors.
 //
@@ -60,6 +63,15 @@ struct Epilogue {
     i64 out_pitch;
     int groups;
     int parts, stages_of_part;  // SPLIT: of K
+    int ready;                  // EXPANDS: rows of B that are there before; whole tiles
+    const u8 *codes, *scales;   // as Stored in expanding.cuh
+    const float* floats;
+    const signed char* zeros;
+    float* factors;
+    i64 octets, scale_pitch, factor_pitch;
+    u8* expanded;  // B
+    i64 chunks;    // of 16 elements, of a row of B
+    u32* counts;   // rows that are begun, then those that are done of each tile of columns; at first 0
 };
 
 constexpr int kTileM = 128, kTileN = TILE_N, kRowBytes = 128;
@@ -153,6 +165,45 @@ __device__ __forceinline__ void add_columns(float (&sum)[kRegisters], const floa
 }
 #endif
 
+#if EXPANDS
+namespace expanding {
+#include "expanding.cuh"
+
+__device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
+    const Stored stored = {e.codes,  e.scales,      e.floats,      e.zeros,
+                           e.factors, e.octets, e.scale_pitch, e.factor_pitch};
+    const u32 chunks = static_cast<u32>(e.chunks);
+    for (;;) {
+        const u32 taken = lane == 0 ? atomicAdd(e.counts, 1u) : 0;
+        const u32 row = e.ready + __shfl_sync(~0u, taken, 0);
+        if (row >= static_cast<u32>(e.columns)) return;
+        u8* out = e.expanded + row * e.chunks * (2 * kChunk);
+        u32 beyond = 0, chunk = lane;
+        Chunk next = {};
+        if (chunk < chunks) next = read_chunk(stored, row, chunk);
+        for (u32 first = 0; first < chunks; first += 32, chunk += 32) {
+            const Chunk now = next;
+            if (chunk + 32 < chunks) next = read_chunk(stored, row, chunk + 32);
+            uint4 units[kOctets];
+            convert(now.words, now.scale, 127, units, beyond);
+            store_together(out, chunk, chunks, units);
+        }
+        show_to_copies();
+        __threadfence();
+        __syncwarp();
+        if (lane == 0) atomicAdd(e.counts + 1 + row / kTileN, 1u);
+    }
+}
+}  // namespace expanding
+
+__device__ __forceinline__ void await_rows(const Epilogue& e, int column) {
+    const u32 wanted = min(kTileN, e.columns - column);
+    if (column >= e.ready)
+        while (acquired(e.counts + 1 + column / kTileN) < wanted) continue;
+    show_to_copies();
+}
+#endif
+
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1)
 gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
      const __grid_constant__ TensorMap c_map, const __grid_constant__ Epilogue e) {
@@ -224,6 +275,9 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 const Tile tile = TILE;
                 const int row = start + (tile.row * kCluster + rank) * kTileM;
                 const int column = group * e.columns + tile.column * kTileN;
+#if EXPANDS
+                await_rows(e, column);
+#endif
                 for (int k = FIRST_STAGE; k < END_STAGE; ++k) {
                     wait(empty + 8 * stage, parity ^ 1);
                     const u32 to = base + stage * kStage, barrier = full + 8 * stage;
@@ -253,6 +307,9 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 }
             }
         }
+#if EXPANDS
+        if (threadIdx.x >= 288) expanding::expand_rows(e, lane);
+#endif
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int warp = threadIdx.x / 32;

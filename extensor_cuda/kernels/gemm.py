@@ -26,8 +26,10 @@ __all__ = [
     "BEYOND",
     "MOST_TERMS",
     "STAGE_OF_BF16",
+    "TILE_M",
     "Config",
     "Flags",
+    "Packed",
     "Split",
     "Zeros",
     "block_scales",
@@ -77,6 +79,18 @@ class _Epilogue(ctypes.Structure):
         ("groups", ctypes.c_int),
         ("parts", ctypes.c_int),
         ("stages_of_part", ctypes.c_int),
+        ("ready", ctypes.c_int),
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("floats", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("octets", ctypes.c_longlong),
+        ("scale_pitch", ctypes.c_longlong),
+        ("factor_pitch", ctypes.c_longlong),
+        ("expanded", ctypes.c_void_p),
+        ("chunks", ctypes.c_longlong),
+        ("counts", ctypes.c_void_p),
     )
 
 
@@ -109,6 +123,29 @@ class Zeros:
     row_rest: Any
     column: Any
     column_sum: Any
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What the rows of b are expanded from, as they are multiplied.
+
+    Attributes:
+        codes: uint8 (N, bytes).
+        scales: uint8 (tiles of rows, blocks), or None.
+        floats: float32 likewise, or None.
+        zeros: int8 likewise, zero points, or None.
+        factors: float32 (blocks, pitch), where float scales go; or None.
+        ready: rows that are expanded already, a multiple of the tile's columns.
+        counts: uint32 (1 + tiles of columns,), at first 0.
+    """
+
+    codes: Any
+    scales: Any = None
+    floats: Any = None
+    zeros: Any = None
+    factors: Any = None
+    ready: int = 0
+    counts: Any = None
 
 
 def _tensor_map(
@@ -214,6 +251,7 @@ def gemm(
     scales: tuple[Any | None, Any] | None = None,
     offsets: Any = None,
     split: Split | None = None,
+    packed: Packed | None = None,
 ) -> None:
     """Launch out = activation(a b^T 2^(row + column exponent) + bias) + residual; does not wait.
 
@@ -243,6 +281,7 @@ def gemm(
         split: parts of K, with a config that splits, flags and one exponent for all of an operand,
             but nothing else. Out is then float32 (parts R, N), R from `rows_of_parts`, what lies in
             a part beyond M being zeros.
+        packed: with a config that expands: b is written too, from the ready rows on.
 
     Raises:
         ValueError: if shapes, pitch or alignment of an operand do not fit, or options exclude each
@@ -305,6 +344,15 @@ def gemm(
         epilogue.row_block_pitch, epilogue.column_block_pitch = (
             0 if x is None else x.shape[1] for x in scales
         )
+    if packed is not None:
+        sources = packed.scales if packed.floats is None else packed.floats
+        epilogue.ready, epilogue.counts = packed.ready, _pointer(packed.counts)
+        epilogue.codes, epilogue.scales = _pointer(packed.codes), _pointer(packed.scales)
+        epilogue.floats, epilogue.zeros = _pointer(packed.floats), _pointer(packed.zeros)
+        epilogue.factors, epilogue.expanded = _pointer(packed.factors), _pointer(b)
+        epilogue.octets, epilogue.scale_pitch = packed.codes.shape[1], sources.shape[1]
+        epilogue.factor_pitch = 0 if packed.factors is None else packed.factors.shape[1]
+        epilogue.chunks = b.strides[0] // (16 * size)
     tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
     tiles = tall * -(-n // config.tile_n)
     if split is not None:

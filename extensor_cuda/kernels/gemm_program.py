@@ -56,6 +56,7 @@ class Config:
         down: whether a and b lie as (K, M) and (K, N), with bf16.
         split: K in parts, whose sums are written one below the other.
         extras: bias, residual, amax or an activation.
+        expands: B is made from packed storage as it is multiplied: macros of expanding.cuh.
         guard: a barrier that is never reached ends the kernel with an error.
     """
 
@@ -79,6 +80,7 @@ class Config:
     down: tuple[bool, bool] = (False, False)
     split: bool = False
     extras: bool = False
+    expands: tuple[tuple[str, str], ...] = ()
     guard: bool = False
 
     @property
@@ -235,7 +237,9 @@ def gemm_source(config: Config) -> jit.Source:
         "B_DOWN": int(config.down[1]),
         "SPLIT": int(config.split),
         "EXTRAS": int(config.extras),
+        "EXPANDS": int(bool(config.expands)),
         "GUARD": int(config.guard),
+        **dict(config.expands),
     }
     plain = jit.Source.read(_FOLDER / "gemm.cu", macros)
     functions = wgmma(config.a, config.b, config.tile_n, down=config.down)

@@ -12,9 +12,9 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import decode, dense, expansion
+from extensor_cuda import bf16, decode, dense, expansion
 from extensor_cuda import weights as packed
-from extensor_cuda.kernels.gemm import Config, gemm_source
+from extensor_cuda.kernels.gemm import Config, gemm, gemm_source
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.places import PLACES, place
@@ -216,10 +216,10 @@ def test_weights_beyond_bfloat16_go_by_their_largest_scale(
         assert isinstance(done, str) is not fits
         if isinstance(done, str):
             assert done == "values that bfloat16 does not hold"
-        assert expansion._FITS[stored] is False
+        assert bf16._FITS[stored] is False
     twice = sent(w, many)
-    assert (expansion.whole([twice, twice], many) is not None) is fits
-    assert expansion._FITS[twice] is False
+    assert (bf16.whole([twice, twice], many) is not None) is fits
+    assert bf16._FITS[twice] is False
 
 
 def test_activations_are_multiplied_as_they_lie(many: Any) -> None:
@@ -239,6 +239,41 @@ def test_the_parts_of_a_float32_add_up_to_it(many: Any) -> None:
     with np.errstate(invalid="ignore"):  # of the signaling NaN
         want = x.astype(np.float64)
     np.testing.assert_array_equal(values.astype(np.float64).sum(axis=0), want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QuantSpec("mxfp4"),
+        QuantSpec("nvfp4"),
+        QuantSpec("mxfp6_e2m3"),
+        INT4.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"),
+        INT4,
+        INT8.replace(symmetric=False),
+        QuantSpec("fp8_e4m3", tile=(128, 128)),
+    ],
+    ids=name,
+)
+def test_weights_are_expanded_beside_the_products(
+    many: Any, spec: QuantSpec, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of weights expanded before; K that ends in a block, N in a tile."""
+    n, k = (700, 340) if isinstance(many, emulation.Cupy) else (4096 + 40, 600)
+    x, w = activations((70 if n == 700 else 2048, k), dtype), weights(spec, (n, k))
+    x, w = many.asarray(x), sent(w, many)
+    monkeypatch.setattr(bf16, "_TALL", 1 << 20)
+    want = packed.product(x, w, dtype, many)
+    monkeypatch.setattr(bf16, "_TALL", 1 if n == 700 else 16)
+    multiplied = []
+    monkeypatch.setattr(
+        bf16, "gemm", lambda *a, **k: (multiplied.append(k["packed"].ready), gemm(*a, **k))
+    )
+    for _ in range(2):
+        got = packed.product(x, w, dtype, many)
+        assert not isinstance(want, str) and not isinstance(got, str)
+        np.testing.assert_array_equal(got[0].get(), want[0].get())
+    assert len(multiplied) == 2 and 0 < multiplied[0] < n
 
 
 FLOAT_SCALED = (
@@ -284,13 +319,15 @@ def test_codes_less_their_zero_points_are_exact(many: Any, spec: QuantSpec) -> N
     if w.zero_points is not None:
         least = -(1 << (bits - 1))
         w.zero_points[...] = np.resize([least, -least - 1, 0], w.zero_points.shape)
-    made = expansion.coded(sent(w, many), many)
+    made = bf16.as_bf16(sent(w, many), many)
     held = (np.asarray(made.codes.get()).astype(np.uint32) << 16).view(np.float32)
     ones = replace(w, scales=np.ones_like(w.scales))
     np.testing.assert_array_equal(held, exact(ones))
     scales = w.scales.astype(np.float32).repeat(tile_extent(w.spec, w.shape)[0], axis=0)[:3]
     if made.scales is None:
-        np.testing.assert_array_equal(made.factor.get(), scales[:, 0])
+        assert made.factor is not None
+        factors = np.broadcast_to(made.factor.get(), len(scales))
+        np.testing.assert_array_equal(factors, scales[:, 0])
     else:
         np.testing.assert_array_equal(made.scales.get()[: scales.shape[1], :3], scales.T)
 
