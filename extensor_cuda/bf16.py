@@ -84,7 +84,9 @@ def _begin(
         zeros = None if q.zero_points is None else xp.ascontiguousarray(q.zero_points)
         packed = replace(packed, floats=floats, zeros=zeros)
         each, _ = tile_extent(q.spec, q.shape)
-        factor = floats[:, 0] if each == 1 or len(floats) == 1 else floats[:, 0].repeat(each)[:lines]
+        factor = (
+            floats[:, 0] if each == 1 or len(floats) == 1 else floats[:, 0].repeat(each)[:lines]
+        )
     else:
         packed = replace(packed, scales=aligned(q.scales, xp))
     if every:
@@ -176,4 +178,3 @@ def multiply_packed(a: Expansion, b: QuantArray, dtype: str, xp: Any) -> Array |
     scales = None if right.scales is None else (None, right.scales)
     gemm(a.codes, right.codes, out, config, factors=factors, scales=scales, packed=packed)
     return xp.ascontiguousarray(out)
-

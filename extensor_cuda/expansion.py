@@ -203,6 +203,7 @@ def launch_expand(
 
 
 def aligned(array: Array, xp: Any) -> Array:
+    """The array, contiguous, at a multiple of 16 bytes."""
     array = xp.ascontiguousarray(array)
     return array if array.data.ptr % 16 == 0 else array.copy()
 

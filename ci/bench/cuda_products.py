@@ -31,7 +31,8 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense, grouped, near, scaling, weights
 from extensor_cuda import gemm as blocked
 from extensor_cuda import scaled as scaled_products
-from extensor_cuda.expansion import join, whole
+from extensor_cuda.bf16 import as_bf16
+from extensor_cuda.expansion import join
 from extensor_cuda.kernels.gemm import Config, empty_rows, gemm
 
 CACHE = 64 << 20  # bytes that no cache holds
@@ -261,7 +262,7 @@ def _packed(x: Any, held: list[Any], xp: Any, turn: int) -> Any:
 
 
 def _expanding(held: list[Any], xp: Any, turn: int) -> Any:
-    return whole([held[turn % len(held)]], xp)
+    return as_bf16(held[turn % len(held)], xp)
 
 
 def _dense(sides: tuple[Any, Any], xp: Any, turn: int) -> Any:

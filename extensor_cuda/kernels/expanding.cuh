@@ -37,7 +37,9 @@ __device__ __forceinline__ Unit unit_of(u32 scale, int anchor) {
 // A value of 0 or more as OUT's bits; `lost` where it has none.
 __device__ __forceinline__ u32 encoded(float v, bool& lost) {
     const u32 bits = __float_as_uint(v);
-#if OUT == 0
+#if OUT == 0 && UE4M3
+    return bits >> 16;  // a product of 5 bits, far from both ends
+#elif OUT == 0
     const bool held = !(bits & 0xFFFFu) && !(FIXED && bits >= 0x7F800000u);
     lost = lost || !held;
     return FIXED && !held ? kOutNaN : bits >> 16;
@@ -57,8 +59,20 @@ struct Table {
     u32 low[2], high[2];
 };
 
-__device__ __forceinline__ Table table_of(const Unit& unit, bool& lost) {
+__device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& lost) {
     Table t = {{0, 0}, {0, 0}};
+#if FIXED && !UE4M3
+    if (scale - 2 <= 250) {  // all normal: 0, 0.5; 1, 1.5; 2, 3; 4, 6, the scale added to their exponents
+        const u32 both = scale * 0x00800080u;
+        const u32 pairs[4] = {(scale - 1) << 23, both + 0x00400000u, both + 0x00C00080u, both + 0x01400100u};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            t.low[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x6420);
+            t.high[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x7531);
+        }
+        return t;
+    }
+#endif
 #pragma unroll
     for (u32 n = 0; n < 8; ++n) {
         const u32 code = unit.live ? encoded(grid(n, MANTISSA, MIN_EXPONENT) * unit.value, lost) : kOutNaN;
@@ -101,7 +115,7 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, i
     bool lost = false;
     u32 any = 0, out[4 * kOctets];
 #if BITS == 4
-    const Table t = table_of(unit, lost);
+    const Table t = table_of(scale, unit, lost);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 four = words[i / 2] >> (16 * (i % 2)), pick = four & 0x7777u;
