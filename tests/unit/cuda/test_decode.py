@@ -14,7 +14,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import bf16, decode, dense, expansion
 from extensor_cuda import weights as packed
-from extensor_cuda.kernels.gemm import Config, gemm, gemm_source
+from extensor_cuda.kernels.gemm import Config, configure, gemm, gemm_source
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.places import PLACES, place
@@ -339,6 +339,22 @@ def test_no_product_under_group_scales_spills(every: int) -> None:
         promote = max(every // 64, 1)
         config = Config("bf16", "bf16", columns, promote, patches=patches, every=every)
         check_compiles(gemm_source(replace(config, out="bfloat16")), "sm_90a")
+
+
+BESIDE = (QuantSpec("mxfp4"), QuantSpec("nvfp4"), QuantSpec("mxfp8_e4m3"), *FLOAT_SCALED[:4])
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", BESIDE, ids=name)
+def test_no_product_that_expands_spills(spec: QuantSpec) -> None:
+    """The warps that expand have 40 registers."""
+    w = weights(spec, (64, 256))
+    every = bf16._every(w)
+    config = configure("bf16", 2048, 8192, "bfloat16", every=every)
+    factors = spec.format != "mxfp4" and spec.format != "mxfp8_e4m3" and not every
+    check_compiles(
+        gemm_source(replace(config, expands=bf16._source(w).macros, factors=factors)), "sm_90a"
+    )
 
 
 @pytest.mark.usefixtures("nvrtc")
