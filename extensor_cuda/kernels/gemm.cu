@@ -169,29 +169,43 @@ __device__ __forceinline__ void add_columns(float (&sum)[kRegisters], const floa
 namespace expanding {
 #include "expanding.cuh"
 
-__device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
-    const Stored stored = {e.codes,  e.scales,      e.floats,      e.zeros,
-                           e.factors, e.octets, e.scale_pitch, e.factor_pitch};
-    const u32 chunks = static_cast<u32>(e.chunks);
-    for (;;) {
-        const u32 taken = lane == 0 ? atomicAdd(e.counts, 1u) : 0;
-        const u32 row = e.ready + __shfl_sync(~0u, taken, 0);
-        if (row >= static_cast<u32>(e.columns)) return;
-        u8* out = e.expanded + row * e.chunks * (2 * kChunk);
-        u32 beyond = 0, chunk = lane;
-        Chunk next = {};
-        if (chunk < chunks) next = read_chunk(stored, row, chunk);
-        for (u32 first = 0; first < chunks; first += 32, chunk += 32) {
-            const Chunk now = next;
-            if (chunk + 32 < chunks) next = read_chunk(stored, row, chunk + 32);
+constexpr u32 kTaken = 2;  // rows that a warp takes together: they divide a tile
+constexpr u32 kAhead = 2;  // chunks that are read before the one that is converted
+
+__device__ __forceinline__ void expand_row(const Stored& stored, u32 row, u8* out, u32 chunks, int lane) {
+    Chunk held[kAhead];
+    u32 beyond = 0;
+#pragma unroll
+    for (u32 i = 0; i < kAhead; ++i)
+        if (32 * i + lane < chunks) held[i] = read_chunk(stored, row, 32 * i + lane);
+    for (u32 first = 0; first < chunks; first += 32 * kAhead) {
+#pragma unroll
+        for (u32 i = 0; i < kAhead; ++i) {
+            const u32 chunk = first + 32 * i + lane, later = chunk + 32 * kAhead;
+            if (first + 32 * i >= chunks) return;
             uint4 units[kOctets];
-            convert(now.words, now.scale, 127, units, beyond);
+            convert(held[i].words, held[i].scale, 127, units, beyond);
+            if (later < chunks) held[i] = read_chunk(stored, row, later);
             store_together(out, chunk, chunks, units);
         }
+    }
+}
+
+__device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
+    const Stored stored = {e.codes,   e.scales, e.floats,      e.zeros,
+                           e.factors, e.octets, e.scale_pitch, e.factor_pitch};
+    const u32 columns = e.columns;
+    u32 taken = lane == 0 ? atomicAdd(e.counts, 1u) : 0;
+    for (;;) {
+        const u32 row = e.ready + kTaken * __shfl_sync(~0u, taken, 0);
+        if (row >= columns) return;
+        if (lane == 0) taken = atomicAdd(e.counts, 1u);  // comes meanwhile
+        const u32 rows = min(kTaken, columns - row);
+        for (u32 r = row; r < row + rows; ++r)
+            expand_row(stored, r, e.expanded + r * e.chunks * (2 * kChunk), static_cast<u32>(e.chunks), lane);
         show_to_copies();
-        __threadfence();
         __syncwarp();
-        if (lane == 0) atomicAdd(e.counts + 1 + row / kTileN, 1u);
+        if (lane == 0) add_released(e.counts + 1 + row / kTileN, rows);
     }
 }
 }  // namespace expanding
@@ -269,7 +283,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
     u32 parity = 0;
 
     if (warpgroup == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(EXPANDS ? 56 : 40));
         if (threadIdx.x == 256) {
             for (int index = blockIdx.x / kCluster; TILES; index += step) {
                 const Tile tile = TILE;
@@ -311,7 +325,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
         if (threadIdx.x >= 288) expanding::expand_rows(e, lane);
 #endif
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(EXPANDS ? 224 : 232));
         const int warp = threadIdx.x / 32;
         u8* patch = patches + warp * kPatches * kPatch;
         u32 turn = 0;

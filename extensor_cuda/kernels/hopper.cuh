@@ -98,6 +98,9 @@ __device__ __forceinline__ u32 acquired(const u32* from) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(from) : "memory");
     return count;
 }
+__device__ __forceinline__ void add_released(u32* to, u32 count) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(count) : "memory");
+}
 // Between stores to global memory and bulk copies of what was stored.
 __device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
