@@ -52,6 +52,8 @@ Array = Any
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 _TALL = 16
 """Rows of tiles that take their columns together: 132 blocks begin with nine columns."""
+_PARTS, _PART = 4, 512
+"""Of K, the first of which is expanded before; a multiple of so many elements."""
 _FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 """Whether bfloat16 holds all of a stored matrix as it is."""
 
@@ -94,12 +96,15 @@ def _begin(
         make = xp.zeros if groups % at_once else xp.empty  # what a stage reads beyond the last
         shape = -(-groups // at_once) * at_once, -(-lines // 4) * 4 + BEYOND
         packed = replace(packed, factors=make(shape, dtype=np.float32))
+    chunks, rows = -(-k // 16), lines
     if ready is not None:
-        packed = replace(packed, ready=ready, counts=xp.empty(1 + tiles, dtype=np.uint32))
-    rows, chunks = lines if ready is None else ready, -(-k // 16)
+        rows, part = ready, min(-(-k // _PARTS // _PART) * _PART, 16 * chunks)
+        counts = xp.empty(1 + -(-16 * chunks // part) * tiles, dtype=np.uint32)
+        packed = replace(packed, ready=ready, part=part, counts=counts)
     out = xp.empty((lines, 16 * chunks), dtype=np.uint16)
     made = None, None, flag, None, None
-    launch_expand(_source(q), rows * chunks, packed, out, rows, made=made)
+    threads = rows * ((packed.part or 16 * chunks) // 16)
+    launch_expand(_source(q), threads, packed, out, rows, made=made)
     if every:
         return Expansion(out[:, :k], "bf16", scales=packed.factors, every=every), packed
     return Expansion(out[:, :k], "bf16", factor=factor), packed

@@ -175,7 +175,7 @@ def launch_expand(
     heads: Sequence[Array | None] = (None, None),
     made: Sequence[Array | None] = (None,) * 5,
 ) -> None:
-    """Launch expand.cu on so many rows of ``out``; does not wait.
+    """Launch expand.cu on so many rows of ``out``, or on a part of them; does not wait.
 
     Args:
         source: from `expand_source`.
@@ -187,6 +187,7 @@ def launch_expand(
         made: what becomes of exponent, factor and flag; two guards.
     """
     null, counts, factors = np.uint64(0), packed.counts, packed.factors
+    chunks = (packed.part or out.shape[1]) // 16
     scales = packed.scales if packed.floats is None else packed.floats
     sizes = (rows, out.shape[1], packed.codes.shape[1], scales.shape[1])
     parts = packed.codes, packed.scales, *heads, out, *made, packed.floats, packed.zeros, factors
@@ -198,7 +199,7 @@ def launch_expand(
         *(null if part is None else part for part in parts),
         *(np.int64(n) for n in (*sizes, 0 if factors is None else factors.shape[1])),
         null if counts is None else counts,
-        np.int64(0 if counts is None else counts.size),
+        *(np.int64(n) for n in (0 if counts is None else counts.size, chunks)),
     )
 
 

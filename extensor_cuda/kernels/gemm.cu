@@ -16,8 +16,9 @@
 // EVERY: float scales of so many elements along K for each row of B: every PROMOTE stages, or several times
 // in a stage, the sum since the last of them is multiplied by its column's and added to float32 registers.
 //
-// EXPANDS: B is expanded from packed storage by the warps beside the one that loads, row by row, a tile's
-// width of which is waited for. Rows are taken from a counter, so that no block waits for one not running.
+// EXPANDS: B is expanded from packed storage by the warps beside the one that loads; of what a tile needs first,
+// the first part along K is there before. Rows are taken from a counter, so that no block waits for one that
+// is not running.
 //
 // SPLIT: K in parts, each multiplied as a tile of its own and written to rows of its own, for another
 // kernel to add in order: the work of a small C of a long K for all multiprocessors.
@@ -63,7 +64,7 @@ struct Epilogue {
     i64 out_pitch;
     int groups;
     int parts, stages_of_part;  // SPLIT: of K
-    int ready;                  // EXPANDS: rows of B that are there before; whole tiles
+    int ready;                  // EXPANDS: rows of B of which there is a part before; whole tiles
     const u8 *codes, *scales;   // as Stored in expanding.cuh
     const float* floats;
     const signed char* zeros;
@@ -71,7 +72,8 @@ struct Epilogue {
     i64 octets, scale_pitch, factor_pitch;
     u8* expanded;  // B
     i64 chunks;    // of 16 elements, of a row of B
-    u32* counts;   // rows that are begun, then those that are done of each tile of columns; at first 0
+    i64 part;      // of these, whole stages: what is there of the first rows, and what comes together
+    u32* counts;   // what is taken, then the rows that are done of a part of a tile's width; at first 0
 };
 
 constexpr int kTileM = 128, kTileN = TILE_N, kRowBytes = 128;
@@ -172,50 +174,69 @@ namespace expanding {
 constexpr u32 kTaken = 2;  // rows that a warp takes together: they divide a tile
 constexpr u32 kAhead = 2;  // chunks that are read before the one that is converted
 
-__device__ __forceinline__ void expand_row(const Stored& stored, u32 row, u8* out, u32 chunks, int lane) {
+__device__ __forceinline__ void expand_row(const Stored& stored, u32 row, u8* out, u32 begin, u32 end, int lane) {
     Chunk held[kAhead];
     u32 beyond = 0;
 #pragma unroll
     for (u32 i = 0; i < kAhead; ++i)
-        if (32 * i + lane < chunks) held[i] = read_chunk(stored, row, 32 * i + lane);
-    for (u32 first = 0; first < chunks; first += 32 * kAhead) {
+        if (begin + 32 * i + lane < end) held[i] = read_chunk(stored, row, begin + 32 * i + lane);
+    for (u32 first = begin; first < end; first += 32 * kAhead) {
 #pragma unroll
         for (u32 i = 0; i < kAhead; ++i) {
             const u32 chunk = first + 32 * i + lane, later = chunk + 32 * kAhead;
-            if (first + 32 * i >= chunks) return;
+            if (first + 32 * i >= end) return;
             uint4 units[kOctets];
             convert(held[i].words, held[i].scale, 127, units, beyond);
-            if (later < chunks) held[i] = read_chunk(stored, row, later);
-            store_together(out, chunk, chunks, units);
+            if (later < end) held[i] = read_chunk(stored, row, later);
+            store_together(out, chunk, end, units);
         }
     }
 }
 
+// First what is left of the rows that are begun, part by part, then the other rows.
 __device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
     const Stored stored = {e.codes,   e.scales, e.floats,      e.zeros,
                            e.factors, e.octets, e.scale_pitch, e.factor_pitch};
-    const u32 columns = e.columns;
+    const u32 columns = e.columns, tiles = (columns + kTileN - 1) / kTileN, ready = e.ready;
+    const u32 chunks = static_cast<u32>(e.chunks), part = static_cast<u32>(e.part);
+    const u32 some = ready / kTaken, begun = some * ((chunks + part - 1) / part - 1);
     u32 taken = lane == 0 ? atomicAdd(e.counts, 1u) : 0;
     for (;;) {
-        const u32 row = e.ready + kTaken * __shfl_sync(~0u, taken, 0);
+        const u32 index = __shfl_sync(~0u, taken, 0);
+        const u32 of_row = index < begun ? 1 + index / some : 0;
+        const u32 row = index < begun ? index % some * kTaken : ready + (index - begun) * kTaken;
         if (row >= columns) return;
         if (lane == 0) taken = atomicAdd(e.counts, 1u);  // comes meanwhile
-        const u32 rows = min(kTaken, columns - row);
+        const u32 rows = min(kTaken, columns - row), begin = of_row * part;
+        const u32 end = of_row ? min(begin + part, chunks) : chunks;
         for (u32 r = row; r < row + rows; ++r)
-            expand_row(stored, r, e.expanded + r * e.chunks * (2 * kChunk), static_cast<u32>(e.chunks), lane);
+            expand_row(stored, r, e.expanded + r * e.chunks * (2 * kChunk), begin, end, lane);
         show_to_copies();
         __syncwarp();
-        if (lane == 0) add_released(e.counts + 1 + row / kTileN, rows);
+        if (lane == 0) add_released(e.counts + 1 + of_row * tiles + row / kTileN, rows);
     }
 }
 }  // namespace expanding
 
-__device__ __forceinline__ void await_rows(const Epilogue& e, int column) {
-    const u32 wanted = min(kTileN, e.columns - column);
-    if (column >= e.ready)
-        while (acquired(e.counts + 1 + column / kTileN) < wanted) continue;
-    show_to_copies();
-}
+// Lets the loads of a tile's columns go on, stage by stage.
+struct Awaited {
+    const u32* count;
+    u32 rows;
+    int stage, tiles, stages;
+    __device__ __forceinline__ Awaited(const Epilogue& e, int column) {
+        rows = min(kTileN, e.columns - column), tiles = (e.columns + kTileN - 1) / kTileN;
+        stages = static_cast<int>(e.part) / (kRowBytes / 32);
+        stage = column < e.ready ? stages : 0;
+        count = e.counts + 1 + column / kTileN + (column < e.ready ? tiles : 0);
+        if (stage == 0) stages = 1 << 30;
+    }
+    __device__ __forceinline__ void operator()(int k) {
+        if (k != stage) return;
+        while (acquired(count) < rows) continue;
+        show_to_copies();
+        count += tiles, stage += stages;
+    }
+};
 #endif
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1)
@@ -290,9 +311,12 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 const int row = start + (tile.row * kCluster + rank) * kTileM;
                 const int column = group * e.columns + tile.column * kTileN;
 #if EXPANDS
-                await_rows(e, column);
+                Awaited await(e, column);
 #endif
                 for (int k = FIRST_STAGE; k < END_STAGE; ++k) {
+#if EXPANDS
+                    await(k);
+#endif
                     wait(empty + 8 * stage, parity ^ 1);
                     const u32 to = base + stage * kStage, barrier = full + 8 * stage;
                     expect_bytes(barrier, kStage + 4 * kScales);

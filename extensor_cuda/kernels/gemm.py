@@ -90,6 +90,7 @@ class _Epilogue(ctypes.Structure):
         ("factor_pitch", ctypes.c_longlong),
         ("expanded", ctypes.c_void_p),
         ("chunks", ctypes.c_longlong),
+        ("part", ctypes.c_longlong),
         ("counts", ctypes.c_void_p),
     )
 
@@ -135,8 +136,9 @@ class Packed:
         floats: float32 likewise, or None.
         zeros: int8 likewise, zero points, or None.
         factors: float32 (blocks, pitch), where float scales go; or None.
-        ready: rows that are expanded already, a multiple of the tile's columns.
-        counts: uint32 (1 + tiles of columns,), at first 0.
+        ready: rows whose first part is expanded already, a multiple of the tile's columns.
+        part: elements along K, a multiple of 64.
+        counts: uint32 (1 + parts of K times tiles of columns,), at first 0.
     """
 
     codes: Any
@@ -145,6 +147,7 @@ class Packed:
     zeros: Any = None
     factors: Any = None
     ready: int = 0
+    part: int = 0
     counts: Any = None
 
 
@@ -352,7 +355,7 @@ def gemm(
         epilogue.factors, epilogue.expanded = _pointer(packed.factors), _pointer(b)
         epilogue.octets, epilogue.scale_pitch = packed.codes.shape[1], sources.shape[1]
         epilogue.factor_pitch = 0 if packed.factors is None else packed.factors.shape[1]
-        epilogue.chunks = b.strides[0] // (16 * size)
+        epilogue.chunks, epilogue.part = b.strides[0] // (16 * size), packed.part // 16
     tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
     tiles = tall * -(-n // config.tile_n)
     if split is not None:

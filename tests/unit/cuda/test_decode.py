@@ -259,12 +259,13 @@ def test_weights_are_expanded_beside_the_products(
     many: Any, spec: QuantSpec, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits of weights expanded before; K that ends in a block, N in a tile."""
-    n, k = (700, 340) if isinstance(many, emulation.Cupy) else (4096 + 40, 600)
+    n, k = (700, 340) if isinstance(many, emulation.Cupy) else (4096 + 40, 2600)
     x, w = activations((70 if n == 700 else 2048, k), dtype), weights(spec, (n, k))
     x, w = many.asarray(x), sent(w, many)
     monkeypatch.setattr(bf16, "_TALL", 1 << 20)
     want = packed.product(x, w, dtype, many)
     monkeypatch.setattr(bf16, "_TALL", 1 if n == 700 else 16)
+    monkeypatch.setattr(bf16, "_PART", 64 if n == 700 else 512)
     multiplied = []
     monkeypatch.setattr(
         bf16, "gemm", lambda *a, **k: (multiplied.append(k["packed"].ready), gemm(*a, **k))
