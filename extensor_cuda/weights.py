@@ -32,7 +32,7 @@ Array = Any
 
 _OUT = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 DECODED = "tensor cores, weights decoded on the way"
-EXPANDED = "bf16 tensor cores, weights expanded first"
+EXPANDED = "bf16 tensor cores, weights expanded"
 
 
 def reason(x: Array, w: QuantArray, capability: str) -> str | None:
