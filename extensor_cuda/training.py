@@ -13,7 +13,7 @@ import numpy as np
 
 from extensor.backends import windows
 from extensor.backends.generic import GenericBackend
-from extensor.backends.protocol import Window
+from extensor.backends.protocol import Finite, Window
 from extensor.backends.recording import Guard
 from extensor_cuda.kernels import (
     attention,
@@ -367,20 +367,22 @@ class CudaTraining(GenericBackend):
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
         guard: Guard | None = None,
-    ) -> None:
-        """See the protocol. One launch; the same bits as on the CPU."""
-        if parts:
-            optimizer.adam(parts, factors, self.xp, guard)
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
+        """See the protocol. One launch, one more to look; the same bits as on the CPU."""
+        return optimizer.adam(parts, factors, self.xp, guard, look, memory)
 
     def sgd_each(
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
         guard: Guard | None = None,
-    ) -> None:
-        """See the protocol. One launch; the same bits as on the CPU."""
-        if parts:
-            optimizer.sgd(parts, factors, self.xp, guard)
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
+        """See the protocol. One launch, one more to look; the same bits as on the CPU."""
+        return optimizer.sgd(parts, factors, self.xp, guard, look, memory)
 
     def scale_each(self, arrays: Sequence[Array], factor: float | Array) -> None:
         """See the protocol. One launch."""

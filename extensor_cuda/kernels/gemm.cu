@@ -24,7 +24,8 @@
 // kernel to add in order: the work of a small C of a long K for all multiprocessors.
 //
 // GROUPED: the rows of A are in groups, each with a B of its own; where they begin is read on the
-// device. ZEROS: 8-bit integers whose zero points are taken off the exact sum.
+// device. ZEROS: 8-bit integers whose zero points are taken off the exact sum. REQUANTIZED: C as codes
+// and scales.
 //
 // No headers; macros and the wgmma function come from gemm.py. TMA fills what lies outside A and B
 // with zeros, which add nothing; what lies outside C is not written.
@@ -60,12 +61,14 @@ struct Epilogue {
     const float* column_blocks;
     i64 row_block_pitch, column_block_pitch;
     const int* offsets;  // GROUPED: group g has the rows offsets[g] to offsets[g + 1] of A and C
-    void* out;           // C itself, for the rows of a patch that end within it
+    void* out;           // C itself, for the rows of a patch that end within it, or its codes
     i64 out_pitch;
     int groups;
     int parts, stages_of_part;  // SPLIT: of K
+    u8* scales;                 // REQUANTIZED: of the codes' blocks
+    const void* tensor;         // null, or what the whole tensor decides of them
     int ready;                  // EXPANDS: rows of B of which there is a part before; whole tiles
-    const u8 *codes, *scales;   // as Stored in expanding.cuh
+    const u8 *codes, *code_scales;   // as Stored in expanding.cuh
     const float* floats;
     const signed char* zeros;
     float* factors;
@@ -195,7 +198,7 @@ __device__ __forceinline__ void expand_row(const Stored& stored, u32 row, u8* ou
 
 // First what is left of the rows that are begun, part by part, then the other rows.
 __device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
-    const Stored stored = {e.codes,   e.scales, e.floats,      e.zeros,
+    const Stored stored = {e.codes,   e.code_scales, e.floats,      e.zeros,
                            e.factors, e.octets, e.scale_pitch, e.factor_pitch};
     const u32 columns = e.columns, tiles = (columns + kTileN - 1) / kTileN, ready = e.ready;
     const u32 chunks = static_cast<u32>(e.chunks), part = static_cast<u32>(e.part);

@@ -31,7 +31,23 @@ def cuda() -> Any:
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def hopper_gpu(cuda: Any) -> Any:
+    """The CUDA backend on a GPU that has wgmma."""
+    if (found := cuda.xp.cuda.Device().compute_capability) != "90":
+        pytest.skip(f"the GPU has compute capability {found}; wgmma is of 90 (H100, H200) alone")
+    return cuda
+
+
+@pytest.fixture(scope="session")
+def compiler() -> str:
+    """The C++ compiler."""
+    if COMPILER is None:
+        pytest.skip("kernels are emulated by a C++ compiler, and no c++ is on the PATH")
+    return COMPILER
+
+
+@pytest.fixture(scope="session")
+def emulator(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     """Kernels on the CPU, each compiled once."""
     return Emulator(tmp_path_factory.mktemp("kernels"))
 
@@ -41,8 +57,6 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """A backend with the training kernels: the CUDA one, or its methods on the CPU."""
     if request.param == "on a GPU":
         return request.getfixturevalue("cuda")
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
     for module in (cross_entropy, elementwise, norm, optimizer, scatter, softmax, sums, window):
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
     return Emulated("emulated", Cupy())

@@ -39,7 +39,6 @@ from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
 from models.lenet.model import build as build_lenet
 from tests.oracle.compare import same_bytes
-from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import fake
 from tests.unit.training.conftest import SMALL
 from training.config import RunConfig
@@ -119,8 +118,6 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CUDA backend, on a GPU or on numpy, as device "cuda"."""
     if request.param == "on a GPU":
         return request.getfixturevalue("cuda")
-    if emulation.COMPILER is None:
-        pytest.skip("no C++ compiler")
     launch = request.getfixturevalue("fake_launch")
     for module in (
         cross_entropy,
@@ -153,7 +150,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture(scope="session")
-def fake_launch(tmp_path_factory: pytest.TempPathFactory) -> fake.FakeLaunch:
+def fake_launch(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> fake.FakeLaunch:
     return fake.FakeLaunch(tmp_path_factory.mktemp("kernels"))
 
 
@@ -572,6 +569,7 @@ def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
             run_training(config, tmp_path, resume=False, console=QUIET, graph=True)
 
 
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -585,10 +583,8 @@ def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
         "int8",
     ],
 )
-def test_tensor_core_products_are_captured(cuda: Any, recipe: str) -> None:
+def test_tensor_core_products_are_captured(recipe: str) -> None:
     """Layers large enough for every way of making operands."""
-    if cuda.xp.cuda.Device().compute_capability != "90":
-        pytest.skip("the GPU is not a Hopper: no wgmma")
     found = []
     for captured in (False, True):
         layer = et.nn.Linear(1024, 1024, rng=0).to("cuda")
