@@ -19,11 +19,11 @@ import ml_dtypes
 import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
-from extensor_cuda import decode
+from extensor_cuda import decode, dense
 from extensor_cuda.bf16 import is_float_scaled, multiply_packed
 from extensor_cuda.expansion import Expansion
 from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import STAGE_OF_BF16, empty_rows
+from extensor_cuda.kernels.gemm import STAGE_OF_BF16, Split, empty_rows
 from extensor_cuda.scaled import pitched
 
 __all__ = ["product", "reason"]
@@ -63,24 +63,6 @@ def _many_reason(x: Array, w: QuantArray, capability: str, few: str) -> str | No
     return f"weights of shape {w.shape}" if 0 in w.shape else None
 
 
-def _parts(x: Array, xp: Any) -> Array:
-    """The bits of x as bfloat16, (M, K); of float32 in three parts that add up to it, (3 M, K)."""
-    rows, k = x.shape
-    if x.dtype.name == "bfloat16":
-        return pitched(x.view(np.uint16), xp)
-    x = xp.ascontiguousarray(x)
-    out = empty_rows(xp, 3 * rows, k, np.uint16)
-    rest = xp.where(xp.isfinite(x), x, np.float32(0))
-    for i in range(3):
-        upper = rest.view(np.uint32) & np.uint32(0xFFFF0000)
-        out[i * rows : (i + 1) * rows] = (upper >> np.uint32(16)).astype(np.uint16)
-        rest = rest - upper.view(np.float32)
-    bits = (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-    out[:rows] = xp.where(xp.isinf(x), bits, out[:rows])
-    out[:rows] = xp.where(xp.isnan(x), np.uint16(0x7FC0), out[:rows])
-    return out
-
-
 def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, str] | str:
     """X w^T of operands that `reason` covers, float32 or bfloat16 (M, N), and the way it was taken.
 
@@ -99,14 +81,12 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, st
     """
     if decode.reason(x, w, xp.cuda.Device().compute_capability) is None:
         return decode.product(x, w, out_dtype, xp), DECODED
-    rows = len(x)
-    parts = _parts(x, xp)
-    single = len(parts) == rows
-    out = multiply_packed(Expansion(parts, "bf16"), w, out_dtype if single else "float32", xp)
+    single = x.dtype.name == "bfloat16"
+    bits = pitched(x.view(np.uint16), xp) if single else dense.thirds(x, xp)
+    out = multiply_packed(Expansion(bits, "bf16"), w, out_dtype if single else "float32", xp)
     if out is None:
         return "values that bfloat16 does not hold"
-    if not single:  # the smallest first
-        total = out[2 * rows :] + out[rows : 2 * rows]
-        total += out[:rows]
-        out = total.astype(_OUT[out_dtype], copy=False)
+    if not single:
+        parts, out = pitched(out, xp), empty_rows(xp, len(x), w.shape[0], _OUT[out_dtype])
+        dense.add_parts(parts, Split(3, 0), out, None, xp)
     return xp.ascontiguousarray(out), EXPANDED

@@ -225,7 +225,7 @@ def test_weights_beyond_bfloat16_go_by_their_largest_scale(
 def test_activations_are_multiplied_as_they_lie(many: Any) -> None:
     x = many.asarray(activations((70, 320), "bfloat16"))
     for view, copied in ((x, False), (x[:, :300], False), (x[:, 8:], False), (x[:, 1:], True)):
-        parts = packed._parts(view, many)
+        parts = packed.pitched(view.view(np.uint16), many)
         assert (parts.data.ptr != view.data.ptr) is copied
         np.testing.assert_array_equal(parts.get(), view.view(np.uint16).get())
 
@@ -234,7 +234,7 @@ def test_the_parts_of_a_float32_add_up_to_it(many: Any) -> None:
     x = activations((9, 40), "float32")
     x[0, :4] = np.inf, -np.inf, np.nan, -0.0
     x[1, 0] = np.uint32(0x7F800001).view(np.float32)  # NaN by its last bit alone
-    parts = packed._parts(many.asarray(x), many).get()
+    parts = dense.thirds(many.asarray(x), many).get()
     values = (np.asarray(parts).astype(np.uint32) << 16).view(np.float32).reshape(3, 9, 40)
     with np.errstate(invalid="ignore"):  # of the signaling NaN
         want = x.astype(np.float64)
