@@ -175,6 +175,10 @@ def test_many_rows_expand_the_weights(many: Any, form: str, dtype: str) -> None:
         assert (np.abs(done[0].get().astype(np.float64) - want) <= bound).all()
 
 
+def emulated(xp: Any) -> bool:
+    return isinstance(xp, emulation.Cupy)
+
+
 def refuse(array: Any) -> Any:
     raise AssertionError("read on the host")
 
@@ -241,17 +245,17 @@ def test_the_parts_of_a_float32_add_up_to_it(many: Any) -> None:
     np.testing.assert_array_equal(values.astype(np.float64).sum(axis=0), want)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "dtype"),
     [
-        QuantSpec("mxfp4"),
-        QuantSpec("nvfp4"),
-        QuantSpec("mxfp6_e2m3"),
-        INT4.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"),
-        INT4,
-        INT8.replace(symmetric=False),
-        QuantSpec("fp8_e4m3", tile=(128, 128)),
+        (QuantSpec("mxfp4"), "float32"),
+        (QuantSpec("mxfp4"), "bfloat16"),
+        (QuantSpec("nvfp4"), "bfloat16"),
+        (QuantSpec("mxfp6_e2m3"), "bfloat16"),
+        (INT4, "bfloat16"),
+        (INT4.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"), "bfloat16"),
+        (INT8.replace(symmetric=False), "bfloat16"),
+        (QuantSpec("fp8_e4m3", tile=(128, 128)), "bfloat16"),
     ],
     ids=name,
 )
@@ -259,22 +263,27 @@ def test_weights_are_expanded_beside_the_products(
     many: Any, spec: QuantSpec, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits of weights expanded before; K that ends in a block, N in a tile."""
-    n, k = (700, 340) if isinstance(many, emulation.Cupy) else (4096 + 40, 2600)
-    x, w = activations((70 if n == 700 else 2048, k), dtype), weights(spec, (n, k))
-    x, w = many.asarray(x), sent(w, many)
-    monkeypatch.setattr(bf16, "_TALL", 1 << 20)
-    want = packed.product(x, w, dtype, many)
-    monkeypatch.setattr(bf16, "_TALL", 1 if n == 700 else 16)
-    monkeypatch.setattr(bf16, "_PART", 64 if n == 700 else 512)
-    multiplied = []
-    monkeypatch.setattr(
-        bf16, "gemm", lambda *a, **k: (multiplied.append(k["packed"].ready), gemm(*a, **k))
-    )
-    for _ in range(2):
-        got = packed.product(x, w, dtype, many)
-        assert not isinstance(want, str) and not isinstance(got, str)
-        np.testing.assert_array_equal(got[0].get(), want[0].get())
-    assert len(multiplied) == 2 and 0 < multiplied[0] < n
+    rows, n, tall, part = (70, 700, 1, 64) if emulated(many) else (2048, 2560 + 40, 16, 512)
+    readies = []
+
+    def multiplied(*arguments: Any, packed: Any, **options: Any) -> None:
+        readies.append(packed.ready)
+        gemm(*arguments, packed=packed, **options)
+
+    monkeypatch.setattr(bf16, "gemm", multiplied)
+    monkeypatch.setattr(bf16, "_PART", part)
+    for k in (340, 40) if emulated(many) else (1300, 300):
+        x = many.asarray(activations((rows, k), dtype))
+        w = sent(weights(spec, (n, k)), many)
+        results = []
+        for together in (1 << 20, tall, tall):
+            monkeypatch.setattr(bf16, "_TALL", together)
+            made = packed.product(x, w, dtype, many)
+            assert not isinstance(made, str)
+            results.append(made[0].get())
+        np.testing.assert_array_equal(results[1], results[0])
+        np.testing.assert_array_equal(results[2], results[0])
+    assert len(readies) == 4 and all(0 < ready < n for ready in readies)
 
 
 FLOAT_SCALED = (
