@@ -21,7 +21,7 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda.expansion import Expansion
 from extensor_cuda.jit import Source, launch
 
-__all__ = ["Inexact", "is_mxfp8", "near", "near_source"]
+__all__ = ["Inexact", "near", "near_source"]
 
 Array = Any
 
@@ -45,11 +45,6 @@ class Inexact:
         """Changed and flushed, of all values. Waits for the GPU."""
         changed, flushed = (int(n) for n in self.counts.get().sum(axis=0, dtype=np.int64))
         return changed / self.size, flushed / self.size
-
-
-def is_mxfp8(spec: QuantSpec) -> bool:
-    """Whether a spec's elements are FP8 under powers of two."""
-    return spec.is_mx and spec.row.element.is_float and spec.row.element.bits == 8
 
 
 @lru_cache(maxsize=64)

@@ -11,6 +11,7 @@ from extensor.backends import registry
 from extensor_cuda.kernels import (
     cross_entropy,
     elementwise,
+    hopper,
     norm,
     optimizer,
     scatter,
@@ -59,6 +60,7 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return request.getfixturevalue("cuda")
     for module in (cross_entropy, elementwise, norm, optimizer, scatter, softmax, sums, window):
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 2)
     return Emulated("emulated", Cupy())
 
 

@@ -134,6 +134,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(kernels, "operand", fake_operand)
     monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
     monkeypatch.setattr(pair, "operand", fake_pair)
+    monkeypatch.setattr("extensor_cuda.kernels.hopper.multiprocessors", lambda device: 2)
     for name in ("backend._capability", "kernels.hopper.capability"):
         monkeypatch.setattr(f"extensor_cuda.{name}", lambda device: "80")
     xp: Any = fake.FakeCupy()
