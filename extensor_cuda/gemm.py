@@ -37,13 +37,12 @@ import ml_dtypes
 import numpy as np
 
 from extensor.quant.array import QuantArray
-from extensor.quant.near import is_mxfp8
 from extensor_cuda import scaled
 from extensor_cuda.expansion import Expansion, expand, join, kind_of, multiply, whole
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS, Config, configure, empty_rows, gemm
-from extensor_cuda.near import Inexact, near
+from extensor_cuda.near import Inexact, is_mxfp8, near
 
 __all__ = ["SPAN", "Product", "matmul", "reason", "rebase_source"]
 

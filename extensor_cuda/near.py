@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.array import QuantArray, coded_length
+from extensor.quant.near import is_mxfp8
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.expansion import Expansion
 from extensor_cuda.jit import Source, launch
 
-__all__ = ["Inexact", "near", "near_source"]
+__all__ = ["Inexact", "is_mxfp8", "near", "near_source"]
 
 Array = Any
 
