@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,7 @@ class Device(np.ndarray):
 
 class _Cuda:
     class Device:  # cupy.cuda.Device
+        attributes = MappingProxyType({"MultiProcessorCount": 2})
         compute_capability = "90"
 
     class Event:  # cupy.cuda.Event
