@@ -43,6 +43,9 @@ def specs() -> Iterator[QuantSpec]:
         yield QuantSpec("mxfp4", axis=axis, tile=(32, 32))
         yield QuantSpec("nvfp4", axis=axis, tile=(16, 16), scale_rule="four_over_six")
         yield QuantSpec("nvfp4_fp8exact", axis=axis)
+        yield QuantSpec("fp8_e4m3", axis=axis, tile=(1, 128), **stochastic)
+        yield QuantSpec("int8", axis=axis, symmetric=False, scale_dtype="float16")
+        yield QuantSpec("int4", axis=axis)
 
 
 def quantizers(backend: Any, rng: Any) -> int:

@@ -34,6 +34,7 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.gemm import Flags, configure, empty_rows, gemm
+from extensor_cuda.kernels.requantize import Requantized, finished, type_of
 
 __all__ = [
     "Expansion",
@@ -236,13 +237,13 @@ def join(
     Args:
         a: left operand.
         b: right operand.
-        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart.
+        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart; or a `Requantized`.
         flags: on the device, whether to run.
         runs: counts the launches that ran.
         promote: as in `extensor_cuda.kernels.gemm.Config`.
         bias: float32 (N,), added to the float32 sum; None: none.
     """
-    config = configure(a.kind, *out.shape, out.dtype.name, promote, b=b.kind)
+    config = configure(a.kind, *out.shape, type_of(out), promote, b=b.kind)
     config = replace(config, down=(a.down, b.down))
     shared = scale_of(a, b)
     assert shared is not None
@@ -252,10 +253,11 @@ def join(
     gemm(*codes, out, config, *exponents, bias, flags=flags, runs=runs, factors=factors)
 
 
-def multiply(a: Expansion, b: Expansion, dtype: str, xp: Any) -> Array:
-    """The product a b^T of bfloat16 operands as "float32" or "bfloat16"; does not wait."""
-    if scale_of(a, b) == "none":
+def multiply(a: Expansion, b: Expansion, dtype: str | Requantized, xp: Any) -> Any:
+    """The product a b^T of bfloat16 operands as "float32", "bfloat16" or quantized, unawaited."""
+    if isinstance(dtype, str) and scale_of(a, b) == "none":
         return dense.multiply(dense.Dense(a.codes), dense.Dense(b.codes), dtype, xp)
-    out = empty_rows(xp, len(a.codes), len(b.codes), _OUT[dtype])
+    rows, columns = len(a.codes), len(b.codes)
+    out = empty_rows(xp, rows, columns, _OUT[dtype]) if isinstance(dtype, str) else dtype
     join(a, b, out)
-    return xp.ascontiguousarray(out)
+    return finished(out, xp)

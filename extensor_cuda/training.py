@@ -18,6 +18,7 @@ from extensor.backends.recording import Guard
 from extensor_cuda.kernels import (
     attention,
     cross_entropy,
+    dropout,
     elementwise,
     norm,
     optimizer,
@@ -63,6 +64,7 @@ class CudaTraining(GenericBackend):
                 self._attention_reason(scale, q, k, v, g)
             ),
             "conv2d_grad_x": lambda g, w, *_: self._floats_reason(g, w),
+            "dropout_mask": lambda draws, shape, p: None,
             "gelu": self._values_reason,
             "add": self._add_reason,
             "cast": self._cast_reason,
@@ -280,6 +282,10 @@ class CudaTraining(GenericBackend):
         if self._floats_reason(x):
             return super().bfloat16_values(x)
         return elementwise.unary("bfloat16_values", self._whole(x), self.xp)
+
+    def dropout_mask(self, draws: Array, shape: tuple[int, ...], p: float) -> Array:
+        """See the protocol. Does not wait for the GPU."""
+        return dropout.dropout_mask(draws, shape, p, self.xp)
 
     def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """See the protocol; bounds in `extensor_cuda.kernels.elementwise`."""

@@ -1,15 +1,16 @@
 """Products of stored matrices on a GPU: FP8 and INT8 under float scales, packed weights, groups.
 
-    python ci/bench/cuda_products.py [--rounds N] [--only scaled near decode weights grouped]
+    python ci/bench/cuda_products.py [--rounds N] [--only scaled near requantized ...]
 
 scaled: square bfloat16 results of normal data from codes, against torch's bf16, FP8 (`_scaled_mm`,
 row scales) and INT8 (`_int_mm`, int32 results) products. decode: x (M, K) bfloat16 and packed
 weights (N, K), against torch's bf16 `linear`; "of_copy" is what the weights' stored bytes would
 take at the speed of torch's clone. weights: the same for many rows. near: MXFP8 from storage on
 FP8 tensor cores, with the shares of values that this changes and sets to zero; its two kernels
-alone, under other tiles too; and the exact way. grouped: eight groups of
-unequal size, against a bf16 product of torch for each. CUDA events around four calls, the
-contestants taking turns in one process, medians over the rounds; weights rotate past the
+alone, under other tiles too; and the exact way. requantized: MXFP4 operands made before, whose
+product leaves quantized, against one in bfloat16 that the row quantizer then reads. grouped:
+eight groups of unequal size, against a bf16 product of torch for each. CUDA events around four
+calls, the contestants taking turns in one process, medians over the rounds; weights rotate past the
 second-level cache. Needs a Hopper GPU, torch and the extra ``cuda13``.
 """
 
@@ -28,11 +29,13 @@ from ci.bench.contest import write_gpu
 from ci.bench.cuda_gemm import Call, measure
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import dense, grouped, near, scaling, weights
+from extensor_cuda import dense, grouped, near, operands, scaling, weights
 from extensor_cuda import gemm as blocked
 from extensor_cuda import scaled as scaled_products
 from extensor_cuda.expansion import join, whole
-from extensor_cuda.kernels.gemm import Config, empty_rows, gemm
+from extensor_cuda.kernels import quantize
+from extensor_cuda.kernels.gemm import Config, configure, empty_rows, gemm
+from extensor_cuda.kernels.requantize import requantized
 
 CACHE = 64 << 20  # bytes that no cache holds
 TOKENS = (1, 4, 16, 64)
@@ -180,6 +183,50 @@ def _placed(a: Any, b: Any, out: Any, config: Config, turn: int) -> None:
     gemm(a.codes, b.codes, out, config, a.exponent, b.exponent)
 
 
+def leaving(backend: Any, rounds: int) -> Rows:
+    """MXFP4 products whose results are quantized."""
+    xp, rows = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
+    for size in (4096, 8192):
+        a, b = tensor(size, size), tensor(size, size, seed=1)
+        x, y = (operands.make(ours(v, xp), [rows], [None], xp)[0][0] for v in (a, b))
+        out = empty_rows(xp, size, size, ml_dtypes.bfloat16)
+        wide = configure("e5m2", size, size, "bfloat16")
+
+        def torch_bf16(turn: int, a: Any = a, b: Any = b) -> Any:
+            return a @ b.T
+
+        calls: dict[str, Call] = {
+            "torch bf16": torch_bf16,
+            "bfloat16": partial(_placed, x, y, out, wide),
+        }
+        for name in ("mxfp8_e4m3", "mxfp4", "nvfp4"):
+            spec = rows.replace(format=name, tile=None, scale_rule=None).resolve(2)
+            amax = xp.full((), 512, dtype=xp.float32) if spec.row.tensor_scale else None
+            to = requantized(spec, size, size, xp, amax)
+            config = configure("e5m2", size, size, spec)
+            calls[f"bfloat16, then {name}"] = partial(_then, x, y, out, wide, spec, amax, xp)
+            calls[f"{name}, as it leaves"] = partial(_placed, x, y, to, config)
+        times = measure(calls, rounds)
+        for name, milliseconds in times.items():
+            yield {
+                "what": "requantized",
+                "size": f"{size}^3",
+                "name": name,
+                "milliseconds": round(milliseconds, 4),
+                "teraflops": round(2 * size**3 / milliseconds / 1e9, 1),
+                "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
+            }
+
+
+def _then(
+    a: Any, b: Any, out: Any, config: Config, spec: QuantSpec, amax: Any, xp: Any, turn: int
+) -> Any:
+    _placed(a, b, out, config, turn)
+    plan = quantize.plan_of(spec, out.shape)
+    assert isinstance(plan, quantize.Plan)
+    return quantize.quantize_raw(out, plan, None, xp, amax, stats=False)
+
+
 def _multiply(pair: Any, xp: Any, turn: int) -> Any:
     return scaled_products.multiply(pair[0], pair[1], "bfloat16", xp)
 
@@ -292,6 +339,7 @@ def _grouped(sides: list[Any], offsets: Any, xp: Any, turn: int) -> Any:
 PARTS = {
     "scaled": scaled,
     "near": near_exact,
+    "requantized": leaving,
     "decode": decoding,
     "weights": many,
     "grouped": groups,

@@ -271,6 +271,10 @@ class GenericBackend:
         """See the protocol."""
         dense.attention_grad(g, q, k, v, out, stats, causal, scale, into, self.xp)
 
+    def dropout_mask(self, draws: Array, shape: tuple[int, ...], p: float) -> Array:
+        """See the protocol."""
+        return self.xp.asarray(training.dropout_mask(draws.tolist(), shape, p))
+
     @_widened
     def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """See the protocol."""

@@ -277,6 +277,15 @@ class Backend(Protocol):
         """
         ...
 
+    def dropout_mask(self, draws: Array, shape: tuple[int, ...], p: float) -> Array:
+        """Float32 of a shape: 0 with probability p, else 1 / (1 - p); the same on every device.
+
+        ``draws`` is int64 (2,): the seed, and how often it was drawn from before. Value i is kept
+        where the i-th word of 32 bits is p 2^32 or more, of those that numpy.random.Philox gives,
+        low half first, from the key (seed, 0) and the counter (0, calls, 0, 0).
+        """
+        ...
+
     def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """X Phi(x), with the normal distribution function Phi, and Phi(x) where that is kept."""
         ...

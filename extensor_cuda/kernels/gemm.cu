@@ -17,7 +17,8 @@
 // kernel to add in order: the work of a small C of a long K for all multiprocessors.
 //
 // GROUPED: the rows of A are in groups, each with a B of its own; where they begin is read on the
-// device. ZEROS: 8-bit integers whose zero points are taken off the exact sum.
+// device. ZEROS: 8-bit integers whose zero points are taken off the exact sum. REQUANTIZED: C as codes
+// and scales.
 //
 // No headers; macros and the wgmma function come from gemm.py. TMA fills what lies outside A and B
 // with zeros, which add nothing; what lies outside C is not written.
@@ -53,10 +54,12 @@ struct Epilogue {
     const float* column_blocks;
     i64 row_block_pitch, column_block_pitch;
     const int* offsets;  // GROUPED: group g has the rows offsets[g] to offsets[g + 1] of A and C
-    void* out;           // C itself, for the rows of a patch that end within it
+    void* out;           // C itself, for the rows of a patch that end within it, or its codes
     i64 out_pitch;
     int groups;
     int parts, stages_of_part;  // SPLIT: of K
+    u8* scales;                 // REQUANTIZED: of the codes' blocks
+    const void* tensor;         // null, or what the whole tensor decides of them
 };
 
 constexpr int kTileM = 128, kTileN = TILE_N, kRowBytes = 128;

@@ -19,7 +19,9 @@ from extensor_cuda.kernels.gemm_program import (
     configure,
     configure_parts,
     gemm_source,
+    quantizes,
 )
+from extensor_cuda.kernels.requantize import Requantized, type_of
 
 __all__ = [
     "MOST_TERMS",
@@ -74,6 +76,8 @@ class _Epilogue(ctypes.Structure):
         ("groups", ctypes.c_int),
         ("parts", ctypes.c_int),
         ("stages_of_part", ctypes.c_int),
+        ("scales", ctypes.c_void_p),
+        ("tensor", ctypes.c_void_p),
     )
 
 
@@ -161,6 +165,8 @@ def _checked(
         ValueError: if shapes, pitches or alignments do not fit.
     """
     for name, operand in (("a", a), ("b", b), ("out", out)):
+        if isinstance(operand, Requantized):
+            continue
         item = operand.dtype.itemsize
         if operand.strides[1] != item or operand.strides[0] % 16 or operand.data.ptr % 16:
             raise ValueError(
@@ -172,6 +178,13 @@ def _checked(
     groups = 1 if offsets is None else len(offsets) - 1
     n = right[0] // max(groups, 1)
     rows = m if split is None else split.parts * rows_of_parts(m, config)
+    if type_of(out) != config.out or (
+        isinstance(out, Requantized) and not quantizes(config.tile_n, out.q.spec)
+    ):
+        raise ValueError(
+            f"gemm: wanted an out of the config's type, in tiles of whole blocks, got {config} and "
+            f"{type_of(out)}"
+        )
     if groups < 1 or right != (groups * n, k) or out.shape != (rows, n):
         raise ValueError(
             f"gemm: wanted a (M, K), b (groups N, K) and out (M, N), got {a.shape}, {b.shape} and "
@@ -218,14 +231,14 @@ def gemm(
         a: (M, K) codes, one byte an element (bf16: two), rows a multiple of 16 bytes apart; (K, M)
             if ``config.down`` says so.
         b: (N, K) codes, or (K, N), likewise.
-        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart.
+        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart; or a `Requantized`.
         config: the program; its types say what the codes mean.
         row_exponent: int32, (M,) or (1,): added to the exponent of a row of the product.
         column_exponent: int32, (N,) or (1,), likewise for columns.
         bias: float32 (N,).
-        residual: as out.
+        residual: as out; bfloat16 if that is quantized.
         flags: on the device, whether to run; None: always.
-        amax: uint32 of shape (): raised to the bits of the largest magnitude written.
+        amax: uint32 of shape (): raised to the bits of the largest magnitude, before it is rounded.
         runs: uint32 of shape (): counts the launches that no flag ended.
         blocks: of the grid; None: one per multiprocessor.
         factors: instead of exponents: float32 (M,) or (1,), and (N,) or (1,); the sum is multiplied
@@ -266,16 +279,20 @@ def gemm(
         _tensor_map(x.data.ptr, x.shape[0], x.shape[1] * size, x.strides[0], BOX if down else box)
         for x, box, down in zip((a, b), boxes, config.down, strict=True)
     ]
-    kind = config.out.upper()
-    maps.append(_tensor_map(out.data.ptr, out.shape[0], n, out.strides[0], 16, kind))
+    if isinstance(out, Requantized):
+        to, pitch = out.q.codes, 0
+        maps.append(maps[0])  # which is not looked at
+    else:
+        to, pitch = out, out.strides[0] // out.dtype.itemsize
+        kind = str(config.out).upper()
+        maps.append(_tensor_map(out.data.ptr, out.shape[0], n, out.strides[0], 16, kind))
     flags = flags or Flags(wanted=-1)
-    item = out.dtype.itemsize
     epilogue = _Epilogue(
         row_exponent=_pointer(row),
         column_exponent=_pointer(column),
         bias=_pointer(bias),
         residual=_pointer(residual),
-        residual_pitch=0 if residual is None else residual.strides[0] // item,
+        residual_pitch=0 if residual is None else residual.strides[0] // residual.dtype.itemsize,
         row_flag=_pointer(flags.row),
         column_flag=_pointer(flags.column),
         amax=_pointer(amax),
@@ -287,10 +304,12 @@ def gemm(
         columns=n,
         stages_of_k=-(-k * size // ROW_BYTES),
         offsets=_pointer(offsets),
-        out=_pointer(out),
-        out_pitch=out.strides[0] // item,
+        out=_pointer(to),
+        out_pitch=pitch,
         groups=0 if offsets is None else len(offsets) - 1,
     )
+    if isinstance(out, Requantized):
+        epilogue.scales, epilogue.tensor = _pointer(out.q.scales), _pointer(out.tensor)
     if zeros is not None:
         epilogue.row_zero, epilogue.row_rest = _pointer(zeros.row), _pointer(zeros.row_rest)
         epilogue.column_zero = _pointer(zeros.column)

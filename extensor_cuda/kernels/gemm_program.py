@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from extensor.quant.spec import QuantSpec
 from extensor_cuda import jit
+from extensor_cuda.kernels import quantize
 from extensor_cuda.kernels.hopper import SHARED, wgmma
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
 
 TILE_M, ROW_BYTES, THREADS = 128, 128, 384
 _PROMOTE = 4  # stages of FP8 between additions in float32: 512 elements
+PATCH_COLUMNS = 64  # of a patch of bfloat16
 BOX = 64  # columns, and of K, of a box of an operand that lies the other way
 ACTIVATIONS = ("none", "relu", "silu", "gelu_tanh", "gelu")
 _WARPS, _PATCH, _SLACK = 8, 16 * 128, 1024
@@ -39,7 +42,7 @@ class Config:
         promote: stages of 128 bytes along K between additions in float32; 0: never.
         cluster: blocks that share a tile of B, 1 or 2.
         stages: of the ring; None: as many as fit.
-        out: "float32" or "bfloat16".
+        out: "float32", "bfloat16", or how rows are quantized (`extensor_cuda.kernels.requantize`).
         activation: applied to the sum with its bias.
         patches: of 16 rows of 128 bytes, in which a warp's results leave while it goes on.
         group: rows of blocks that are walked together, for the second-level cache.
@@ -61,7 +64,7 @@ class Config:
     promote: int = 4
     cluster: int = 1
     stages: int | None = None
-    out: str = "float32"
+    out: str | QuantSpec = "float32"
     activation: str = "none"
     patches: int = 1
     group: int = 8
@@ -111,7 +114,7 @@ def configure(
     kind: str,
     m: int,
     n: int,
-    out: str,
+    out: str | QuantSpec,
     promote: int | None = None,
     blocks: int = 132,
     b: str | None = None,
@@ -122,7 +125,7 @@ def configure(
         kind: element type of both operands, or of a.
         m: rows of the result.
         n: its columns.
-        out: its type.
+        out: its type, as in `Config`.
         promote: as in `Config`; None: every 512 elements for FP8, never for the others.
         blocks: multiprocessors of the GPU.
         b: element type of b, where it is another.
@@ -134,8 +137,22 @@ def configure(
         tiles = -(-m // TILE_M) * -(-n // tile[0])
         return -(-tiles // blocks) * tile[0] * tile[2]
 
-    tile_n, patches, _ = min(_TILES if promote else _WIDE_TILES, key=cost)
+    tiles: tuple[tuple[int, int, float], ...] = _TILES if promote else _WIDE_TILES
+    if isinstance(out, QuantSpec):  # one patch: nothing leaves it by itself
+        tiles = tiles if promote else (_TILES[0], *tiles)
+        tiles = tuple((tile, 1, each) for tile, _, each in tiles if quantizes(tile, out))
+    tile_n, patches, _ = min(tiles, key=cost)
     return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, group=8)
+
+
+def quantizes(tile_n: int, spec: QuantSpec) -> bool:
+    """Whether a tile of so many columns leaves quantized: in patches that begin where blocks do.
+
+    Rules that try several scales on a block's values need the registers that 128 columns leave.
+    """
+    assert isinstance(spec.tile, tuple)
+    whole = tile_n % spec.tile[1] == 0 and PATCH_COLUMNS % spec.tile[1] == 0
+    return whole and (tile_n <= 128 or spec.rule not in quantize.SEARCHES)
 
 
 @dataclass(frozen=True)
@@ -203,14 +220,20 @@ def configure_parts(
 @lru_cache(maxsize=256)
 def gemm_source(config: Config) -> jit.Source:
     """The GEMM's program."""
-    macros = {
+    coding: dict[str, str] = {}
+    if isinstance(config.out, QuantSpec):
+        plan = quantize.plan_of(config.out, (1, PATCH_COLUMNS))
+        assert isinstance(plan, quantize.Plan), plan
+        coding = dict(quantize.quantize_source(plan, "bfloat16", "codes", True, False).macros)
+    macros = coding | {
         "TILE_N": config.tile_n,
         "STAGES": config.depth,
         "CLUSTER": config.cluster,
         "CLUSTER_DIMS": f"__cluster_dims__({config.cluster}, 1, 1)" if config.cluster > 1 else "",
         "PROMOTE": config.promote,
         "KIND": {"s8": 2, "bf16": 1}.get(config.a, 0),
-        "OUT_BF16": int(config.out == "bfloat16"),
+        "OUT_BF16": int(config.out != "float32"),
+        "REQUANTIZED": int(bool(coding)),
         "ACTIVATION": ACTIVATIONS.index(config.activation),
         "PATCHES": config.patches,
         "GROUP": config.group,

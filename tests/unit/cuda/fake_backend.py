@@ -15,6 +15,7 @@ from extensor_cuda.backend import CudaBackend
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.kernels import (
     cross_entropy,
+    dropout,
     elementwise,
     norm,
     optimizer,
@@ -29,7 +30,7 @@ from tests.unit.cuda import fake
 
 __all__ = ["TRAINING", "install"]
 
-TRAINING = (cross_entropy, elementwise, norm, optimizer, scatter, softmax, sums, window)
+TRAINING = (cross_entropy, dropout, elementwise, norm, optimizer, scatter, softmax, sums, window)
 """Modules whose ``launch`` an emulator replaces."""
 SLOTS = 2 * kernels.SLOTS
 

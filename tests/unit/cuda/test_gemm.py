@@ -65,7 +65,7 @@ def test_the_epilogues_fields_lie_where_the_kernel_reads_them(tmp_path: Path) ->
     program = tmp_path / "fields.cpp"
     program.write_text(
         "#include <cstddef>\n#include <cstdio>\ntypedef unsigned int u32;\n"
-        f"typedef long long i64;\n{struct}\nint main() {{ {shown} "
+        f"typedef unsigned char u8;\ntypedef long long i64;\n{struct}\nint main() {{ {shown} "
         'std::printf("%zu", sizeof(Epilogue)); }\n'
     )
     subprocess.run([COMPILER, "-w", str(program), "-o", str(tmp_path / "fields")], check=True)

@@ -5,8 +5,8 @@ Without a GPU on one made of numpy: `tests.unit.cuda.fake_backend`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,6 @@ from models.lenet.configs import LeNetConfig
 from models.lenet.model import build as build_lenet
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import fake
-from tests.unit.training.conftest import SMALL
-from training.config import RunConfig
-from training.loop import Trainer
-from training.loop import train as run_training
-from training.rundir import UsageError
-from training.runs import defaults
 
 QUIET = Console(quiet=True)
 
@@ -420,31 +414,19 @@ def test_running_averages_advance(gpu: Any) -> None:
     same(found[1], found[0])
 
 
-def small_run(**changes: Any) -> RunConfig:
-    return RunConfig(**{**defaults("mlp"), **SMALL, **changes})
-
-
-def test_training_with_a_graph_is_training(gpu: Any, tmp_path: Path) -> None:
-    results = []
-    for graph in (False, True):
-        config = small_run(device="cuda", recipe="mxfp4", epochs=2, batch_size=40, clip_norm=1.0)
-        (tmp_path / str(graph)).mkdir()
-        trainer = Trainer(config, tmp_path / str(graph), graph=graph)
-        trainer.fit()
-        results.append((trainer.model.state_dict(), trainer.optimizer.state_dict()))
-        results[-1] += (trainer.history[-1].train_loss, trainer.history[-1].flushed)
-    same(results[1], results[0])
-
-
-def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
-    for options, word in (
-        ({}, "add --device cuda"),
-        ({"device": "cuda", "optimizer": "lion"}, "sgd, adam or adamw"),
-        ({"device": "cuda", "optimizer_states": "bfloat16"}, "--optimizer-states float32"),
-    ):
-        config = small_run(**options)
-        with pytest.raises(UsageError, match=word):
-            run_training(config, tmp_path, resume=False, console=QUIET, graph=True)
+def test_dropout_draws_anew_in_each_repetition(gpu: Any) -> None:
+    found = []
+    for captured in (False, True):
+        layer = et.nn.Dropout(0.4, rng=0).to("cuda")
+        step = et.capture(layer) if captured else layer
+        drawn = [step(et.ones((3, 50)).to("cuda")).numpy() for _ in range(6)]
+        assert all((a != b).any() for a, b in itertools.combinations(drawn, 2))
+        found.append((drawn, layer.state_dict()))
+    same(found[1][1], found[0][1])
+    np.testing.assert_array_equal(found[1][0], found[0][0])
+    there = et.nn.Dropout(0.4, rng=0)
+    for drawn in found[0][0]:
+        np.testing.assert_array_equal(there(et.ones((3, 50), device="cpu")).numpy(), drawn)
 
 
 @pytest.mark.usefixtures("hopper_gpu")

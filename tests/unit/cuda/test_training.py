@@ -17,6 +17,7 @@ from extensor.optim import SGD, AdamW, Optimizer
 from extensor_cuda import jit, recording
 from extensor_cuda.kernels import (
     cross_entropy,
+    dropout,
     elementwise,
     norm,
     optimizer,
@@ -38,6 +39,16 @@ CPU = GenericBackend("cpu", np)
 
 
 @pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("shape", [(0,), (1,), (8,), (7, 9), (3, 5, 320)], ids=str)
+def test_dropout_draws_the_cpus_masks(trainer: Any, shape: Any) -> None:
+    for seed, calls, p in ((0, 0, 0.5), (2**62 - 1, 3, 0.1), (12345678901234, 2**40, 0.999)):
+        draws = np.array([seed, calls])
+        there = trainer.xp.asarray(draws)
+        assert trainer.path("dropout_mask", there, shape, p) == "fused kernel"
+        got = trainer.dropout_mask(there, shape, p).get()
+        np.testing.assert_array_equal(got, CPU.dropout_mask(draws, shape, p))
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
     sources = [optimizer.source(), recording.source(), scatter.source(), window.source()]
@@ -46,6 +57,7 @@ def test_no_kernel_spills(arch: str) -> None:
     ]
     sources += [softmax.softmax_source(n) for n in (10, 1024, 1025)]
     sources += [softmax.softmax_source(softmax.MOST, values) for values in (0, 1)]
+    sources.append(dropout.source())
     sources += [cross_entropy.loss_source(*each) for each in ((1, 0), (8, 0), (1, 1), (8, 1))]
     sources += [
         sums.sums_source("float32", each, lines) for each, lines in ((1, 8), (4, 8), (1, 32))
