@@ -28,7 +28,7 @@ from extensor_cuda.kernels import (
 from extensor_cuda.kernels import quantize as kernels
 from tests.unit.cuda import fake
 
-__all__ = ["TRAINING", "install"]
+__all__ = ["TRAINING", "FakeBlas", "install"]
 
 TRAINING = (cross_entropy, dropout, elementwise, norm, optimizer, scatter, softmax, sums, window)
 """Modules whose ``launch`` an emulator replaces."""
