@@ -55,6 +55,9 @@ class _Member:
     whole: Array = None
     """The parameter's array, once it was seen to be contiguous float32 of its shape."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"whole": None}
+
 
 @dataclass(eq=False)
 class ParamGroup:
@@ -123,6 +126,10 @@ class Optimizer(ABC):
         groups = given if isinstance(given[0], Mapping) else [{"params": given}]
         for group in groups:
             self._add_group(group, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a backend knows of these arrays' memory: a copy has other memory."""
+        return self.__dict__ | {"_memory": {}}
 
     def _add_group(self, group: Any, defaults: dict[str, Option]) -> None:
         if not isinstance(group, Mapping) or "params" not in group:

@@ -8,17 +8,8 @@ from typing import Any
 import pytest
 
 from extensor.backends import registry
-from extensor_cuda.kernels import (
-    cross_entropy,
-    dropout,
-    elementwise,
-    norm,
-    optimizer,
-    scatter,
-    softmax,
-    sums,
-    window,
-)
+from extensor_cuda.kernels import hopper
+from tests.unit.cuda import fake, fake_backend
 from tests.unit.cuda.emulator import COMPILER, Cupy, Emulated, Emulator
 
 
@@ -58,19 +49,24 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """A backend with the training kernels: the CUDA one, or its methods on the CPU."""
     if request.param == "on a GPU":
         return request.getfixturevalue("cuda")
-    for module in (
-        cross_entropy,
-        dropout,
-        elementwise,
-        norm,
-        optimizer,
-        scatter,
-        softmax,
-        sums,
-        window,
-    ):
+    for module in fake_backend.TRAINING:
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 2)
     return Emulated("emulated", Cupy())
+
+
+@pytest.fixture(scope="session")
+def fake_launch(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> fake.FakeLaunch:
+    """Kernels on the CPU, which a capture lists."""
+    return fake.FakeLaunch(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=["fake", "on a GPU"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The CUDA backend, on a GPU or on numpy, as device "cuda"."""
+    if request.param == "on a GPU":
+        return request.getfixturevalue("cuda")
+    return fake_backend.install(monkeypatch, request.getfixturevalue("fake_launch"))
 
 
 @pytest.fixture(scope="session")

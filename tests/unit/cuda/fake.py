@@ -262,9 +262,7 @@ class FakeCupy:
 
     ndarray = Device
     cuda = types.SimpleNamespace(
-        Device=lambda: types.SimpleNamespace(
-            synchronize=TAPE.waits, attributes={"MultiProcessorCount": 2}, compute_capability="80"
-        ),
+        Device=lambda: types.SimpleNamespace(synchronize=TAPE.waits, compute_capability="80"),
         Event=_Event,
         Stream=_Stream,
         MemoryPool=_Pool,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -19,6 +18,7 @@ from extensor_cuda import jit
 from extensor_cuda.kernels import attention as kernels
 from tests.unit.cuda import hopper as emulated
 from tests.unit.cuda.emulator import Cupy, Emulated
+from tests.unit.cuda.fields import check_fields
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import properties
 
@@ -74,21 +74,9 @@ def test_no_kernel_spills_or_serialises(kernel: str, d: int) -> None:
     assert all(numbers["stack"] == 0 for numbers in properties(code).values())
 
 
-def test_the_problems_fields_lie_where_the_kernels_read_them(tmp_path: Any, compiler: str) -> None:
+def test_the_problems_fields_lie_where_the_kernels_read_them(tmp_path: Path, compiler: str) -> None:
     text = kernels.source(kernels.KERNELS[0], 64).text
-    start = text.index("struct Problem {")
-    struct = text[start : text.index("};", start) + 2]
-    names = [name for name, _ in kernels._Problem._fields_]
-    shown = "".join(f'std::printf("%zu ", offsetof(Problem, {name}));' for name in names)
-    program = tmp_path / "fields.cpp"
-    program.write_text(
-        f"#include <cstddef>\n#include <cstdio>\n{struct}\nint main() {{ {shown} "
-        'std::printf("%zu", sizeof(Problem)); }\n'
-    )
-    subprocess.run([compiler, "-w", str(program), "-o", str(tmp_path / "fields")], check=True)
-    found = subprocess.run([tmp_path / "fields"], check=True, capture_output=True, text=True).stdout
-    offsets = [getattr(kernels._Problem, name).offset for name in names]
-    assert [int(n) for n in found.split()] == [*offsets, ctypes.sizeof(kernels._Problem)]
+    check_fields(text, "Problem", kernels._Problem, compiler, tmp_path)
 
 
 def side_by_side(parts: list[np.ndarray]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -183,3 +184,6 @@ def test_a_bad_gradient_stops_the_update_that_was_launched_behind_it(
             same_bytes(name, p.data.get(), q.numpy())
     states = ours.groups[1].members[0], cpu.groups[1].members[0]
     assert states[0].step == states[1].step == 4
+    assert ours._memory["arrays"][0] is mine[0].data and states[0].whole is mine[1].data
+    twin = copy.copy(ours)
+    assert not twin._memory and copy.copy(states[0]).whole is None  # a copy's memory is its own

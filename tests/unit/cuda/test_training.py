@@ -381,6 +381,5 @@ def test_loss_curves_with_activations_in_bfloat16(cuda: Any, run: Any, recipe: s
     Of thousands of values in each result few do, so a loss differs by far less than one rounding.
     """
     ours, theirs = (run(recipe, device, 12, "bfloat16") for device in ("cuda", "cpu"))
-    print(recipe, ours, theirs)
     assert ours[-1] < 0.99 * ours[0]
     np.testing.assert_allclose(ours, theirs, rtol=2e-2 if recipe == "mxfp4" else 4e-3)
