@@ -80,8 +80,15 @@ template <int N>
 __device__ __forceinline__ void activate(u32 (&pairs)[N]) {
     const Active op;
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-        pairs[i] = nearest_pair(op(element(pairs, 2 * i), 0), op(element(pairs, 2 * i + 1), 0));
+    for (int i = 0; i < N; ++i) {
+        const float low = op(element(pairs, 2 * i), 0), high = op(element(pairs, 2 * i + 1), 0);
+#ifdef __CUDA_ARCH__
+        // without the branch of nearest_pair, as a block that holds NaN does not ask which
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pairs[i]) : "f"(high), "f"(low));
+#else
+        pairs[i] = nearest_pair(low, high);
+#endif
+    }
 }
 template <int N>
 __device__ __forceinline__ void activate(float (&values)[N]) {

@@ -83,8 +83,11 @@ def pair_source(plan: PairPlan, dtype: str, out: str, whole: bool, stats: bool) 
     extra = {"BOTH": 1, "TALL": tall, "COLUMNS": each}
     words = plan.along.spec.rounding == "stochastic" or plan.along.spec.ties != "even"
     spec = plan.along.spec
-    few = not stats or (spec.row.element.bits == 4 and spec.is_mx)  # registers, without spilling
-    extra["RESIDENT"] = 3 if whole and not words and out != "values" and few else 2
+    pairs = spec.row.element.bits == 4 and spec.is_mx
+    # three blocks have 80 registers a thread: enough for one of these
+    burdens = stats + bool(plan.along.activation) + (not pairs)
+    three = whole and not words and out != "values" and burdens <= 1
+    extra["RESIDENT"] = 3 if three else 2
     return kernels.quantize_source(plan.along, dtype, out, whole, stats, tuple(extra.items()))
 
 
