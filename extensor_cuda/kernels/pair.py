@@ -84,9 +84,8 @@ def pair_source(plan: PairPlan, dtype: str, out: str, whole: bool, stats: bool) 
     words = plan.along.spec.rounding == "stochastic" or plan.along.spec.ties != "even"
     spec = plan.along.spec
     pairs = spec.row.element.bits == 4 and spec.is_mx
-    # three blocks have 80 registers a thread: enough for one of these
-    burdens = stats + bool(plan.along.activation) + (not pairs)
-    three = whole and not words and out != "values" and burdens <= 1
+    few = not plan.along.activation and (not stats or pairs)  # registers: three blocks have 80 each
+    three = whole and not words and out != "values" and few
     extra["RESIDENT"] = 3 if three else 2
     return kernels.quantize_source(plan.along, dtype, out, whole, stats, tuple(extra.items()))
 
