@@ -117,6 +117,7 @@ def norm_quantize_source(
         "WIDE": wide,
         "COLUMNS": 4,
         "THREADS": _threads(only_rows),
+        "ROW_THREADS": _ROW_THREADS,
         "STAGES": _STAGES,
         "NORM": 2 if centred else 1,
         "BIAS": int(biased),

@@ -17,7 +17,7 @@ typedef u16 Given;
 constexpr int kGivenWords = sizeof(Given) * kChunk / 4, kGivenVector = 16 / sizeof(Given);
 constexpr int kSide = WIDE / kChunk;                 // threads side by side
 constexpr int kSlices = kSide / 32;                  // warps that share a row of the block
-constexpr int kRowThreads = 512, kColumnThreads = kThreads - kRowThreads;
+constexpr int kRowThreads = ROW_THREADS, kColumnThreads = kThreads - kRowThreads;
 constexpr int kRowWarps = kRowThreads / 32, kLastWarps = (ONLY_ROWS ? kRowThreads : kColumnThreads) / 32;
 constexpr int kEach = TALL * kSide / kRowThreads;    // rows of a thread: a power of two
 constexpr bool kHeld = ONLY_ROWS || !BIAS;           // whether weights and bias stay in registers
@@ -266,11 +266,10 @@ quantize_normed(const __grid_constant__ Norm p) {
             if (NORM == 2) p.mean[top + first + lane] = mean;
         }
         if (threadIdx.x == 0) expect_sums(summed + 8 * (i % 2));  // before it sends what follows
-        if (i + 1 < count) sum(i + 1);
-
         if (!kHeld) load_factors(p, weight, bias, start, real);
 #pragma unroll UNROLL
         for (int e = 0; e < kEach; ++e) {
+            if (e == kEach / 2 && i + 1 < count) sum(i + 1);  // there is time for the copy before, and to send after
             const i64 inside = WHOLE || top + first + e < p.rows ? real : 0;
             const float middle = NORM == 2 ? __shfl_sync(~0u, mean, e) : 0.0f, factor = __shfl_sync(~0u, rstd, e);
             Given* const row = tile_of(i) + (first + e) * WIDE;
