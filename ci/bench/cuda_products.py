@@ -32,7 +32,8 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense, grouped, near, operands, scaling, weights
 from extensor_cuda import gemm as blocked
 from extensor_cuda import scaled as scaled_products
-from extensor_cuda.expansion import join, whole
+from extensor_cuda.bf16 import as_bf16
+from extensor_cuda.expansion import join
 from extensor_cuda.kernels import quantize
 from extensor_cuda.kernels.gemm import Config, configure, empty_rows, gemm
 from extensor_cuda.kernels.requantize import requantized
@@ -292,7 +293,7 @@ def _packed(x: Any, held: list[Any], xp: Any, turn: int) -> Any:
 
 
 def _expanding(held: list[Any], xp: Any, turn: int) -> Any:
-    return whole([held[turn % len(held)]], xp)
+    return as_bf16(held[turn % len(held)], xp)
 
 
 def _dense(sides: tuple[Any, Any], xp: Any, turn: int) -> Any:

@@ -124,6 +124,7 @@ T atomicMin(T* to, T value) { const T before = *to; *to = value < before ? value
 template <class T>
 T atomicAdd(T* to, T value) { const T before = *to; *to = before + value; return before; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline void __threadfence() {}
 template <class T>
