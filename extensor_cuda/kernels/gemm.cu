@@ -68,11 +68,9 @@ struct Epilogue {
     u8* scales;                 // REQUANTIZED: of the codes' blocks
     const void* tensor;         // null, or what the whole tensor decides of them
     int ready;                  // EXPANDS: rows of B of which there is a part before; whole tiles
-    const u8 *codes, *code_scales;   // as Stored in expanding.cuh
-    const float* floats;
+    const u8 *codes, *code_scales;  // as Stored in expanding.cuh
     const signed char* zeros;
-    float* factors;
-    i64 octets, scale_pitch, factor_pitch;
+    i64 octets, scale_pitch;
     u8* expanded;  // B
     i64 chunks;    // of 16 elements, of a row of B
     i64 part;      // of these, whole stages: what is there of the first rows, and what comes together
@@ -239,7 +237,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
     u32 parity = 0;
 
     if (warpgroup == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(EXPANDS ? 56 : 40));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(EXPANDS ? 72 : 40));
         if (threadIdx.x == 256) {
             for (int index = blockIdx.x / kCluster; TILES; index += step) {
                 const Tile tile = TILE;
@@ -284,7 +282,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
         if (threadIdx.x >= 288) expanding::expand_rows(e, lane);
 #endif
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(EXPANDS ? 224 : 232));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(EXPANDS ? 216 : 232));
         const int warp = threadIdx.x / 32;
         u8* patch = patches + warp * kPatches * kPatch;
         u32 turn = 0;
