@@ -24,7 +24,7 @@ constexpr bool kHeld = ONLY_ROWS || !BIAS;           // whether weights and bias
 constexpr int kTerms = (CLUSTER * kSlices + 31) / 32 * 32;  // sums of warps that make a row's
 
 struct Norm {
-    const Given* x;
+    const void* x;
     u8 *codes[2], *scales[2];
     u64* counters;
     const float *weight, *bias;
@@ -182,8 +182,8 @@ quantize_normed(const __grid_constant__ Norm p) {
         if (lane == 0) expect_bytes(barrier, tall * wide * sizeof(Given));
         __syncwarp();
         for (int row = lane; row < tall; row += 32)
-            load_line(shared_address(tile_of(i) + row * WIDE), p.x + (top_of(i) + row) * p.columns + left,
-                      wide * sizeof(Given), barrier);
+            load_line(shared_address(tile_of(i) + row * WIDE),
+                      static_cast<const Given*>(p.x) + (top_of(i) + row) * p.columns + left, wide * sizeof(Given), barrier);
     };
     // The last warp that leaves a tile has another one copied in its place.
     const auto leave = [&](int i) {

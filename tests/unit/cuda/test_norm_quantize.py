@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +18,7 @@ from extensor_cuda.kernels import pair
 from extensor_cuda.kernels.quantize import SLOTS
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.emulator import Cupy
+from tests.unit.cuda.fields import check_fields
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
 
@@ -59,6 +61,13 @@ def test_no_kernel_spills(name: str) -> None:
             plan = plan_of(name, shape)
             source = fused.norm_quantize_source(plan, dtype, centred, centred, only_rows, True)
             check_compiles(source, "sm_90a")
+
+
+def test_the_structure_is_the_kernels(compiler: str, tmp_path: Path) -> None:
+    source = fused.norm_quantize_source(
+        plan_of("mxfp4", (64, 512)), "float32", False, False, False, True
+    )
+    check_fields(source.text, "Norm", fused._Norm, compiler, tmp_path)
 
 
 @pytest.mark.parametrize("centred", [False, True])
