@@ -17,6 +17,7 @@
 #include "scale.cuh"
 #include "encode.cuh"
 #include "pairs.cuh"
+#include "halves.cuh"
 #include "rebased.cuh"
 
 constexpr int kRows = sizeof(Raw) == 2 && !WIDE ? 128 : 64, kColumns = 128, kTileThreads = 2 * kRows;
@@ -157,20 +158,19 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
         }
         uint4 units[kUnits];
         const int column = column0 + start;
-#if PAIRS
+#if HALVES
         const u32 pair = pair_maximum<8, 1>(raw);
         const u32 amax = across_lanes(larger(low_float(pair), high_float(pair)));
         const Scale s = block_scale(amax, Tensor{1, 1, 0, 1});
         const uint2 table = table_of(s, place);
-        const u32 scale = bits_of(s.apply) >> 16 | bits_of(s.apply);
-        const bool far = is_far(amax, s);
+        const u32 block = static_cast<u32>((row0 + row) * blocks + column / BLOCK);
+        const Chunks chunks = {&s, &s, block, static_cast<u32>(start % BLOCK / kChunk),
+                               needs_care(is_far(amax, s), least_of<8>(raw, ~0u), s, s), &stream};
         u32 words[4], any = 0;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const u32* four = raw + 4 * h;
-            const u32 a = round_pair(four[0], scale, far) | round_pair(four[1], scale, far) << 8;
-            const u32 b = round_pair(four[2], scale, far) | round_pair(four[3], scale, far) << 8;
-            const u32 n = saturate(__byte_perm(a | a >> 12, b | b >> 12, 0x5410), s.live, tally);
+            const u32 n = saturate(across(four, h, chunks), s.live, tally);
             any |= n;
             words[2 * h] = signed_bytes(table, n, __byte_perm(four[0], four[1], 0x7531), s.live);
             words[2 * h + 1] = signed_bytes(table, n >> 16, __byte_perm(four[2], four[3], 0x7531), s.live);
@@ -207,20 +207,21 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
             turned[2 * pair + c][((2 * block + h) * kUnits + u) ^ (pair & kMask)] = units[u];
     };
     uint4 units[kUnits];
-#if PAIRS
-    u32 raw[kChunk], largest = 0;
+#if HALVES
+    u32 raw[kChunk], largest = 0, least = ~0u;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) raw[k] = tile[top + kChunk * h + k][pair];
         largest = pair_max(largest, pair_maximum<kChunk, 1>(raw));
+        least = least_of<kChunk>(raw, least);
     }
     largest &= kPairMagnitude;
     const u32 amax[2] = {low_float(largest), high_float(largest)};
     const Scale a = block_scale(amax[0], Tensor{1, 1, 0, 1});
     const Scale b = block_scale(amax[1], Tensor{1, 1, 0, 1});
-    const bool far = is_far(amax[0], a) || is_far(amax[1], b);
-    const u32 scale = bits_of(a.apply) >> 16 | bits_of(b.apply);
+    const bool careful = needs_care(is_far(amax[0], a) || is_far(amax[1], b), least, a, b);
+    const u32 at = (row0 + top) / BLOCK * static_cast<u32>(columns) + column0 + 2 * pair;
     const u32 live = (a.live & 0xFFFFu) | (b.live & 0xFFFF0000u);
     const uint2 first = table_of(a, place), second = table_of(b, place);
     u32 any = 0;
@@ -228,14 +229,12 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) raw[k] = tile[top + kChunk * h + k][pair];
+        const Chunks chunks = {&a, &b, at, static_cast<u32>(h), careful, &stream};
         u32 words[2][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32* four = raw + 4 * i;
-            u32 n = 0;  // of four rows: the first column in the low half
-#pragma unroll
-            for (int k = 0; k < 4; ++k) n |= round_pair(four[k], scale, far) << (4 * k);
-            n = saturate(n, live, tally);
+            const u32 n = saturate(down(four, i, chunks), live, tally);
             any |= n;
             const u32 upper = __byte_perm(four[0], four[1], 0x7351);
             const u32 lower = __byte_perm(four[2], four[3], 0x7351);

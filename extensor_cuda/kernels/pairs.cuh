@@ -1,6 +1,6 @@
 // ---- bfloat16 to e2m1 under a power of two, two values at a time ----
 
-#if PAIRS
+#if HALVES
 // Scaling by a power of two is exact in bfloat16 where it matters (what underflows is far below a
 // quarter), and the additions that round have bfloat16's last place where float32 had its own. So
 // the same steps as above hold on pairs.
