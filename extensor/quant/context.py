@@ -46,6 +46,7 @@ class RecipeState:
     _memories: dict[tuple[str, int, str], dict[str, Any]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    _operands: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False, compare=False)
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
     _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
 
