@@ -4,8 +4,8 @@ A matrix is contracted along its rows (axis -1) or its columns (axis -2); a stac
 for each group of a convolution, likewise. Every function counts what it quantized in the context.
 
 A weight's operands are made once and kept until the weight is written, so that micro-batches and
-evaluation do not quantize it again. What is kept is counted with every use, as if made anew. While a
-step is recorded, only what that recording made is used: each repetition makes it from the weight
+evaluation do not quantize it again. What is kept is counted with every use, as if made anew. While
+a step is recorded, only what that recording made is used: each repetition makes it from the weight
 that it finds.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -163,9 +163,11 @@ def _made(
     gemms = [_gemm(context, slot) for slot, _ in slots]
     mixed = any(isinstance(operand, str) for gemm in gemms for operand in (gemm.a, gemm.b))
     work, memory = 0 if mixed else math.prod(sizes), context.memory(slots[0][0])
-    made = backend.product_operands(x, *specs, work, memory)
-    for (slot, _), (_, counts) in zip(slots, made, strict=True):
+    made: list[tuple[Any, Counts | None]] = []
+    found = backend.product_operands(x, *specs, work, memory)
+    for (slot, _), (operand, counts) in zip(slots, found, strict=True):
         context.record(slot, counts)
+        made.append((operand, counts))
     return made
 
 

@@ -86,8 +86,8 @@ def test_micro_batches_reuse_them_to_the_bit_and_the_count(
             np.testing.assert_array_equal(a, b)
         else:
             assert a == b
-    # The first layer's in forward passes: of the first step, and of each evaluation, whose the second
-    # step finds. The second layer's also in a backward pass of each step.
+    # The first layer's in forward passes: of the first step, and of each evaluation, whose the
+    # second step finds. The second layer's also in a backward pass of each step.
     weights = [(96, 64), (32, 96)]
     assert [ours_made.count(shape) for shape in weights] == [3, 5]
     assert [made.count(shape) for shape in weights] == [8, 14]
