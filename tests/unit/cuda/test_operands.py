@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +18,7 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import jit, operands
 from extensor_cuda.kernels import quantize as kernels
+from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.test_compile import properties
 
 SHAPES = ((256, 256), (200, 328), (1, 40), (32, 8), (129, 136), (67, 1000))
@@ -55,6 +57,84 @@ def test_the_quantizers_macros_stay_theirs() -> None:
     theirs = dict(kernels.quantize_source(plan, "float32", "values", True, True).macros)
     ours = dict(operands.operand_source(plan.spec, "float32", True, True, True).macros)
     assert theirs.items() <= ours.items()
+
+
+PRELUDE = """
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct Scale { float apply; };
+inline u32 bits_of(float v) { return __float_as_uint(v); }
+inline float float_of(u32 v) { return __uint_as_float(v); }
+inline u32 low_float(u32 pair) { return pair << 16; }
+inline u32 high_float(u32 pair) { return pair & 0xFFFF0000u; }
+constexpr u32 kPairMagnitude = 0x7FFF7FFFu;
+"""
+ENTRY = """
+extern "C" __global__ void
+codes_of(const u32* x, const Scale* scale, const u32* words, u32* codes, int count) {
+    for (int i = threadIdx.x; i < count; i += 32) {
+        const u32 *pair = x + 2 * i, *word = words + 4 * i;
+        const u32 a = pair[0], b = pair[1];
+        const u32 v[4] = {low_float(a), high_float(a), low_float(b), high_float(b)};
+        const u32 w[4] = {word[0], word[1], word[2], word[3]};
+        bool far = false;
+        for (u32 value : v) far |= fabsf(float_of(value)) * scale->apply >= float_of(CLAMP_BITS);
+        const bool careful = needs_care(far, least_of<2>(pair, ~0u), *scale, *scale);
+        codes[i] = careful ? four_codes<true>(v, scale->apply, w)
+                           : four_codes<false>(v, scale->apply, w);
+    }
+}
+"""
+
+
+def steps_of(y: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """E2M1's magnitudes up to 10 by the definition, in whole numbers of 2**-160: y in float64."""
+    spacing = np.where(y < 2, 0.5, np.where(y < 4, 1.0, np.where(y < 8, 2.0, 4.0)))
+    first = np.where(y < 2, 0, np.where(y < 4, 4, np.where(y < 8, 6, 8)))
+    start = np.where(y < 2, 0.0, np.where(y < 4, 2.0, np.where(y < 8, 4.0, 8.0)))
+    steps = np.floor((y - start) / spacing)
+    part = (y - start) / spacing - steps
+    return (first + steps + (part * 2.0**32 > words)).astype(np.int64)
+
+
+@pytest.mark.parametrize("rbits", [8, 32])
+def test_what_rounds_by_chance_in_halves_is_the_rule(emulator: Any, rbits: int) -> None:
+    """Every bfloat16 up to 16 under several scales, with the words at which its code changes."""
+    if emulation.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    program = operands.operand_source(
+        spec_of(1, "stochastic").replace(rbits=rbits), "bfloat16", True, True, False
+    )
+    text = program.text
+    start = text.index("#if HALVES\nstruct Chunks")
+    text = text[start : text.index("// Codes of 4 bits -> E5M2", start)]
+    stream = "struct Stream {};\ninline void philox(u32, u32, const Stream&, u32 (&)[4]) {}\n"
+    source = replace(program, text=PRELUDE + stream + text + ENTRY)
+    rng = np.random.default_rng(rbits)
+    for power in (0, 3, -100, 110, 126):
+        bits = np.arange(0, 0x7F80, dtype=np.uint16)  # all finite ones
+        x = bits.view(ml_dtypes.bfloat16).astype(np.float32)
+        with np.errstate(over="ignore", under="ignore"):
+            y = np.ldexp(x, power).astype(np.float64)  # what underflows is 0 everywhere
+        bits, y = bits[y <= 16], y[y <= 16]
+        part = np.modf(y * np.where(y < 2, 2, np.where(y < 4, 1, np.where(y < 8, 0.5, 0.25))))[0]
+        edge = np.ceil(part * 2.0**32)
+        words = np.stack([edge - 1, edge, edge + 1, rng.integers(0, 1 << 32, len(y))])
+        words = np.clip(words, 0, 2**32 - 1).astype(np.uint32)
+        if rbits == 8:
+            words = words & np.uint32(0xFF000000) | np.uint32(1 << 23)
+        for word in [*words, np.zeros_like(words[0]), np.full_like(words[0], 2**32 - 1)]:
+            if rbits == 8:
+                word = word & np.uint32(0xFF000000) | np.uint32(1 << 23)
+            order = rng.permutation(len(y) // 4 * 4)
+            signs = rng.integers(0, 2, len(order), dtype=np.uint16) << 15
+            given = np.ascontiguousarray((bits[order] | signs).astype(np.uint16).view(np.uint32))
+            taken = np.ascontiguousarray(word[order])
+            apply = np.ldexp(np.ones(1, np.float32), power)
+            codes = np.zeros(len(order) // 4, np.uint32)
+            emulator(source, "codes_of", 1, 32, given, apply, taken, codes, np.int32(len(codes)))
+            got = codes[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & 15
+            np.testing.assert_array_equal(got.reshape(-1), steps_of(y[order], taken))
 
 
 @pytest.fixture
