@@ -218,12 +218,10 @@ def make(
     wide = not _is_mxfp4(specs[0])
     slots = 2 * kernels.SLOTS
     parts = [(i * slots, (i + 1) * slots) for i in range(len(specs))]
-    # Two more counters make the flags, so that one array is all that has to be zero. Repetitions of
-    # a recorded step add to counters, but each has flags of its own.
-    counters = Counters(len(specs) * (slots + 1), xp)
-    flags = counters.array[len(specs) * slots :]
-    if counters.recording is not None and not wide:
-        flags = xp.zeros(len(specs), dtype=np.uint64)
+    # Of wide operands two more counters make the flags, so that one array is all that has to be zero;
+    # the others' are written whatever they held.
+    counters = Counters(len(specs) * (slots + wide), xp)
+    flags = counters.array[len(specs) * slots :] if wide else xp.empty(len(specs), dtype=np.uint64)
     flags = [flags[i : i + 1].view(np.uint32)[0] for i in range(len(specs))]
     counts = [counters.array[start:stop] for start, stop in parts]
     outs = []
@@ -250,7 +248,7 @@ def _history(x: Array, spec: QuantSpec, xp: Any, memory: dict[str, Array] | None
     """What was left of the tensor the last time; the first time, a pass finds its maximum."""
     memory = {} if memory is None else memory
     if "history" not in memory:
-        memory["history"] = xp.zeros(3, dtype=xp.uint32)
+        memory["history"] = xp.zeros(5, dtype=xp.uint32)
         source = operand_source(spec, x.dtype.name, True, False, False)
         vectors = x.nbytes // 16
         blocks = min(_AMAX_BLOCKS, -(-vectors // 256))
