@@ -142,6 +142,19 @@ class GenericBackend:
             for spec, (values, stats) in zip(specs, made, strict=True)
         ]
 
+    def product_operands_each(
+        self,
+        xs: Sequence[Array],
+        specs: Sequence[QuantSpec],
+        memories: Sequence[dict[str, Any]],
+    ) -> list[list[tuple[Any, Counts]]]:
+        """See the protocol."""
+        raise RuntimeError(f"device {self.name!r}: operands of several matrices are made apart")
+
+    def joins_operands(self, specs: Sequence[QuantSpec]) -> bool:
+        """See the protocol: one matrix after the other, so no."""
+        return False
+
     def dense_operands(self, x: Array, axes: Sequence[int], dtype: str, work: int) -> list[Any]:
         """See the protocol."""
         values = layers.dense_values(self, x, dtype)

@@ -141,6 +141,22 @@ class Backend(Protocol):
         """
         ...
 
+    def product_operands_each(
+        self,
+        xs: Sequence[Array],
+        specs: Sequence[QuantSpec],
+        memories: Sequence[dict[str, Any]],
+    ) -> list[list[tuple[Any, Counts]]]:
+        """`product_operands` of several matrices of one dtype, without random bits.
+
+        Only for what `joins_operands` and, of each matrix, `keeps_operands` say yes to.
+        """
+        ...
+
+    def joins_operands(self, specs: Sequence[QuantSpec]) -> bool:
+        """Whether there is a `product_operands_each` for these specs."""
+        ...
+
     def dense_operands(self, x: Array, axes: Sequence[int], dtype: str, work: int) -> list[Any]:
         """A matrix rounded to ``dtype``, bfloat16 or float32, once, as `operand_product` takes it.
 

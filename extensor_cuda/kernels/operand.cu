@@ -11,7 +11,7 @@
 // the flag says that a value had to be rounded, which takes a scale near the least there is.
 //
 // A block of threads has a tile of kRows x 128 in shared memory. No headers but ours; the macros
-// are quantize.cu's and ALONG, DOWN_TOO, WIDE, LIFT, SPAN, MARGIN, RESIDENT.
+// are quantize.cu's and ALONG, DOWN_TOO, WIDE, MANY, LIFT, SPAN, MARGIN, RESIDENT.
 
 #include "input.cuh"
 #include "scale.cuh"
@@ -99,22 +99,6 @@ __device__ __forceinline__ void make(float (&v)[kChunk], u32 amax, u32 block, u3
 
 __device__ __forceinline__ void report(const Place& place, u32* flag) {
     if (flag && __any_sync(~0u, place.beyond) && threadIdx.x % 32 == 0) atomicOr(flag, 1u);
-}
-
-// Leaves the largest magnitude found now for the next time, and the flags, once all blocks of
-// threads have reported: so nothing has to be cleared before.
-__device__ __forceinline__ void remember(History* history, u32 largest, u32* along_flag, u32* down_flag) {
-    const u32 most = __reduce_max_sync(~0u, largest);
-    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(&history->now))
-        atomicMax(&history->now, most);
-    __syncthreads();
-    if (threadIdx.x) return;
-    __threadfence();
-    if (atomicAdd(&history->done, 1u) + 1 < gridDim.x) return;
-    history->before = atomicExch(&history->now, 0u);
-    if (along_flag) *along_flag = atomicExch(&history->beyond[0], 0u);
-    if (down_flag) *down_flag = atomicExch(&history->beyond[1], 0u);
-    history->done = 0;
 }
 
 __device__ __forceinline__ void add_counts(const Tally& tally, u64* counters) {
@@ -316,6 +300,92 @@ __device__ __forceinline__ void store_turned(const uint4 (*turned)[kTurnedUnits]
     }
 }
 
+// A matrix (rows, columns) and where its operands go; `start`: the first of its tiles among several's.
+struct Matrix {
+    const Raw* x;
+    History* history;
+    u8 *along, *down;
+    int* exponent;
+    u32 *along_flag, *down_flag;
+    u64 *along_counts, *down_counts;
+    i64 rows, columns, start;
+};
+
+__device__ __forceinline__ i64 tiles_of(const Matrix& m) {
+    return (m.rows + kRows - 1) / kRows * ((m.columns + kColumns - 1) / kColumns);
+}
+
+// Leaves the largest magnitude found now for the next time, and the flags, once all blocks of
+// threads have reported: so nothing has to be cleared before.
+__device__ __forceinline__ void remember(const Matrix& m, u32 blocks, u32 largest) {
+    History* history = m.history;
+    const u32 most = __reduce_max_sync(~0u, largest);
+    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(&history->now))
+        atomicMax(&history->now, most);
+    __syncthreads();
+    if (threadIdx.x) return;
+    __threadfence();
+    if (atomicAdd(&history->done, 1u) + 1 < blocks) return;
+    history->before = atomicExch(&history->now, 0u);
+    if (m.along_flag) *m.along_flag = atomicExch(&history->beyond[0], 0u);
+    if (m.down_flag) *m.down_flag = atomicExch(&history->beyond[1], 0u);
+    history->done = 0;
+}
+
+// A block of threads' share of the tiles: from `first` on, as many apart as `blocks` there are.
+__device__ __forceinline__ void work(const Matrix& m, i64 first, u32 blocks, const Stream& along_stream,
+                                     const Stream& down_stream) {
+    const int anchor =
+        WIDE ? 0 : static_cast<int>(block_scale(m.history->before, Tensor{1, 1, 0, 1}).stored) + MARGIN;
+    if (!WIDE && first == 0 && threadIdx.x == 0) *m.exponent = anchor - 127 - LIFT;
+    Place along_place = {anchor, 0, 0}, down_place = {anchor, 0, 0};
+    Tally along_tally = {0, 0}, down_tally = {0, 0};
+    __shared__ __align__(16) u32 tile[kRows][kRowWords];
+#if DOWN_TOO
+    __shared__ uint4 turned[kColumns][kTurnedUnits];
+#endif
+    const i64 across = (m.columns + kColumns - 1) / kColumns, tiles = tiles_of(m);
+    for (i64 index = first; index < tiles; index += blocks) {
+        const int row0 = static_cast<int>(index / across) * kRows;
+        const int column0 = static_cast<int>(index % across) * kColumns;
+        fetch(tile, m.x, row0, column0, m.rows, m.columns);
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncthreads();
+#if ALONG
+        along_rows(tile, m.along, row0, column0, m.rows, m.columns, along_stream, along_place, along_tally);
+#endif
+#if DOWN_TOO
+        down_columns(tile, turned, row0, column0, m.columns, down_stream, down_place, down_tally);
+        __syncthreads();
+        store_turned(turned, m.down, row0, column0, m.rows, m.columns);
+#endif
+        __syncthreads();
+    }
+    // WIDE: in flags that are zero before.
+#if ALONG
+    report(along_place, WIDE ? m.along_flag : &m.history->beyond[0]);
+    add_counts(along_tally, m.along_counts);
+#endif
+#if DOWN_TOO
+    report(down_place, WIDE ? m.down_flag : &m.history->beyond[1]);
+    add_counts(down_tally, m.down_counts);
+#endif
+    if (!WIDE) remember(m, blocks, ALONG ? along_place.largest : down_place.largest);
+}
+
+#if MANY
+// Of `count` matrices, a block of threads for each tile; to nearest, as nobody draws for them.
+extern "C" __global__ void __launch_bounds__(kTileThreads, RESIDENT)
+operands(const Matrix* __restrict__ all, int count) {
+    int mine = 0;
+    for (int above = count; above - mine > 1;) {
+        const int middle = (mine + above) / 2;
+        (all[middle].start <= blockIdx.x ? mine : above) = middle;
+    }
+    const Matrix m = all[mine];
+    work(m, blockIdx.x - m.start, static_cast<u32>(tiles_of(m)), Stream{}, Stream{});
+}
+#else
 extern "C" __global__ void __launch_bounds__(kTileThreads, RESIDENT)
 operands(const Raw* __restrict__ x, History* history, u8* __restrict__ along,
          u8* __restrict__ down, int* __restrict__ exponent, u32* __restrict__ along_flag,
@@ -324,45 +394,11 @@ operands(const Raw* __restrict__ x, History* history, u8* __restrict__ along,
          const u32* __restrict__ clock, u32 a0, u32 a1, u32 a2,
          u32 a3, u32 d0, u32 d1, u32 d2, u32 d3, i64 rows, i64 columns) {
     if (guard && !(*guard | *other_guard)) return;
-    [[maybe_unused]] const Stream along_stream = stream_of(clock, a0, a1, a2, a3);
-    [[maybe_unused]] const Stream down_stream = stream_of(clock, d0, d1, d2, d3);
-    const int anchor =
-        WIDE ? 0 : static_cast<int>(block_scale(history->before, Tensor{1, 1, 0, 1}).stored) + MARGIN;
-    if (!WIDE && blockIdx.x == 0 && threadIdx.x == 0) *exponent = anchor - 127 - LIFT;
-    Place along_place = {anchor, 0, 0}, down_place = {anchor, 0, 0};
-    Tally along_tally = {0, 0}, down_tally = {0, 0};
-    __shared__ __align__(16) u32 tile[kRows][kRowWords];
-#if DOWN_TOO
-    __shared__ uint4 turned[kColumns][kTurnedUnits];
-#endif
-    const i64 across = (columns + kColumns - 1) / kColumns, tiles = (rows + kRows - 1) / kRows * across;
-    for (i64 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const int row0 = static_cast<int>(index / across) * kRows;
-        const int column0 = static_cast<int>(index % across) * kColumns;
-        fetch(tile, x, row0, column0, rows, columns);
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncthreads();
-#if ALONG
-        along_rows(tile, along, row0, column0, rows, columns, along_stream, along_place, along_tally);
-#endif
-#if DOWN_TOO
-        down_columns(tile, turned, row0, column0, columns, down_stream, down_place, down_tally);
-        __syncthreads();
-        store_turned(turned, down, row0, column0, rows, columns);
-#endif
-        __syncthreads();
-    }
-    // WIDE: in flags that are zero before.
-#if ALONG
-    report(along_place, WIDE ? along_flag : &history->beyond[0]);
-    add_counts(along_tally, along_counts);
-#endif
-#if DOWN_TOO
-    report(down_place, WIDE ? down_flag : &history->beyond[1]);
-    add_counts(down_tally, down_counts);
-#endif
-    if (!WIDE) remember(history, ALONG ? along_place.largest : down_place.largest, along_flag, down_flag);
+    const Matrix m = {x, history, along, down, exponent, along_flag, down_flag, along_counts, down_counts,
+                      rows, columns, 0};
+    work(m, blockIdx.x, gridDim.x, stream_of(clock, a0, a1, a2, a3), stream_of(clock, d0, d1, d2, d3));
 }
+#endif
 
 // The largest finite magnitude of `vectors` times 16 bytes, as float bits; `maximum` starts at zero.
 extern "C" __global__ void __launch_bounds__(256)
