@@ -43,8 +43,16 @@ def test_the_kernels_compile_without_spills(rounding: str, dtype: str) -> None:
         [spec_of(1, rounding).replace(format=name) for name in WIDE_FORMATS],
     )
     cases = [(fp4, 1, 0, 0), (fp4, 0, 1, 0), (fp4, 1, 1, 0), (fp4, 1, 0, 1), (fp4, 0, 1, 1)]
-    for spec, along, down, wide in cases + [(spec, 1, 1, 1) for spec in others]:
-        source = operands.operand_source(spec, dtype, bool(along), bool(down), bool(wide))
+    sources = [
+        operands.operand_source(spec, dtype, bool(along), bool(down), bool(wide))
+        for spec, along, down, wide in cases + [(spec, 1, 1, 1) for spec in others]
+    ]
+    if rounding == "nearest_even":
+        many = [
+            operands.operand_source(fp4, dtype, True, d, False, many=True) for d in (False, True)
+        ]
+        sources += many
+    for source in sources:
         code, log = jit.compile_cubin(source, "sm_90a")
         assert "warning" not in log, log
         for numbers in properties(code).values():
@@ -202,6 +210,27 @@ def test_rows_and_columns_are_the_references_bit_for_bit(
             assert counts() == stats
             wide = operand.wide((set_flag, set_flag), hopper.xp).get().view(ml_dtypes.bfloat16)
             np.testing.assert_array_equal(wide[:, : want.shape[1]].astype(np.float32), want)
+
+
+@pytest.mark.parametrize("axes", [(1, 0), (1,), (0,)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_matrices_in_one_launch_are_each_alone(
+    hopper: Any, dtype: str, axes: tuple[int, ...]
+) -> None:
+    shapes = [(rows, columns) for rows, columns in SHAPES if columns % 8 == 0]
+    specs, xp = [spec_of(axis) for axis in axes], hopper.xp
+    memories: list[list[dict[str, Any]]] = [[{} for _ in shapes] for _ in range(2)]
+    for number in range(3):  # the later ones go by what the first has found
+        there = [data(shape, dtype, "wide") for shape in shapes]
+        xs = [xp.asarray((x * np.float32(2**number)).astype(x.dtype)) for x in there]
+        each = operands.make_each(xs, specs, xp, memories[0])
+        for x, together, memory in zip(xs, each, memories[1], strict=True):
+            alone = operands.make(x, specs, [None] * len(specs), xp, memory)
+            for (one, counts), (other, others) in zip(together, alone, strict=True):
+                assert one.codes.get().tobytes() == other.codes.get().tobytes()
+                assert int(one.exponent[0]) == int(other.exponent[0])
+                assert int(one.flag) == int(other.flag)
+                assert counts() == others()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
