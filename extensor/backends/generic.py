@@ -54,6 +54,7 @@ class GenericBackend:
 
     steps_together = False
     bfloat16: Collection[str] = ()
+    adding: Collection[str] = ()
 
     def __init__(self, name: str, xp: Any) -> None:
         self.name = name

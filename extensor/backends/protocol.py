@@ -328,6 +328,12 @@ class Backend(Protocol):
         """Gradient of cross_entropy in x times ``weight``, () or (N, 1); it gave ``kept``."""
         ...
 
+    adding: Collection[str]
+    """Primitives whose gradients' methods here take ``addend``, to be added to the first of them.
+
+    It is float32, of the input's shape: a gradient that was there before.
+    """
+
     def layer_norm(
         self, x: Array, weight: Array, bias: Array, eps: float, narrow: bool = False
     ) -> tuple[Array, Array, Array]:
