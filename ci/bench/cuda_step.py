@@ -19,7 +19,8 @@ process, medians. "of_torch" is to torch's fastest, whose time in those turns is
 "gigabytes" is the most memory of the GPU that a contestant takes, weights, gradients and optimizer
 included: torch's allocated at the peak of a step, all that ours has taken from the device. Needs a
 GPU, torch and the extra ``cuda13``; minutes, most of them torch.compile's, which `--quick` leaves
-out. `--profile` prints where the time of each goes, by kernel.
+out; `--captured` leaves out gpt's eager steps. `--profile` prints where the time of each goes, by
+kernel.
 """
 
 from __future__ import annotations
@@ -223,9 +224,9 @@ class Repeating(np.random.Generator):
         return np.resize(super().uniform(low, high, 1 << 20), size)
 
 
-def gpt(recipes: list[str], quick: bool, activations: Dense, part: str) -> Contest:
-    """Contestants on random tokens; "wide" without the slower ones."""
-    rng, config, wide = np.random.default_rng(0), GPTS[part], part == "wide"
+def gpt(recipes: list[str], quick: bool, activations: Dense, part: str, captured: bool) -> Contest:
+    """Contestants on random tokens, or of these the captured and compiled ones."""
+    rng, config = np.random.default_rng(0), GPTS[part]
     shape = (TOKENS // config.context, config.context + 1)
     tokens = [rng.integers(0, config.vocab, shape) for _ in range(BATCHES)]
     batches = [(t[:, :-1].copy(), t[:, 1:].reshape(-1).copy()) for t in tokens]
@@ -235,7 +236,7 @@ def gpt(recipes: list[str], quick: bool, activations: Dense, part: str) -> Conte
 
     loss = torch.nn.functional.cross_entropy
     calls: dict[str, Call] = {}
-    for name in ["eager"] if quick else ["compiled"] if wide else ["eager", "compiled"]:
+    for name in ["eager"] if quick else ["compiled"] if captured else ["eager", "compiled"]:
         peer = torch_gpt(config, model().state_dict()).cuda()
         optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-4, fused=True)
         ready: Any = torch.compile(peer) if name == "compiled" else peer
@@ -253,7 +254,7 @@ def gpt(recipes: list[str], quick: bool, activations: Dense, part: str) -> Conte
         lambda m, x, y: et.cross_entropy(m(x).reshape(-1, config.vocab), y),
         batches,
         activations,
-        (True,) if wide else (False, True),
+        (True,) if captured else (False, True),
     )
 
 
@@ -310,6 +311,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", help="instead of those of each part")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
+    parser.add_argument("--captured", action="store_true", help="of gpt no eager steps")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     parser.add_argument("--activations", choices=DENSE, default="bfloat16")
     chosen = parser.parse_args()
@@ -331,7 +333,8 @@ def main() -> None:
             make: Any = partial(lenet, recipes, chosen.quick)
             items, burst = IMAGES, 50
             if part in GPTS:
-                make = partial(gpt, recipes, chosen.quick, chosen.activations, part)
+                captured = chosen.captured or part == "wide"
+                make = partial(gpt, recipes, chosen.quick, chosen.activations, part, captured)
                 items, burst = TOKENS, 2 if part == "wide" else 5
             works.append((part, make, items, burst))
     rows: list[dict[str, Any]] = []
