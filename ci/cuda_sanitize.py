@@ -1,11 +1,13 @@
 """Run the CUDA kernels under NVIDIA's compute-sanitizer.
 
     python ci/cuda_sanitize.py                     memcheck, racecheck, initcheck, synccheck
-    python ci/cuda_sanitize.py --tool racecheck
+    python ci/cuda_sanitize.py --tool racecheck --part attention --jobs 1
 
 One small case of every kernel variant, whole and ragged, on arrays that fill their allocations
-exactly, so that an access beyond the end is one beyond the allocation. Kernels are compiled before
-the tool starts. Needs a GPU and the CUDA toolkit.
+exactly, so that an access beyond the end is one beyond the allocation. The cases are in parts;
+each under each tool is a process of its own, some at a time, and kernels are compiled before the
+tools start. What a tool says is kept in a file for each, and shown where it found something. Needs
+a GPU and the CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import argparse
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SHAPES = ((256, 64), (70, 19))
 FOUND = 9  # exit code of a run with findings
+SHOWN = 60  # lines of what a tool said that are printed
 
 
 def specs() -> Iterator[QuantSpec]:
@@ -38,41 +43,25 @@ def specs() -> Iterator[QuantSpec]:
         yield QuantSpec("mxfp4", axis=axis, tile=(32, 32))
         yield QuantSpec("nvfp4", axis=axis, tile=(16, 16), scale_rule="four_over_six")
         yield QuantSpec("nvfp4_fp8exact", axis=axis)
+        yield QuantSpec("fp8_e4m3", axis=axis, tile=(1, 128), **stochastic)
+        yield QuantSpec("int8", axis=axis, symmetric=False, scale_dtype="float16")
+        yield QuantSpec("int4", axis=axis)
 
 
-def inner() -> None:
-    """The run that the sanitizer watches."""
-    import ml_dtypes
-    import numpy as np
-
-    from extensor.backends.registry import get
+def quantizers(backend: Any, rng: Any) -> int:
+    """Each way of packing a matrix, one direction at a time, and unpacking it."""
     from extensor.random import Stream
 
-    backend = get("cuda")
-    backend.xp.cuda.set_allocator(None)  # every array an allocation of its own
-    rng = np.random.default_rng(0)
-    count = 0
+    xp, count = backend.xp, 0
     for spec in specs():
         stream = Stream(1, 2, 3, 4) if spec.rounding == "stochastic" else None
         for shape in SHAPES:
-            x = backend.xp.asarray(rng.standard_normal(shape).astype(ml_dtypes.bfloat16))
+            x = xp.asarray(rng.standard_normal(shape).astype("float32")).astype("bfloat16")
             q, _ = backend.quantize(x, spec, stream)
             backend.operand(x, spec, stream)
             backend.dequantize(q)
             count += 1
-    count += pairs(backend, rng) + training(backend, rng) + products(backend, rng)
-    count += stored_products(backend, rng)
-    for rows, columns, depth in ((128, 256, 512), (192, 200, 288)):
-        a, b = (
-            backend.xp.asarray(rng.standard_normal((n, depth)).astype("float32"))
-            for n in (rows, columns)
-        )
-        qa, _ = backend.quantize(a, QuantSpec("mxfp4"), None)
-        qb, _ = backend.quantize(b, QuantSpec("mxfp4"), None)
-        backend.block_matmul(qa, qb)
-        count += 1
-    backend.xp.cuda.runtime.deviceSynchronize()
-    print(f"{count} cases run")
+    return count
 
 
 def pairs(backend: Any, rng: Any) -> int:
@@ -119,15 +108,24 @@ def products(backend: Any, rng: Any) -> int:
     for shape in ((72, 203), (203, 72), (4096, 72)):
         sides = dense.make(xp.asarray(rng.standard_normal(shape).astype("float32")), (0, 1), xp)
         for side in sides:  # a product and its mirror; 4096 terms are added in parts
-            dense.multiply(side, side, "float32", xp)
-            count += 1
+            for dtype in ("float32", "bfloat16"):
+                dense.multiply(side, side, dtype, xp, xp.ones(side.shape[0], dtype="float32"))
+                count += 1
+    for rows, columns, depth in ((128, 256, 512), (192, 200, 288)):
+        a, b = (
+            xp.asarray(rng.standard_normal((n, depth)).astype("float32")) for n in (rows, columns)
+        )
+        qa, _ = backend.quantize(a, QuantSpec("mxfp4"), None)
+        qb, _ = backend.quantize(b, QuantSpec("mxfp4"), None)
+        backend.block_matmul(qa, qb)
+        count += 1
     return count
 
 
 def stored_products(backend: Any, rng: Any) -> int:
     """Every other way of a product: scales of floats, expanded operands, packed weights, groups."""
     from extensor.random import Stream
-    from extensor_cuda import expanded, grouped, scaled, scaling, weights
+    from extensor_cuda import expanded, gemm, grouped, scaled, scaling, weights
 
     xp, count = backend.xp, 0
     if xp.cuda.Device().compute_capability != "90":
@@ -151,9 +149,11 @@ def stored_products(backend: Any, rng: Any) -> int:
                 expanded.multiply(operand, operand, "bfloat16", xp)
                 counts()
                 count += 1
+        near, _ = backend.quantize(x, QuantSpec("mxfp8_e4m3", axis=1).resolve(2))
+        gemm.matmul(near, near, xp, accumulate="near")
         for spec in (QuantSpec("mxfp4"), QuantSpec("nvfp4"), QuantSpec("int4", symmetric=False)):
             w, _ = backend.quantize(x, spec.replace(axis=1).resolve(2))
-            for rows, dtype in ((1, "float32"), (20, "float32"), (60, "bfloat16")):
+            for rows, dtype in ((1, "float32"), (20, "float32"), (60, "bfloat16"), (80, "float32")):
                 weights.product(
                     xp.ones((rows, shape[1]), dtype="float32").astype(dtype), w, dtype, xp
                 )
@@ -164,7 +164,7 @@ def stored_products(backend: Any, rng: Any) -> int:
         half = shape[0] // 2
         offsets = grouped.offsets_of(xp.asarray([half - 5, shape[0] - half + 5]), xp)
         grouped.matmul(rows, rows, offsets, xp)
-        count += 2
+        count += 3
     return count
 
 
@@ -185,7 +185,7 @@ def training(backend: Any, rng: Any) -> int:
     parts = [tuple(xp.ones(n, dtype="float32") for _ in range(4)) for n in (0, 3, 40_001)]
     names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
     backend.all_finite_each([part[1] for part in parts])
-    backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3)
+    backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3, look=True)
     images, window = (
         xp.asarray(rng.standard_normal((2, 3, 9, 11)).astype("float32")),
         Window((3, 2)),
@@ -213,32 +213,147 @@ def training(backend: Any, rng: Any) -> int:
     return 5
 
 
+def halves(backend: Any, rng: Any) -> int:
+    """What reads or writes bfloat16 between layers, vectors that fit and that do not."""
+    xp, count = backend.xp, 0
+    for shape in ((33, 70), (5, 4096), (130, 7)):
+        x, g = (xp.asarray(rng.standard_normal(shape).astype("float32")) for _ in "xg")
+        xh, gh = x.astype("bfloat16"), g.astype("bfloat16")
+        labels = xp.arange(shape[0]) % shape[1]
+        _, kept = backend.cross_entropy(xh, labels, 0.1)
+        backend.cross_entropy_grad(x[:, :1], xh, labels, kept, 0.1)
+        mean, rstd = backend.layer_norm(xh, x[0], g[0], 1e-5)[1:]
+        backend.layer_norm_grad(gh, xh, x[0], mean, rstd)
+        rstd = backend.rms_norm(xh, x[0], 1e-5)[1]
+        backend.rms_norm_grad(gh, xh, x[0], rstd)
+        for a, b in ((x, gh), (xh, gh), (x, g)):
+            backend.add(a, b)
+            backend.leading_sum(a, 1)
+            backend.relu_grad(b, backend.relu(a))
+            backend.gelu_grad(b, a, backend.gelu(a)[1])
+            backend.softmax_grad(b, backend.softmax(a, 1), 1)
+        backend.cast(x, xh.dtype)
+        backend.cast(xh, x.dtype)
+        count += 1
+    return count
+
+
+def attention(backend: Any, rng: Any) -> int:
+    """Attention on tensor cores, of views that lie side by side; Hopper only."""
+    xp, count = backend.xp, 0
+    if xp.cuda.Device().compute_capability != "90":
+        return 0
+    for d, (heads, shared), (queries, keys), causal in (
+        (64, (2, 1), (130, 130), True),
+        (64, (1, 1), (40, 200), False),
+        (128, (4, 2), (70, 70), True),
+        (128, (1, 1), (5, 131), False),
+    ):
+        lengths = (queries, keys, keys)
+        held = [
+            xp.asarray(rng.standard_normal((2, n, h * d)).astype("float32")).astype("bfloat16")
+            for n, h in zip(lengths, (heads, shared, shared), strict=True)
+        ]
+        q, k, v = (a.reshape(2, a.shape[1], -1, d).swapaxes(1, 2) for a in held)
+        out, stats = backend.attention(q, k, v, causal, d**-0.5)
+        into = tuple(xp.empty_like(a.swapaxes(1, 2)).swapaxes(1, 2) for a in (q, k, v))
+        backend.attention_grad(out, q, k, v, out, stats, causal, d**-0.5, into)
+        count += 1
+    return count
+
+
+PARTS = {
+    part.__name__: part
+    for part in (quantizers, pairs, products, stored_products, training, halves, attention)
+}
+
+
+def zero_results() -> None:
+    """Clear products' results first: initcheck does not see what bulk copies write.
+
+    That every result is written is tested elsewhere, on memory full of NaN.
+    """
+    from extensor_cuda.kernels import gemm
+
+    empty = gemm.empty_rows
+
+    def cleared(xp: Any, rows: int, columns: int, dtype: Any) -> Any:
+        made = empty(xp, rows, columns, dtype)
+        if made.dtype.name in ("float32", "bfloat16"):
+            (made if made.base is None else made.base).fill(0)
+        return made
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "empty_rows", None) is empty:
+            module.empty_rows = cleared  # type: ignore[attr-defined]
+
+
+def inner(part: str, tool: str | None) -> None:
+    """The run that the sanitizer watches."""
+    import numpy as np
+
+    from extensor.backends.registry import get
+
+    backend = get("cuda")
+    if tool == "initcheck":
+        from extensor_cuda import expanded, gemm, grouped, scaled, weights  # noqa: F401
+
+        zero_results()
+    backend.xp.cuda.set_allocator(None)  # every array an allocation of its own
+    count = PARTS[part](backend, np.random.default_rng(0))
+    backend.xp.cuda.runtime.deviceSynchronize()
+    print(f"{count} cases run")
+
+
+def run(part: str, tool: str | None, folder: Path) -> tuple[str, bool, Path]:
+    """One part, alone or under a tool: what came of it, whether it was clean, and what was said."""
+    command = [sys.executable, str(Path(__file__)), "--inner", part]
+    if tool:
+        # Libraries ask the driver for functions that it may not have; that is no error.
+        options = ["--report-api-errors", "no"] if tool == "memcheck" else []
+        watched = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND)]
+        command = [*watched, *options, *command, "--tool", tool]
+    start, log = time.perf_counter(), folder / f"{tool or 'compile'}-{part}.txt"
+    with log.open("w") as out:
+        done = subprocess.run(command, cwd=ROOT, check=False, stdout=out, stderr=out)
+    said = "clean" if done.returncode == 0 else f"exit {done.returncode}"
+    text = f"{tool or 'compiled'} {part}: {said}, {time.perf_counter() - start:.0f} s"
+    return text, done.returncode == 0, log
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tools asked for; 0 if none found anything."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--tool", action="append", choices=TOOLS, help="may be repeated")
-    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated")
+    parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
+    parser.add_argument("--logs", type=Path, help="folder for what the tools say")
+    parser.add_argument("--inner", choices=PARTS, help=argparse.SUPPRESS)
     chosen = parser.parse_args(argv)
     if chosen.inner:
-        inner()
+        inner(chosen.inner, next(iter(chosen.tool or ()), None))
         return 0
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
+    if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
-    inside = [sys.executable, str(Path(__file__)), "--inner"]
-    subprocess.run(inside, cwd=ROOT, check=True)  # fills the caches of compiled kernels
-    failed = []
-    for tool in chosen.tool or TOOLS:
-        command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND)]
-        # Libraries ask the driver for functions that it may not have; that is no error.
-        command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-        start = time.perf_counter()
-        done = subprocess.run([*command, *inside], cwd=ROOT, check=False)
-        found = "clean" if done.returncode == 0 else f"exit {done.returncode}"
-        print(f"{tool}: {found}, {time.perf_counter() - start:.0f} s", flush=True)
-        if done.returncode:
-            failed.append(tool)
-    return 1 if failed else 0
+    folder = chosen.logs or Path(tempfile.mkdtemp(prefix="sanitize-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    parts, clean = chosen.part or list(PARTS), True
+    works: list[list[tuple[str, str | None]]]
+    works = [[(part, None) for part in parts]]  # fills the caches of compiled kernels
+    works.append([(part, tool) for tool in chosen.tool or TOOLS for part in parts])
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        for work in works:
+            waiting = [pool.submit(run, part, tool, folder) for part, tool in work]
+            for one in as_completed(waiting):
+                text, good, log = one.result()
+                print(text, flush=True)
+                if not good:
+                    print("\n".join(log.read_text().splitlines()[:SHOWN]), flush=True)
+                    clean = False
+            if not clean:
+                break
+    print(f"what was said lies in {folder}")
+    return 0 if clean else 1
 
 
 if __name__ == "__main__":

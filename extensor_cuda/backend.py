@@ -23,7 +23,7 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import blas, dense, expanded, gemm, operands, scaled, scaling, tuned, weights
 from extensor_cuda.graph import CudaGraph
-from extensor_cuda.kernels import pair
+from extensor_cuda.kernels import floats, pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.hopper import capability as _capability
 from extensor_cuda.memory import allocate
@@ -51,6 +51,14 @@ def dialect_gap(spec: QuantSpec) -> str | None:
         and dialect.nvfp4_order != "transformer_engine",
     }
     return next((phrase for phrase, open_ in gaps.items() if open_), None)
+
+
+def _plan_of(
+    spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False
+) -> kernels.Plan | floats.FloatPlan | str:
+    """How the quantizers' kernels take an array, or why there is none for it."""
+    by_floats = not spec.is_mx and not spec.row.tensor_scale
+    return (floats if by_floats else kernels).plan_of(spec, shape, decoding)
 
 
 def make_backend() -> CudaBackend:
@@ -179,7 +187,9 @@ class CudaBackend(CudaTraining):
             before = None if previous_amax is None else previous_amax.get()
             q, stats = self._host.quantize(x.get(), spec, stream, before)
             return self._here(q), stats
-        plan = kernels.plan_of(spec, tuple(x.shape))
+        plan = _plan_of(spec, tuple(x.shape))
+        if isinstance(plan, floats.FloatPlan):
+            return floats.quantize(self._ready(x), plan, stream, self.xp)
         assert isinstance(plan, kernels.Plan)
         return kernels.quantize(self._ready(x), plan, stream, self.xp)
 
@@ -201,7 +211,9 @@ class CudaBackend(CudaTraining):
             self._only_outside(f"{spec.format} operands on the CPU ({reason})")
             values, stats = self._host.operand(x.get(), spec, stream)
             return self.xp.asarray(values), stats
-        plan = kernels.plan_of(spec, tuple(x.shape))
+        plan = _plan_of(spec, tuple(x.shape))
+        if isinstance(plan, floats.FloatPlan):
+            return floats.operand(self._ready(x), plan, stream, self.xp)
         assert isinstance(plan, kernels.Plan)
         return kernels.operand(self._ready(x), plan, stream, self.xp)
 
@@ -210,7 +222,7 @@ class CudaBackend(CudaTraining):
     ) -> str | None:
         if reason := self._input_reason(x, spec, stream) or dialect_gap(spec):
             return reason
-        plan = kernels.plan_of(spec, tuple(x.shape))
+        plan = _plan_of(spec, tuple(x.shape))
         return plan if isinstance(plan, str) else None
 
     def quantize_pair(
@@ -245,14 +257,16 @@ class CudaBackend(CudaTraining):
 
     def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
-        plan = kernels.plan_of(q.spec, q.shape, decoding=True)
+        plan = _plan_of(q.spec, q.shape, decoding=True)
         if isinstance(plan, str):
             there = {name: part.get() for name, part in q.parts.items()}
             return self.xp.asarray(self._host.dequantize(replace(q, **there), dtype))
+        if isinstance(plan, floats.FloatPlan):
+            return reference.narrow(floats.dequantize(q, plan, self.xp), dtype)
         return reference.narrow(kernels.dequantize(q, plan, self.xp), dtype)
 
     def _dequantize_reason(self, q: QuantArray, dtype: str = "float32") -> str | None:
-        plan = kernels.plan_of(q.spec, q.shape, decoding=True)
+        plan = _plan_of(q.spec, q.shape, decoding=True)
         return plan if isinstance(plan, str) else None
 
     def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:

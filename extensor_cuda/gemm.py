@@ -37,14 +37,17 @@ import ml_dtypes
 import numpy as np
 
 from extensor.quant.array import QuantArray
+from extensor.quant.spec import QuantSpec
 from extensor_cuda import scaled
-from extensor_cuda.expansion import Expansion, expand, join, kind_of, multiply, whole
+from extensor_cuda.bf16 import whole
+from extensor_cuda.expansion import Expansion, expand, join, kind_of, multiply
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import MOST_TERMS, Config, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm import MOST_TERMS, configure, empty_rows, gemm
+from extensor_cuda.kernels.requantize import Requantized, finished, requantized, type_of
 from extensor_cuda.near import Inexact, is_mxfp8, near
 
-__all__ = ["SPAN", "Product", "matmul", "reason", "rebase_source"]
+__all__ = ["INT_SPAN", "SPAN", "Product", "matmul", "reason", "rebase_source"]
 
 Array = Any
 
@@ -61,13 +64,13 @@ class Product:
     """A product and the way it was taken.
 
     Attributes:
-        out: (M, N).
+        out: (M, N), packed if it was asked for quantized.
         path: "FP8 tensor cores", "int8 tensor cores" or "bf16 tensor cores: " and why; "FP8 tensor
             cores, near-exact operands" is what is not exact before the sum.
         inexact: what near-exact operands lost, a's and b's; None of an exact one.
     """
 
-    out: Array
+    out: Array | QuantArray
     path: str
     inexact: tuple[Inexact | None, Inexact | None] = (None, None)
 
@@ -142,11 +145,11 @@ def _as_fp4(a: QuantArray, b: QuantArray, out: Array, accumulate: str, xp: Any) 
     if int(flag):
         return f"a row's scales span more than {INT_SPAN if integers else SPAN} binades"
     if integers:
-        config = configure("s8", *out.shape, out.dtype.name)
+        config = configure("s8", *out.shape, type_of(out))
     else:
-        config = Config(promote=_PROMOTE[accumulate], out=out.dtype.name)
+        config = configure("e5m2", *out.shape, type_of(out), _PROMOTE[accumulate])
     gemm(x, y, out, config, rows, columns)
-    return Product(xp.ascontiguousarray(out), f"{'int8' if integers else 'FP8'} tensor cores")
+    return Product(finished(out, xp), f"{'int8' if integers else 'FP8'} tensor cores")
 
 
 def _as_fp8(a: QuantArray, b: QuantArray, out: Array, accumulate: str, xp: Any) -> Product | str:
@@ -161,7 +164,7 @@ def _as_fp8(a: QuantArray, b: QuantArray, out: Array, accumulate: str, xp: Any) 
     if int(flag[0]):
         return "scales span more binades than FP8 holds"
     join(x, y, out, promote=_PROMOTE[accumulate])
-    return Product(xp.ascontiguousarray(out), "FP8 tensor cores")
+    return Product(finished(out, xp), "FP8 tensor cores")
 
 
 def _as_near(a: QuantArray, b: QuantArray, out: Array, xp: Any) -> Product | str:
@@ -182,7 +185,7 @@ def _as_near(a: QuantArray, b: QuantArray, out: Array, xp: Any) -> Product | str
     (x, lost), (y, lost_too) = sides
     join(x, y, out, promote=_PROMOTE["near"])
     way = "FP8 tensor cores, near-exact operands"
-    return Product(xp.ascontiguousarray(out), way, (lost, lost_too))
+    return Product(finished(out, xp), way, (lost, lost_too))
 
 
 def matmul(
@@ -191,7 +194,8 @@ def matmul(
     xp: Any,
     *,
     accumulate: str = "promote",
-    out_dtype: str = "float32",
+    out_dtype: str | QuantSpec = "float32",
+    out_amax: Array | None = None,
 ) -> Product | str:
     """The product a b^T on the tensor cores; the module's docstring has the error bounds.
 
@@ -207,7 +211,10 @@ def matmul(
             in the bound is K; "exact": as 8-bit integers where the scales allow it, else as
             "bf16": always bfloat16 operands, twice the time and no such loss; "near": MXFP8 as
             FP8, a few of whose values change, as the result says.
-        out_dtype: "float32" or "bfloat16".
+        out_dtype: "float32", "bfloat16", or how the product's rows are quantized, from what would
+            have been its bfloat16 values (`extensor_cuda.kernels.requantize`).
+        out_amax: for a format with a scale per tensor, or under a window, what stands for the
+            product's largest magnitude: float32 of shape () on the device.
 
     Returns:
         The product; or, as a sentence, why it has none: values that bfloat16 does not hold.
@@ -215,10 +222,12 @@ def matmul(
     Raises:
         ValueError: for an unknown option, operands that do not fit, or that `reason` refuses.
     """
-    if accumulate not in (*_PROMOTE, "exact", "bf16") or out_dtype not in _OUT:
+    if accumulate not in (*_PROMOTE, "exact", "bf16") or (
+        not isinstance(out_dtype, QuantSpec) and out_dtype not in _OUT
+    ):
         raise ValueError(
             f"matmul: wanted accumulate 'promote', 'fast', 'near', 'exact' or 'bf16' and out_dtype "
-            f"'float32' or 'bfloat16', got {accumulate!r} and {out_dtype!r}"
+            f"'float32', 'bfloat16' or a QuantSpec, got {accumulate!r} and {out_dtype!r}"
         )
     if refused := reason(a, b, xp.cuda.Device().compute_capability):
         raise ValueError(f"matmul: {refused}; call .dequantize() on the operands")
@@ -229,11 +238,18 @@ def matmul(
             f"matmul: accumulate 'near' is for MXFP8, got {a.spec.format} and {b.spec.format}; "
             "these are exact by 'promote'"
         )
+    m, n = a.shape[0], b.shape[0]
+    if isinstance(out_dtype, QuantSpec):
+        to: str | Requantized = requantized(out_dtype, m, n, xp, out_amax)
+    elif out_amax is not None:
+        raise ValueError(f"matmul: out_amax goes with a quantized result, not {out_dtype}")
+    else:
+        to = out_dtype
     if _is_float_scaled(a):
-        return Product(*scaled.product(a, b, out_dtype, xp))
+        return Product(*scaled.product(a, b, to, xp))
     why = "asked for"
     if accumulate != "bf16":
-        out = empty_rows(xp, a.shape[0], b.shape[0], _OUT[out_dtype])
+        out = to if isinstance(to, Requantized) else empty_rows(xp, m, n, _OUT[to])
         if accumulate == "near":
             done = _as_near(a, b, out, xp)
         else:
@@ -245,4 +261,4 @@ def matmul(
     sides = whole((a, b), xp)
     if sides is None:
         return "values that bfloat16 does not hold"
-    return Product(multiply(sides[0], sides[1], out_dtype, xp), f"bf16 tensor cores: {why}")
+    return Product(multiply(sides[0], sides[1], to, xp), f"bf16 tensor cores: {why}")

@@ -32,6 +32,7 @@ from extensor_cuda.kernels.gemm import (
     empty_rows,
     gemm,
 )
+from extensor_cuda.kernels.requantize import Requantized, finished, type_of
 
 __all__ = ["Side", "by_row", "joinable", "multiply", "pitched", "product", "reason"]
 
@@ -165,13 +166,15 @@ def by_row(a: QuantArray, b: QuantArray, xp: Any) -> tuple[Expansion, Expansion]
     return left, right
 
 
-def product(a: QuantArray, b: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, str]:
+def product(
+    a: QuantArray, b: QuantArray, out_dtype: str | Requantized, xp: Any
+) -> tuple[Array | QuantArray, str]:
     """The product a b^T of matrices that `reason` covers, and the way it was taken; does not wait.
 
     Args:
         a: (M, K), blocked along K.
         b: (N, K), blocked along K.
-        out_dtype: "float32" or "bfloat16".
+        out_dtype: "float32", "bfloat16" or where it goes quantized.
         xp: cupy.
     """
     return multiply(_side(a, xp), _side(b, xp), out_dtype, xp)
@@ -184,13 +187,13 @@ def joinable(a: Any, b: Any) -> bool:
 
 
 def multiply(
-    left: Side, right: Side, out_dtype: str, xp: Any, bias: Array | None = None
-) -> tuple[Array, str]:
+    left: Side, right: Side, out_dtype: str | Requantized, xp: Any, bias: Array | None = None
+) -> tuple[Array | QuantArray, str]:
     """The same of sides that `joinable` joins, plus a bias, float32 (N,)."""
     m, n = len(left.codes), len(right.codes)
-    out = empty_rows(xp, m, n, _OUT[out_dtype])
+    out = out_dtype if isinstance(out_dtype, Requantized) else empty_rows(xp, m, n, _OUT[out_dtype])
     by_row = left.by_row and right.by_row
-    config = configure(left.kind, m, n, out_dtype, None if by_row else 1, b=right.kind)
+    config = configure(left.kind, m, n, type_of(out), None if by_row else 1, b=right.kind)
     if by_row:
         factors = left.factor(), right.factor()
         zeros = _zeros(left, right, xp)
@@ -201,4 +204,4 @@ def multiply(
         scales = _grid(left, blocks, xp), _grid(right, blocks, xp)
         gemm(left.codes, right.codes, out, config, bias=bias, scales=scales)
         way = f"FP8 tensor cores, scaled every {_BLOCK}"
-    return xp.ascontiguousarray(out), way
+    return finished(out, xp), way

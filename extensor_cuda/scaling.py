@@ -90,6 +90,7 @@ def scaled_source(spec: QuantSpec, dtype: str) -> Source:
         "TOP": f"{element.max}f",
         "DOWN": int(spec.axis == 0),
         "WORDS": int(spec.rounding == "stochastic"),
+        "TIES": 0,
     }
     return Source.read(_SOURCE, macros)
 

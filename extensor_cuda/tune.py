@@ -4,10 +4,15 @@ For cubes of growing size and each way of making operands, a forward product wit
 included (quantizing both operands, multiplying) is timed through our kernels and through cupy,
 whose operands are float32 values. A way is taken from the smallest size on from which it wins at
 every larger one. The table goes to `extensor_cuda.tuned`, the curve to an SVG.
+
+With `hadamard`, also what Hadamard transforms cost a linear layer's forward and backward: under
+recipes that have them and the same without them, in bfloat16 and from CUDA graphs, 2048 wide and up
+to the 8192 of a transformer of 70B parameters.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -16,14 +21,30 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from extensor.autograd.apply import wrap
 from extensor.ops import operands as slots
-from extensor.ops.quantized import layer_context
+from extensor.ops.quantized import layer_context, quantized_matmul
+from extensor.quant.recipe import Gemm, LayerRecipe
 from extensor.quant.recipes import get_recipe
+from extensor.quant.spec import QuantSpec
 from extensor_cuda import tuned
 
-__all__ = ["NEVER", "SIZES", "Timing", "crossovers", "curve", "measure", "tune"]
+__all__ = [
+    "NEVER",
+    "SIZES",
+    "WIDTHS",
+    "Timing",
+    "crossovers",
+    "curve",
+    "draw",
+    "measure",
+    "overheads",
+    "tune",
+    "without_hadamard",
+]
 
 SIZES = (128, 256, 512, 1024, 2048, 4096)
 """Sides of the cubes."""
@@ -36,12 +57,22 @@ RECIPES = {
     "dense": "bf16",
 }
 """A recipe whose forward product takes each way."""
+WIDTHS = (2048, 4096, 8192)
+"""Inputs of layers that Hadamard transforms are measured on, from 1B to 70B parameters."""
+TURNED = ("nvfp4_nvidia", "mxfp4_tseng")
+"""Recipes that have them."""
+_TOKENS, _WIDER = 8192, 3.5  # rows of a layer's input, and its outputs for an input
 Work = Callable[[], object]
+Clock = Callable[..., Sequence[float]]
+"""Seconds of one call of each of the works that are given, which take turns."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One way at one size: seconds through our kernels, and through cupy."""
+    """One way at one size: seconds through our kernels, and through cupy.
+
+    Of a recipe at a width: seconds without its Hadamard transforms, and with them.
+    """
 
     way: str
     size: int
@@ -50,12 +81,12 @@ class Timing:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast our kernels are."""
+        """How many times as long the other one takes."""
         return self.other / self.ours
 
 
 def measure(
-    clock: Callable[[Work], float],
+    clock: Clock,
     works: Callable[[str, int], tuple[Work, Work]],
     ways: Sequence[str] = tuned.WAYS,
     sizes: Sequence[int] = SIZES,
@@ -63,17 +94,12 @@ def measure(
     """Time every way at every size.
 
     Args:
-        clock: seconds of one call of a work.
+        clock: seconds of works.
         works: for a way and a size, our work and the other one.
         ways: to measure.
         sizes: sides of cubes.
     """
-    found = []
-    for way in ways:
-        for size in sizes:
-            ours, other = works(way, size)
-            found.append(Timing(way, size, clock(ours), clock(other)))
-    return found
+    return [Timing(way, size, *clock(*works(way, size))) for way in ways for size in sizes]
 
 
 def crossovers(timings: Sequence[Timing]) -> dict[str, int]:
@@ -88,13 +114,14 @@ def crossovers(timings: Sequence[Timing]) -> dict[str, int]:
     return least
 
 
-def curve(timings: Sequence[Timing], title: str) -> str:
-    """The ratios over the sizes as an SVG, both axes logarithmic; ways pay above the line at 1."""
+def curve(timings: Sequence[Timing], title: str, ticks: Sequence[float]) -> str:
+    """The ratios over the sizes as an SVG, both axes logarithmic; the first two ticks are shown."""
     width, height, edge = 640, 400, 60
     colours = ("#1b6ca8", "#c2571a", "#3c8d40", "#8a3ab9")
     sizes = sorted({t.size for t in timings})
-    low = min(0.5, *(t.ratio for t in timings)) / 1.1
-    high = max(2.0, *(t.ratio for t in timings)) * 1.1
+    low = min(ticks[0], *(t.ratio for t in timings))
+    high = max(ticks[1], *(t.ratio for t in timings))
+    low, high = low * (low / high) ** 0.05, high * (high / low) ** 0.05
 
     def place(size: float, ratio: float) -> tuple[float, float]:
         span = max(math.log(sizes[-1] / sizes[0]), 1e-9)
@@ -104,15 +131,17 @@ def curve(timings: Sequence[Timing], title: str) -> str:
     def text(x: float, y: float, words: str, more: str = "") -> str:
         return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" {more}>{words}</text>'
 
-    (left, one), (right, _) = place(sizes[0], 1.0), place(sizes[-1], 1.0)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         text(edge, 24, title),
-        f'<path d="M{left:.1f} {one:.1f}H{right:.1f}" stroke="#999" stroke-dasharray="4"/>',
-        text(8, one + 4, "1x"),
     ]
+    for tick in (tick for tick in ticks if low <= tick <= high):
+        (left, y), (right, _) = place(sizes[0], tick), place(sizes[-1], tick)
+        dashes = "" if tick == 1 else ' stroke-dasharray="4"'
+        parts.append(f'<path d="M{left:.1f} {y:.1f}H{right:.1f}" stroke="#999"{dashes}/>')
+        parts.append(text(8, y + 4, f"{tick:g}x"))
     parts += [
         text(place(size, low)[0], height - edge + 20, str(size), 'text-anchor="middle"')
         for size in sizes
@@ -129,8 +158,8 @@ def curve(timings: Sequence[Timing], title: str) -> str:
 _SLOW = 0.05  # seconds of a call that is not repeated as often
 
 
-def _clock(xp: Any) -> Callable[[Work], float]:
-    """Seconds of a call on the device: the median of rounds of calls between events."""
+def _clock(xp: Any) -> Clock:
+    """Seconds of calls on the device: medians of rounds of calls between events."""
 
     def between(work: Work, calls: int) -> float:
         start, stop = xp.cuda.Event(), xp.cuda.Event()
@@ -141,10 +170,17 @@ def _clock(xp: Any) -> Callable[[Work], float]:
         stop.synchronize()
         return float(xp.cuda.get_elapsed_time(start, stop)) / 1000 / calls
 
-    def timed(work: Work) -> float:
-        work()
-        calls, rounds = (1, 3) if between(work, 1) > _SLOW else (5, 7)
-        return statistics.median(between(work, calls) for _ in range(rounds))
+    def timed(*works: Work) -> list[float]:
+        plans = []
+        for work in works:
+            work()
+            plans.append((1, 3) if between(work, 1) > _SLOW else (5, 7))
+        found: list[list[float]] = [[] for _ in works]
+        for turn in range(max(rounds for _, rounds in plans)):
+            for work, (calls, rounds), times in zip(works, plans, found, strict=True):
+                if turn < rounds:
+                    times.append(between(work, calls))
+        return [statistics.median(times) for times in found]
 
     return timed
 
@@ -179,11 +215,97 @@ def _works(backend: Any) -> Callable[[str, int], tuple[Work, Work]]:
     return both
 
 
-def tune(plot: Path | None = None, sizes: Sequence[int] = SIZES) -> tuple[Path, list[Timing]]:
-    """Measure on cupy's current GPU, write the table and, if asked for, the curve.
+def without_hadamard(layer: LayerRecipe) -> LayerRecipe:
+    """A layer's recipe with no transforms."""
+
+    def plain(operand: Any) -> Any:
+        return operand.replace(transform=None) if isinstance(operand, QuantSpec) else operand
+
+    gemms = (layer.fprop, layer.dgrad, layer.wgrad)
+    return LayerRecipe(*(Gemm(plain(g.a), plain(g.b), g.output_scale) for g in gemms))
+
+
+def overheads(
+    backend: Any,
+    clock: Clock,
+    widths: Sequence[int] = WIDTHS,
+    tokens: int = _TOKENS,
+) -> list[Timing]:
+    """Time layers' forward and backward without Hadamard transforms and with them.
+
+    Args:
+        backend: the CUDA one.
+        clock: seconds of works.
+        widths: of the layers' inputs; outputs are three and a half times as wide.
+        tokens: rows of the inputs.
+    """
+    found = []
+    for width in widths:
+        rng = np.random.default_rng(width)
+        shapes = (tokens, width), (int(_WIDER * width), width), (tokens, int(_WIDER * width))
+        x, w, g = (wrap(_rows(backend.xp, rng, *shape), backend) for shape in shapes)
+        x.requires_grad, w.requires_grad = True, True
+
+        def step(layer: LayerRecipe, x: Any = x, w: Any = w, g: Any = g) -> Work:
+            context = layer_context(layer, seed=1)
+
+            def run() -> object:
+                x.grad = w.grad = None
+                quantized_matmul(x, w, context).backward(g)
+                return x.grad, w.grad
+
+            return run
+
+        for recipe in TURNED:
+            layer = get_recipe(recipe).layers
+            works = [step(each) for each in (without_hadamard(layer), layer)]
+            found.append(Timing(recipe, width, *clock(*works)))
+    return found
+
+
+def _captured(xp: Any, work: Work) -> Work:
+    """The work as a CUDA graph, with memory of its own: no launch is waited for."""
+    pool, stream = xp.cuda.MemoryPool(), xp.cuda.Stream(non_blocking=True)
+    xp.cuda.Device().synchronize()
+    with xp.cuda.using_allocator(pool.malloc), stream:
+        work()
+        stream.synchronize()
+        stream.begin_capture()
+        kept = work()
+        graph = stream.end_capture()
+
+    def launch() -> object:
+        graph.launch()
+        return kept
+
+    return launch
+
+
+def _rows(xp: Any, rng: np.random.Generator, rows: int, columns: int) -> Any:
+    """Normal bfloat16 (rows, columns), repeated every 256 rows."""
+    some = rng.standard_normal((256, columns)).astype(ml_dtypes.bfloat16).view(np.uint16)
+    return xp.tile(xp.asarray(some), (-(-rows // 256), 1))[:rows].view(ml_dtypes.bfloat16)
+
+
+def draw(to: Path, timings: Sequence[Timing], title: str, ticks: Sequence[float]) -> None:
+    """Write the curve, and its numbers to a JSON file of the same name."""
+    to.write_text(curve(timings, title, ticks), encoding="utf-8")
+    record = {"title": title, "timings": [asdict(t) | {"ratio": t.ratio} for t in timings]}
+    to.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def tune(
+    plot: Path | None = None, sizes: Sequence[int] = SIZES, hadamard: Path | None = None
+) -> tuple[Path, list[Timing], list[Timing]]:
+    """Measure on cupy's current GPU and write the table.
+
+    Args:
+        plot: an SVG file for the curve, with its numbers beside it in a JSON file.
+        sizes: sides of cubes.
+        hadamard: likewise for what Hadamard transforms cost, which is not measured without it.
 
     Returns:
-        The table's file, and what was measured.
+        The table's file, what was measured for it, and of Hadamard transforms.
 
     Raises:
         RuntimeError: without a GPU that the products are for; says which.
@@ -201,7 +323,8 @@ def tune(plot: Path | None = None, sizes: Sequence[int] = SIZES) -> tuple[Path, 
     runtime = xp.cuda.runtime
     gpu = runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
     driver = runtime.driverGetVersion()
-    timings = measure(_clock(xp), _works(backend), sizes=sizes)
+    clock = _clock(xp)
+    timings = measure(clock, _works(backend), sizes=sizes)
     path = tuned.path_of(gpu, driver)
     about = {
         "gpu": gpu,
@@ -211,5 +334,13 @@ def tune(plot: Path | None = None, sizes: Sequence[int] = SIZES) -> tuple[Path, 
     }
     tuned.save(path, crossovers(timings), about)
     if plot is not None:
-        plot.write_text(curve(timings, f"{gpu}: our kernels against cupy"), encoding="utf-8")
-    return path, timings
+        draw(plot, timings, f"{gpu}: our kernels against cupy", (0.5, 1, 2, 4, 8, 16, 32))
+
+    def graphs(*works: Work) -> Sequence[float]:
+        return clock(*(_captured(xp, work) for work in works))
+
+    costs = [] if hadamard is None else overheads(backend, graphs, WIDTHS)
+    if hadamard is not None:
+        title = f"{gpu}: a linear layer's step with Hadamard transforms, of one without, by width"
+        draw(hadamard, costs, title, (1, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5))
+    return path, timings, costs

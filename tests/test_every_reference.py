@@ -145,6 +145,7 @@ def _norm(x: np.ndarray, axis: Any) -> np.ndarray:
     return np.sqrt((x * x).sum(axis, keepdims=True))
 
 
+@pytest.mark.host
 def test_copies_are_made_when_asked_for_and_only_then() -> None:
     x = et.zeros((2, 3))
     assert et.astype(x, et.float32, copy=False, device="cpu") is x

@@ -4,11 +4,12 @@
     python ci/bench/cuda_gemm.py --shapes gpt30m
 
 Normal data, or with --data the forward products X W^T that `record_tensors.py` kept of a training
-step (and which way MXFP4 took there); the FP8 contestants multiply its MXFP4 rounding. bfloat16
-results. CUDA events around four calls, the contestants taking turns in one process, medians over
-the rounds, up to three inputs in turn. "mxfp4 storage" is `extensor_cuda.gemm.matmul` whole, from
-packed codes and scales, with its flag read on the host. Needs a Hopper GPU, torch and the extra
-``cuda13``; writes GPU, versions and command beside the figures.
+step (which way MXFP4 took there, and how far the scales of each tensor range); the FP8 contestants
+multiply its MXFP4 rounding. bfloat16 results. CUDA events around four calls, the contestants taking
+turns in one process, medians over the rounds, up to three inputs in turn. "mxfp4 storage" is
+`extensor_cuda.gemm.matmul` whole, from packed codes and scales, with its flag read on the host.
+Needs a Hopper GPU, torch and the extra ``cuda13``; writes GPU, versions and command beside the
+figures.
 
 --shapes gpt30m: x w^T, g w and g^T x of the layers of a GPT of 30 million parameters on 16,384
 tokens, of bfloat16 arrays as they lie, against torch's; and what stands beside them in a step:
@@ -30,8 +31,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
-from ci.bench.record_tensors import load
+from ci.bench.contest import write_gpu
+from ci.bench.record_tensors import all_spans, load
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense, operands
@@ -200,7 +201,7 @@ def of_shapes(backend: Any, rounds: int) -> None:
                 }
                 rows.append(row)
                 print(*row.values(), sep="  ", flush=True)
-    write("cuda-gemm-gpt30m", command(), rows, about=gpu_of(backend.xp), packages=GPU_PACKAGES)
+    write_gpu("cuda-gemm-gpt30m", rows, backend.xp)
 
 
 def way_of(pair: list[Any], backend: Any) -> str:
@@ -244,7 +245,11 @@ def main() -> None:
     if chosen.data is not None:
         layers = recorded(chosen.data)
         sets = {name: partial(list, [tensors[:2]]) for name, tensors in layers.items()}
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if chosen.data is not None:
+        for row in all_spans(load(chosen.data)[0]):
+            rows.append(row)
+            print(*row.values(), flush=True)
     for size, make in sets.items():
         pairs = make()
         work = 2 * len(pairs[0][0]) * pairs[0][0].shape[1] * len(pairs[0][1])
@@ -262,13 +267,7 @@ def main() -> None:
             }
             rows.append(row)
             print(*row.values(), flush=True)
-    write(
-        "cuda-gemm" if chosen.data is None else "cuda-gemm-recorded",
-        command(),
-        rows,
-        about=gpu_of(backend.xp),
-        packages=GPU_PACKAGES,
-    )
+    write_gpu("cuda-gemm" if chosen.data is None else "cuda-gemm-recorded", rows, backend.xp)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@
         [--recipes mxfp4 mxfp6 nvfp4_nvidia fp8_block fp8_tensor int8 ...]
 
 x (M, K), w (N, K) and the gradient (M, N) are normal bfloat16 data, or with --data those that
-`record_tensors.py` kept of a training step. torch: F.linear and its
-backward, three products. Ours: `et.quantized_matmul` and its backward: six operands quantized from
-bfloat16 (under the largest magnitude of the call before, gradients rounded stochastically, values
-counted), three products, three bfloat16 results; "captured" replays the same from a CUDA graph.
-"products" are ours without quantizing, "quantizers" the rest. CUDA events around four calls, the
-contestants taking turns in one process, medians over the rounds, three inputs in turn. Needs a
-Hopper GPU, torch and the extra ``cuda13``.
+`record_tensors.py` kept of a training step. torch: F.linear and its backward, three products. Ours:
+`et.quantized_matmul` and its backward, whatever the size: six operands quantized from bfloat16
+(under the largest magnitude of the call before, gradients rounded stochastically, values counted),
+three products, three bfloat16 results; "captured" replays the same from a CUDA graph. "products"
+are ours without quantizing, "quantizers" the rest. CUDA events around four calls, the contestants
+taking turns in one process, medians over the rounds, three inputs in turn. Needs a Hopper GPU,
+torch and the extra ``cuda13``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import ml_dtypes
 import torch
 
-from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
+from ci.bench.contest import write_gpu
 from ci.bench.cuda_gemm import INPUTS, Call, measure, recorded
 from extensor.autograd.apply import wrap
 from extensor.backends import registry
@@ -32,7 +32,7 @@ from extensor.ops.quantized import layer_context, quantized_matmul
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import operands
+from extensor_cuda import operands, tuned
 
 RECIPES = ["mxfp4", "mxfp8_nvidia", "bf16"]
 SIZES = ["8192x8192x8192", "16384x4096x4096", "4096x4096x4096"]
@@ -58,7 +58,7 @@ def contestants(theirs: list[list[Any]], backend: Any, recipes: list[str]) -> di
     xp, ours = backend.xp, []
     for tensors in theirs:
         ours.append([xp.from_dlpack(t.view(torch.int16)).view(ml_dtypes.bfloat16) for t in tensors])
-    contexts = {name: layer_context(get_recipe(name).layers, seed=1) for name in RECIPES}
+    contexts = {name: layer_context(get_recipe(name).layers, seed=1) for name in recipes}
     rows, columns = (
         QuantSpec("mxfp4", axis=axis, scale_rule="rceil").resolve(2) for axis in (1, 0)
     )
@@ -153,7 +153,8 @@ def main() -> None:
     rows = []
     for text, make in sets.items():
         before = backend.fallbacks
-        with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        stream = torch.cuda.current_stream().cuda_stream
+        with backend.xp.cuda.ExternalStream(stream), tuned.always():
             times = measure(contestants(make(), backend, chosen.recipes), chosen.rounds)
         falls = backend.fallbacks - before
         for name, milliseconds in times.items():
@@ -166,13 +167,7 @@ def main() -> None:
             }
             rows.append(row)
             print(*row.values(), flush=True)
-    write(
-        "cuda-linear" if chosen.data is None else "cuda-linear-recorded",
-        command(),
-        rows,
-        about=gpu_of(backend.xp),
-        packages=GPU_PACKAGES,
-    )
+    write_gpu("cuda-linear" if chosen.data is None else "cuda-linear-recorded", rows, backend.xp)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 Trains a GPT on Shakespeare under a recipe on the CPU and keeps, at the last step, what quantized
 products of the first and the last block read: inputs (M, K), weights (N, K) and gradients (M, N),
-as the bits of bfloat16. FILE is for `cuda_gemm.py --data` and `cuda_linear.py --data`; keep it
-outside the repository.
+as the bits of bfloat16; prints how far each one's MXFP4 scales range. FILE is for `cuda_gemm.py
+--data` and `cuda_linear.py --data`; keep it outside the repository.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ import numpy as np
 import extensor as et
 from ci.bench.contest import command
 from ci.bench.gpt_torch import run_config
+from extensor.backends import registry
 from extensor.nn.quantize import apply_recipe
 from extensor.ops import operands
 from extensor.optim import AdamW, clip_grad_norm
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.gemm import INT_SPAN, SPAN
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build
 from training.tasks.language import Causal
@@ -87,6 +90,46 @@ def load(path: Path) -> tuple[Tensors, dict[str, Any]]:
         return tensors, json.loads(str(held["about"]))
 
 
+def spans(x: np.ndarray, axis: int) -> dict[str, Any]:
+    """How far the scales of a matrix's MXFP4 blocks range, in binades, and what that allows.
+
+    Blocks of zeros alone do not count.
+
+    Args:
+        x: matrix.
+        axis: along which it is blocked: 1, its rows, or 0, its columns.
+
+    Returns:
+        "tensor_span" and "widest_row" in binades; "int8_rows" and "fp8_rows", shares of rows (or
+        columns) that fit; "path": of products that shift each row by itself, and "path_of_one":
+        of those, as in training, that shift all of the tensor alike.
+    """
+    rows = np.ascontiguousarray(x.astype(np.float32) if axis == 1 else x.astype(np.float32).T)
+    spec = QuantSpec("mxfp4", axis=1, scale_rule="rceil").resolve(2)
+    q, _ = registry.get("cpu").quantize(rows, spec)
+    live = (q.codes.reshape(*q.scales.shape, -1) & 0x77).any(axis=-1)
+    scales = q.scales.astype(int)
+    top, low = np.where(live, scales, -1), np.where(live, scales, 256)
+    wide = np.maximum(top.max(axis=1) - low.min(axis=1), 0)
+    widest, tensor = int(wide.max()), max(int(top.max() - low.min()), 0)
+    return {
+        "tensor_span": tensor,
+        "widest_row": widest,
+        "int8_rows": round(float((wide <= INT_SPAN).mean()), 4),
+        "fp8_rows": round(float((wide <= SPAN).mean()), 4),
+        "path": "int8" if widest <= INT_SPAN else "fp8" if widest <= SPAN else "bf16",
+        "path_of_one": "fp8" if tensor <= SPAN else "bf16",
+    }
+
+
+def all_spans(tensors: Tensors) -> Iterator[dict[str, Any]]:
+    """A row of `spans` for each matrix, along its rows and along its columns."""
+    for name, kinds in tensors.items():
+        for kind, x in kinds.items():
+            for axis, way in ((1, "rows"), (0, "columns")):
+                yield {"size": name, "name": f"{way} of {kind} {x.shape}"} | spans(x, axis)
+
+
 def train(shape: GPTConfig, recipe: str, steps: int, batch: int, seed: int) -> Tensors:
     """Train for some steps; the matrices of the first and the last block at the last one."""
     config = replace(
@@ -134,9 +177,8 @@ def main() -> None:
     )
     tensors = train(shape, chosen.recipe, chosen.steps, chosen.batch, chosen.seed)
     save(chosen.file, tensors, {"command": command(), **vars(chosen) | {"file": chosen.file.name}})
-    for name, kinds in tensors.items():
-        sizes = ", ".join(f"{kind} {array.shape}" for kind, array in sorted(kinds.items()))
-        print(f"{name}: {sizes}")
+    for row in all_spans(tensors):
+        print(*row.values())
     print(f"written to {chosen.file}")
 
 

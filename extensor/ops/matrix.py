@@ -154,12 +154,18 @@ def slogdet(x: ExTensor, /) -> SlogdetResult:
     return SlogdetResult(sign, _logabsdet(x) if x.requires_grad else logarithm)
 
 
+def _solve(backend: Backend, a: Any, b: Any) -> Any:
+    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # cupy's routine wants them equal
+    whole = (backend.xp.broadcast_to(x, lead + x.shape[-2:]) for x in (a, b))
+    return _solved("solve", backend, *whole)
+
+
 def _solve_left_vjp(g: ExTensor, out: ExTensor, a: ExTensor, b: ExTensor) -> ExTensor:
     return -matmul(apply("solve", _t(a), g), _t(out))
 
 
 @primitive(
-    forward=lambda backend, a, b: _solved("solve", backend, a, b),
+    forward=_solve,
     vjps=(_solve_left_vjp, lambda g, out, a, b: apply("solve", _t(a), g)),
     broadcasts=True,
     to_float=True,

@@ -89,40 +89,27 @@ quantize_both(const Given* __restrict__ x, u8* __restrict__ codes0, u8* __restri
         const i64 block = row * tiles_along + start / BLOCK;
         u32 codes_of[kWords];
 #if PAIRS
-        const u32 pair = pair_maximum<8, 1>(raw[item]);
-        const u32 amax = across_lanes(larger(low_float(pair), high_float(pair)));
-        const Scale s = block_scale(amax, tensor);
-        encode_pairs(raw[item], s, is_far(amax, s), codes_of, tally);
+        Chunk& v = raw[item];
 #else
-        float v[kChunk];
+        Chunk v;
 #pragma unroll
-        for (int k = 0; k < kChunk; ++k) v[k] = element(raw[item], k);
-        const u32 amax = across_lanes(chunk_maximum(v));
-        const Scale s = block_scale(amax, tensor);
-        encode(v, s, is_far(amax, s), tensor, static_cast<u32>(block), part, stream, codes_of, tally);
+        for (int k = 0; k < kChunk; ++k) v[0][k] = element(raw[item], k);
 #endif
+        const Scale s = encode_chunk(v, tensor, static_cast<u32>(block), part, stream, codes_of, tally);
 #if OUT == 1
         float* to = values0 + row * columns + start;
 #if WHOLE
 #pragma unroll
         for (int k = 0; k < kChunk; k += 4)
-            reinterpret_cast<float4*>(to)[k / 4] = float4{v[k], v[k + 1], v[k + 2], v[k + 3]};
+            reinterpret_cast<float4*>(to)[k / 4] = float4{v[0][k], v[0][k + 1], v[0][k + 2], v[0][k + 3]};
 #else
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
-            if (row < rows && start + k < columns) to[k] = v[k];
+            if (row < rows && start + k < columns) to[k] = v[0][k];
 #endif
 #else
         if (row < rows && start < tiles_along * BLOCK) {
-            u32* to = reinterpret_cast<u32*>(codes0) + (block * kParts + part) * kWords;
-            if (kWords == 4)
-                *reinterpret_cast<uint4*>(to) =
-                    uint4{codes_of[0], codes_of[1], codes_of[2 % kWords], codes_of[3 % kWords]};
-            else if (kWords == 2)
-                *reinterpret_cast<uint2*>(to) = uint2{codes_of[0], codes_of[1]};
-            else
-#pragma unroll
-                for (int w = 0; w < kWords; ++w) to[w] = codes_of[w];
+            store_words(reinterpret_cast<u32*>(codes0) + (block * kParts + part) * kWords, codes_of);
             if (part == 0) scales0[block] = static_cast<u8>(s.stored);
         }
 #endif

@@ -12,6 +12,7 @@ from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.gemm_program import (
     BOX,
     ROW_BYTES,
+    STAGE_OF_BF16,
     THREADS,
     TILE_M,
     Config,
@@ -19,12 +20,18 @@ from extensor_cuda.kernels.gemm_program import (
     configure,
     configure_parts,
     gemm_source,
+    quantizes,
 )
+from extensor_cuda.kernels.requantize import Requantized, type_of
 
 __all__ = [
+    "BEYOND",
     "MOST_TERMS",
+    "STAGE_OF_BF16",
+    "TILE_M",
     "Config",
     "Flags",
+    "Packed",
     "Split",
     "Zeros",
     "block_scales",
@@ -38,7 +45,7 @@ __all__ = [
 
 MOST_TERMS = (1 << 17) - 1
 """K of a product of 8-bit integers: 128 * 128 * K stays below 2**31."""
-_BEYOND = 256  # scales that may be read behind a row of them: a tile's width
+BEYOND = 256  # scales that may be read behind a row of them: a tile's width
 
 
 class _Epilogue(ctypes.Structure):
@@ -74,6 +81,21 @@ class _Epilogue(ctypes.Structure):
         ("groups", ctypes.c_int),
         ("parts", ctypes.c_int),
         ("stages_of_part", ctypes.c_int),
+        ("scales", ctypes.c_void_p),
+        ("tensor", ctypes.c_void_p),
+        ("ready", ctypes.c_int),
+        ("codes", ctypes.c_void_p),
+        ("code_scales", ctypes.c_void_p),
+        ("floats", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("octets", ctypes.c_longlong),
+        ("scale_pitch", ctypes.c_longlong),
+        ("factor_pitch", ctypes.c_longlong),
+        ("expanded", ctypes.c_void_p),
+        ("chunks", ctypes.c_longlong),
+        ("part", ctypes.c_longlong),
+        ("counts", ctypes.c_void_p),
     )
 
 
@@ -108,6 +130,31 @@ class Zeros:
     column_sum: Any
 
 
+@dataclass(frozen=True)
+class Packed:
+    """What the rows of b are expanded from, as they are multiplied.
+
+    Attributes:
+        codes: uint8 (N, bytes).
+        scales: uint8 (tiles of rows, blocks), or None.
+        floats: float32 likewise, or None.
+        zeros: int8 likewise, zero points, or None.
+        factors: float32 (blocks, pitch), where float scales go; or None.
+        ready: rows whose first part is expanded already, a multiple of the tile's columns.
+        part: elements along K, a multiple of 64.
+        counts: uint32 (1 + parts of K times tiles of columns,), at first 0.
+    """
+
+    codes: Any
+    scales: Any = None
+    floats: Any = None
+    zeros: Any = None
+    factors: Any = None
+    ready: int = 0
+    part: int = 0
+    counts: Any = None
+
+
 def _tensor_map(
     pointer: int, rows: int, columns: int, pitch: int, box: int, kind: str = "UINT8"
 ) -> bytes:
@@ -140,7 +187,7 @@ def block_scales(scales: Any, rows: int, each: int, xp: Any) -> Any:
     Returns:
         float32 (blocks, pitch); what lies beyond the rows is 0.
     """
-    pitch = -(-rows // 4) * 4 + _BEYOND
+    pitch = -(-rows // 4) * 4 + BEYOND
     out = xp.zeros((scales.shape[1], pitch), dtype=np.float32)
     out[:, :rows] = scales.T if each == 1 else scales.T.repeat(each, axis=1)[:, :rows]
     return out
@@ -161,6 +208,8 @@ def _checked(
         ValueError: if shapes, pitches or alignments do not fit.
     """
     for name, operand in (("a", a), ("b", b), ("out", out)):
+        if isinstance(operand, Requantized):
+            continue
         item = operand.dtype.itemsize
         if operand.strides[1] != item or operand.strides[0] % 16 or operand.data.ptr % 16:
             raise ValueError(
@@ -172,6 +221,13 @@ def _checked(
     groups = 1 if offsets is None else len(offsets) - 1
     n = right[0] // max(groups, 1)
     rows = m if split is None else split.parts * rows_of_parts(m, config)
+    if type_of(out) != config.out or (
+        isinstance(out, Requantized) and not quantizes(config.tile_n, out.q.spec)
+    ):
+        raise ValueError(
+            f"gemm: wanted an out of the config's type, in tiles of whole blocks, got {config} and "
+            f"{type_of(out)}"
+        )
     if groups < 1 or right != (groups * n, k) or out.shape != (rows, n):
         raise ValueError(
             f"gemm: wanted a (M, K), b (groups N, K) and out (M, N), got {a.shape}, {b.shape} and "
@@ -208,9 +264,10 @@ def gemm(
     *,
     factors: tuple[Any, Any] | None = None,
     zeros: Zeros | None = None,
-    scales: tuple[Any, Any] | None = None,
+    scales: tuple[Any | None, Any] | None = None,
     offsets: Any = None,
     split: Split | None = None,
+    packed: Packed | None = None,
 ) -> None:
     """Launch out = activation(a b^T 2^(row + column exponent) + bias) + residual; does not wait.
 
@@ -218,26 +275,29 @@ def gemm(
         a: (M, K) codes, one byte an element (bf16: two), rows a multiple of 16 bytes apart; (K, M)
             if ``config.down`` says so.
         b: (N, K) codes, or (K, N), likewise.
-        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart.
+        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart; or a `Requantized`.
         config: the program; its types say what the codes mean.
         row_exponent: int32, (M,) or (1,): added to the exponent of a row of the product.
         column_exponent: int32, (N,) or (1,), likewise for columns.
         bias: float32 (N,).
-        residual: as out.
+        residual: as out; bfloat16 if that is quantized.
         flags: on the device, whether to run; None: always.
-        amax: uint32 of shape (): raised to the bits of the largest magnitude written.
+        amax: uint32 of shape (): raised to the bits of the largest magnitude, before it is rounded.
         runs: uint32 of shape (): counts the launches that no flag ended.
         blocks: of the grid; None: one per multiprocessor.
         factors: instead of exponents: float32 (M,) or (1,), and (N,) or (1,); the sum is multiplied
             by the row's, then by the column's.
         zeros: zero points, with 8-bit integers and factors.
         scales: from `block_scales`, of a and of b: float32 for each 128 elements along K, with FP8.
+            With bf16 and a config that says for how many, b's alone: float32 (whole stages of
+            groups, pitch), readable `BEYOND` the last.
         offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
             to the next are multiplied by a b of their own; b is (groups N, K), what belongs to
             columns (groups N,).
         split: parts of K, with a config that splits, flags and one exponent for all of an operand,
             but nothing else. Out is then float32 (parts R, N), R from `rows_of_parts`, what lies in
             a part beyond M being zeros.
+        packed: with a config that expands: b is written too, from the ready rows on.
 
     Raises:
         ValueError: if shapes, pitch or alignment of an operand do not fit, or options exclude each
@@ -266,16 +326,20 @@ def gemm(
         _tensor_map(x.data.ptr, x.shape[0], x.shape[1] * size, x.strides[0], BOX if down else box)
         for x, box, down in zip((a, b), boxes, config.down, strict=True)
     ]
-    kind = config.out.upper()
-    maps.append(_tensor_map(out.data.ptr, out.shape[0], n, out.strides[0], 16, kind))
+    if isinstance(out, Requantized):
+        to, pitch = out.q.codes, 0
+        maps.append(maps[0])  # which is not looked at
+    else:
+        to, pitch = out, out.strides[0] // out.dtype.itemsize
+        kind = str(config.out).upper()
+        maps.append(_tensor_map(out.data.ptr, out.shape[0], n, out.strides[0], 16, kind))
     flags = flags or Flags(wanted=-1)
-    item = out.dtype.itemsize
     epilogue = _Epilogue(
         row_exponent=_pointer(row),
         column_exponent=_pointer(column),
         bias=_pointer(bias),
         residual=_pointer(residual),
-        residual_pitch=0 if residual is None else residual.strides[0] // item,
+        residual_pitch=0 if residual is None else residual.strides[0] // residual.dtype.itemsize,
         row_flag=_pointer(flags.row),
         column_flag=_pointer(flags.column),
         amax=_pointer(amax),
@@ -287,17 +351,30 @@ def gemm(
         columns=n,
         stages_of_k=-(-k * size // ROW_BYTES),
         offsets=_pointer(offsets),
-        out=_pointer(out),
-        out_pitch=out.strides[0] // item,
+        out=_pointer(to),
+        out_pitch=pitch,
         groups=0 if offsets is None else len(offsets) - 1,
     )
+    if isinstance(out, Requantized):
+        epilogue.scales, epilogue.tensor = _pointer(out.q.scales), _pointer(out.tensor)
     if zeros is not None:
         epilogue.row_zero, epilogue.row_rest = _pointer(zeros.row), _pointer(zeros.row_rest)
         epilogue.column_zero = _pointer(zeros.column)
         epilogue.column_sum = _pointer(zeros.column_sum)
     if scales is not None:
         epilogue.row_blocks, epilogue.column_blocks = map(_pointer, scales)
-        epilogue.row_block_pitch, epilogue.column_block_pitch = (x.shape[1] for x in scales)
+        epilogue.row_block_pitch, epilogue.column_block_pitch = (
+            0 if x is None else x.shape[1] for x in scales
+        )
+    if packed is not None:
+        sources = packed.scales if packed.floats is None else packed.floats
+        epilogue.ready, epilogue.counts = packed.ready, _pointer(packed.counts)
+        epilogue.codes, epilogue.code_scales = _pointer(packed.codes), _pointer(packed.scales)
+        epilogue.floats, epilogue.zeros = _pointer(packed.floats), _pointer(packed.zeros)
+        epilogue.factors, epilogue.expanded = _pointer(packed.factors), _pointer(b)
+        epilogue.octets, epilogue.scale_pitch = packed.codes.shape[1], sources.shape[1]
+        epilogue.factor_pitch = 0 if packed.factors is None else packed.factors.shape[1]
+        epilogue.chunks, epilogue.part = b.strides[0] // (16 * size), packed.part // 16
     tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
     tiles = tall * -(-n // config.tile_n)
     if split is not None:
@@ -313,7 +390,7 @@ def _with(
     exponents: tuple[Any, Any],
     factors: tuple[Any, Any] | None,
     zeros: Zeros | None,
-    scales: tuple[Any, Any] | None,
+    scales: tuple[Any | None, Any] | None,
     offsets: Any,
     extras: bool,
 ) -> Config:
@@ -327,15 +404,24 @@ def _with(
         raise ValueError("gemm: factors stand instead of exponents; give one of the two")
     if zeros is not None and (factors is None or config.a != "s8"):
         raise ValueError(f"gemm: zero points go with factors and codes s8, got {config.a}")
-    if scales is not None:
+    if config.every:
+        stages, at_once = -(-a.shape[1] // STAGE_OF_BF16), max(STAGE_OF_BF16 // config.every, 1)
+        groups = stages * at_once if at_once > 1 else -(-a.shape[1] // config.every)
+        others = factors or zeros or offsets is not None or extras or given
+        if config.a != "bf16" or others or scales is None or len(scales[1]) != groups:
+            raise ValueError(
+                f"gemm: scales of {config.every} along K are b's, {groups} of them here, with bf16 "
+                f"and nothing else, got {config.a} and scales of {scales and len(scales[1])}"
+            )
+    elif scales is not None:
         if config.a in ("s8", "bf16") or offsets is not None or zeros is not None:
             raise ValueError(
                 f"gemm: scales of 128 along K go with FP8 codes in one group, got {config.a}"
             )
-        if any(len(x) != -(-a.shape[1] // ROW_BYTES) for x in scales):
+        if any(x is None or len(x) != -(-a.shape[1] // ROW_BYTES) for x in scales):
             raise ValueError(
                 f"gemm: K = {a.shape[1]} has {-(-a.shape[1] // ROW_BYTES)} blocks of 128, got "
-                f"scales of {[len(x) for x in scales]}"
+                f"scales of {[x if x is None else len(x) for x in scales]}"
             )
     if offsets is not None and extras and config.promote:
         config = replace(config, tile_n=min(config.tile_n, 128))  # wider ones spill
@@ -345,9 +431,9 @@ def _with(
         vectors=any(x.size > 1 for x in given),
         factors=factors is not None,
         zeros=zeros is not None,
-        blocks=scales is not None,
+        blocks=scales is not None and not config.every,
         grouped=offsets is not None,
-        promote=1 if scales is not None else config.promote,
+        promote=1 if scales is not None and not config.every else config.promote,
         # The ring holds scales too.
         patches=min(config.patches, 2) if scales is not None else config.patches,
     )

@@ -32,7 +32,11 @@ typedef u16 Out;
 #else
 typedef float Out;
 #endif
-constexpr int kChunk = 128 / sizeof(Out);  // columns of a patch
+constexpr int kPatchColumns = 128 / sizeof(Out);
+
+#if REQUANTIZED
+#include "gemm_requantize.cuh"
+#endif
 
 __device__ __forceinline__ float widen(u16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
 __device__ __forceinline__ float widen(float v) { return v; }
@@ -124,13 +128,15 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
     }
     u32 largest = 0;
 #pragma unroll
-    for (int from = 0; from < kTileN; from += kChunk) {
-        const int start = min(from, kTileN - kChunk);  // the last patch may write columns again
+    for (int from = 0; from < kTileN; from += kPatchColumns) {
+        const int start = min(from, kTileN - kPatchColumns);  // the last patch may write columns again
         u8* patch = patches + turn * kPatch;
+#if !REQUANTIZED
         if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPatches - 1) : "memory");
+#endif
         __syncwarp();
 #pragma unroll
-        for (int j = 0; j < kChunk / 8; ++j) {
+        for (int j = 0; j < kPatchColumns / 8; ++j) {
             const int within = start + 8 * j + 2 * pair;
             float v[4];
 #pragma unroll
@@ -179,6 +185,10 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #endif
             }
         }
+#if REQUANTIZED
+        __syncwarp();
+        quantize_patch(patch, e, row0, end_of_rows, column0 + start, lane);
+#else
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
         if (lane == 0) {
@@ -191,14 +201,15 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #if GROUPED
         // Rows of the next group lie behind: what is left of this one goes one value after the other.
         if (row0 < end_of_rows && row0 + 16 > end_of_rows) {
-            for (int i = lane; i < (end_of_rows - row0) * kChunk; i += 32) {
-                const int r = i / kChunk, k = i % kChunk, byte = k * static_cast<int>(sizeof(Out));
+            for (int i = lane; i < (end_of_rows - row0) * kPatchColumns; i += 32) {
+                const int r = i / kPatchColumns, k = i % kPatchColumns, byte = k * static_cast<int>(sizeof(Out));
                 if (column0 + start + k < e.columns)
                     static_cast<Out*>(e.out)[(row0 + r) * e.out_pitch + column0 + start + k] =
                         *reinterpret_cast<const Out*>(patch + place(r, byte / 16) + byte % 16);
             }
             __syncwarp();
         }
+#endif
 #endif
         turn = turn + 1 == kPatches ? 0 : turn + 1;
     }

@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from extensor.quant.spec import QuantSpec
 from extensor_cuda import jit
+from extensor_cuda.kernels import quantize
 from extensor_cuda.kernels.hopper import SHARED, wgmma
 
 __all__ = [
     "BOX",
     "ROW_BYTES",
+    "STAGE_OF_BF16",
     "THREADS",
     "TILE_M",
     "Config",
@@ -23,6 +26,8 @@ __all__ = [
 
 TILE_M, ROW_BYTES, THREADS = 128, 128, 384
 _PROMOTE = 4  # stages of FP8 between additions in float32: 512 elements
+STAGE_OF_BF16 = ROW_BYTES // 2  # elements of K
+PATCH_COLUMNS = 64  # of a patch of bfloat16
 BOX = 64  # columns, and of K, of a box of an operand that lies the other way
 ACTIVATIONS = ("none", "relu", "silu", "gelu_tanh", "gelu")
 _WARPS, _PATCH, _SLACK = 8, 16 * 128, 1024
@@ -39,7 +44,7 @@ class Config:
         promote: stages of 128 bytes along K between additions in float32; 0: never.
         cluster: blocks that share a tile of B, 1 or 2.
         stages: of the ring; None: as many as fit.
-        out: "float32" or "bfloat16".
+        out: "float32", "bfloat16", or how rows are quantized (`extensor_cuda.kernels.requantize`).
         activation: applied to the sum with its bias.
         patches: of 16 rows of 128 bytes, in which a warp's results leave while it goes on.
         group: rows of blocks that are walked together, for the second-level cache.
@@ -48,10 +53,13 @@ class Config:
         factors: float32 factors instead of exponents, for both operands.
         zeros: zero points, with s8 and factors.
         blocks: float32 scales of 128 elements along K on both sides, with FP8 and promote=1.
+        every: elements of K for which B's rows have float32 scales, with bf16: 32 or a multiple
+            of 64; promote is then what it takes. 0: none.
         grouped: rows of A in groups, each with a B of its own.
         down: whether a and b lie as (K, M) and (K, N), with bf16.
         split: K in parts, whose sums are written one below the other.
         extras: bias, residual, amax or an activation.
+        expands: B is made from packed storage as it is multiplied: macros of expanding.cuh.
         guard: a barrier that is never reached ends the kernel with an error.
     """
 
@@ -61,7 +69,7 @@ class Config:
     promote: int = 4
     cluster: int = 1
     stages: int | None = None
-    out: str = "float32"
+    out: str | QuantSpec = "float32"
     activation: str = "none"
     patches: int = 1
     group: int = 8
@@ -70,10 +78,12 @@ class Config:
     factors: bool = False
     zeros: bool = False
     blocks: bool = False
+    every: int = 0
     grouped: bool = False
     down: tuple[bool, bool] = (False, False)
     split: bool = False
     extras: bool = False
+    expands: tuple[tuple[str, str], ...] = ()
     guard: bool = False
 
     @property
@@ -86,7 +96,9 @@ class Config:
     @property
     def _stage(self) -> int:
         """Bytes of a stage: two tiles, their scales, two barriers."""
-        return (TILE_M + self.tile_n) * (ROW_BYTES + (4 if self.blocks else 0)) + 16
+        lines = max(STAGE_OF_BF16 // self.every, 1) if self.every else 0  # of scales of columns
+        scales = TILE_M + self.tile_n if self.blocks else lines * self.tile_n
+        return (TILE_M + self.tile_n) * ROW_BYTES + 4 * scales + 16
 
     @property
     def _beside(self) -> int:
@@ -111,10 +123,11 @@ def configure(
     kind: str,
     m: int,
     n: int,
-    out: str,
+    out: str | QuantSpec,
     promote: int | None = None,
     blocks: int = 132,
     b: str | None = None,
+    every: int = 0,
 ) -> Config:
     """The program for a product's size: the tile that fills the last round of blocks best.
 
@@ -122,11 +135,14 @@ def configure(
         kind: element type of both operands, or of a.
         m: rows of the result.
         n: its columns.
-        out: its type.
+        out: its type, as in `Config`.
         promote: as in `Config`; None: every 512 elements for FP8, never for the others.
         blocks: multiprocessors of the GPU.
         b: element type of b, where it is another.
+        every: as in `Config`.
     """
+    if every:
+        promote = max(every // STAGE_OF_BF16, 1)
     if promote is None:
         promote = _PROMOTE if kind in ("e4m3", "e5m2") else 0
 
@@ -134,8 +150,22 @@ def configure(
         tiles = -(-m // TILE_M) * -(-n // tile[0])
         return -(-tiles // blocks) * tile[0] * tile[2]
 
-    tile_n, patches, _ = min(_TILES if promote else _WIDE_TILES, key=cost)
-    return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, group=8)
+    tiles: tuple[tuple[int, int, float], ...] = _TILES if promote else _WIDE_TILES
+    if isinstance(out, QuantSpec):  # one patch: nothing leaves it by itself
+        tiles = tiles if promote else (_TILES[0], *tiles)
+        tiles = tuple((tile, 1, each) for tile, _, each in tiles if quantizes(tile, out))
+    tile_n, patches, _ = min(tiles, key=cost)
+    return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, every=every)
+
+
+def quantizes(tile_n: int, spec: QuantSpec) -> bool:
+    """Whether a tile of so many columns leaves quantized: in patches that begin where blocks do.
+
+    Rules that try several scales on a block's values need the registers that 128 columns leave.
+    """
+    assert isinstance(spec.tile, tuple)
+    whole = tile_n % spec.tile[1] == 0 and PATCH_COLUMNS % spec.tile[1] == 0
+    return whole and (tile_n <= 128 or spec.rule not in quantize.SEARCHES)
 
 
 @dataclass(frozen=True)
@@ -203,14 +233,20 @@ def configure_parts(
 @lru_cache(maxsize=256)
 def gemm_source(config: Config) -> jit.Source:
     """The GEMM's program."""
-    macros = {
+    coding: dict[str, str] = {}
+    if isinstance(config.out, QuantSpec):
+        plan = quantize.plan_of(config.out, (1, PATCH_COLUMNS))
+        assert isinstance(plan, quantize.Plan), plan
+        coding = dict(quantize.quantize_source(plan, "bfloat16", "codes", True, False).macros)
+    macros = coding | {
         "TILE_N": config.tile_n,
         "STAGES": config.depth,
         "CLUSTER": config.cluster,
         "CLUSTER_DIMS": f"__cluster_dims__({config.cluster}, 1, 1)" if config.cluster > 1 else "",
         "PROMOTE": config.promote,
         "KIND": {"s8": 2, "bf16": 1}.get(config.a, 0),
-        "OUT_BF16": int(config.out == "bfloat16"),
+        "OUT_BF16": int(config.out != "float32"),
+        "REQUANTIZED": int(bool(coding)),
         "ACTIVATION": ACTIVATIONS.index(config.activation),
         "PATCHES": config.patches,
         "GROUP": config.group,
@@ -218,12 +254,15 @@ def gemm_source(config: Config) -> jit.Source:
         "VECTORS": 2 if config.factors else int(config.vectors),
         "ZEROS": int(config.zeros),
         "BLOCKS": int(config.blocks),
+        "EVERY": config.every,
         "GROUPED": int(config.grouped),
         "A_DOWN": int(config.down[0]),
         "B_DOWN": int(config.down[1]),
         "SPLIT": int(config.split),
         "EXTRAS": int(config.extras),
+        "EXPANDS": int(bool(config.expands)),
         "GUARD": int(config.guard),
+        **dict(config.expands),
     }
     plain = jit.Source.read(_FOLDER / "gemm.cu", macros)
     functions = wgmma(config.a, config.b, config.tile_n, down=config.down)

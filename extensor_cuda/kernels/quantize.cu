@@ -15,6 +15,7 @@
 #include "search.cuh"
 #include "encode.cuh"
 #include "pairs.cuh"
+#include "chunk.cuh"
 #include "totals.cuh"
 #include "octets.cuh"
 

@@ -34,11 +34,15 @@ __all__ = [
     "Outputs",
     "Plan",
     "dequantize",
+    "element_macros",
+    "exact_float",
     "is_whole",
     "operand",
     "plan_of",
     "quantize",
     "quantize_raw",
+    "quantize_source",
+    "tensor_scales",
 ]
 
 Array = Any
@@ -170,7 +174,8 @@ def _has_tile(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
     return rows == length and length in SQUARES and (along_rows or len(shape) == 2)
 
 
-def _element_macros(element: ElementFormat) -> dict[str, object]:
+def element_macros(element: ElementFormat) -> dict[str, object]:
+    """What kernels know of an element grid and of NVFP4's scales."""
     return {
         "BITS": element.bits,
         "MANTISSA": element.mantissa_bits,
@@ -185,7 +190,7 @@ def _element_macros(element: ElementFormat) -> dict[str, object]:
     }
 
 
-def _float(value: float) -> str:
+def exact_float(value: float) -> str:
     """A float32 as an exact literal."""
     return f"{np.float32(value).item().hex()}f"
 
@@ -212,7 +217,7 @@ def quantize_source(
     stochastic = spec.rounding == "stochastic"
     words = stochastic or spec.ties != "even"
     top = np.float32(element.max)
-    macros = _element_macros(element) | {
+    macros = element_macros(element) | {
         "IN": INPUTS.index(dtype),
         "OUT": _OUT[out],
         "WHOLE": int(whole),
@@ -226,7 +231,9 @@ def quantize_source(
         "ITEMS": 1 if dtype == "float32" or words or spec.transform else 2,
         "ROWS": plan.rows,
         "HADAMARD": spec.transform.size if spec.transform else 0,
-        "HADAMARD_FACTOR": _float(1.0 / math.sqrt(spec.transform.size if spec.transform else 1)),
+        "HADAMARD_FACTOR": exact_float(
+            1.0 / math.sqrt(spec.transform.size if spec.transform else 1)
+        ),
         "SEARCH": int(spec.rule in SEARCHES),
         "COLUMNS": columns_of(plan, dtype),
         "RULE": _RULES.index(spec.rule),
@@ -236,16 +243,16 @@ def quantize_source(
         "WORDS": int(words),
         "RBITS": spec.rbits if stochastic else 0,
         "TIE_WORD": _TIE_WORDS.get(spec.ties, "0u"),
-        "ELEMENT_SCALE": _float(spec.element_scale),
-        "TOP": _float(element.max),
-        "LEAST": _float(element.min_positive),
+        "ELEMENT_SCALE": exact_float(spec.element_scale),
+        "TOP": exact_float(element.max),
+        "LEAST": exact_float(element.min_positive),
         "CLAMP_BITS": f"{(element.emax + 2 + 127) << 23}u",
-        "RECIPROCAL_TOP": _float(float(np.float32(1) / top)),
-        "TIE_AT_TOP": _float(_tie_at_top(element)),
-        "TENSOR_TARGET": _float(
+        "RECIPROCAL_TOP": exact_float(float(np.float32(1) / top)),
+        "TIE_AT_TOP": exact_float(_tie_at_top(element)),
+        "TENSOR_TARGET": exact_float(
             (_FOUR_OVER_SIX_TOP if spec.rule == "four_over_six" else _SCALE.max) * element.max
         ),
-        "SCALE_TOP": _float(_SCALE.max),
+        "SCALE_TOP": exact_float(_SCALE.max),
         "INF_BYTE": f"{dialect.inf_byte_in(element)}u",
         "ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
         "TINY_SATURATES": int(dialect.nvfp4_tiny_saturates),
@@ -275,7 +282,7 @@ def columns_of(plan: Plan, dtype: str) -> int:
 @lru_cache(maxsize=4096)
 def dequantize_source(plan: Plan, whole: bool) -> Source:
     """The decoder's program for one plan."""
-    macros = _element_macros(plan.spec.row.element) | {
+    macros = element_macros(plan.spec.row.element) | {
         "WHOLE": int(whole),
         "BLOCK": plan.block,
         "UE4M3": int(not plan.spec.is_mx),
@@ -351,6 +358,14 @@ def _sign_words(transform: Hadamard) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
+def tensor_scales(plan: Plan, amax: Array, xp: Any) -> Array:
+    """The four words that blocks need of a tensor whose largest magnitude is float32 ``amax``."""
+    tensor = xp.empty(4, dtype=xp.float32)
+    source = quantize_source(plan, "bfloat16", "codes", False, False)
+    launch(source, "tensor_scales", 1, 1, amax, tensor)
+    return tensor
+
+
 def tensor_of(
     plan: Plan, x: Array, amax: Array | None, xp: Any
 ) -> tuple[Array | None, Array | None]:
@@ -360,10 +375,7 @@ def tensor_of(
     if amax is None:
         amax = xp.zeros((), dtype=xp.float32)
         _run(plan, x, "maximum", False, None, (None, None, None, None, amax, None))
-    tensor = xp.empty(4, dtype=xp.float32)
-    source = quantize_source(plan, x.dtype.name, "codes", False, False)
-    launch(source, "tensor_scales", 1, 1, amax, tensor)
-    return tensor, amax
+    return tensor_scales(plan, amax, xp), amax
 
 
 def quantize_raw(

@@ -50,13 +50,9 @@ quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict_
         const i64 chunk = first + item * kThreads;
         const u32 block = static_cast<u32>(chunk / kParts), part = static_cast<u32>(chunk % kParts);
 #if PAIRS
-        const u32 pair = pair_maximum<8, 1>(raw[item]);
-        const u32 amax = across_lanes(larger(low_float(pair), high_float(pair)));
-        const Scale s = block_scale(amax, tensor);
-        u32 packed[kWords];
-        encode_pairs(raw[item], s, is_far(amax, s), packed, tally);
+        Chunk& v = raw[item];
 #else
-        float v[1][kChunk];
+        Chunk v;
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) v[0][k] = element(raw[item], k);
 #if HADAMARD
@@ -71,26 +67,11 @@ quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict_
         most = larger(most, amax < kExponent ? amax : 0);
 #endif
 #else
-#if !PAIRS
-        const u32 amax = across_lanes(chunk_maximum(v[0]));
-#if SEARCH
-        const Scale s = best_scale<1, 1, 1>(v, 0, amax, tensor);
-#else
-        const Scale s = block_scale(amax, tensor);
-#endif
         u32 packed[kWords];
-        encode(v[0], s, is_far(amax, s), tensor, block, part, stream, packed, tally);
-#endif
+        const Scale s = encode_chunk(v, tensor, block, part, stream, packed, tally);
         if (chunk < total) {
 #if OUT == 0
-            u32* to = reinterpret_cast<u32*>(codes) + chunk * kWords;
-            if (kWords == 4)
-                *reinterpret_cast<uint4*>(to) = uint4{packed[0], packed[1], packed[2 % kWords], packed[3 % kWords]};
-            else if (kWords == 2)
-                *reinterpret_cast<uint2*>(to) = uint2{packed[0], packed[1]};
-            else
-#pragma unroll
-                for (int w = 0; w < kWords; ++w) to[w] = packed[w];
+            store_words(reinterpret_cast<u32*>(codes) + chunk * kWords, packed);
             if (part == 0) scales[block] = static_cast<u8>(s.stored);
 #elif WHOLE
             float4* to = reinterpret_cast<float4*>(values + chunk * kChunk);

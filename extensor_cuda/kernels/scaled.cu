@@ -5,7 +5,7 @@
 // Two passes: `maxima` finds each block's largest magnitude, `codes` divides by what it means. A warp
 // has 32 rows of 128 columns, a lane four neighbouring columns; a block of `tall` rows and `wide`
 // columns may be larger or smaller than that. No inline assembly; macros: IN (0: float32, 1: bfloat16,
-// 2: float16), MANTISSA, GRID_EXPONENT, IS_FLOAT, MAX_CODE, TOP, DOWN (contraction along axis 0), WORDS.
+// 2: float16), MANTISSA, GRID_EXPONENT, IS_FLOAT, MAX_CODE, TOP, DOWN (contraction along axis 0), WORDS, TIES.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -14,49 +14,19 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #include "philox.cuh"
+#include "float_codes.cuh"
 
 constexpr int kThreads = 256, kWarps = 8, kRows = 32, kColumns = 128, kSlots = 256;
-constexpr u32 kInfinity = 0x7F800000u;
-
-#if IN == 0
-typedef u32 Raw;
-#else
-typedef u16 Raw;
-#endif
-
-__device__ __forceinline__ float value_of(Raw raw) {
-#if IN == 0
-    return __uint_as_float(raw);
-#elif IN == 1
-    return __uint_as_float(static_cast<u32>(raw) << 16);
-#else
-    const u32 magnitude = static_cast<u32>(raw & 0x7FFF) << 13, sign = static_cast<u32>(raw >> 15) << 31;
-    if (magnitude >= 0x0F800000u) return __uint_as_float(magnitude | kInfinity | sign);
-    return __uint_as_float(__float_as_uint(__uint_as_float(magnitude) * __uint_as_float(239u << 23)) | sign);
-#endif
-}
 
 // Four neighbours of a row; zeros outside.
 __device__ __forceinline__ void load(const Raw* x, i64 row, i64 column, i64 rows, i64 columns, float (&v)[4]) {
     if (row < rows && column + 3 < columns && columns % 4 == 0) {
-        const Raw* from = x + row * columns + column;
-#if IN == 0
-        const uint4 four = *reinterpret_cast<const uint4*>(from);
-        v[0] = value_of(four.x), v[1] = value_of(four.y), v[2] = value_of(four.z), v[3] = value_of(four.w);
-#else
-        const uint2 two = *reinterpret_cast<const uint2*>(from);
-        v[0] = value_of(static_cast<Raw>(two.x)), v[1] = value_of(static_cast<Raw>(two.x >> 16));
-        v[2] = value_of(static_cast<Raw>(two.y)), v[3] = value_of(static_cast<Raw>(two.y >> 16));
-#endif
+        load_four(x + row * columns + column, v);
     } else {
 #pragma unroll
         for (int c = 0; c < 4; ++c)
             v[c] = row < rows && column + c < columns ? value_of(x[row * columns + column + c]) : 0.0f;
     }
-}
-
-__device__ __forceinline__ void raise(u32* most, u32 mine) {
-    if (mine > *static_cast<volatile u32*>(most)) atomicMax(most, mine);
 }
 
 // x (rows, columns) -> the float bits of each block's largest magnitude, at first 0.
@@ -101,35 +71,16 @@ maxima(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns,
     }
 }
 
-struct Tally {
-    u32 saturated, flushed;
-};
-
 // x / scale on the grid, as a code with its sign; integers are two's complement.
 __device__ __forceinline__ u32 code_of(float x, float scale, u32 word, Tally& tally) {
-    const u32 bits = __float_as_uint(__fdiv_rn(x, scale)), field = bits >> 23 & 0xFFu;
-    const int exponent = field ? static_cast<int>(field) : 1;  // |y| = significand 2^(exponent - 150)
-    const u64 significand = (bits & 0x7FFFFFu) | (field ? 0x800000u : 0u);
-    const int least = GRID_EXPONENT + MANTISSA;  // of the smallest normal
-    const int step = IS_FLOAT && exponent - 127 > least ? exponent - 127 - least : 0;
-    int shift = GRID_EXPONENT + step - (exponent - 150);
-    shift = shift < 0 ? 0 : shift > 60 ? 60 : shift;
-    const u64 rest = significand & ((1ull << shift) - 1);
-    u32 n = static_cast<u32>(significand >> shift);
-#if WORDS
-    // up exactly when rest / 2^shift 2^32 > word
-    const u64 threshold = shift <= 32 ? rest << (32 - shift) : (rest + (1ull << (shift - 32)) - 1) >> (shift - 32);
-    n += word < threshold;
-#else
-    const u64 half = shift ? 1ull << (shift - 1) : 1;
-    n += rest > half || (rest == half && shift && (n & 1u));
-#endif
-    n += static_cast<u32>(step) << MANTISSA;
+    const u32 bits = __float_as_uint(__fdiv_rn(x, scale));
+    u32 n = magnitude_code(bits, word);
     tally.saturated += n > MAX_CODE;
     n = n > MAX_CODE ? MAX_CODE : n;
     bool zero = n == 0;
     if (IS_FLOAT && scale < 1e-30f) {  // a code that is not 0 may decode to 0
         const u32 part = n & ((1u << MANTISSA) - 1), top = n >> MANTISSA;
+        const int least = GRID_EXPONENT + MANTISSA;  // of the smallest normal
         const float unit = __uint_as_float(static_cast<u32>(GRID_EXPONENT + 127) << 23);
         const float grid = top ? __uint_as_float((top + static_cast<u32>(least + 126)) << 23 | part << (23 - MANTISSA))
                                : static_cast<float>(part) * unit;
@@ -221,13 +172,5 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
         }
     }
 #endif
-    u32 saturated = tally.saturated, flushed = tally.flushed;
-#pragma unroll
-    for (int step = 16; step; step /= 2) {
-        saturated += __shfl_xor_sync(~0u, saturated, step);
-        flushed += __shfl_xor_sync(~0u, flushed, step);
-    }
-    u64* slot = counters + (blockIdx.x * kWarps + warp) % kSlots * 2;
-    if (lane == 0 && saturated) atomicAdd(slot, static_cast<u64>(saturated));
-    if (lane == 0 && flushed) atomicAdd(slot + 1, static_cast<u64>(flushed));
+    count(tally, counters + (blockIdx.x * kWarps + warp) % kSlots * 2);
 }

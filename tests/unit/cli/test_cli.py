@@ -344,17 +344,24 @@ def test_tune_shows_what_was_measured(
     module = SimpleNamespace(
         SIZES=(512,),
         NEVER=9,
-        tune=lambda plot, sizes: (tmp_path / "table.json", [timing]),
+        tune=lambda plot, sizes, hadamard: (
+            tmp_path / "table.json",
+            [timing],
+            [timing][: bool(hadamard)],
+        ),
         crossovers=lambda timings: {"scaled": 512**3, "dense": 9},
     )
     monkeypatch.setitem(sys.modules, "extensor_cuda.tune", module)
     assert cli.main(["tune"]) == 0
     text = capsys.readouterr().out
-    assert "2.00x" in text and "134,217,728" in text and "never" in text
+    assert "2.000x" in text and "134,217,728" in text and "never" in text
+    assert "Hadamard" not in text
+    assert cli.main(["tune", "--hadamard", "cost.svg"]) == 0
+    assert "Hadamard" in capsys.readouterr().out
     assert cli.main(["tune", "--sizes", "8"]) == 2
     assert "sides of 16 or more" in capsys.readouterr().err
 
-    def fails(plot: object, sizes: object) -> None:
+    def fails(plot: object, sizes: object, hadamard: object) -> None:
         raise RuntimeError("no GPU here")
 
     module.tune = fails

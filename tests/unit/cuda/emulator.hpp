@@ -89,6 +89,9 @@ inline int __syncthreads_or(int vote) {
 }
 inline void atomicOr(unsigned* to, unsigned bits) { *to |= bits; }
 
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -97,6 +100,7 @@ inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dsub_rn(double a, double b) { return a - b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline float normcdff(float x) {
     return static_cast<float>(0.5 * std::erfc(-static_cast<double>(x) * 0.70710678118654752));
@@ -121,6 +125,7 @@ T atomicMin(T* to, T value) { const T before = *to; *to = value < before ? value
 template <class T>
 T atomicAdd(T* to, T value) { const T before = *to; *to = before + value; return before; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline void __threadfence() {}
 template <class T>
@@ -153,6 +158,17 @@ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
         const unsigned bits = __float_as_uint(static_cast<float>(v));
         const unsigned rounded = v != v ? 0x7FC0u : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
         out |= rounded << h;
+    }
+    return out;
+}
+// The larger ones, NaN if one is, or the smaller ones.
+template <bool kLarger>
+unsigned choose_pair(unsigned a, unsigned b) {
+    unsigned out = 0;
+    for (int h = 0; h < 32; h += 16) {
+        const unsigned halves[2] = {a >> h & 0xFFFF, b >> h & 0xFFFF};
+        const float x = of_bfloat16(halves[0]), y = of_bfloat16(halves[1]);
+        out |= (x != x || y != y ? 0x7FFFu : halves[(x < y) == kLarger]) << h;
     }
     return out;
 }

@@ -29,10 +29,16 @@ STATEMENTS = {
     "cp.async.wait_all": "named_barrier(warpgroup + 1, 128);",
     "cvt.rn.bf16x2.f32": "packed = rounded_pair(v[2 * h + 1], v[2 * h]);",
     "ex2.approx": "y = std::exp2(x);",
+    "max.NaN.f32": "m = a != a || b != b ? NAN : std::fmax(a, b);",
+    "fma.rn.bf16x2": "d = fma_pair(a, b, c);",
+    "max.NaN.bf16x2": "d = choose_pair<true>(a, b);",
+    "min.bf16x2": "d = choose_pair<false>(a, b);",
+    "abs.bf16x2": "d = a & 0x7FFF7FFFu;",
     "bulk_group [%0": "store(map, column0 + start, row0, patch);",
 }
 """Assembly that does something here, and what stands for it."""
 NOTHING = ("fence", "setmaxnreg", "bar.", "wgmma.", "bulk.wait_group", "commit_group")
+NOTHING += ("cvt.f32.f16", "cvt.rn.satfinite")  # in parts that are not compiled here
 KINDS = {"e4m3": 0, "e5m2": 1, "s8": 2, "bf16": 0}
 
 

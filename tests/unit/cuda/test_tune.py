@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from extensor.backends import registry
+from extensor.ops import operands
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import expanded, tune, tuned
 from extensor_cuda.tune import NEVER, Timing, crossovers, curve, measure
@@ -35,9 +39,10 @@ def test_every_way_is_timed_at_every_size() -> None:
     def works(way: str, size: int) -> tuple[Any, Any]:
         return lambda: calls.append(f"{way} {size}"), lambda: calls.append("other")
 
-    def clock(work: Any) -> float:
-        work()
-        return {"other": 3.0}.get(calls[-1], 1.5)
+    def clock(*given: Any) -> list[float]:
+        for work in given:
+            work()
+        return [{"other": 3.0}.get(call, 1.5) for call in calls[-2:]]
 
     found = measure(clock, works, ("dense", "scaled"), (16, 32))
     assert [(t.way, t.size, t.ratio) for t in found] == [
@@ -46,7 +51,7 @@ def test_every_way_is_timed_at_every_size() -> None:
     assert len(calls) == 8
 
 
-def test_slow_calls_are_repeated_less_often() -> None:
+def test_works_take_turns_and_slow_ones_are_repeated_less_often() -> None:
     now, calls = [0.0], [0]
 
     class Event:
@@ -64,17 +69,53 @@ def test_slow_calls_are_repeated_less_often() -> None:
             calls[0] += 1
 
         calls[0] = 0
-        assert tune._clock(SimpleNamespace(cuda=cuda))(work) == pytest.approx(seconds)
-        assert calls[0] == expected
+        found = tune._clock(SimpleNamespace(cuda=cuda))(work, lambda work=work: work(seconds=0.2))
+        assert found == pytest.approx([seconds, 0.2])
+        assert calls[0] == expected + 2 + 3
 
 
 def test_the_curve_is_a_picture_with_a_line_a_way() -> None:
     held = timings({64: 0.1, 512: 4.0}) + timings({64: 1.0, 512: 2.0}, "dense")
-    root = ElementTree.fromstring(curve(held, "A GPU"))
+    root = ElementTree.fromstring(curve(held, "A GPU", (0.5, 1, 2, 9)))
     names = [element.tag.rpartition("}")[2] for element in root]
     assert names.count("polyline") == 2
     words = {element.text for element in root if element.tag.endswith("text")}
-    assert {"A GPU", "scaled", "dense", "64", "512", "1x"} <= words
+    assert {"A GPU", "scaled", "dense", "64", "512", "0.5x", "1x", "2x"} <= words
+    assert "9x" not in words
+
+
+def test_transforms_are_measured_against_the_same_recipe_without_them() -> None:
+    backend: Any = registry.get("cpu")
+    seen: list[Any] = []
+
+    def clock(*works: Any) -> list[float]:
+        for work in works:
+            with counting(seen):
+                work()
+        return [1.0, 1.5]
+
+    found = tune.overheads(backend, clock, (64,), 32)
+    assert [(t.way, t.size, t.ratio) for t in found] == [(name, 64, 1.5) for name in tune.TURNED]
+    turned = [{spec.transform is not None for spec in specs} for specs in seen]
+    assert turned == [{False}, {False, True}, {False}, {True}]
+
+
+@contextmanager
+def counting(into: list[Any]) -> Iterator[None]:
+    """The specs of what is quantized within it."""
+    specs: list[QuantSpec] = []
+    placed = operands.placed
+
+    def noted(*args: Any) -> Any:
+        specs.append(args[2])
+        return placed(*args)
+
+    operands.placed = noted
+    try:
+        yield
+    finally:
+        operands.placed = placed
+    into.append(specs)
 
 
 @pytest.fixture
@@ -134,8 +175,14 @@ def test_tune_on_a_gpu_writes_what_it_measured(
     if cuda.xp.cuda.Device().compute_capability != "90":
         pytest.skip("the GPU is not a Hopper: nothing to choose")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path, held = tune.tune(tmp_path / "curve.svg", sizes=(128, 512))
+    monkeypatch.setattr(tune, "WIDTHS", (512,))
+    plots = tmp_path / "curve.svg", tmp_path / "cost.svg"
+    path, held, costs = tune.tune(plots[0], (128, 512), plots[1])
     assert len(held) == 2 * len(tuned.WAYS) and all(t.ours > 0 and t.other > 0 for t in held)
     assert tuned.load(path) == crossovers(held)
-    ElementTree.parse(tmp_path / "curve.svg")
+    assert len(costs) == len(tune.TURNED) and all(t.ours > 0 and t.other > 0 for t in costs)
+    for plot, timings in zip(plots, (held, costs), strict=True):
+        ElementTree.parse(plot)
+        written = json.loads(plot.with_suffix(".json").read_text())["timings"]
+        assert [t["other"] for t in written] == [t.other for t in timings]
     tuned._table.cache_clear()

@@ -1,0 +1,39 @@
+// A thread's chunk of a row: the scale of its block, and its codes.
+
+#if PAIRS
+typedef u32 Chunk[kChunk / 2];
+#else
+typedef float Chunk[1][kChunk];
+#endif
+
+// Values -> packed codes (OUT 1: decoded values in their place). The block's other chunks are those of
+// the neighbouring lanes.
+__device__ __forceinline__ Scale encode_chunk(Chunk& v, const Tensor& tensor, u32 block, u32 part,
+                                              const Stream& stream, u32 (&packed)[kWords], Tally& tally) {
+#if PAIRS
+    const u32 pair = pair_maximum<kChunk / 2, 1>(v);
+    const u32 amax = across_lanes(larger(low_float(pair), high_float(pair)));
+    const Scale s = block_scale(amax, tensor);
+    encode_pairs(v, s, is_far(amax, s), packed, tally);
+#else
+    const u32 amax = across_lanes(chunk_maximum(v[0]));
+#if SEARCH
+    const Scale s = best_scale<1, 1, 1>(v, 0, amax, tensor);
+#else
+    const Scale s = block_scale(amax, tensor);
+#endif
+    encode(v[0], s, is_far(amax, s), tensor, block, part, stream, packed, tally);
+#endif
+    return s;
+}
+
+// Codes to their place, which is as wide as they are.
+__device__ __forceinline__ void store_words(u32* to, const u32 (&packed)[kWords]) {
+    if (kWords == 4)
+        *reinterpret_cast<uint4*>(to) = uint4{packed[0], packed[1], packed[2 % kWords], packed[3 % kWords]};
+    else if (kWords == 2)
+        *reinterpret_cast<uint2*>(to) = uint2{packed[0], packed[1]};
+    else
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) to[w] = packed[w];
+}
