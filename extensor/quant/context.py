@@ -50,6 +50,10 @@ class RecipeState:
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
     _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: not what is kept of weights, which are others then."""
+        return {**self.__dict__, "_operands": {}}
+
     @property
     def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:
         """Counts by (layer path, slot) since the last reset; waits for a GPU that still counts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -365,3 +366,12 @@ def test_small_or_odd_products_are_left_to_cupy(cuda: Any) -> None:
         assert words in str(operands.reason(array, spec, work, "90"))
     assert operands.reason(x, spec_of(1), 1 << 40, "90") is None
     assert "compute capability 80" in str(operands.reason(x, spec_of(1), 1 << 40, "80"))
+
+
+def test_the_table_of_several_matrices_lies_as_the_kernel_reads_it() -> None:
+    """Fields of eight bytes each, in one order."""
+    text = operands.operand_source(spec_of(1), "float32", True, True, False, many=True).text
+    struct = re.sub("//.*", "", text[text.index("struct Matrix {") : text.index("tiles_of(")])
+    names = re.findall(r"(\w+)[,;]", struct)
+    assert tuple(names) == operands._MATRIX.names
+    assert operands._MATRIX.itemsize == 8 * len(names)

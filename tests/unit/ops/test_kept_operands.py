@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -194,6 +196,18 @@ def test_nothing_is_held_of_a_weight_that_is_gone() -> None:
         model[0].weight.assign_(model[0].weight.data + 1)
     gc.collect()
     assert old() is None
+
+
+def test_copies_begin_without_them(made: Made) -> None:
+    model, state = build("mxfp4_all")
+    with et.no_grad():
+        wanted = model(batch(0)).numpy()
+        assert state._operands
+        made.clear()
+        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert not again[0].quant.state._operands
+            assert np.array_equal(again(batch(0)).numpy(), wanted)
+    assert len(made) == 2 * 4
 
 
 @pytest.fixture
