@@ -42,19 +42,12 @@ __device__ __forceinline__ u32 scales_of(Blocks& b) {
 
 // Values 8 k to 8 k + 7 of a block, in pairs.
 __device__ __forceinline__ u32 across(const u32 (&x)[4], int, Blocks& b) {
-    const u32 scale = scales_of(b);
-    const u32 low = round_pair(x[0], scale, b.careful) | round_pair(x[1], scale, b.careful) << 8;
-    const u32 high = round_pair(x[2], scale, b.careful) | round_pair(x[3], scale, b.careful) << 8;
-    return __byte_perm(low | low >> 12, high | high >> 12, 0x5410);
+    return magnitudes_across(x, scales_of(b), b.careful);
 }
 
 // Values 4 k to 4 k + 3 of two blocks, the first's in the low halves, and so its codes.
 __device__ __forceinline__ u32 down(const u32 (&x)[4], int, Blocks& b) {
-    const u32 scale = scales_of(b);
-    u32 n = 0;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) n |= round_pair(x[k], scale, b.careful) << (4 * k);
-    return n;
+    return magnitudes_down<1>(x, scales_of(b), b.careful);
 }
 #else
 // In z = y + max(y, 1) e2m1's grid lies every 2**22 of the bits: 1 and 1.5 are the codes 0 and 1, and

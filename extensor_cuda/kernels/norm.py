@@ -33,13 +33,15 @@ def _warps(length: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def norm_source(length: int, centred: bool, narrow: int = 0, adds: bool = False) -> Source:
-    """The program for rows of one length, and results and their gradients of a kind.
+def norm_source(
+    length: int, centred: bool, narrow: int = 0, given: int = 0, adds: bool = False
+) -> Source:
+    """The program for rows of one length: kinds of results and their gradients, and of x.
 
     ``adds``: the gradient in x is added to another.
     """
-    macros = {"LENGTH": length, "WARPS": _warps(length), "CENTRED": int(centred), "NARROW": narrow}
-    macros["ADDS"] = int(adds)
+    macros = {"LENGTH": length, "WARPS": _warps(length), "CENTRED": int(centred)}
+    macros |= {"NARROW": narrow, "GIVEN": given, "ADDS": int(adds)}
     return Source.read(Path(__file__).parent / "norm.cu", macros)
 
 
@@ -55,8 +57,8 @@ def norm(
     """(x - mean) rstd weight + bias, the mean (None of RMSNorm) and rstd.
 
     Args:
-        x: float32 (..., *weight.shape), C-contiguous, not empty.
-        weight: float32, up to `MOST` values.
+        x: float32 or bfloat16 (..., *weight.shape), C-contiguous, not empty.
+        weight: float32, up to `MOST` values (of bfloat16 x twice as many).
         bias: likewise; None of RMSNorm.
         eps: added to the variance.
         centred: LayerNorm, else RMSNorm.
@@ -70,7 +72,7 @@ def norm(
     mean = xp.empty(shape, dtype=np.float32) if centred else None
     null = np.uint64(0)
     launch(
-        norm_source(length, centred, int(narrow)),
+        norm_source(length, centred, int(narrow), kind(x)),
         "normalize",
         -(-rows // (_THREADS // 32 // _warps(length))),
         _THREADS,

@@ -109,6 +109,11 @@ inline unsigned __float_as_uint(float v) { unsigned u; std::memcpy(&u, &v, 4); r
 inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 template <class T>
+T __ldg(const T* from) { return *from; }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
+template <class T>
 T __ldcs(const T* from) { return *from; }
 
 struct uint2 { unsigned x, y; };
@@ -128,6 +133,8 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline long long max(long long a, long long b) { return a > b ? a : b; }
 template <class T>
 T __ldcg(const T* from) { return *from; }
 inline float __fadd_ru(float a, float b) {
@@ -172,6 +179,10 @@ unsigned choose_pair(unsigned a, unsigned b) {
     }
     return out;
 }
+// 0xFF for halves that are negative: a's low one and b's, then the high ones.
+inline unsigned sign_bytes(unsigned a, unsigned b) {
+    return (a >> 15 & 1) * 0xFFu | (b >> 15 & 1) * 0xFF00u | (a >> 31) * 0xFF0000u | (b >> 31) * 0xFF000000u;
+}
 // cp.async, at once.
 template <int kBytes>
 void copy_ahead(void* to, const void* from, bool there) {
@@ -208,6 +219,10 @@ T __shfl_sync(unsigned, T mine, int lane) { return exchange(mine, threadIdx.x / 
 inline bool __all_sync(unsigned, bool mine) { return !__any_sync(0, !mine); }
 inline unsigned __reduce_max_sync(unsigned, unsigned mine) {
     for (int step = 1; step < 32; step *= 2) mine = max(mine, exchange(mine, threadIdx.x ^ step));
+    return mine;
+}
+inline unsigned __reduce_add_sync(unsigned, unsigned mine) {
+    for (int step = 1; step < 32; step *= 2) mine += exchange(mine, threadIdx.x ^ step);
     return mine;
 }
 inline void __syncwarp() { warps[threadIdx.x / 32].wait(); }
