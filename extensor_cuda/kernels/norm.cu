@@ -80,11 +80,13 @@ normalize(const Of<GIVEN>::Raw* __restrict__ x, const float* __restrict__ weight
     }
 }
 
-// Gradient in x; and of each block, its rows' sums for weight and bias: (blocks, LENGTH).
+// Gradient in x (ADDS: added to another); and of each block, its rows' sums for weight and bias:
+// (blocks, LENGTH).
 extern "C" __global__ void __launch_bounds__(kThreads)
 normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x, const float* __restrict__ weight,
-          const float* __restrict__ mean_of, const float* __restrict__ rstd_of, float* __restrict__ gx,
-          float* __restrict__ gw, float* __restrict__ gb, i64 rows) {
+          const float* __restrict__ mean_of, const float* __restrict__ rstd_of,
+          const float* __restrict__ addend, float* __restrict__ gx, float* __restrict__ gw,
+          float* __restrict__ gb, i64 rows) {
     const int lane = threadIdx.x % kLanes, mine = threadIdx.x / kLanes;
     float of_weight[kEach], of_bias[kEach];
 #pragma unroll
@@ -113,9 +115,9 @@ normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x, const flo
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
             const int i = k * kLanes + lane;
-            if (real && i < LENGTH)
-                gx[row * LENGTH + i] =
-                    __fmul_rn(rstd, __fsub_rn(__fsub_rn(e[k], total), __fmul_rn(h[k], along)));
+            if (!real || i >= LENGTH) continue;
+            const float part = __fmul_rn(rstd, __fsub_rn(__fsub_rn(e[k], total), __fmul_rn(h[k], along)));
+            gx[row * LENGTH + i] = ADDS ? __fadd_rn(addend[row * LENGTH + i], part) : part;
         }
     }
     const i64 to = static_cast<i64>(blockIdx.x) * LENGTH;

@@ -1,6 +1,6 @@
 // ---- bfloat16 to e2m1 under a power of two, two values at a time ----
 
-#if PAIRS
+#if HALVES
 // Scaling by a power of two is exact in bfloat16 where it matters (what underflows is far below a
 // quarter), and the additions that round have bfloat16's last place where float32 had its own. So
 // the same steps as above hold on pairs.
@@ -84,15 +84,21 @@ __device__ __forceinline__ u32 zeros_of(u32 pair, u32 live) {
     return (!(pair & 0x7FFFu) && (live & 1u)) + (!(pair & 0x7FFF0000u) && (live >> 16 & 1u));
 }
 
-// Eight magnitudes in nibbles -> saturated ones, counted where `live`.
+// Eight magnitudes in nibbles -> saturated ones, counted where `live`. By rceil's scale, at least a
+// sixth of the largest, no bfloat16 is beyond 6; what a block with NaN gives does not matter.
 __device__ __forceinline__ u32 saturate(u32 n, u32 live, Tally& tally) {
 #if PAIRS && !STATS
     return n;  // as round_pair gives it
 #endif
+#if RULE != 1
     const u32 over = n & 0x88888888u;
-    n = (n | (over - (over >> 3))) & 0x77777777u;
+    n |= over - (over >> 3);
 #if STATS
     tally.saturated += __popc(over & live);
+#endif
+#endif
+    n &= 0x77777777u;
+#if STATS
     tally.flushed += __popc(~(n | n >> 1 | n >> 2) & 0x11111111u & live);
 #endif
     return n;

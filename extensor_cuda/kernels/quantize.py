@@ -273,19 +273,20 @@ def quantize_source(
         "INF_BYTE": f"{dialect.inf_byte_in(element)}u",
         "ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
         "TINY_SATURATES": int(dialect.nvfp4_tiny_saturates),
-        "PAIRS": int(_in_pairs(plan, dtype, out, words)),
+        "HALVES": int(_in_halves(plan, dtype, out)),
+        "PAIRS": int(_in_halves(plan, dtype, out) and not words),
         "HARDWARE": int(element.bits == 8 and element.is_float and not words),
         "HARDWARE_TYPE": f'"{element.name}"',
     }
     return Source.read(_FOLDER / "quantize.cu", macros | dict(extra))
 
 
-def _in_pairs(plan: Plan, dtype: str, out: str, words: bool) -> bool:
-    """Whether the kernel works on two values at a time: bfloat16 to e2m1 by powers of two."""
+def _in_halves(plan: Plan, dtype: str, out: str) -> bool:
+    """Whether a kernel may work on two values at a time: bfloat16 to e2m1 by powers of two."""
     spec, element = plan.spec, plan.spec.row.element
     small = element.bits == 4 and element.is_float and spec.is_mx and spec.element_scale == 1.0
     small = small and spec.transform is None and (plan.columns or plan.rows == 1)
-    return small and dtype == "bfloat16" and out == "codes" and not words
+    return small and dtype == "bfloat16" and out == "codes"
 
 
 def columns_of(plan: Plan, dtype: str) -> int:

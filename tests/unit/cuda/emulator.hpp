@@ -3,6 +3,7 @@
 
 #include <ucontext.h>
 
+#include <cfenv>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -136,6 +137,22 @@ inline void __threadfence_block() {}
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 template <class T>
 T __ldcg(const T* from) { return *from; }
+inline float __fadd_ru(float a, float b) {
+    std::fesetround(FE_UPWARD);
+    volatile float x = a, y = b;
+    volatile float sum = x + y;
+    std::fesetround(FE_TONEAREST);
+    return sum;
+}
+inline unsigned __float2uint_ru(float v) { return v <= 0 ? 0u : static_cast<unsigned>(std::ceil(static_cast<double>(v))); }
+inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) {
+    unsigned out = 0;
+    for (int h = 0; h < 32; h += 16) {
+        const unsigned sum = ((a >> h) + (b >> h)) & 0xFFFF, other = c >> h & 0xFFFF;
+        out |= (sum < other ? sum : other) << h;
+    }
+    return out;
+}
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 inline float of_bfloat16(unsigned half) { return __uint_as_float(half << 16); }
