@@ -67,8 +67,6 @@ __device__ __forceinline__ u32 magnitudes_down(const u32* x, u32 scale, bool far
     return b * 4 + (a >> 6);
 }
 
-__device__ __forceinline__ u32 round_pair(u32 x, u32 scale, bool far) { return codes64(x, scale, far) >> 6; }
-
 // 0xFF for each negative half, 0 for the others: of a's low and b's, then of the high ones.
 __device__ __forceinline__ u32 signs_of(u32 a, u32 b) {
     u32 bytes;
@@ -88,7 +86,7 @@ __device__ __forceinline__ u32 zeros_of(u32 pair, u32 live) {
 // sixth of the largest, no bfloat16 is beyond 6; what a block with NaN gives does not matter.
 __device__ __forceinline__ u32 saturate(u32 n, u32 live, Tally& tally) {
 #if PAIRS && !STATS
-    return n;  // as round_pair gives it
+    return n;  // as codes64 gives it
 #endif
 #if RULE != 1
     const u32 over = n & 0x88888888u;
