@@ -28,7 +28,7 @@ Array = Any
 
 _INPUTS = {"float32": 4, "bfloat16": 2}
 _TILE, _TALL, _WARP, _STAGES = 65536, 32, 512, 3  # bytes; rows of blocks down; columns of a warp
-_ROW_THREADS, _COLUMN_THREADS = 512, 128  # as in normed.cuh
+_ROW_THREADS, _COLUMN_THREADS = (256, 512), 256  # both directions, rows alone
 _MOST_CLUSTER = 16
 
 
@@ -53,7 +53,7 @@ class _Norm(ctypes.Structure):
 def _tile(columns: int, dtype: str, only_rows: bool) -> tuple[int, int, int]:
     """Rows and columns of a block, and blocks of a cluster: as few idle columns as can be."""
     size = _TILE // _INPUTS[dtype]
-    widest = size // (8 if only_rows else _TALL)
+    widest = size // (4 if only_rows else _TALL)
     wides = [_WARP << i for i in range(8) if _WARP << i <= widest]
     wide = min(wides, key=lambda n: (-(-columns // n) > _MOST_CLUSTER, -(-columns // n) * n, -n))
     return size // wide if only_rows else _TALL, wide, -(-columns // wide)
@@ -61,7 +61,7 @@ def _tile(columns: int, dtype: str, only_rows: bool) -> tuple[int, int, int]:
 
 def _threads(only_rows: bool) -> int:
     """Of a block."""
-    return _ROW_THREADS + (0 if only_rows else _COLUMN_THREADS)
+    return _ROW_THREADS[only_rows] + (0 if only_rows else _COLUMN_THREADS)
 
 
 def reason(
@@ -117,7 +117,7 @@ def norm_quantize_source(
         "WIDE": wide,
         "COLUMNS": 4,
         "THREADS": _threads(only_rows),
-        "ROW_THREADS": _ROW_THREADS,
+        "ROW_THREADS": _ROW_THREADS[only_rows],
         "STAGES": _STAGES,
         "NORM": 2 if centred else 1,
         "BIAS": int(biased),
@@ -125,7 +125,6 @@ def norm_quantize_source(
         "ONLY_ROWS": int(only_rows),
         "CLUSTER": cluster,
         "CLUSTER_DIMS": f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else "",
-        "UNROLL": 1,
     }
     whole = rows % tall == 0 and columns % wide == 0
     return kernels.quantize_source(

@@ -20,6 +20,11 @@ constexpr int kSlices = kSide / 32;                  // warps that share a row o
 constexpr int kRowThreads = ROW_THREADS, kColumnThreads = kThreads - kRowThreads;
 constexpr int kRowWarps = kRowThreads / 32, kLastWarps = (ONLY_ROWS ? kRowThreads : kColumnThreads) / 32;
 constexpr int kEach = TALL * kSide / kRowThreads;    // rows of a thread: a power of two
+constexpr int kShare = 32 / kEach;                   // of a warp that have the sum of one of its rows
+#ifndef SUMS_AT
+#define SUMS_AT (ONLY_ROWS ? 0 : kEach / 2)
+#endif
+constexpr int kSumsAt = SUMS_AT;  // when the next tile is summed: its copy began late where columns come after
 constexpr bool kHeld = ONLY_ROWS || !BIAS;           // whether weights and bias stay in registers
 constexpr int kTerms = (CLUSTER * kSlices + 31) / 32 * 32;  // sums of warps that make a row's
 
@@ -51,21 +56,23 @@ __device__ __forceinline__ void load_chunk(u32 (&words)[kGivenWords], const Give
     }
 }
 
-// Each lane's sums of kEach rows -> lane l has the warp's sum of row l % kEach.
-__device__ __forceinline__ float across_warp(float (&sums)[kEach], int lane) {
+// Each lane's sums of kEach rows -> lane l has the warp's sum of row l / kShare. The order is that of the
+// lanes, 16 apart first, however many rows there are.
+__device__ __forceinline__ float across_warp(float (&sums)[kEach]) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int half = kEach / 2; half; half /= 2)
+    for (int half = kEach / 2, apart = 16; half; half /= 2, apart /= 2)
 #pragma unroll
         for (int i = 0; i < half; ++i) {
-            const bool upper = lane & half;
+            const bool upper = lane & apart;
             const float keep = upper ? sums[i + half] : sums[i], pass = upper ? sums[i] : sums[i + half];
-            sums[i] = __fadd_rn(keep, __shfl_xor_sync(~0u, pass, half));
+            sums[i] = __fadd_rn(keep, __shfl_xor_sync(~0u, pass, apart));
         }
 #pragma unroll
-    for (int step = kEach; step < 32; step *= 2) sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(~0u, sums[0], step));
+    for (int apart = kShare / 2; apart; apart /= 2) sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(~0u, sums[0], apart));
     return sums[0];
 }
-
+__device__ __forceinline__ float of_row(float of_lanes, int e) { return __shfl_sync(~0u, of_lanes, e * kShare); }
 
 // `*to = v` in block `rank` of the cluster, and 4 bytes more at its barrier.
 __device__ __forceinline__ void send(float* to, float v, u32 barrier, int rank) {
@@ -105,13 +112,13 @@ __device__ __forceinline__ void send_sums(const Given* mine, i64 real, float wid
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) sums[e] = __fadd_rn(sums[e], given(words, k));
     }
-    mean = across_warp(sums, lane);
+    mean = across_warp(sums);
     mean = width > 0 ? __fdiv_rn(mean, width) : 0.0f;
 #endif
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
         load_chunk(words, mine + e * WIDE, real);
-        const float middle = NORM == 2 ? __shfl_sync(~0u, mean, e) : 0.0f;
+        const float middle = NORM == 2 ? of_row(mean, e) : 0.0f;
         sums[e] = 0;
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) {
@@ -120,10 +127,10 @@ __device__ __forceinline__ void send_sums(const Given* mine, i64 real, float wid
             sums[e] = __fmaf_rn(v, v, sums[e]);
         }
     }
-    const float squares = across_warp(sums, lane);
-    for (int to = lane / kEach; to < CLUSTER; to += 32 / kEach) {
-        send(&terms[0][row + lane % kEach][term], squares, barrier, to);
-        if (NORM == 2) send(&terms[NORM - 1][row + lane % kEach][term], mean, barrier, to);
+    const float squares = across_warp(sums);
+    for (int to = lane % kShare; to < CLUSTER; to += kShare) {
+        send(&terms[0][row + lane / kShare][term], squares, barrier, to);
+        if (NORM == 2) send(&terms[NORM - 1][row + lane / kShare][term], mean, barrier, to);
     }
     sent(barrier);
 }
@@ -133,7 +140,7 @@ __device__ __forceinline__ float width_of(int term, i64 columns) {
     return WHOLE ? 512.0f : static_cast<float>(min(static_cast<i64>(512), max(columns - term * 512, static_cast<i64>(0))));
 }
 
-// Lane l: the sum over all terms of row l % kEach, the first row being `row`.
+// Lane l: the sum over all terms of row l / kShare.
 template <class Of>
 __device__ __forceinline__ float over_terms(Of of) {
     const int lane = threadIdx.x % 32;
@@ -145,7 +152,7 @@ __device__ __forceinline__ float over_terms(Of of) {
         for (int t = 0; t < kTerms; t += 32)
             if (t + lane < CLUSTER * kSlices) sums[e] = __fadd_rn(sums[e], of(e, t + lane));
     }
-    return across_warp(sums, lane);
+    return across_warp(sums);
 }
 
 __device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChunk], float (&bias)[kChunk], i64 start, i64 real) {
@@ -252,7 +259,7 @@ quantize_normed(const __grid_constant__ Norm p) {
         }), length);
         float middles[kEach];
 #pragma unroll
-        for (int e = 0; e < kEach; ++e) middles[e] = __shfl_sync(~0u, mean, e);
+        for (int e = 0; e < kEach; ++e) middles[e] = of_row(mean, e);
         const float square = over_terms([&](int e, int of) {
             const float apart = __fsub_rn(t[NORM - 1][first + e][of], middles[e]);
             return __fadd_rn(t[0][first + e][of], __fmul_rn(__fmul_rn(apart, apart), width_of(of, p.columns)));
@@ -261,17 +268,18 @@ quantize_normed(const __grid_constant__ Norm p) {
         const float square = over_terms([&](int e, int of) { return t[0][first + e][of]; });
 #endif
         const float rstd = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(square, length), p.eps)));
-        if (rank == 0 && warp % kSlices == 0 && lane < kEach && (WHOLE || top + first + lane < p.rows)) {
-            p.rstd[top + first + lane] = rstd;
-            if (NORM == 2) p.mean[top + first + lane] = mean;
+        const i64 mine = top + first + lane / kShare;
+        if (rank == 0 && warp % kSlices == 0 && lane % kShare == 0 && (WHOLE || mine < p.rows)) {
+            p.rstd[mine] = rstd;
+            if (NORM == 2) p.mean[mine] = mean;
         }
         if (threadIdx.x == 0) expect_sums(summed + 8 * (i % 2));  // before it sends what follows
         if (!kHeld) load_factors(p, weight, bias, start, real);
-#pragma unroll UNROLL
+#pragma unroll 4
         for (int e = 0; e < kEach; ++e) {
-            if (e == kEach / 2 && i + 1 < count) sum(i + 1);  // there is time for the copy before, and to send after
+            if (e == kSumsAt && i + 1 < count) sum(i + 1);
             const i64 inside = WHOLE || top + first + e < p.rows ? real : 0;
-            const float middle = NORM == 2 ? __shfl_sync(~0u, mean, e) : 0.0f, factor = __shfl_sync(~0u, rstd, e);
+            const float middle = NORM == 2 ? of_row(mean, e) : 0.0f, factor = of_row(rstd, e);
             Given* const row = tile_of(i) + (first + e) * WIDE;
             u32 words[kGivenWords], raw[kChunk / 2];
             load_chunk(words, row + side * kChunk, inside);
