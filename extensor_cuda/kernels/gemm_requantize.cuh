@@ -1,5 +1,6 @@
 // Results that are quantized as they leave, blocked along rows: byte for byte what quantize.cu makes of
-// them in bfloat16.
+// them in bfloat16. The warps beside the one that loads do it, from the patches of those that multiply,
+// while these go on: a patch is handed over by one barrier and back by another.
 
 #include "input.cuh"
 #include "scale.cuh"
@@ -9,6 +10,7 @@
 #include "chunk.cuh"
 
 static_assert(kTileN % BLOCK == 0 && kPatchColumns % BLOCK == 0, "whole blocks in a patch");
+constexpr int kPatchesOfTile = (kTileN + kPatchColumns - 1) / kPatchColumns, kCoders = 3;
 
 // The 16 rows of a patch -> codes and scales; four lanes have a row of it. Columns beyond C are zeros.
 __device__ __forceinline__ void quantize_patch(const u8* patch, const Epilogue& e, int row0, int end_of_rows,
@@ -43,5 +45,23 @@ __device__ __forceinline__ void quantize_patch(const u8* patch, const Epilogue& 
             store_words(static_cast<u32*>(e.out) + (block * kParts + part) * kWords, packed);
             if (part == 0) e.scales[block] = static_cast<u8>(s.stored);
         }
+    }
+}
+
+// One of kCoders warps' share of a tile. `turn`: of its first patch, at each warp that multiplies.
+__device__ __forceinline__ void quantize_tile(u8* patches, u32 handed, const Epilogue& e, int row0, int end_of_rows,
+                                              int column0, u32& turn, int coder, int lane) {
+    for (int p = 0; p < kPatchesOfTile; ++p) {
+        const int start = min(p * kPatchColumns, kTileN - kPatchColumns), slot = turn % kPatches;
+        for (int warp = 0; warp < kWarps; ++warp) {
+            if ((p * kWarps + warp) % kCoders != coder) continue;
+            const u32 barrier = handed + 16 * (warp * kPatches + slot);
+            wait(barrier, turn / kPatches);
+            quantize_patch(patches + (warp * kPatches + slot) * kPatch, e, row0 + 16 * warp, end_of_rows,
+                           column0 + start, lane);
+            __syncwarp();
+            if (lane == 0) arrive(barrier + 8);
+        }
+        turn = turn + 1 == kTurns ? 0 : turn + 1;
     }
 }
