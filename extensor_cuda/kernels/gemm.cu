@@ -157,7 +157,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
     float* scales = reinterpret_cast<float*>(tables);  // 16 bytes aligned
     if (BLOCKS) tables = reinterpret_cast<int*>(scales + kStages * kScales);
     const u32 full = shared_address(tables + (VECTORS ? 4 * kTables : 0)), empty = full + 8 * kStages;
-    const u32 handed = empty + 8 * kStages;  // REQUANTIZED: two barriers a patch
+    const u32 handed = empty + 8 * kStages;  // REQUANTIZED: two barriers a patch, of all lanes
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
     const int rank = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
 
@@ -166,7 +166,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, kWarps * kCluster);
         }
-        for (int p = 0; REQUANTIZED && p < 2 * kWarps * kPatches; ++p) barrier_init(handed + 8 * p, 1);
+        for (int p = 0; REQUANTIZED && p < 2 * kWarps * kPatches; ++p) barrier_init(handed + 8 * p, 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (kCluster > 1)

@@ -137,8 +137,8 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
         wait(barrier + 8, turn / kPatches ^ 1);
 #else
         if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPatches - 1) : "memory");
-#endif
         __syncwarp();
+#endif
 #pragma unroll
         for (int j = 0; j < kPatchColumns / 8; ++j) {
             const int within = start + 8 * j + 2 * pair;
@@ -190,8 +190,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
             }
         }
 #if REQUANTIZED
-        __syncwarp();
-        if (lane == 0) arrive(barrier);
+        arrive(barrier);
 #else
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();

@@ -18,7 +18,7 @@ __device__ __forceinline__ void quantize_patch(const u8* patch, const Epilogue& 
     const Tensor tensor = NEEDS_TENSOR ? *static_cast<const Tensor*>(e.tensor) : Tensor{1, 1, 0, 1};
     const int blocks = (e.columns + BLOCK - 1) / BLOCK, unit = lane % 4 * 2;
     const int column = column0 + lane % 4 * kChunk, real = e.columns - column;
-#pragma unroll 1
+#pragma unroll
     for (int half = 0; half < 16; half += 8) {
         const int r = half + lane / 4;
         const uint4 low = *reinterpret_cast<const uint4*>(patch + place(r, unit));
@@ -48,19 +48,18 @@ __device__ __forceinline__ void quantize_patch(const u8* patch, const Epilogue& 
     }
 }
 
-// One of kCoders warps' share of a tile. `turn`: of its first patch, at each warp that multiplies.
+// One of kCoders warps' share of a tile: all patches of the same multiplying warps, since the parity of
+// a barrier tells its phases apart only to who waits for each. `turn`: of their first patch.
 __device__ __forceinline__ void quantize_tile(u8* patches, u32 handed, const Epilogue& e, int row0, int end_of_rows,
                                               int column0, u32& turn, int coder, int lane) {
     for (int p = 0; p < kPatchesOfTile; ++p) {
         const int start = min(p * kPatchColumns, kTileN - kPatchColumns), slot = turn % kPatches;
-        for (int warp = 0; warp < kWarps; ++warp) {
-            if ((p * kWarps + warp) % kCoders != coder) continue;
+        for (int warp = coder; warp < kWarps; warp += kCoders) {
             const u32 barrier = handed + 16 * (warp * kPatches + slot);
             wait(barrier, turn / kPatches);
             quantize_patch(patches + (warp * kPatches + slot) * kPatch, e, row0 + 16 * warp, end_of_rows,
                            column0 + start, lane);
-            __syncwarp();
-            if (lane == 0) arrive(barrier + 8);
+            arrive(barrier + 8);
         }
         turn = turn + 1 == kTurns ? 0 : turn + 1;
     }
