@@ -41,7 +41,7 @@ def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     for turn in range(rounds + 3):
         for name, call in calls.items():
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(WAIT)  # the call is under way before the GPU begins: no launch is timed
+            torch.cuda._sleep(WAIT)  # launches are not timed
             start.record()
             call()
             stop.record()
