@@ -412,7 +412,7 @@ def _with(
                 f"gemm: K = {a.shape[1]} has {-(-a.shape[1] // ROW_BYTES)} blocks of 128, got "
                 f"scales of {[x if x is None else len(x) for x in scales]}"
             )
-    if offsets is not None and extras and config.promote:
+    if (offsets is not None or not isinstance(config.out, str)) and extras and config.promote:
         config = replace(config, tile_n=min(config.tile_n, 128))  # wider ones spill
     return replace(
         config,
