@@ -16,9 +16,8 @@
 // EVERY: float scales of so many elements along K for each row of B: every PROMOTE stages, or several times
 // in a stage, the sum since the last of them is multiplied by its column's and added to float32 registers.
 //
-// EXPANDS: B is expanded from packed storage by the warps beside the one that loads; of what a tile needs first,
-// the first part along K is there before. Rows are taken from a counter, so that no block waits for one that
-// is not running.
+// EXPANDS: B is expanded from packed storage by the warps beside the one that loads; what the first tiles
+// need is there before. Rows are taken from a counter, so that no block waits for one that is not running.
 //
 // SPLIT: K in parts, each multiplied as a tile of its own and written to rows of its own, for another
 // kernel to add in order: the work of a small C of a long K for all multiprocessors.
@@ -67,14 +66,13 @@ struct Epilogue {
     int parts, stages_of_part;  // SPLIT: of K
     u8* scales;                 // REQUANTIZED: of the codes' blocks
     const void* tensor;         // null, or what the whole tensor decides of them
-    int ready;                  // EXPANDS: rows of B of which there is a part before; whole tiles
+    int ready;                  // EXPANDS: rows of B that are there before; whole tiles
     const u8 *codes, *code_scales;  // as Stored in expanding.cuh
     const signed char* zeros;
     i64 octets, scale_pitch;
     u8* expanded;  // B
     i64 chunks;    // of 16 elements, of a row of B
-    i64 part;      // of these, whole stages: what is there of the first rows, and what comes together
-    u32* counts;   // what is taken, then the rows that are done of a part of a tile's width; at first 0
+    u32* counts;   // what is taken, then the rows that are done of each tile's width; at first 0
 };
 
 constexpr int kTileM = 128, kTileN = TILE_N, kRowBytes = 128;
@@ -248,12 +246,9 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 const int row = start + (tile.row * kCluster + rank) * kTileM;
                 const int column = group * e.columns + tile.column * kTileN;
 #if EXPANDS
-                Awaited await(e, column);
+                await_rows(e, column);
 #endif
                 for (int k = FIRST_STAGE; k < END_STAGE; ++k) {
-#if EXPANDS
-                    await(k);
-#endif
                     wait(empty + 8 * stage, parity ^ 1);
                     const u32 to = base + stage * kStage, barrier = full + 8 * stage;
                     expect_bytes(barrier, kStage + 4 * kScales);

@@ -90,7 +90,6 @@ class _Epilogue(ctypes.Structure):
         ("scale_pitch", ctypes.c_longlong),
         ("expanded", ctypes.c_void_p),
         ("chunks", ctypes.c_longlong),
-        ("part", ctypes.c_longlong),
         ("counts", ctypes.c_void_p),
     )
 
@@ -134,16 +133,14 @@ class Packed:
         codes: uint8 (N, bytes).
         scales: uint8 (tiles of rows, blocks), or None.
         zeros: int8 likewise, zero points, or None.
-        ready: rows whose first part is expanded already, a multiple of the tile's columns.
-        part: elements along K, a multiple of 64.
-        counts: uint32 (1 + parts of K times tiles of columns,), at first 0.
+        ready: rows that are expanded already, a multiple of the tile's columns.
+        counts: uint32 (1 + tiles of columns,), at first 0.
     """
 
     codes: Any
     scales: Any = None
     zeros: Any = None
     ready: int = 0
-    part: int = 0
     counts: Any = None
 
 
@@ -366,7 +363,7 @@ def gemm(
         epilogue.zeros, epilogue.expanded = _pointer(packed.zeros), _pointer(b)
         epilogue.octets = packed.codes.shape[1]
         epilogue.scale_pitch = 0 if blocks_of is None else blocks_of.shape[1]
-        epilogue.chunks, epilogue.part = b.strides[0] // (16 * size), packed.part // 16
+        epilogue.chunks = b.strides[0] // (16 * size)
     tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
     tiles = tall * -(-n // config.tile_n)
     if split is not None:
