@@ -187,7 +187,7 @@ def training(backend: Any, rng: Any) -> int:
     parts = [tuple(xp.ones(n, dtype="float32") for _ in range(4)) for n in (0, 3, 40_001)]
     names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
     backend.all_finite_each([part[1] for part in parts])
-    backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3)
+    backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3, look=True)
     images, window = (
         xp.asarray(rng.standard_normal((2, 3, 9, 11)).astype("float32")),
         Window((3, 2)),

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOT_RUN = 77
 TESTS = (
     "tests/test_every_kernel.py",
+    "tests/test_kernel_memory.py",
     "tests/test_kernel_shapes.py",
     "tests/test_every_spec.py",
     "tests/test_exhaustive.py",

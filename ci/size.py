@@ -22,7 +22,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("extensor", "extensor_cuda", "models", "training", "ci", "docs", "tests")
 COMMENTS_CPP = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
-SUFFIXES = {".py", ".cpp", ".h", ".hpp", ".cu"}
+SUFFIXES = {".py", ".cpp", ".h", ".hpp", ".cu", ".cuh"}
 
 
 def docstring_lines(tree: ast.AST) -> set[int]:

@@ -28,7 +28,7 @@ from extensor_cuda.kernels.gemm import (
     rows_of_parts,
 )
 
-__all__ = ["Dense", "add_parts", "empty_parts", "make", "multiply", "source"]
+__all__ = ["Dense", "add_parts", "empty_parts", "make", "multiply", "source", "thirds"]
 
 Array = Any
 
@@ -88,6 +88,22 @@ def _rounded(x: Array, xp: Any) -> Array:
     program = source(x.dtype.name, whole)
     launch(program, "dense", -(-threads // _THREADS), _THREADS, x, bits, *sizes)
     return bits
+
+
+def thirds(x: Array, xp: Any) -> Array:
+    """Float32 (M, K) as the bits of three bfloat16 matrices, (3 M, K), that add up to it.
+
+    One below the other, the smallest values first; infinities and NaN are in the last alone.
+    """
+    rows, columns = x.shape
+    out = empty_rows(xp, 3 * rows, columns, np.uint16)
+    pitch = out.strides[0] // 2
+    sizes = (np.int64(size) for size in (rows, columns, pitch))
+    blocks = -(-rows * pitch // (2 * _THREADS))
+    launch(
+        source("float32", True), "thirds", blocks, _THREADS, xp.ascontiguousarray(x), out, *sizes
+    )
+    return out
 
 
 def multiply(a: Dense, b: Dense, dtype: str, xp: Any, bias: Array | None = None) -> Array:

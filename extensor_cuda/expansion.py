@@ -9,12 +9,7 @@ A tensor's scales lie relative to its largest one; FP8 holds every value of
     nvfp4 by least_error    as E4M3, 12 binades below the top scale: scales are 1, 1.25, 1.5 2**e
 
 and bfloat16 of everything, but what lies more than 110 binades below the tensor's largest scale.
-What is not held raises a flag on the device.
-
-Bfloat16 also holds every NVFP4 value but for the tensor scale, and every MX value as it is that a
-quantizer makes, from 2**-133 up: so `whole` needs no anchor. Whether all of an MX matrix is held is
-read on the host the first time that the matrix is seen, and remembered: nothing waits after that.
-A value that is not held would be NaN, never another number.
+What is not held raises a flag on the device. Of bfloat16 values as they are: `extensor_cuda.bf16`.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import ml_dtypes
 import numpy as np
@@ -33,24 +27,26 @@ from extensor.quant.array import QuantArray, coded_length
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense
 from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels.gemm import Flags, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm import Flags, Packed, configure, empty_rows, gemm
 from extensor_cuda.kernels.requantize import Requantized, finished, type_of
 
 __all__ = [
     "Expansion",
+    "aligned",
     "expand",
     "expand_source",
     "join",
     "kind_of",
+    "launch_expand",
     "multiply",
     "scale_of",
-    "whole",
 ]
 
 Array = Any
 
 _FOLDER = Path(__file__).parent / "kernels"
 _THREADS, _GUARDED_BLOCKS, _ANCHOR_BLOCKS = 256, 264, 264
+_ALL = 1 << 30  # elements or rows that share a scale: all there are
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 _KINDS = ("bf16", "e5m2", "e4m3")  # as in expand.cu
 # The power of two by which the largest scale is lifted, so that the largest element is in range:
@@ -58,8 +54,6 @@ _KINDS = ("bf16", "e5m2", "e4m3")  # as in expand.cu
 # 6 * 1.5 * 2**5 is 288.
 _FP8 = {"e2m1": ("e5m2", 13), "e3m2": ("e5m2", 11), "e2m3": ("e4m3", 5)}
 _NVFP4_LIFT = -3
-_FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
-"""Whether bfloat16 holds all of a stored matrix as it is."""
 
 
 def kind_of(spec: QuantSpec) -> tuple[str, int]:
@@ -79,6 +73,9 @@ class Expansion:
         exponent: int32 (1,); None if the factor is no power of two, or where it is 0.
         factor: float32, (1,) or one for each row; None if it is not known, or 1.
         down: whether codes are (K, rows); with bfloat16.
+        scales: instead of exponent and factor, with bfloat16: float32 (groups along K, pitch), the
+            columns beyond the rows undefined.
+        every: elements of K in a group.
     """
 
     codes: Array
@@ -86,27 +83,43 @@ class Expansion:
     exponent: Array | None = None
     factor: Array | None = None
     down: bool = False
+    scales: Array | None = None
+    every: int = 0
 
 
 @lru_cache(maxsize=256)
-def expand_source(spec: QuantSpec, kind: str, lift: int, fixed: bool = False) -> Source:
-    """The program that expands packed codes of a spec resolved for a matrix, as `expand`."""
+def expand_source(
+    spec: QuantSpec, kind: str, lift: int, fixed: bool = False, whole: bool = True
+) -> Source:
+    """The program that expands packed codes of a spec resolved for a matrix, as `expand`.
+
+    ``whole``: rows of codes are a multiple of 16 elements; always those of MX and NVFP4.
+    """
     element = spec.row.element
-    assert isinstance(spec.tile, tuple)
+    rows, length = spec.tile if isinstance(spec.tile, tuple) else (1, _ALL)
+    if spec.tile == "tensor":
+        rows = _ALL
     macros = {
         "BITS": element.bits,
         "MANTISSA": element.mantissa_bits,
         "MIN_EXPONENT": element.min_exponent,
         "IS_FLOAT": int(element.is_float),
-        "UE4M3": int(not spec.is_mx),
-        "BLOCK": spec.tile[1],
-        "TILE_ROWS": spec.tile[0],
+        "MAX_CODE": element.max_magnitude_code,
+        "UE4M3": int(spec.row.tensor_scale),
+        "SCALED": int(_is_scaled(spec)),
+        "WHOLE": int(whole),
+        "BLOCK": length,
+        "TILE_ROWS": rows,
         "DOWN": int(spec.axis == 0),
         "OUT": _KINDS.index(kind),
         "LIFT": lift,
         "FIXED": int(fixed),
     }
     return Source.read(_FOLDER / "expand.cu", macros)
+
+
+def _is_scaled(spec: QuantSpec) -> bool:
+    return not (spec.is_mx or spec.row.tensor_scale)
 
 
 def _blocks(threads: int, guarded: bool) -> int:
@@ -120,31 +133,26 @@ def expand(
     flag: Array | None,
     xp: Any,
     guards: Sequence[Array] = (),
-    fixed: bool = False,
 ) -> Expansion:
     """The values of a packed matrix, contraction contiguous; does not wait.
 
     Args:
         q: MX or NVFP4 in tiles (n, 16 to 128), along either axis.
         kind: "bf16", or what `kind_of` says.
-        flag: uint32 (1,), raised where the kind does not hold a value; None only if fixed.
+        flag: uint32 (1,), raised where the kind does not hold a value.
         xp: cupy.
         guards: two flags; nothing is written unless one is set. None: always.
-        fixed: bfloat16 values as they are, without an exponent, in one launch. What bfloat16 does
-            not hold, which is less than relative to the largest scale, becomes NaN.
     """
     axis, mx = q.spec.axis, q.spec.is_mx
     lift = 0 if kind == "bf16" else kind_of(q.spec)[1]
-    source = expand_source(q.spec, kind, lift, fixed)
+    source = expand_source(q.spec, kind, lift)
     k = coded_length(q.spec, q.shape)
     lines, pitch = q.shape[1 - axis], -(-k // 16) * 16
-    codes, scales = (_aligned(part, xp) for part in (q.codes, q.scales))
+    codes, scales = (aligned(part, xp) for part in (q.codes, q.scales))
     out = xp.empty((lines, pitch), dtype=np.uint16 if kind == "bf16" else np.uint8)
-    null = np.uint64(0)
-    largest, exponent, factor = null, null, null
-    if not fixed:
-        factor = xp.empty(1, dtype=np.float32)
-    if mx and not fixed:
+    factor = xp.empty(1, dtype=np.float32)
+    largest = exponent = None
+    if mx:
         largest, exponent = xp.zeros(1, dtype=np.uint32), xp.empty(1, dtype=np.int32)
         count = scales.size
         blocks = min(-(-count // _THREADS), _ANCHOR_BLOCKS)
@@ -153,61 +161,51 @@ def expand(
     threads = lines * chunks
     if axis == 0:
         threads = -(-lines // 32) * -(-chunks // 4) * 32
+    heads = largest, None if mx else q.tensor_scale
+    made = exponent, factor, flag, *(guards or (None, None))
+    launch_expand(source, threads, Packed(codes, scales), out, lines, heads, made)
+    return Expansion(out[:, :k], kind, exponent, factor)
+
+
+def launch_expand(
+    source: Source,
+    threads: int,
+    packed: Packed,
+    out: Array,
+    rows: int,
+    heads: Sequence[Array | None] = (None, None),
+    made: Sequence[Array | None] = (None,) * 5,
+) -> None:
+    """Launch expand.cu on so many rows of ``out``, or on a part of them; does not wait.
+
+    Args:
+        source: from `expand_source`.
+        threads: that have work.
+        packed: what is expanded.
+        out: (rows or more, pitch).
+        rows: how many.
+        heads: the largest scale, and the tensor's scale.
+        made: what becomes of exponent, factor and flag; two guards.
+    """
+    null, counts = np.uint64(0), packed.counts
+    chunks = (packed.part or out.shape[1]) // 16
+    blocks = packed.zeros if packed.scales is None else packed.scales
+    pitches = out.shape[1], packed.codes.shape[1], 0 if blocks is None else blocks.shape[1]
+    parts = packed.codes, packed.scales, *heads, out, *made, packed.zeros
     launch(
         source,
         "expand",
-        _blocks(threads, bool(guards)),
+        _blocks(threads, made[-1] is not None),
         _THREADS,
-        codes,
-        scales,
-        largest,
-        null if mx else q.tensor_scale,
-        out,
-        exponent,
-        factor,
-        null if flag is None else flag,
-        *(guards or (null, null)),
-        *(np.int64(n) for n in (lines, pitch, codes.shape[1], scales.shape[1])),
+        *(null if part is None else part for part in parts),
+        *(np.int64(n) for n in (rows, *pitches)),
+        null if counts is None else counts,
+        *(np.int64(n) for n in (0 if counts is None else counts.size, chunks)),
     )
-    if fixed:
-        return Expansion(out[:, :k], kind, None, None if mx else q.tensor_scale)
-    return Expansion(out[:, :k], kind, exponent if mx else None, factor)
 
 
-def whole(stored: Sequence[QuantArray], xp: Any) -> list[Expansion] | None:
-    """Packed matrices as bfloat16, exactly; None if one has values that it does not hold.
-
-    Waits for the GPU the first time that an MX matrix is seen, so multiply once before a capture;
-    and each time if the matrix fits only relative to its largest scale.
-
-    Args:
-        stored: MX or NVFP4, as for `expand`.
-        xp: cupy.
-    """
-    unknown = list(dict.fromkeys(q for q in stored if q.spec.is_mx and q not in _FITS))
-    raised = xp.zeros(len(unknown), dtype=np.uint32) if unknown else None
-    made: list[Expansion | None] = []
-    for q in stored:
-        flag = None
-        if raised is not None and q in unknown:
-            at = unknown.index(q)
-            flag = raised[at : at + 1]
-        known_not = not _FITS.get(q, True)
-        made.append(None if known_not else expand(q, "bf16", flag, xp, fixed=True))
-    if raised is not None:
-        _FITS.update(zip(unknown, (not flag for flag in raised.get()), strict=True))
-    out = []
-    for q, expansion in zip(stored, made, strict=True):
-        if expansion is None or not _FITS.get(q, True):
-            flag = xp.zeros(1, dtype=np.uint32)
-            expansion = expand(q, "bf16", flag, xp)
-            if int(flag[0]):
-                return None
-        out.append(expansion)
-    return out
-
-
-def _aligned(array: Array, xp: Any) -> Array:
+def aligned(array: Array, xp: Any) -> Array:
+    """The array, contiguous, at a multiple of 16 bytes."""
     array = xp.ascontiguousarray(array)
     return array if array.data.ptr % 16 == 0 else array.copy()
 
@@ -254,10 +252,18 @@ def join(
 
 
 def multiply(a: Expansion, b: Expansion, dtype: str | Requantized, xp: Any) -> Any:
-    """The product a b^T of bfloat16 operands as "float32", "bfloat16" or quantized, unawaited."""
-    if isinstance(dtype, str) and scale_of(a, b) == "none":
+    """The product a b^T of bfloat16 operands as "float32", "bfloat16" or quantized, unawaited.
+
+    Scales along K may be b's, where a has none of its own and the result is not quantized.
+    """
+    if isinstance(dtype, str) and scale_of(a, b) == "none" and b.scales is None:
         return dense.multiply(dense.Dense(a.codes), dense.Dense(b.codes), dtype, xp)
     rows, columns = len(a.codes), len(b.codes)
     out = empty_rows(xp, rows, columns, _OUT[dtype]) if isinstance(dtype, str) else dtype
-    join(a, b, out)
+    if b.scales is None:
+        join(a, b, out)
+    else:
+        assert isinstance(dtype, str)
+        config = configure("bf16", rows, columns, dtype, every=b.every)
+        gemm(a.codes, b.codes, out, config, scales=(None, b.scales))
     return finished(out, xp)

@@ -39,7 +39,8 @@ import numpy as np
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import scaled
-from extensor_cuda.expansion import Expansion, expand, join, kind_of, multiply, whole
+from extensor_cuda.bf16 import whole
+from extensor_cuda.expansion import Expansion, expand, join, kind_of, multiply
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS, configure, empty_rows, gemm

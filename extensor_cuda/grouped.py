@@ -15,7 +15,8 @@ import numpy as np
 from extensor.quant.array import QuantArray
 from extensor_cuda import gemm as blocked
 from extensor_cuda import scaled
-from extensor_cuda.expansion import Expansion, expand, kind_of, scale_of, whole
+from extensor_cuda.bf16 import whole
+from extensor_cuda.expansion import Expansion, expand, kind_of, scale_of
 from extensor_cuda.gemm import Product
 from extensor_cuda.kernels.gemm import configure, empty_rows, gemm
 

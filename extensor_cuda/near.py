@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.array import QuantArray, coded_length
+from extensor.quant.near import is_mxfp8
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.expansion import Expansion
 from extensor_cuda.jit import Source, launch
@@ -45,11 +46,6 @@ class Inexact:
         """Changed and flushed, of all values. Waits for the GPU."""
         changed, flushed = (int(n) for n in self.counts.get().sum(axis=0, dtype=np.int64))
         return changed / self.size, flushed / self.size
-
-
-def is_mxfp8(spec: QuantSpec) -> bool:
-    """Whether a spec's elements are FP8 under powers of two."""
-    return spec.is_mx and spec.row.element.is_float and spec.row.element.bits == 8
 
 
 @lru_cache(maxsize=64)

@@ -13,11 +13,12 @@ import numpy as np
 
 from extensor.backends import windows
 from extensor.backends.generic import GenericBackend
-from extensor.backends.protocol import Window
+from extensor.backends.protocol import Finite, Window
 from extensor.backends.recording import Guard
 from extensor_cuda.kernels import (
     attention,
     cross_entropy,
+    dropout,
     elementwise,
     norm,
     optimizer,
@@ -63,6 +64,7 @@ class CudaTraining(GenericBackend):
                 self._attention_reason(scale, q, k, v, g)
             ),
             "conv2d_grad_x": lambda g, w, *_: self._floats_reason(g, w),
+            "dropout_mask": lambda draws, shape, p: None,
             "gelu": self._values_reason,
             "add": self._add_reason,
             "cast": self._cast_reason,
@@ -281,6 +283,10 @@ class CudaTraining(GenericBackend):
             return super().bfloat16_values(x)
         return elementwise.unary("bfloat16_values", self._whole(x), self.xp)
 
+    def dropout_mask(self, draws: Array, shape: tuple[int, ...], p: float) -> Array:
+        """See the protocol. Does not wait for the GPU."""
+        return dropout.dropout_mask(draws, shape, p, self.xp)
+
     def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """See the protocol; bounds in `extensor_cuda.kernels.elementwise`."""
         if self._values_reason(x):
@@ -367,20 +373,22 @@ class CudaTraining(GenericBackend):
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
         guard: Guard | None = None,
-    ) -> None:
-        """See the protocol. One launch; the same bits as on the CPU."""
-        if parts:
-            optimizer.adam(parts, factors, self.xp, guard)
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
+        """See the protocol. One launch, one more to look; the same bits as on the CPU."""
+        return optimizer.adam(parts, factors, self.xp, guard, look, memory)
 
     def sgd_each(
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
         guard: Guard | None = None,
-    ) -> None:
-        """See the protocol. One launch; the same bits as on the CPU."""
-        if parts:
-            optimizer.sgd(parts, factors, self.xp, guard)
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
+        """See the protocol. One launch, one more to look; the same bits as on the CPU."""
+        return optimizer.sgd(parts, factors, self.xp, guard, look, memory)
 
     def scale_each(self, arrays: Sequence[Array], factor: float | Array) -> None:
         """See the protocol. One launch."""

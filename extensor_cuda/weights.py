@@ -1,11 +1,14 @@
 """Products of activations with packed weights: few rows decode on the way, many expand first.
 
-Up to 64 tokens: `extensor_cuda.decode`, which reads the packed weights once. Beyond, on Hopper: MX
-and NVFP4 weights are expanded to bfloat16, exactly, and multiplied by the GEMM; float32 activations
-are three bfloat16 matrices, one below the other, whose products are added, so that nothing but the
-sum is rounded: with S = sum |x| |w| over K it is off by up to (K 2**-22 + 2**-20) S plus what
-underflows. INT4 and INT8 weights under float scales fit bfloat16 only without these, which vary
-along K: with many rows they are decoded to float32 and multiplied by cupy.
+Up to 64 tokens: `extensor_cuda.decode`, which reads the packed weights once. Beyond, on Hopper, the
+weights are expanded to bfloat16, exactly, and multiplied by the GEMM: values of MX and NVFP4, codes
+of INT4, INT8 and FP8 less their zero points. Float scales stay apart, since their products with
+codes take more bits than bfloat16 has: one for all of K multiplies the finished sum, those of
+groups along K multiply each group's sum as it is added to float32 registers. float32 activations
+are three bfloat16 matrices, one below the other, whose products are added, so that nothing but
+sums is rounded: with S = sum |x| |w| over K and n groups of float scales (0 without), the result is
+off by up to (K 2**-22 + n 2**-24 + 2**-20) S plus what underflows: where scales are floats, 2**-126
+a group times its scale.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from extensor.quant.array import QuantArray
-from extensor_cuda import decode
-from extensor_cuda.expansion import Expansion, multiply, whole
+from extensor.quant.array import QuantArray, tile_extent
+from extensor_cuda import decode, dense
+from extensor_cuda.bf16 import is_float_scaled, multiply_packed
+from extensor_cuda.expansion import Expansion
 from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import empty_rows
+from extensor_cuda.kernels.gemm import STAGE_OF_BF16, Split, empty_rows
 from extensor_cuda.scaled import pitched
 
 __all__ = ["product", "reason"]
@@ -28,7 +32,7 @@ Array = Any
 
 _OUT = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 DECODED = "tensor cores, weights decoded on the way"
-EXPANDED = "bf16 tensor cores, weights expanded first"
+EXPANDED = "bf16 tensor cores, weights expanded"
 
 
 def reason(x: Array, w: QuantArray, capability: str) -> str | None:
@@ -48,28 +52,15 @@ def _many_reason(x: Array, w: QuantArray, capability: str, few: str) -> str | No
         return few
     if x.dtype.name not in _OUT or not x.size:
         return f"{x.dtype} activations of shape {x.shape}"
-    if not (w.spec.is_mx or w.spec.row.tensor_scale):
-        return f"{few}; {w.spec.format} does not fit bfloat16"
-    plan = kernels.plan_of(w.spec, w.shape, decoding=True)
-    return plan if isinstance(plan, str) else None
-
-
-def _parts(x: Array, xp: Any) -> Array:
-    """The bits of x as bfloat16, (M, K); of float32 in three parts that add up to it, (3 M, K)."""
-    rows, k = x.shape
-    if x.dtype.name == "bfloat16":
-        return pitched(x.view(np.uint16), xp)
-    x = xp.ascontiguousarray(x)
-    out = empty_rows(xp, 3 * rows, k, np.uint16)
-    rest = xp.where(xp.isfinite(x), x, np.float32(0))
-    for i in range(3):
-        upper = rest.view(np.uint32) & np.uint32(0xFFFF0000)
-        out[i * rows : (i + 1) * rows] = (upper >> np.uint32(16)).astype(np.uint16)
-        rest = rest - upper.view(np.float32)
-    bits = (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-    out[:rows] = xp.where(xp.isinf(x), bits, out[:rows])
-    out[:rows] = xp.where(xp.isnan(x), np.uint16(0x7FC0), out[:rows])
-    return out
+    if not is_float_scaled(w.spec):
+        plan = kernels.plan_of(w.spec, w.shape, decoding=True)
+        return plan if isinstance(plan, str) else None
+    if w.spec.row.outliers or w.spec.transform:
+        return "the outlier codec" if w.spec.row.outliers else "a Hadamard transform to undo"
+    _, length = tile_extent(w.spec, w.shape)
+    if length < w.shape[1] and length != 32 and length % STAGE_OF_BF16:
+        return f"groups of {length}; the kernel has 32 and multiples of {STAGE_OF_BF16}"
+    return f"weights of shape {w.shape}" if 0 in w.shape else None
 
 
 def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, str] | str:
@@ -90,16 +81,12 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, st
     """
     if decode.reason(x, w, xp.cuda.Device().compute_capability) is None:
         return decode.product(x, w, out_dtype, xp), DECODED
-    made = whole([w], xp)
-    if made is None:
+    single = x.dtype.name == "bfloat16"
+    bits = pitched(x.view(np.uint16), xp) if single else dense.thirds(x, xp)
+    out = multiply_packed(Expansion(bits, "bf16"), w, out_dtype if single else "float32", xp)
+    if out is None:
         return "values that bfloat16 does not hold"
-    rows = len(x)
-    parts = _parts(x, xp)
-    single = len(parts) == rows
-    dtype = out_dtype if single else "float32"
-    out = multiply(Expansion(parts, "bf16"), made[0], dtype, xp)
-    if not single:  # the smallest first
-        total = out[2 * rows :] + out[rows : 2 * rows]
-        total += out[:rows]
-        out = total.astype(_OUT[out_dtype], copy=False)
+    if not single:
+        parts, out = pitched(out, xp), empty_rows(xp, len(x), w.shape[0], _OUT[out_dtype])
+        dense.add_parts(parts, Split(3, 0), out, None, xp)
     return xp.ascontiguousarray(out), EXPANDED

@@ -145,9 +145,10 @@ def _norm(x: np.ndarray, axis: Any) -> np.ndarray:
     return np.sqrt((x * x).sum(axis, keepdims=True))
 
 
+@pytest.mark.host
 def test_copies_are_made_when_asked_for_and_only_then() -> None:
     x = et.zeros((2, 3))
-    assert et.astype(x, et.float32, copy=False, device=x.device) is x
+    assert et.astype(x, et.float32, copy=False, device="cpu") is x
     for made in (et.astype(x, et.float32, copy=True), et.reshape(x, (6,), copy=True)):
         assert not np.shares_memory(made.numpy(), x.numpy())
     assert np.shares_memory(et.reshape(x, (6,), copy=False).numpy(), x.numpy())

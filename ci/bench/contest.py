@@ -29,7 +29,9 @@ from typing import Any
 
 from extensor.config import num_threads
 
-__all__ = ["GPU_PACKAGES", "Make", "arguments", "command", "gpu_of", "measure", "write"]
+__all__ = [
+    "GPU_PACKAGES", "Make", "arguments", "command", "gpu_of", "measure", "write", "write_gpu",
+]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -153,6 +155,11 @@ def write(
     record = {"about": facts | dict(about or {}), "rows": rows}
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"written to {path}")
+
+
+def write_gpu(name: str, rows: list[dict[str, Any]], xp: Any, merge: str = "") -> None:
+    """What ran on cupy's current GPU; see `write`."""
+    write(name, command(), rows, merge=merge, about=gpu_of(xp), packages=GPU_PACKAGES)
 
 
 def _version(package: str) -> str | None:

@@ -21,7 +21,7 @@ import ml_dtypes
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
+from ci.bench.contest import write_gpu
 from ci.bench.cuda_gemm import Call, measure
 from extensor.backends import registry
 
@@ -138,14 +138,7 @@ def main() -> None:
     with backend.xp.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
         for size in chosen.sizes:
             rows += rows_of(size, backend, chosen.rounds)
-    write(
-        "cuda-attention",
-        command(),
-        rows,
-        merge="key",
-        about=gpu_of(backend.xp),
-        packages=GPU_PACKAGES,
-    )
+    write_gpu("cuda-attention", rows, backend.xp, merge="key")
 
 
 if __name__ == "__main__":

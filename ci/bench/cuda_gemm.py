@@ -31,7 +31,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
+from ci.bench.contest import write_gpu
 from ci.bench.record_tensors import all_spans, load
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
@@ -201,7 +201,7 @@ def of_shapes(backend: Any, rounds: int) -> None:
                 }
                 rows.append(row)
                 print(*row.values(), sep="  ", flush=True)
-    write("cuda-gemm-gpt30m", command(), rows, about=gpu_of(backend.xp), packages=GPU_PACKAGES)
+    write_gpu("cuda-gemm-gpt30m", rows, backend.xp)
 
 
 def way_of(pair: list[Any], backend: Any) -> str:
@@ -267,13 +267,7 @@ def main() -> None:
             }
             rows.append(row)
             print(*row.values(), flush=True)
-    write(
-        "cuda-gemm" if chosen.data is None else "cuda-gemm-recorded",
-        command(),
-        rows,
-        about=gpu_of(backend.xp),
-        packages=GPU_PACKAGES,
-    )
+    write_gpu("cuda-gemm" if chosen.data is None else "cuda-gemm-recorded", rows, backend.xp)
 
 
 if __name__ == "__main__":

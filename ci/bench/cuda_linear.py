@@ -24,7 +24,7 @@ from typing import Any
 import ml_dtypes
 import torch
 
-from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
+from ci.bench.contest import write_gpu
 from ci.bench.cuda_gemm import INPUTS, Call, measure, recorded
 from extensor.autograd.apply import wrap
 from extensor.backends import registry
@@ -167,13 +167,7 @@ def main() -> None:
             }
             rows.append(row)
             print(*row.values(), flush=True)
-    write(
-        "cuda-linear" if chosen.data is None else "cuda-linear-recorded",
-        command(),
-        rows,
-        about=gpu_of(backend.xp),
-        packages=GPU_PACKAGES,
-    )
+    write_gpu("cuda-linear" if chosen.data is None else "cuda-linear-recorded", rows, backend.xp)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,15 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
+from ci.bench.contest import write_gpu
 from ci.bench.cuda_gemm import Call, measure
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense, grouped, near, operands, scaling, weights
 from extensor_cuda import gemm as blocked
 from extensor_cuda import scaled as scaled_products
-from extensor_cuda.expansion import join, whole
+from extensor_cuda.bf16 import as_bf16
+from extensor_cuda.expansion import join
 from extensor_cuda.kernels import quantize
 from extensor_cuda.kernels.gemm import Config, configure, empty_rows, gemm
 from extensor_cuda.kernels.requantize import requantized
@@ -83,43 +84,52 @@ def scaled(backend: Any, rounds: int) -> Rows:
         }
         zeros = [packed(x, "int8", backend, symmetric=False) for x in (a, b)]
         fp4 = [packed(x, "mxfp4", backend, scale_rule="one") for x in (a, b)]
-        codes = [x.to(torch.float8_e4m3fn) for x in (a, b)]
-        ones = torch.ones(size, 1, device="cuda"), torch.ones(1, size, device="cuda")
         integers = [
             torch.randint(-96, 97, (size, size), device="cuda", dtype=torch.int8) for _ in "ab"
         ]
-
-        def torch_fp8(turn: int, codes: Any = codes, ones: Any = ones) -> Any:
-            return torch._scaled_mm(
-                codes[0], codes[1].T, ones[0], ones[1], out_dtype=torch.bfloat16
-            )
-
-        def torch_bf16(turn: int, a: Any = a, b: Any = b) -> Any:
-            return a @ b.T
-
-        def torch_int8(turn: int, codes: Any = integers) -> Any:
-            return torch._int_mm(codes[0], codes[1].T)
-
         calls: dict[str, Call] = {
-            "torch bf16": torch_bf16,
-            "torch FP8, row scales": torch_fp8,
-            "torch INT8": torch_int8,
+            "torch bf16": partial(_torch_bf16, a, b),
+            "torch FP8, row scales, promoted": _torch_fp8(a, b),
+            "torch INT8": partial(_torch_int8, integers[0], integers[1]),
         }
         for name, pair in sides.items():
             calls[name] = partial(_multiply, pair, xp)
             calls[f"{name}: quantizing a"] = partial(_quantizing, a, specs[name][0], xp)
         calls["INT8, zero points, from storage"] = partial(_matmul, zeros, xp, "promote")
         calls["MXFP4 as INT8, from storage"] = partial(_matmul, fp4, xp, "exact")
-        times = measure(calls, rounds)
-        for name, milliseconds in times.items():
-            yield {
-                "what": "scaled",
-                "size": f"{size}^3",
-                "name": name,
-                "milliseconds": round(milliseconds, 4),
-                "teraflops": round(2 * size**3 / milliseconds / 1e9, 1),
-                "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
-            }
+        yield from _rates("scaled", f"{size}^3", measure(calls, rounds), 2 * size**3)
+
+
+def _torch_bf16(a: Any, b: Any, turn: int) -> Any:
+    return a @ b.T
+
+
+def _torch_fp8(a: Any, b: Any) -> Call:
+    """Torch's product of codes under scales of rows, promoted to float32 on the way."""
+    x, y = (v.to(torch.float8_e4m3fn) for v in (a, b))
+    scales = torch.ones(len(a), 1, device="cuda"), torch.ones(1, len(b), device="cuda")
+
+    def call(turn: int) -> Any:
+        return torch._scaled_mm(x, y.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=False)
+
+    return call
+
+
+def _torch_int8(a: Any, b: Any, turn: int) -> Any:
+    return torch._int_mm(a, b.T)
+
+
+def _rates(what: str, size: str, times: dict[str, float], work: int, **more: float) -> Rows:
+    for name, milliseconds in times.items():
+        yield {
+            "what": what,
+            "size": size,
+            "name": name,
+            "milliseconds": round(milliseconds, 4),
+            "teraflops": round(work / milliseconds / 1e9, 1),
+            "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
+            **more,
+        }
 
 
 def _side(x: Any, spec: QuantSpec, xp: Any) -> Any:
@@ -143,25 +153,9 @@ def near_exact(backend: Any, rounds: int) -> Rows:
         made = [near.near(q, xp) for q in pair]
         (x, lost), (y, _) = made
         out = empty_rows(xp, size, size, ml_dtypes.bfloat16)
-        codes = [v.to(torch.float8_e4m3fn) for v in (a, b)]
-        ones = torch.ones(size, 1, device="cuda"), torch.ones(1, size, device="cuda")
-
-        def torch_bf16(turn: int, a: Any = a, b: Any = b) -> Any:
-            return a @ b.T
-
-        def torch_fp8(turn: int, codes: Any = codes, ones: Any = ones) -> Any:
-            return torch._scaled_mm(
-                codes[0],
-                codes[1].T,
-                ones[0],
-                ones[1],
-                out_dtype=torch.bfloat16,
-                use_fast_accum=False,
-            )
-
         calls: dict[str, Call] = {
-            "torch bf16": torch_bf16,
-            "torch FP8, row scales, promoted": torch_fp8,
+            "torch bf16": partial(_torch_bf16, a, b),
+            "torch FP8, row scales, promoted": _torch_fp8(a, b),
             "near-exact, from storage": partial(_matmul, pair, xp, "near"),
             "exact, from storage": partial(_matmul, pair, xp, "bf16"),
             "rebasing a": partial(_rebasing, pair[0], xp),
@@ -174,17 +168,8 @@ def near_exact(backend: Any, rounds: int) -> Rows:
             calls[name] = partial(_placed, x, y, out, config)
         times = measure(calls, rounds)
         changed, flushed = lost.shares()
-        for name, milliseconds in times.items():
-            yield {
-                "what": "near",
-                "size": f"{size}^3",
-                "name": name,
-                "milliseconds": round(milliseconds, 4),
-                "teraflops": round(2 * size**3 / milliseconds / 1e9, 1),
-                "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
-                "changed": float(f"{changed:.2e}"),
-                "flushed": float(f"{flushed:.2e}"),
-            }
+        shares = {"changed": float(f"{changed:.2e}"), "flushed": float(f"{flushed:.2e}")}
+        yield from _rates("near", f"{size}^3", times, 2 * size**3, **shares)
 
 
 def _rebasing(q: Any, xp: Any, turn: int) -> Any:
@@ -308,7 +293,7 @@ def _packed(x: Any, held: list[Any], xp: Any, turn: int) -> Any:
 
 
 def _expanding(held: list[Any], xp: Any, turn: int) -> Any:
-    return whole([held[turn % len(held)]], xp)
+    return as_bf16(held[turn % len(held)], xp)
 
 
 def _dense(sides: tuple[Any, Any], xp: Any, turn: int) -> Any:
@@ -344,16 +329,8 @@ def groups(backend: Any, rounds: int) -> Rows:
         },
         rounds,
     )
-    work = 2 * sum(sizes) * n * k
-    for name, milliseconds in times.items():
-        yield {
-            "what": "grouped",
-            "size": f"{len(sizes)} groups, {sum(sizes)} x {n} x {k}",
-            "name": name,
-            "milliseconds": round(milliseconds, 4),
-            "teraflops": round(work / milliseconds / 1e9, 1),
-            "of_torch_bf16": round(times["torch bf16"] / milliseconds, 3),
-        }
+    size = f"{len(sizes)} groups, {sum(sizes)} x {n} x {k}"
+    yield from _rates("grouped", size, times, 2 * sum(sizes) * n * k)
 
 
 def _grouped(sides: list[Any], offsets: Any, xp: Any, turn: int) -> Any:
@@ -383,14 +360,7 @@ def main() -> None:
                 row["key"] = f"{row['what']}, {row['size']}, {row['name']}"
                 rows.append(row)
                 print(*row.values(), flush=True)
-    write(
-        "cuda-products",
-        command(),
-        rows,
-        merge="key",
-        about=gpu_of(backend.xp),
-        packages=GPU_PACKAGES,
-    )
+    write_gpu("cuda-products", rows, backend.xp, merge="key")
 
 
 if __name__ == "__main__":

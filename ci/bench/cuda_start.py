@@ -20,7 +20,7 @@ import time
 from functools import lru_cache
 from typing import Any
 
-from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
+from ci.bench.contest import write_gpu
 
 
 def timed() -> dict[str, float]:
@@ -87,7 +87,7 @@ def main() -> None:
             print(*(f"{k} {v:.3f}" if isinstance(v, float) else v for k, v in rows[-1].items()))
     from extensor.backends.registry import get
 
-    write("cuda-start", command(), rows, about=gpu_of(get("cuda").xp), packages=GPU_PACKAGES)
+    write_gpu("cuda-start", rows, get("cuda").xp)
 
 
 if __name__ == "__main__":

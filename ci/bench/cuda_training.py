@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +25,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ci.bench.contest import GPU_PACKAGES, gpu_of, write
+from ci.bench.contest import write_gpu
 from ci.bench.cuda_quantize import measure
 from extensor import ExTensor
 from extensor.backends import registry
@@ -166,8 +165,12 @@ def elements(xp: Any) -> dict[str, tuple[int, Call]]:
             ),
         }
         for title, (moved, call) in calls.items():
-            made[f"{title} {name}"] = (moved, lambda turn, call=call: call())  # type: ignore[misc]
+            made[f"{title} {name}"] = (moved, partial(_again, call))
     return made
+
+
+def _again(call: Callable[[], Any], turn: int) -> None:
+    call()
 
 
 def seen(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -205,8 +208,7 @@ def main() -> None:
             rows.append({"name": name, "milliseconds": round(median, 4)})
     for row in rows:
         print(f"{row['name']:32s}", *list(row.values())[1:])
-    command = " ".join(["python", "ci/bench/cuda_training.py", *sys.argv[1:]])
-    write("cuda-training", command, rows, about=gpu_of(xp), packages=GPU_PACKAGES)
+    write_gpu("cuda-training", rows, xp)
 
 
 if __name__ == "__main__":

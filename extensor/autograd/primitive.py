@@ -96,6 +96,7 @@ class Primitive:
             write to what it is given, but may return ``g`` itself.
         no_vjp: why there is no gradient.
         once: why the gradient cannot be differentiated again; then ``fused_vjp`` alone will do.
+            Where that of one input can, as of an added bias, ``vjp_at`` gives it, and None else.
         broadcasts: the inputs broadcast against each other, so gradients are summed to the
             inputs' shapes by the engine.
         reads: what the gradient reads of the inputs' and the output's *values*; the rest is not

@@ -176,20 +176,22 @@ _TWICE = Primitive("gradient", forward=lambda backend, g: g, vjp_at=_refuse, rea
 
 def _once(node: Node, g: ExTensor, needs: Sequence[bool]) -> list[ExTensor | None]:
     """Gradients that are part of the graph, but refuse to be differentiated."""
+    results: list[ExTensor | None] = [None] * len(needs)
+    if node.primitive.vjp_at is not None:
+        results = _composite(node, g, needs, graph=True)
     before, MODE.enabled = MODE.enabled, False
     try:
-        parts = node_gradients(node, g.data, needs, create_graph=False)
+        left = [need and made is None for need, made in zip(needs, results, strict=True)]
+        parts = node_gradients(node, g.data, left, create_graph=False)
     finally:
         MODE.enabled = before
-    results: list[ExTensor | None] = []
-    for part in parts:
+    for i, part in enumerate(parts):
         if part is None:
-            results.append(None)
             continue
         params = {"name": node.primitive.name, "why": node.primitive.once}
         refusal = Node(_TWICE, params, (g,), part, None, [0])
         assert refusal.edges is not None
         refusal.edges += node.edges or []
         refusal.arrays *= len(refusal.edges)
-        results.append(wrap(part, node.backend, refusal))
+        results[i] = wrap(part, node.backend, refusal)
     return results

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from extensor.backends import dense, layers, training, windows
-from extensor.backends.protocol import Array, Window
+from extensor.backends.protocol import Array, Finite, Window
 from extensor.backends.recording import Graph, Guard, Recording
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
@@ -271,6 +271,10 @@ class GenericBackend:
         """See the protocol."""
         dense.attention_grad(g, q, k, v, out, stats, causal, scale, into, self.xp)
 
+    def dropout_mask(self, draws: Array, shape: tuple[int, ...], p: float) -> Array:
+        """See the protocol."""
+        return self.xp.asarray(training.dropout_mask(draws.tolist(), shape, p))
+
     @_widened
     def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """See the protocol."""
@@ -355,24 +359,36 @@ class GenericBackend:
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
         guard: Guard | None = None,
-    ) -> None:
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
         """See the protocol."""
+        found = self.all_finite_each([part[1] for part in parts]) if look else []
+        if not all(found):
+            return lambda: found
         for part, mine in zip(parts, factors, strict=True):
             weight, grad, mean, square = (a.reshape(-1) for a in part)
             grad = grad + weight * mine["decay"] if mine["decay"] else grad
             self.adam(weight, grad, mean, square, mine)
+        return lambda: found
 
     def sgd_each(
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
         guard: Guard | None = None,
-    ) -> None:
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
         """See the protocol."""
+        found = self.all_finite_each([part[1] for part in parts]) if look else []
+        if not all(found):
+            return lambda: found
         for part, mine in zip(parts, factors, strict=True):
             rate, momentum, decay = mine["lr"], mine["momentum"], mine["decay"]
             weight, grad, buffer = (None if a is None else a.reshape(-1) for a in part)
             self.sgd(weight, grad, buffer, rate, momentum, decay, bool(mine["nesterov"]))
+        return lambda: found
 
     def raising(self) -> AbstractContextManager[Any]:
         """See the protocol."""
@@ -415,7 +431,8 @@ class GenericBackend:
 
     def add(self, a: Array, b: Array) -> Array:
         """See the protocol."""
-        if _BFLOAT16 not in (a.dtype, b.dtype):
+        # By identity: cheap, and true of what numpy makes in float32.
+        if a.dtype is b.dtype is _FLOAT32 or _BFLOAT16 not in (a.dtype, b.dtype):
             return a + b
         out = self.add(self.cast(a, _FLOAT32), self.cast(b, _FLOAT32))
         return self.cast(out, _BFLOAT16) if a.dtype == b.dtype else out

@@ -21,9 +21,11 @@ from extensor.quant.context import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
-__all__ = ["Array", "Backend", "Window"]
+__all__ = ["Array", "Backend", "Finite", "Window"]
 
 Array = Any
+Finite = Callable[[], list[bool]]
+"""Waits, and says of each array whether it is without NaN and infinity."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,15 @@ class Backend(Protocol):
         """
         ...
 
+    def dropout_mask(self, draws: Array, shape: tuple[int, ...], p: float) -> Array:
+        """Float32 of a shape: 0 with probability p, else 1 / (1 - p); the same on every device.
+
+        ``draws`` is int64 (2,): the seed, and how often it was drawn from before. Value i is kept
+        where the i-th word of 32 bits is p 2^32 or more, of those that numpy.random.Philox gives,
+        low half first, from the key (seed, 0) and the counter (0, calls, 0, 0).
+        """
+        ...
+
     def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """X Phi(x), with the normal distribution function Phi, and Phi(x) where that is kept."""
         ...
@@ -356,12 +367,17 @@ class Backend(Protocol):
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
         guard: Guard | None = None,
-    ) -> None:
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
         """`adam` on each (weight, grad, mean, square), with the factors of each.
 
         Arrays are float32, C-contiguous and of one size in each part, whatever their shapes. A
         factor ``decay`` times the weight is added to the gradient first, which is not written.
-        ``guard`` says, while recording, what the device decides.
+        ``guard`` says, while recording, what the device decides. With ``look`` nothing is done if
+        a gradient holds NaN or infinity; whether each is without them is what the result gives
+        when it is called, until when a device may be at it. What a backend derives from arrays
+        that stay from call to call it may keep in ``memory``, with these arrays.
         """
         ...
 
@@ -370,8 +386,10 @@ class Backend(Protocol):
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
         guard: Guard | None = None,
-    ) -> None:
-        """`sgd` on each (weight, grad, buffer), arrays as for `adam_each`.
+        look: bool = False,
+        memory: dict[str, Any] | None = None,
+    ) -> Finite:
+        """`sgd` on each (weight, grad, buffer), all else as for `adam_each`.
 
         Factors are lr, momentum, decay and nesterov.
         """

@@ -20,6 +20,9 @@ __all__ = [
     "add_rows",
     "cross_entropy",
     "cross_entropy_grad",
+    "dropout_factor",
+    "dropout_least",
+    "dropout_mask",
     "gelu",
     "gelu_grad",
     "layer_norm",
@@ -33,6 +36,24 @@ __all__ = [
     "softmax_grad",
     "square_sum",
 ]
+
+
+def dropout_least(p: float) -> int:
+    """The least of 2^32 equally likely words that keeps a value which goes with probability p."""
+    return int(p * 2.0**32)
+
+
+def dropout_factor(p: float) -> np.float32:
+    """What is kept is multiplied by this."""
+    return np.float32(1) / np.float32(1.0 - p)
+
+
+def dropout_mask(draws: Sequence[int], shape: tuple[int, ...], p: float) -> Array:
+    """See `extensor.backends.protocol.Backend.dropout_mask`."""
+    size, (seed, calls) = math.prod(shape), draws
+    drawn = np.random.Philox(key=seed, counter=[0, calls, 0, 0]).random_raw(-(-size // 2))
+    words = np.asarray(drawn, dtype="<u8").view("<u4")[:size].reshape(shape)
+    return (words >= dropout_least(p)).astype(np.float32) * dropout_factor(p)
 
 
 def gelu(x: Array, xp: Any) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from extensor.autograd.creation import Seed
 from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import compute_dtype
 from extensor.nn.checks import check_size
 from extensor.nn.linear import Linear
 from extensor.nn.module import Module
@@ -29,7 +30,7 @@ def rotate(x: ExTensor, base: float) -> ExTensor:
         base: above 0; 10000 in the paper.
 
     Returns:
-        The same shape.
+        The same shape and dtype; of 16-bit floats computed in float32 and rounded once.
 
     Raises:
         ValueError: for an odd d.
@@ -41,11 +42,11 @@ def rotate(x: ExTensor, base: float) -> ExTensor:
         raise ValueError(f"rotate: wanted vectors of even length, got {size}")
     # Angles in float64 on the host, so that they are the same on every device.
     angle = np.arange(length)[:, None] * base ** (-2.0 * np.arange(size // 2) / size)
-    cos, sin = (
-        ExTensor.from_numpy(f(angle)).astype(x.dtype).to(x.device) for f in (np.cos, np.sin)
-    )
-    a, b = x[..., : size // 2], x[..., size // 2 :]
-    return concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    wide = compute_dtype(x.dtype)
+    cos, sin = (ExTensor.from_numpy(f(angle)).astype(wide).to(x.device) for f in (np.cos, np.sin))
+    a, b = x[..., : size // 2].astype(wide), x[..., size // 2 :].astype(wide)
+    turned = concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return turned.astype(x.dtype)
 
 
 class MultiheadAttention(Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from extensor.autograd.apply import wrap
 from extensor.autograd.creation import Seed
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
@@ -21,7 +22,7 @@ class Dropout(Module):
 
     The mask is a function of a seed and of how often the layer was called in training. Both are
     buffers, so that a run resumed from a checkpoint draws what an uninterrupted one draws. It is
-    drawn on the host: the same on every device.
+    the same on every device, and each repetition of a captured step draws anew.
 
     Args:
         p: in [0, 1).
@@ -47,12 +48,11 @@ class Dropout(Module):
         tensors_only("Dropout", x)
         if not self.training or self.p == 0.0:
             return x
-        shape = self.mask_shape(x)
-        seed, calls = (int(n) for n in self.draws.tolist())
+        backend, draws = self.draws.backend, self.draws.data
+        mask = wrap(backend.dropout_mask(draws, self.mask_shape(x), self.p), backend)
         with no_grad():
-            self.draws.assign_(self.draws.data + self.draws.backend.xp.array([0, 1]))
-        kept = np.random.default_rng([seed, calls]).random(shape, np.float32) >= self.p
-        mask = ExTensor(kept.astype(np.float32) / np.float32(1.0 - self.p)).to(x.device)
+            self.draws.assign_(draws + backend.xp.arange(2))
+        mask = mask.to(x.device)
         return x * mask.astype(x.dtype) if x.dtype.is_float else x * mask
 
     def extra_repr(self) -> str:

@@ -82,7 +82,8 @@ def _layer_norm(backend: Any, x: Any, weight: Any, bias: Any, eps: float, narrow
         lambda g, out, x, weight, bias, eps, narrow, saved: _x_vjp(g, x, weight, eps, True),
         lambda g, out, x, weight, bias, eps, narrow, saved: _weight_vjp(g, x, weight, eps, True),
         lambda g, out, x, weight, bias, eps, narrow, saved: _over(
-            tuple(range(x.ndim - weight.ndim)), g
+            tuple(range(x.ndim - weight.ndim)),
+            g.astype(bias.dtype),  # before the sum, which rounds
         ),
     ),
     fused_vjp=lambda backend, g, out, inputs, needs, eps, narrow, saved: backend.layer_norm_grad(

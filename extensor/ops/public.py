@@ -37,6 +37,7 @@ from extensor.ops.arithmetic import (
     where,
 )
 from extensor.ops.attention import packed_attention, scaled_dot_product_attention
+from extensor.ops.class_loss import cross_entropy, nll
 from extensor.ops.comparison import (
     bitwise_and,
     bitwise_invert,
@@ -108,14 +109,12 @@ from extensor.ops.linalg import dot, inner, linear, matmul, outer, tensordot
 from extensor.ops.loss import (
     binary_cross_entropy,
     binary_cross_entropy_with_logits,
-    cross_entropy,
     focal,
     hinge,
     huber,
     kl_div,
     l1,
     mse,
-    nll,
     smooth_l1,
 )
 from extensor.ops.norm import batch_norm, layer_norm, rms_norm

@@ -61,6 +61,17 @@ def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
     return out if gemm.output_scale == 1.0 else out * xp.float32(gemm.output_scale)
 
 
+def _bias_vjp(
+    index: int, g: ExTensor, out: None, x: ExTensor, w: ExTensor, *bias: ExTensor, **params: Any
+) -> ExTensor | None:
+    """The gradient of what is added per output channel, axis 1 of a convolution, else the last."""
+    if index < 2:
+        return None
+    channels = 1 if w.ndim > 2 else g.ndim - 1
+    axes = tuple(axis for axis in range(g.ndim) if axis != channels)
+    return g.astype(bias[0].dtype).sum(axis=axes)  # a sum of 16-bit floats would be rounded
+
+
 def _product(
     backend: Backend, a: Any, b: Any, gemm: Gemm, dtype: np.dtype[Any], bias: Array | None = None
 ) -> Array:
@@ -159,6 +170,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
 
 @primitive(
     forward=_matmul_forward,
+    vjp_at=_bias_vjp,
     fused_vjp=_matmul_vjp,
     once=_ONCE,
     reads="inputs",
@@ -352,6 +364,7 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
 
 @primitive(
     forward=_conv_forward,
+    vjp_at=_bias_vjp,
     fused_vjp=_conv_vjp,
     once=_ONCE,
     reads="inputs",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from extensor.backends.recording import Guard
+from extensor.backends.protocol import Finite
 from extensor.optim.optimizer import Array, Optimizer, Option, check_betas, check_range
 
 __all__ = ["Adam"]
@@ -86,13 +86,14 @@ class Adam(Optimizer):
     def update_each(
         self,
         backend: Any,
-        parts: Sequence[tuple[Array, Array, Mapping[str, Array], int]],
-        options: Mapping[str, Any],
-        guard: Guard | None = None,
-    ) -> None:
+        parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
+        factors: Sequence[Mapping[str, float]],
+        **how: Any,
+    ) -> Finite:
         """Move whole parameters, in place, in one call."""
-        arrays = [(w, g, state["mean"], state["square"]) for w, g, state, _ in parts]
-        backend.adam_each(arrays, self.factors_each([step for *_, step in parts], options), guard)
+        arrays = [(w, g, state["mean"], state["square"]) for w, g, state in parts]
+        found: Finite = backend.adam_each(arrays, factors, **how)
+        return found
 
     def factors_each(
         self, steps: Sequence[int], options: Mapping[str, Any]

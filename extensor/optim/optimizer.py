@@ -20,11 +20,12 @@ import numpy as np
 from extensor.autograd.apply import wrap
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.recording import Guard, Mirrors
+from extensor.backends.protocol import Finite
+from extensor.backends.recording import Mirrors
 from extensor.backends.registry import get as get_backend
 from extensor.errors import layout_error, unknown_name
 from extensor.optim.states import STATES, Stored, state_stream
-from extensor.optim.together import check_finite, moves_together, step_recorded, step_together
+from extensor.optim.together import step_recorded, step_together
 from extensor.quant.array import QuantArray
 
 __all__ = ["Optimizer", "Option", "ParamGroup"]
@@ -47,9 +48,15 @@ class _Member:
 
     name: str
     param: ExTensor
+    shape: tuple[int, ...]
     index: int
     arrays: dict[str, Stored]
     step: int = 0
+    whole: Array = None
+    """The parameter's array, once it was seen to be contiguous float32 of its shape."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"whole": None}
 
 
 @dataclass(eq=False)
@@ -105,6 +112,7 @@ class Optimizer(ABC):
             raise ValueError(unknown_name("kind of optimizer state", states, STATES))
         self.states = states
         self._mirrors = Mirrors()
+        self._memory: dict[str, Any] = {}  # the backend's, of what is updated together
         if isinstance(params, ExTensor):
             raise TypeError("params: wanted a list of tensors, got one tensor; pass [tensor]")
         if hasattr(params, "parameters"):
@@ -118,6 +126,10 @@ class Optimizer(ABC):
         groups = given if isinstance(given[0], Mapping) else [{"params": given}]
         for group in groups:
             self._add_group(group, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a backend knows of these arrays' memory: a copy has other memory."""
+        return self.__dict__ | {"_memory": {}}
 
     def _add_group(self, group: Any, defaults: dict[str, Option]) -> None:
         if not isinstance(group, Mapping) or "params" not in group:
@@ -141,7 +153,7 @@ class Optimizer(ABC):
             taken.add(name)
             owned.add(id(param))
             fresh = self._fresh(param, len(owned) - 1, options)
-            made.members.append(_Member(name, param, len(owned) - 1, fresh))
+            made.members.append(_Member(name, param, param.shape, len(owned) - 1, fresh))
         if not made.members:
             raise ValueError("params: wanted at least one tensor in each group, got none")
         self.groups.append(made)
@@ -195,18 +207,18 @@ class Optimizer(ABC):
     def update_each(
         self,
         backend: Any,
-        parts: Sequence[tuple[Array, Array, Mapping[str, Array], int]],
-        options: Mapping[str, Any],
-        guard: Guard | None = None,
-    ) -> None:
+        parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
+        factors: Sequence[Mapping[str, float]],
+        **how: Any,
+    ) -> Finite:
         """Move whole parameters, in place, in one call of the backend; ``fused`` ones have it.
 
         Args:
             backend: the backend of the arrays.
-            parts: weight, gradient, state by slot and step of each: C-contiguous float32 arrays
-                of one size, whatever their shapes.
-            options: the group's options.
-            guard: while a step is recorded: what the device decides.
+            parts: weight, gradient and state by slot of each: C-contiguous float32 arrays of one
+                size, whatever their shapes.
+            factors: of each, from `factors_each`.
+            how: more for the backend, ``guard``, ``look`` and ``memory`` of `Backend.adam_each`.
         """
         raise TypeError(f"{type(self).__name__} says fused: wanted an update_each of its own")
 
@@ -256,12 +268,11 @@ class Optimizer(ABC):
         if bad is True:
             return
         ready = [
-            (group, member, member.param.grad)
+            (group, [(m, m.param.grad) for m in group.members if m.param.grad is not None])
             for group in self.groups
-            for member in group.members
-            if member.param.grad is not None
         ]
-        if not ready:
+        parts = [part for _, mine in ready for part in mine]
+        if not parts:
             raise RuntimeError(
                 "step: wanted gradients, got none; call loss.backward() first, with a loss "
                 "computed from these parameters"
@@ -274,26 +285,18 @@ class Optimizer(ABC):
                     f"step: the options now need {sorted(missing)}, which was not kept from the "
                     "start; make a new optimizer with these options"
                 )
-        for _, member, grad in ready:
-            if grad.shape != member.param.shape or not grad.dtype.is_float:
+        for member, grad in parts:
+            if grad.data.shape != member.shape or not grad.dtype.is_float:
                 raise ValueError(
-                    f"step: wanted a float gradient of shape {member.param.shape} for "
+                    f"step: wanted a float gradient of shape {member.shape} for "
                     f"{member.name}, got {grad.dtype.name} of shape {grad.shape}"
                 )
-        if (recording := ready[0][1].param.backend.recording) is not None:
+        if (recording := parts[0][0].param.backend.recording) is not None:
             step_recorded(self, ready, bad, recording)
             return
         self._mirrors.settle()
-        if bad is None:
-            check_finite([(member, grad) for _, member, grad in ready])
-        for group in self.groups:
-            mine = [(member, grad) for owner, member, grad in ready if owner is group]
-            how = [moves_together(self, member, grad) for member, grad in mine]
-            together = [part for part, with_others in zip(mine, how, strict=True) if with_others]
-            step_together(self, together, group.options)
-            for (member, grad), with_others in zip(mine, how, strict=True):
-                if not with_others:
-                    self._step_one(member, grad, group.options)
+        for group, member, grad in step_together(self, ready, bad is None):
+            self._step_one(member, grad, group.options)
 
     def _step_one(self, member: _Member, grad: ExTensor, options: Mapping[str, Any]) -> None:
         param, xp = member.param, member.param.backend.xp

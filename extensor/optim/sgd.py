@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from extensor.backends.recording import Guard
+from extensor.backends.protocol import Finite
 from extensor.optim.optimizer import Array, Optimizer, Option, check_range
 
 __all__ = ["SGD"]
@@ -79,13 +79,14 @@ class SGD(Optimizer):
     def update_each(
         self,
         backend: Any,
-        parts: Sequence[tuple[Array, Array, Mapping[str, Array], int]],
-        options: Mapping[str, Any],
-        guard: Guard | None = None,
-    ) -> None:
+        parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
+        factors: Sequence[Mapping[str, float]],
+        **how: Any,
+    ) -> Finite:
         """Move whole parameters, in place, in one call."""
-        arrays = [(w, g, state.get("momentum")) for w, g, state, _ in parts]
-        backend.sgd_each(arrays, self.factors_each([step for *_, step in parts], options), guard)
+        arrays = [(w, g, state.get("momentum")) for w, g, state in parts]
+        found: Finite = backend.sgd_each(arrays, factors, **how)
+        return found
 
     def factors_each(
         self, steps: Sequence[int], options: Mapping[str, Any]

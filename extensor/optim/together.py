@@ -17,16 +17,11 @@ if TYPE_CHECKING:
     from extensor.autograd.tensor import ExTensor
     from extensor.optim.optimizer import Optimizer, ParamGroup, _Member
 
-__all__ = ["check_finite", "moves_together", "step_recorded", "step_together"]
+__all__ = ["step_recorded", "step_together"]
 
 Parts = list[tuple["_Member", "ExTensor"]]
 """Members with their gradients."""
-
-
-def _by_backend(parts: Parts) -> list[tuple[Any, Parts]]:
-    backends = {id(member.param.backend): member.param.backend for member, _ in parts}
-    return [(b, [part for part in parts if part[0].param.backend is b]) for b in backends.values()]
-
+Ready = Sequence[tuple["ParamGroup", Parts]]
 
 MOST_UPDATES = 1024
 """Updates of a recorded step for which the device knows its factors beforehand."""
@@ -39,73 +34,112 @@ def _not_finite(member: _Member) -> FloatingPointError:
     )
 
 
-def check_finite(parts: Parts) -> None:
-    """Refuse gradients that hold NaN or infinity, naming the first.
+def _refuse(parts: Parts, finite: Sequence[bool]) -> None:
+    for (member, _), is_finite in zip(parts, finite, strict=True):
+        if not is_finite:
+            raise _not_finite(member)
+
+
+def _check_finite(parts: Parts) -> None:
+    """Refuse gradients that hold NaN or infinity, naming the first."""
+    backends = {id(member.param.backend): member.param.backend for member, _ in parts}
+    for backend in backends.values():
+        mine = [part for part in parts if part[0].param.backend is backend]
+        _refuse(mine, backend.all_finite_each([grad.data for _, grad in mine]))
+
+
+def _common(optimizer: Optimizer, parts: Parts) -> Any:
+    """The backend that takes many parameters in one call, if that serves the optimizer."""
+    if not optimizer.fused or optimizer.states != "float32":
+        return None
+    backends = (member.param.backend for member, _ in parts)
+    return next((backend for backend in backends if backend.steps_together), None)
+
+
+def _fits(member: _Member, grad: ExTensor) -> bool:
+    """Whether a parameter's arrays go to the backend as they are, with those of others."""
+    data = member.param.data
+    if data is not member.whole:  # asked once: each question of an array costs what a launch does
+        if member.param.dtype is not float32 or data.shape != member.shape:
+            return False
+        if not data.flags.c_contiguous:
+            return False
+        member.whole = data
+    return grad.dtype is float32 and bool(grad.data.flags.c_contiguous)
+
+
+def step_together(
+    optimizer: Optimizer, ready: Ready, look: bool
+) -> list[tuple[ParamGroup, _Member, ExTensor]]:
+    """Update the parameters that a backend takes in one call, and give back the others.
+
+    Args:
+        optimizer: theirs.
+        ready: what has gradients.
+        look: whether all gradients are looked at first. Where all are updated here the device
+            decides, and the host hears of it while the update runs.
 
     Raises:
-        FloatingPointError: if there is one.
+        FloatingPointError: if a gradient holds NaN or infinity; nothing is updated then.
     """
-    for backend, mine in _by_backend(parts):
-        finite = backend.all_finite_each([grad.data for _, grad in mine])
-        for (member, _), is_finite in zip(mine, finite, strict=True):
-            if not is_finite:
-                raise _not_finite(member)
-
-
-def moves_together(optimizer: Optimizer, member: _Member, grad: ExTensor) -> bool:
-    """Whether a parameter's arrays go to the backend as they are, with those of others."""
-    param = member.param
-    if not (optimizer.fused and param.backend.steps_together and optimizer.states == "float32"):
-        return False
-    if param.dtype is not float32 or grad.dtype is not float32:
-        return False
-    return bool(param.data.flags.c_contiguous and grad.data.flags.c_contiguous)
-
-
-def step_together(optimizer: Optimizer, parts: Parts, options: Mapping[str, Any]) -> None:
-    """Update the parameters that `moves_together` lets through."""
-    for backend, mine in _by_backend(parts):
-        arrays = []
+    parts = [part for _, mine in ready for part in mine]
+    backend = _common(optimizer, parts)
+    together: Parts = []
+    factors: list[Mapping[str, float]] = []
+    apart = []
+    for group, mine in ready:
+        before = len(together)
         for member, grad in mine:
-            member.step += 1
-            arrays.append((member.param.data, grad.data, member.arrays, member.step))
-        optimizer.update_each(backend, arrays, options)
-        for member, _ in mine:
-            member.param._version[0] += 1  # written in place, and nothing else has changed
+            if member.param.backend is backend and _fits(member, grad):
+                together.append((member, grad))
+            else:
+                apart.append((group, member, grad))
+        if steps := [member.step + 1 for member, _ in together[before:]]:
+            factors += optimizer.factors_each(steps, group.options)
+    if look and apart:
+        _check_finite(parts)
+        look = False
+    if together:
+        arrays = [(m.param.data, g.data, m.arrays) for m, g in together]
+        more = {"look": look, "memory": optimizer._memory}
+        found = optimizer.update_each(backend, arrays, factors, **more)
+        if look:
+            _refuse(together, found())
+    for member, _ in together:
+        member.step += 1
+        member.param._version[0] += 1  # written in place, and nothing else has changed
+    return apart
 
 
-def step_recorded(
-    optimizer: Optimizer,
-    ready: Sequence[tuple[ParamGroup, _Member, ExTensor]],
-    bad: Any,
-    recording: Recording,
-) -> None:
+def step_recorded(optimizer: Optimizer, ready: Ready, bad: Any, recording: Recording) -> None:
     """Record an update: how many were made, and so each parameter's step, is the device's business.
 
     Raises:
         ValueError: for parameters that would not be updated in one call: their state would be new
             arrays, which a recording cannot carry from step to step.
     """
-    for _, member, grad in ready:
-        if not moves_together(optimizer, member, grad):
+    parts = [part for _, mine in ready for part in mine]
+    backend = _common(optimizer, parts)
+    for member, grad in parts:
+        if member.param.backend is not backend or not _fits(member, grad):
             raise ValueError(
                 f"step: {member.name}: a recorded step updates contiguous float32 parameters with "
                 f"Adam, AdamW or SGD and states='float32', got {type(optimizer).__name__} with "
                 f"states={optimizer.states!r}, a parameter of {member.param.dtype.name} and a "
                 f"gradient of {grad.dtype.name}; use these, or leave optimizer.step() out of it"
             )
-    members = [member for _, member, _ in ready]
+    members = [member for member, _ in parts]
     if bad is None:
-        arrays = [grad.data for *_, grad in ready]
+        arrays = [grad.data for _, grad in parts]
         bad = recording.finite(arrays, lambda number: _not_finite(members[number]))
     made = recording.persistent(np.zeros((), np.uint32))
     pushes: list[Callable[[], None]] = []
-    for number, group in enumerate(optimizer.groups):
-        mine = [(member, grad) for owner, member, grad in ready if owner is group]
+    for number, (group, mine) in enumerate(ready):
         if mine:
             guard = _guard(optimizer, number, mine, bad, made, recording)
-            arrays = [(m.param.data, g.data, m.arrays, m.step + 1) for m, g in mine]
-            optimizer.update_each(mine[0][0].param.backend, arrays, group.options, guard)
+            arrays = [(m.param.data, g.data, m.arrays) for m, g in mine]
+            factors = optimizer.factors_each([m.step + 1 for m, _ in mine], group.options)
+            optimizer.update_each(backend, arrays, factors, guard=guard)
             pushes += guard.pushes
     recording.count(made, bad)
     memory = [(m, m.param.data, dict(m.arrays)) for m in members]

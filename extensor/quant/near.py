@@ -17,8 +17,9 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, coded_length
 from extensor.quant.rounding import decode
+from extensor.quant.spec import QuantSpec
 
-__all__ = ["NearExact", "near_exact"]
+__all__ = ["NearExact", "is_mxfp8", "near_exact"]
 
 Array = Any
 
@@ -46,6 +47,11 @@ class NearExact:
         return float(self.changed.sum() / size), float(self.flushed.sum() / size)
 
 
+def is_mxfp8(spec: QuantSpec) -> bool:
+    """Whether a spec's elements are FP8 under powers of two."""
+    return spec.is_mx and spec.row.element.is_float and spec.row.element.bits == 8
+
+
 def near_exact(q: QuantArray) -> NearExact:
     """The near-exact values of a packed MXFP8 matrix on the CPU, still transformed.
 
@@ -56,7 +62,7 @@ def near_exact(q: QuantArray) -> NearExact:
         ValueError: for another format or axis.
     """
     element = q.spec.row.element
-    if not (q.spec.is_mx and element.is_float and element.bits == 8) or len(q.shape) != 2:
+    if not is_mxfp8(q.spec) or len(q.shape) != 2:
         raise ValueError(
             f"near_exact: wanted a matrix in MXFP8, got {q.spec.format} of shape {q.shape}; other "
             "MX formats fit FP8 or bfloat16 exactly, so multiply them as they are"

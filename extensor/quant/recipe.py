@@ -119,9 +119,9 @@ class Recipe:
             tensor saturates.
         activations: what the results of layers are rounded to, once, and stored as. Promotion does
             the rest: under "bfloat16" what is computed of them is bfloat16 until it meets float32
-            (a residual stream, a norm's weights), cross-entropy is float32, a gradient has its
+            (a residual stream, a norm's weights), losses are float32, a gradient has its
             tensor's dtype, and parameters with their gradients stay float32. So does torch's
-            autocast, which takes other losses in float32 too. Norms whose results only layers read
+            autocast. Norms whose results only layers read
             (`Module.feeds_layers`) round them, as it rounds what layers read.
     """
 

@@ -17,8 +17,7 @@ constexpr int kKeys = 128, kStage = kKeys * kHead * 2;
 __device__ __forceinline__ void mask(Sum (&s)[kKeys / 2], const Problem& e, int row, int first, int lane) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int last = e.causal ? min(e.keys - 1, row + 8 * h + e.keys - e.queries) : e.keys - 1;
-        const int beyond = last - first - lane % 4 * 2;
+        const int beyond = last_key(e, row + 8 * h) - first - lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll

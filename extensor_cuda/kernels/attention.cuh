@@ -59,6 +59,11 @@ struct Walk {
     }
 };
 
+// The last key that a query sees.
+__device__ __forceinline__ int last_key(const Problem& e, int query) {
+    return e.causal ? min(e.keys - 1, query + e.keys - e.queries) : e.keys - 1;
+}
+
 // Tiles of kKeys keys that queries from `first` on see.
 template <int kKeys>
 __device__ __forceinline__ int blocks_of_keys(const Problem& e, int first) {

@@ -115,8 +115,7 @@ attention_grad_q(const __grid_constant__ TensorMap q_map, const __grid_constant_
                         v = exp2_of(__fmaf_rn(v, e.scale2, -spread[h]));
                     }
                     if (masked) {
-                        const int seen = e.causal ? min(e.keys - 1, row + 8 * h + e.keys - e.queries) : e.keys - 1;
-                        const int beyond = seen - j * kOthers - lane % 4 * 2;
+                        const int beyond = last_key(e, row + 8 * h) - j * kOthers - lane % 4 * 2;
 #pragma unroll
                         for (int i = 0; i < kOthers / 4; ++i)
                             if (i / 2 * 8 + i % 2 > beyond) s[i / 2 * 4 + 2 * h + i % 2] = 0.0f;

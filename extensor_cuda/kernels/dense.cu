@@ -71,6 +71,36 @@ dense(const Raw* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i
 #endif
 }
 
+#if IN == 0
+// x (rows, columns) -> three matrices (3 rows, pitch) one below the other, the smallest values first, which
+// add up to x: each has the next 8 bits. What is no number is in the last alone.
+extern "C" __global__ void __launch_bounds__(256)
+thirds(const u32* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i64 pitch) {
+    const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
+    const i64 row = thread * 2 / pitch, column = thread * 2 % pitch;
+    if (row >= rows) return;
+    u32 made[3] = {0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (column + i >= columns) continue;
+        const u32 bits = x[row * columns + column + i];
+        if ((bits & 0x7F800000u) == 0x7F800000u) {
+            made[2] |= (bits & 0x7FFFFFu ? 0x7FC0u : bits >> 16) << (16 * i);
+            continue;
+        }
+        float rest = __uint_as_float(bits);
+#pragma unroll
+        for (int part = 2; part >= 0; --part) {
+            const u32 upper = __float_as_uint(rest) & 0xFFFF0000u;
+            made[part] |= upper >> 16 << (16 * i);
+            rest = __fsub_rn(rest, __uint_as_float(upper));
+        }
+    }
+#pragma unroll
+    for (int part = 0; part < 3; ++part) out[part * rows * pitch / 2 + thread] = made[part];
+}
+#endif
+
 // Sums of `parts` (parts, below, 4 quads), the first `rows` of each, in order, and the bias last.
 extern "C" __global__ void __launch_bounds__(256)
 add_parts(const float4* __restrict__ parts, const float* __restrict__ bias, void* __restrict__ out,

@@ -13,6 +13,13 @@
 // additions depends on K and PROMOTE alone, never on the tile or the cluster. BLOCKS: float scales of
 // 128 elements along K on both sides, by which each stage's sum is multiplied when it is promoted.
 //
+// EVERY: float scales of so many elements along K for each row of B: every PROMOTE stages, or several times
+// in a stage, the sum since the last of them is multiplied by its column's and added to float32 registers.
+//
+// EXPANDS: B is expanded from packed storage by the warps beside the one that loads; of what a tile needs first,
+// the first part along K is there before. Rows are taken from a counter, so that no block waits for one that
+// is not running.
+//
 // SPLIT: K in parts, each multiplied as a tile of its own and written to rows of its own, for another
 // kernel to add in order: the work of a small C of a long K for all multiprocessors.
 //
@@ -60,6 +67,14 @@ struct Epilogue {
     int parts, stages_of_part;  // SPLIT: of K
     u8* scales;                 // REQUANTIZED: of the codes' blocks
     const void* tensor;         // null, or what the whole tensor decides of them
+    int ready;                  // EXPANDS: rows of B of which there is a part before; whole tiles
+    const u8 *codes, *code_scales;  // as Stored in expanding.cuh
+    const signed char* zeros;
+    i64 octets, scale_pitch;
+    u8* expanded;  // B
+    i64 chunks;    // of 16 elements, of a row of B
+    i64 part;      // of these, whole stages: what is there of the first rows, and what comes together
+    u32* counts;   // what is taken, then the rows that are done of a part of a tile's width; at first 0
 };
 
 constexpr int kTileM = 128, kTileN = TILE_N, kRowBytes = 128;
@@ -70,9 +85,12 @@ constexpr int kWarps = 8, kPatch = 16 * 128;  // a consumer warp's results leave
 constexpr int kPatches = PATCHES;             // of these a warp has
 constexpr int kTable = 64 + kTileN;           // exponents of a warpgroup's rows, and of the columns
 constexpr int kTables = ZEROS ? 3 * kTable : kTable;  // with zero points and sums behind them
-constexpr int kScales = BLOCKS ? kTileM + kTileN : 0;  // of a stage
+constexpr int kLines = EVERY && EVERY < 64 ? 64 / EVERY : 1;  // EVERY: scales of a column in a stage
+constexpr int kScales = BLOCKS ? kTileM + kTileN : EVERY ? kLines * kTileN : 0;  // of a stage
 // Registers of a thread beside those that multiply, and of these: three warpgroups have 504.
-constexpr int kBeside = !REQUANTIZED ? 40 : kTileN > 128 ? 72 : 104, kMultiplying = (504 - kBeside) / 2;
+constexpr int kBeside = EXPANDS || (REQUANTIZED && kTileN > 128) ? 72 : REQUANTIZED ? 104 : 40;
+constexpr int kMultiplying = (504 - kBeside) / 2;
+static_assert(!(EXPANDS && REQUANTIZED), "the warps beside the one that loads do one thing");
 constexpr int kGroup = GROUP / kCluster;      // rows of tiles that are walked together
 constexpr int kBox = 64, kBoxBytes = kBox * kRowBytes;  // A_DOWN, B_DOWN: of K, and all of a box
 static_assert(!(A_DOWN || B_DOWN) || KIND == 1, "wgmma reads 16-bit elements alone either way");
@@ -141,6 +159,23 @@ struct Walk {
 
 #include "gemm_epilogue.cuh"
 
+#if EVERY
+// sum += part times the scales of its columns.
+__device__ __forceinline__ void add_columns(float (&sum)[kRegisters], const float (&part)[kRegisters],
+                                            const float* scales, int lane) {
+#pragma unroll
+    for (int j = 0; j < kTileN / 8; ++j) {
+        const float2 two = *reinterpret_cast<const float2*>(scales + 8 * j + lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[4 * j + i] = __fmaf_rn(part[4 * j + i], i % 2 ? two.y : two.x, sum[4 * j + i]);
+    }
+}
+#endif
+
+#if EXPANDS
+#include "gemm_expands.cuh"
+#endif
+
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1)
 gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
      const __grid_constant__ TensorMap c_map, const __grid_constant__ Epilogue e) {
@@ -155,7 +190,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
     u8* patches = memory + kStages * kStage;
     int* tables = reinterpret_cast<int*>(patches + kWarps * kPatches * kPatch);
     float* scales = reinterpret_cast<float*>(tables);  // 16 bytes aligned
-    if (BLOCKS) tables = reinterpret_cast<int*>(scales + kStages * kScales);
+    if (BLOCKS || EVERY) tables = reinterpret_cast<int*>(scales + kStages * kScales);
     const u32 full = shared_address(tables + (VECTORS ? 4 * kTables : 0)), empty = full + 8 * kStages;
     const u32 handed = empty + 8 * kStages;  // REQUANTIZED: two barriers a patch, of all lanes
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
@@ -214,7 +249,13 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 const Tile tile = TILE;
                 const int row = start + (tile.row * kCluster + rank) * kTileM;
                 const int column = group * e.columns + tile.column * kTileN;
+#if EXPANDS
+                Awaited await(e, column);
+#endif
                 for (int k = FIRST_STAGE; k < END_STAGE; ++k) {
+#if EXPANDS
+                    await(k);
+#endif
                     wait(empty + 8 * stage, parity ^ 1);
                     const u32 to = base + stage * kStage, barrier = full + 8 * stage;
                     expect_bytes(barrier, kStage + 4 * kScales);
@@ -231,12 +272,21 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     load_line(factors, e.row_blocks + k * e.row_block_pitch + row, 4 * kTileM, barrier);
                     load_line(factors + 4 * kTileM, e.column_blocks + k * e.column_block_pitch + column,
                               4 * kTileN, barrier);
+#elif EVERY
+                    const u32 factors = shared_address(scales + stage * kScales);
+#pragma unroll
+                    for (int i = 0; i < kLines; ++i)
+                        load_line(factors + 4 * i * kTileN,
+                                  e.column_blocks + (k / PROMOTE * kLines + i) * e.column_block_pitch + column,
+                                  4 * kTileN, barrier);
 #endif
                     if (++stage == kStages) stage = 0, parity ^= 1;
                 }
             }
         }
-#if REQUANTIZED
+#if EXPANDS
+        if (threadIdx.x >= 288) expanding::expand_rows(e, lane);
+#elif REQUANTIZED
         if (threadIdx.x >= 288) {
             u32 turn = 0;
             for (int index = blockIdx.x / kCluster; TILES; index += step) {
@@ -295,6 +345,15 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     for (int i = 0; i < 4; ++i) {
                         wgmma(part, a + kAStep * i, b + kBStep * i, more);
                         more = 1;
+#if EVERY && EVERY < 64
+                        if ((i + 1) % (EVERY / 16)) continue;
+                        end_products();
+                        finish<0>(part);
+                        add_columns(sum, part, scales + stage * kScales + i / (EVERY / 16) * kTileN, lane);
+                        hold(part);
+                        begin_products();
+                        more = 0;
+#endif
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     if (ahead && (k + 1 == SKEW || k + 1 == stages)) {
@@ -310,9 +369,12 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #if BLOCKS
                 promote(sum, part, scales + last * kScales, warp, lane);
                 __syncwarp();
+#elif EVERY
+                if (EVERY >= 64) add_columns(sum, part, scales + last * kScales, lane);
+                __syncwarp();
 #endif
                 release(empty + 8 * last, lane);
-#if PROMOTE && !BLOCKS
+#if PROMOTE && !BLOCKS && !EVERY
 #pragma unroll
                 for (int i = 0; i < kRegisters; ++i) sum[i] += part[i];
 #endif

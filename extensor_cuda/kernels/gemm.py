@@ -12,6 +12,7 @@ from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.gemm_program import (
     BOX,
     ROW_BYTES,
+    STAGE_OF_BF16,
     THREADS,
     TILE_M,
     Config,
@@ -25,8 +26,11 @@ from extensor_cuda.kernels.requantize import Requantized, type_of
 
 __all__ = [
     "MOST_TERMS",
+    "STAGE_OF_BF16",
+    "TILE_M",
     "Config",
     "Flags",
+    "Packed",
     "Split",
     "Zeros",
     "block_scales",
@@ -78,6 +82,16 @@ class _Epilogue(ctypes.Structure):
         ("stages_of_part", ctypes.c_int),
         ("scales", ctypes.c_void_p),
         ("tensor", ctypes.c_void_p),
+        ("ready", ctypes.c_int),
+        ("codes", ctypes.c_void_p),
+        ("code_scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("octets", ctypes.c_longlong),
+        ("scale_pitch", ctypes.c_longlong),
+        ("expanded", ctypes.c_void_p),
+        ("chunks", ctypes.c_longlong),
+        ("part", ctypes.c_longlong),
+        ("counts", ctypes.c_void_p),
     )
 
 
@@ -112,6 +126,27 @@ class Zeros:
     column_sum: Any
 
 
+@dataclass(frozen=True)
+class Packed:
+    """What the rows of b are expanded from, as they are multiplied.
+
+    Attributes:
+        codes: uint8 (N, bytes).
+        scales: uint8 (tiles of rows, blocks), or None.
+        zeros: int8 likewise, zero points, or None.
+        ready: rows whose first part is expanded already, a multiple of the tile's columns.
+        part: elements along K, a multiple of 64.
+        counts: uint32 (1 + parts of K times tiles of columns,), at first 0.
+    """
+
+    codes: Any
+    scales: Any = None
+    zeros: Any = None
+    ready: int = 0
+    part: int = 0
+    counts: Any = None
+
+
 def _tensor_map(
     pointer: int, rows: int, columns: int, pitch: int, box: int, kind: str = "UINT8"
 ) -> bytes:
@@ -132,21 +167,22 @@ def _pointer(array: Any) -> int | None:
     return None if array is None else int(array.data.ptr)
 
 
-def block_scales(scales: Any, rows: int, each: int, xp: Any) -> Any:
-    """Float scales of 128 elements along K, as the kernel reads them.
+def block_scales(scales: Any, rows: int, each: int, xp: Any, whole: int = 1) -> Any:
+    """Float scales of elements along K, as the kernel reads them.
 
     Args:
-        scales: float32 (ceil(rows / each), K / 128).
+        scales: floats (ceil(rows / each), blocks along K).
         rows: of the operand.
         each: rows that share a scale.
         xp: cupy.
+        whole: a multiple of so many blocks is made.
 
     Returns:
-        float32 (blocks, pitch); what lies beyond the rows is 0.
+        float32 (blocks, pitch); what lies beyond the rows and blocks is 0.
     """
-    pitch = -(-rows // 4) * 4 + _BEYOND
-    out = xp.zeros((scales.shape[1], pitch), dtype=np.float32)
-    out[:, :rows] = scales.T if each == 1 else scales.T.repeat(each, axis=1)[:, :rows]
+    blocks, pitch = scales.shape[1], -(-rows // 4) * 4 + _BEYOND
+    out = xp.zeros((-(-blocks // whole) * whole, pitch), dtype=np.float32)
+    out[:blocks, :rows] = scales.T if each == 1 else scales.T.repeat(each, axis=1)[:, :rows]
     return out
 
 
@@ -221,9 +257,10 @@ def gemm(
     *,
     factors: tuple[Any, Any] | None = None,
     zeros: Zeros | None = None,
-    scales: tuple[Any, Any] | None = None,
+    scales: tuple[Any | None, Any] | None = None,
     offsets: Any = None,
     split: Split | None = None,
+    packed: Packed | None = None,
 ) -> None:
     """Launch out = activation(a b^T 2^(row + column exponent) + bias) + residual; does not wait.
 
@@ -245,12 +282,15 @@ def gemm(
             by the row's, then by the column's.
         zeros: zero points, with 8-bit integers and factors.
         scales: from `block_scales`, of a and of b: float32 for each 128 elements along K, with FP8.
+            With bf16 and a config that says for how many, b's alone: float32 (whole stages of
+            groups, pitch), readable a tile beyond the last.
         offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
             to the next are multiplied by a b of their own; b is (groups N, K), what belongs to
             columns (groups N,).
         split: parts of K, with a config that splits, flags and one exponent for all of an operand,
             but nothing else. Out is then float32 (parts R, N), R from `rows_of_parts`, what lies in
             a part beyond M being zeros.
+        packed: with a config that expands: b is written too, from the ready rows on.
 
     Raises:
         ValueError: if shapes, pitch or alignment of an operand do not fit, or options exclude each
@@ -316,7 +356,17 @@ def gemm(
         epilogue.column_sum = _pointer(zeros.column_sum)
     if scales is not None:
         epilogue.row_blocks, epilogue.column_blocks = map(_pointer, scales)
-        epilogue.row_block_pitch, epilogue.column_block_pitch = (x.shape[1] for x in scales)
+        epilogue.row_block_pitch, epilogue.column_block_pitch = (
+            0 if x is None else x.shape[1] for x in scales
+        )
+    if packed is not None:
+        blocks_of = packed.zeros if packed.scales is None else packed.scales
+        epilogue.ready, epilogue.counts = packed.ready, _pointer(packed.counts)
+        epilogue.codes, epilogue.code_scales = _pointer(packed.codes), _pointer(packed.scales)
+        epilogue.zeros, epilogue.expanded = _pointer(packed.zeros), _pointer(b)
+        epilogue.octets = packed.codes.shape[1]
+        epilogue.scale_pitch = 0 if blocks_of is None else blocks_of.shape[1]
+        epilogue.chunks, epilogue.part = b.strides[0] // (16 * size), packed.part // 16
     tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
     tiles = tall * -(-n // config.tile_n)
     if split is not None:
@@ -332,7 +382,7 @@ def _with(
     exponents: tuple[Any, Any],
     factors: tuple[Any, Any] | None,
     zeros: Zeros | None,
-    scales: tuple[Any, Any] | None,
+    scales: tuple[Any | None, Any] | None,
     offsets: Any,
     extras: bool,
 ) -> Config:
@@ -346,15 +396,25 @@ def _with(
         raise ValueError("gemm: factors stand instead of exponents; give one of the two")
     if zeros is not None and (factors is None or config.a != "s8"):
         raise ValueError(f"gemm: zero points go with factors and codes s8, got {config.a}")
-    if scales is not None:
+    if config.every:
+        stages, at_once = -(-a.shape[1] // STAGE_OF_BF16), max(STAGE_OF_BF16 // config.every, 1)
+        groups = stages * at_once if at_once > 1 else -(-a.shape[1] // config.every)
+        others: Any = factors or zeros or offsets is not None or extras or given
+        others = others or not isinstance(config.out, str)
+        if config.a != "bf16" or others or scales is None or len(scales[1]) != groups:
+            raise ValueError(
+                f"gemm: scales of {config.every} along K are b's, {groups} of them here, with bf16 "
+                f"and nothing else, got {config.a} and scales of {scales and len(scales[1])}"
+            )
+    elif scales is not None:
         if config.a in ("s8", "bf16") or offsets is not None or zeros is not None:
             raise ValueError(
                 f"gemm: scales of 128 along K go with FP8 codes in one group, got {config.a}"
             )
-        if any(len(x) != -(-a.shape[1] // ROW_BYTES) for x in scales):
+        if any(x is None or len(x) != -(-a.shape[1] // ROW_BYTES) for x in scales):
             raise ValueError(
                 f"gemm: K = {a.shape[1]} has {-(-a.shape[1] // ROW_BYTES)} blocks of 128, got "
-                f"scales of {[len(x) for x in scales]}"
+                f"scales of {[x if x is None else len(x) for x in scales]}"
             )
     if (offsets is not None or not isinstance(config.out, str)) and extras and config.promote:
         config = replace(config, tile_n=min(config.tile_n, 128))  # wider ones spill
@@ -364,9 +424,9 @@ def _with(
         vectors=any(x.size > 1 for x in given),
         factors=factors is not None,
         zeros=zeros is not None,
-        blocks=scales is not None,
+        blocks=scales is not None and not config.every,
         grouped=offsets is not None,
-        promote=1 if scales is not None else config.promote,
+        promote=1 if scales is not None and not config.every else config.promote,
         # The ring holds scales too.
         patches=min(config.patches, 2) if scales is not None else config.patches,
     )

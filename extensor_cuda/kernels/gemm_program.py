@@ -14,6 +14,7 @@ from extensor_cuda.kernels.hopper import SHARED, wgmma
 __all__ = [
     "BOX",
     "ROW_BYTES",
+    "STAGE_OF_BF16",
     "THREADS",
     "TILE_M",
     "Config",
@@ -25,6 +26,7 @@ __all__ = [
 
 TILE_M, ROW_BYTES, THREADS = 128, 128, 384
 _PROMOTE = 4  # stages of FP8 between additions in float32: 512 elements
+STAGE_OF_BF16 = ROW_BYTES // 2  # elements of K
 PATCH_COLUMNS = 64  # of a patch of bfloat16
 BOX = 64  # columns, and of K, of a box of an operand that lies the other way
 ACTIVATIONS = ("none", "relu", "silu", "gelu_tanh", "gelu")
@@ -51,10 +53,13 @@ class Config:
         factors: float32 factors instead of exponents, for both operands.
         zeros: zero points, with s8 and factors.
         blocks: float32 scales of 128 elements along K on both sides, with FP8 and promote=1.
+        every: elements of K for which B's rows have float32 scales, with bf16: 32 or a multiple
+            of 64; promote is then what it takes. 0: none.
         grouped: rows of A in groups, each with a B of its own.
         down: whether a and b lie as (K, M) and (K, N), with bf16.
         split: K in parts, whose sums are written one below the other.
         extras: bias, residual, amax or an activation.
+        expands: B is made from packed storage as it is multiplied: macros of expanding.cuh.
         guard: a barrier that is never reached ends the kernel with an error.
     """
 
@@ -73,10 +78,12 @@ class Config:
     factors: bool = False
     zeros: bool = False
     blocks: bool = False
+    every: int = 0
     grouped: bool = False
     down: tuple[bool, bool] = (False, False)
     split: bool = False
     extras: bool = False
+    expands: tuple[tuple[str, str], ...] = ()
     guard: bool = False
 
     @property
@@ -89,7 +96,9 @@ class Config:
     @property
     def _stage(self) -> int:
         """Bytes of a stage: two tiles, their scales, two barriers."""
-        return (TILE_M + self.tile_n) * (ROW_BYTES + (4 if self.blocks else 0)) + 16
+        lines = max(STAGE_OF_BF16 // self.every, 1) if self.every else 0  # of scales of columns
+        scales = TILE_M + self.tile_n if self.blocks else lines * self.tile_n
+        return (TILE_M + self.tile_n) * ROW_BYTES + 4 * scales + 16
 
     @property
     def _beside(self) -> int:
@@ -105,8 +114,10 @@ class Config:
         return self.depth * self._stage + self._beside
 
 
-# (columns of a tile, patches, what a column costs) as measured on an H100; and with no promotion.
+# (columns of a tile, patches, what a column costs) as measured on an H100; under scales of groups
+# along K; and with no promotion.
 _TILES = ((128, 2, 1.08), (176, 3, 1.05), (192, 3, 1.0))
+_SCALED_TILES = ((128, 2, 1.1), (176, 2, 1.02), (192, 2, 1.0))
 _WIDE_TILES = ((192, 3, 1.05), (256, 1, 1.0))
 
 
@@ -119,6 +130,7 @@ def configure(
     promote: int | None = None,
     blocks: int = 132,
     b: str | None = None,
+    every: int = 0,
 ) -> Config:
     """The program for a product's size: the tile that fills the last round of blocks best.
 
@@ -130,7 +142,10 @@ def configure(
         promote: as in `Config`; None: every 512 elements for FP8, never for the others.
         blocks: multiprocessors of the GPU.
         b: element type of b, where it is another.
+        every: as in `Config`.
     """
+    if every:
+        promote = max(every // STAGE_OF_BF16, 1)
     if promote is None:
         promote = _PROMOTE if kind in ("e4m3", "e5m2") else 0
 
@@ -139,10 +154,11 @@ def configure(
         return -(-tiles // blocks) * tile[0] * tile[2]
 
     tiles: tuple[tuple[int, int, float], ...] = _TILES if promote else _WIDE_TILES
+    tiles = _SCALED_TILES if every else tiles
     if isinstance(out, QuantSpec):
         tiles = tuple(tile for tile in _TILES if quantizes(tile[0], out))
     tile_n, patches, _ = min(tiles, key=cost)
-    return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, group=8)
+    return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, every=every)
 
 
 def quantizes(tile_n: int, spec: QuantSpec) -> bool:
@@ -241,12 +257,15 @@ def gemm_source(config: Config) -> jit.Source:
         "VECTORS": 2 if config.factors else int(config.vectors),
         "ZEROS": int(config.zeros),
         "BLOCKS": int(config.blocks),
+        "EVERY": config.every,
         "GROUPED": int(config.grouped),
         "A_DOWN": int(config.down[0]),
         "B_DOWN": int(config.down[1]),
         "SPLIT": int(config.split),
         "EXTRAS": int(config.extras),
+        "EXPANDS": int(bool(config.expands)),
         "GUARD": int(config.guard),
+        **dict(config.expands),
     }
     plain = jit.Source.read(_FOLDER / "gemm.cu", macros)
     functions = wgmma(config.a, config.b, config.tile_n, down=config.down)

@@ -96,6 +96,18 @@ __device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commi
 __device__ __forceinline__ void await_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// A count that other blocks add to after stores of theirs: what it counts is there.
+__device__ __forceinline__ u32 acquired(const u32* from) {
+    u32 count;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(from) : "memory");
+    return count;
+}
+__device__ __forceinline__ void add_released(u32* to, u32 count) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(count) : "memory");
+}
+// Between stores to global memory and bulk copies of what was stored.
+__device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 __device__ __forceinline__ u32 rounded_pair(float high, float low) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.elementwise import KINDS, kind
 from extensor_cuda.kernels.sums import column_sums
 
@@ -87,7 +88,7 @@ def grad(
     """Gradients in x, weight and bias (None of RMSNorm); g may be bfloat16, else as of `norm`."""
     length, centred = weight.size, mean is not None
     rows, together = x.size // length, _THREADS // 32 // _warps(length)
-    count = xp.cuda.Device().attributes["MultiProcessorCount"] * _BLOCKS_EACH
+    count = hopper.multiprocessors(xp.cuda.runtime.getDevice()) * _BLOCKS_EACH
     blocks = min(-(-rows // together), count)
     gx = xp.empty_like(x)
     partial = xp.empty((2 if centred else 1, blocks, length), dtype=np.float32)

@@ -5,6 +5,7 @@ And what a step does to all gradients: looking for NaN and infinity, scaling, th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.protocol import Finite
 from extensor.backends.recording import Guard
 from extensor_cuda.jit import Source, launch
 
@@ -45,19 +47,31 @@ def takes(array: Array) -> bool:
     return bool(array.dtype == _FLOAT32 and array.flags.c_contiguous)
 
 
-def _table(columns: Mapping[str, Sequence[Array | None]]) -> tuple[np.ndarray, int]:
+def _table(
+    columns: Mapping[str, Sequence[Array | None]], memory: dict[str, Any] | None = None
+) -> tuple[np.ndarray, int]:
     """A row for each tensor, and the blocks that work on them.
 
-    ``columns``: arrays, "grad" and others of `_TENSOR`'s first columns.
+    Args:
+        columns: arrays, "grad" and others of `_TENSOR`'s first columns.
+        memory: keeps the rows with the arrays that are no gradients, until these are others.
     """
     # Column by column: there are hundreds of tensors, and a GPU waits for this.
-    table = np.zeros(len(columns["grad"]), _TENSOR)
-    for name, arrays in columns.items():
-        table[name] = [0 if a is None else a.data.ptr for a in arrays]
-    table["count"] = [a.size for a in columns["grad"] if a is not None]
-    blocks = -(-table["count"] // PART)
-    table["start"] = np.cumsum(blocks) - blocks
-    return table, int(blocks.sum())
+    stay = [a for name, arrays in columns.items() if name != "grad" for a in arrays]
+    held = [] if memory is None else memory.get("arrays", [])
+    if not stay or len(held) != len(stay) or not all(map(operator.is_, held, stay)):
+        table = np.zeros(len(columns["grad"]), _TENSOR)
+        for name, arrays in columns.items():
+            table[name] = [0 if a is None else a.data.ptr for a in arrays]
+        table["count"] = [a.size for a in columns["grad"] if a is not None]
+        blocks = -(-table["count"] // PART)
+        table["start"] = np.cumsum(blocks) - blocks
+        memory = {} if memory is None else memory
+        memory.update(arrays=stay, table=table, blocks=int(blocks.sum()))
+    else:
+        assert memory is not None
+        memory["table"]["grad"] = [a.data.ptr for a in columns["grad"] if a is not None]
+    return memory["table"], memory["blocks"]
 
 
 def _paces(factors: Sequence[Mapping[str, float]]) -> tuple[list[int], list[int]]:
@@ -84,10 +98,12 @@ def _step(
     factors: Sequence[Mapping[str, float]],
     xp: Any,
     guard: Guard | None,
-) -> None:
-    table, blocks = _table(dict(zip(names, zip(*parts, strict=True), strict=False)))
+    look: bool,
+    memory: dict[str, Any] | None,
+) -> Finite:
+    table, blocks = _table(dict(zip(names, zip(*parts, strict=True), strict=False)), memory)
     if not blocks:
-        return
+        return lambda: [True] * len(parts)
     same = all(mine is factors[0] for mine in factors)
     for name in _STATIC:
         if name in factors[0]:
@@ -100,10 +116,16 @@ def _step(
         sizes = np.cumsum([rows.nbytes, rates.nbytes])
         held = np.concatenate([a.view(np.uint8).reshape(-1) for a in (rows, rates, table)])
         there = xp.asarray(held)
-        alone = (_NULL, _NULL, _NULL, np.int32(1), np.int32(1))
         tensors, rates = there[sizes[1] :], there[sizes[0] :]
+        bad: Any = _NULL
+        found: Finite = list
+        if look:
+            flags = xp.zeros(len(parts) + 1, dtype=np.uint32)
+            launch(source(), "finite", blocks, THREADS, tensors, number, flags, _NULL)
+            bad, found = flags[len(parts) :], _found(flags, xp)
+        alone = (_NULL, bad, bad, np.int32(1), np.int32(1))
         launch(source(), kernel, blocks, THREADS, tensors, number, rates, there, *alone)
-        return
+        return found
     from extensor_cuda.recording import current
 
     recording = current()
@@ -120,6 +142,25 @@ def _step(
     moving = (guard.lr, rows, guard.made, guard.bad, recording.stop)
     lengths = np.int32(guard.most), np.int32(0)
     launch(source(), kernel, blocks, THREADS, tensors, number, *moving, *lengths)
+    return list
+
+
+@cache
+def _beside(xp: Any, device: int) -> Any:
+    """A stream on which a result is fetched while the next kernels run."""
+    return xp.cuda.Stream(non_blocking=True)
+
+
+def _found(flags: Array, xp: Any) -> Finite:
+    """What `find_nonfinite` raises, fetched without waiting for what is launched after it."""
+    done, stream = xp.cuda.Event(disable_timing=True), _beside(xp, xp.cuda.runtime.getDevice())
+    done.record()
+
+    def each() -> list[bool]:
+        stream.wait_event(done)
+        return [not flag for flag in flags.get(stream=stream).tolist()[:-1]]
+
+    return each
 
 
 def adam(
@@ -127,7 +168,9 @@ def adam(
     factors: Sequence[Mapping[str, float]],
     xp: Any,
     guard: Guard | None = None,
-) -> None:
+    look: bool = False,
+    memory: dict[str, Any] | None = None,
+) -> Finite:
     """`extensor.backends.training.adam` on each (weight, grad, mean, square).
 
     Args:
@@ -136,8 +179,11 @@ def adam(
             keeps, 1 - lr shrink, are computed in double from their parts on the device.
         xp: cupy.
         guard: while recording: what the device decides.
+        look: as of `Backend.adam_each`, as is the result.
+        memory: likewise.
     """
-    _step("adam", ("weight", "grad", "first", "second"), parts, factors, xp, guard)
+    names = ("weight", "grad", "first", "second")
+    return _step("adam", names, parts, factors, xp, guard, look, memory)
 
 
 def sgd(
@@ -145,12 +191,14 @@ def sgd(
     factors: Sequence[Mapping[str, float]],
     xp: Any,
     guard: Guard | None = None,
-) -> None:
-    """`extensor.backends.layers.sgd` on each (weight, grad, buffer or None).
+    look: bool = False,
+    memory: dict[str, Any] | None = None,
+) -> Finite:
+    """`extensor.backends.layers.sgd` on each (weight, grad, buffer or None), as `adam`.
 
     ``factors``: lr, momentum, decay and nesterov of each.
     """
-    _step("sgd", ("weight", "grad", "first"), parts, factors, xp, guard)
+    return _step("sgd", ("weight", "grad", "first"), parts, factors, xp, guard, look, memory)
 
 
 def _over(kernel: str, arrays: Sequence[Array], xp: Any, *more: Any) -> None:

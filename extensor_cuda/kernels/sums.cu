@@ -10,38 +10,29 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
-#if IN == 0
-typedef float Raw;
-#else
-typedef u16 Raw;
-#endif
+#include "narrow.cuh"
+
+typedef Of<IN>::Raw Raw;
 
 constexpr int kThreads = 32 * LANES, kAhead = 4;  // rows that are under way at a time
 
+#if EACH == 8
+typedef Group Values;
+#else
 struct Values {
     float v[EACH];
 };
+#endif
 
 __device__ __forceinline__ Values loaded(const Raw* from) {
-    Values out;
-#if EACH == 1 && IN == 0
-    out.v[0] = *from;
-#elif EACH == 1
-    out.v[0] = __uint_as_float(static_cast<u32>(*from) << 16);
+#if EACH == 1
+    return {{Of<IN>::wide(*from)}};
+#elif IN == 0
+    const float4 w = *reinterpret_cast<const float4*>(from);
+    return {{w.x, w.y, w.z, w.w}};
 #else
-    const uint4 w = *reinterpret_cast<const uint4*>(from);
-    const u32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#if IN == 0
-        out.v[i] = __uint_as_float(words[i]);
-#else
-        out.v[2 * i] = __uint_as_float(words[i] << 16);
-        out.v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+    return Of<IN>::load(from);
 #endif
-    }
-#endif
-    return out;
 }
 
 __device__ __forceinline__ void add(Values& sum, const Values& next) {

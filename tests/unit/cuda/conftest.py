@@ -8,16 +8,8 @@ from typing import Any
 import pytest
 
 from extensor.backends import registry
-from extensor_cuda.kernels import (
-    cross_entropy,
-    elementwise,
-    norm,
-    optimizer,
-    scatter,
-    softmax,
-    sums,
-    window,
-)
+from extensor_cuda.kernels import hopper
+from tests.unit.cuda import fake, fake_backend
 from tests.unit.cuda.emulator import COMPILER, Cupy, Emulated, Emulator
 
 
@@ -31,7 +23,23 @@ def cuda() -> Any:
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+def hopper_gpu(cuda: Any) -> Any:
+    """The CUDA backend on a GPU that has wgmma."""
+    if (found := cuda.xp.cuda.Device().compute_capability) != "90":
+        pytest.skip(f"the GPU has compute capability {found}; wgmma is of 90 (H100, H200) alone")
+    return cuda
+
+
+@pytest.fixture(scope="session")
+def compiler() -> str:
+    """The C++ compiler."""
+    if COMPILER is None:
+        pytest.skip("kernels are emulated by a C++ compiler, and no c++ is on the PATH")
+    return COMPILER
+
+
+@pytest.fixture(scope="session")
+def emulator(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     """Kernels on the CPU, each compiled once."""
     return Emulator(tmp_path_factory.mktemp("kernels"))
 
@@ -41,11 +49,24 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """A backend with the training kernels: the CUDA one, or its methods on the CPU."""
     if request.param == "on a GPU":
         return request.getfixturevalue("cuda")
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
-    for module in (cross_entropy, elementwise, norm, optimizer, scatter, softmax, sums, window):
+    for module in fake_backend.TRAINING:
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 2)
     return Emulated("emulated", Cupy())
+
+
+@pytest.fixture(scope="session")
+def fake_launch(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> fake.FakeLaunch:
+    """Kernels on the CPU, which a capture lists."""
+    return fake.FakeLaunch(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=["fake", "on a GPU"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The CUDA backend, on a GPU or on numpy, as device "cuda"."""
+    if request.param == "on a GPU":
+        return request.getfixturevalue("cuda")
+    return fake_backend.install(monkeypatch, request.getfixturevalue("fake_launch"))
 
 
 @pytest.fixture(scope="session")

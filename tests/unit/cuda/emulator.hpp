@@ -88,6 +88,9 @@ inline int __syncthreads_or(int vote) {
 }
 inline void atomicOr(unsigned* to, unsigned bits) { *to |= bits; }
 
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -121,6 +124,7 @@ T atomicMin(T* to, T value) { const T before = *to; *to = value < before ? value
 template <class T>
 T atomicAdd(T* to, T value) { const T before = *to; *to = before + value; return before; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline void __threadfence() {}
 template <class T>

@@ -78,7 +78,7 @@ class _Address:
 class Device(np.ndarray):
     """An array with cupy's words for moving it and for its address."""
 
-    def get(self) -> np.ndarray:
+    def get(self, stream: Any = None) -> np.ndarray:
         """Itself."""
         return np.asarray(self)
 
@@ -92,6 +92,20 @@ class _Cuda:
     class Device:  # cupy.cuda.Device
         attributes = MappingProxyType({"MultiProcessorCount": 2})
         compute_capability = "90"
+
+    class Event:  # cupy.cuda.Event
+        def __init__(self, disable_timing: bool = False) -> None:
+            pass
+
+        def record(self) -> None:
+            """What was launched is done."""
+
+    class Stream:  # cupy.cuda.Stream
+        def __init__(self, non_blocking: bool = False) -> None:
+            pass
+
+        def wait_event(self, event: Any) -> None:
+            """It happened."""
 
     runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda stream: False)
 

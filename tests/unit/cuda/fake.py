@@ -172,7 +172,7 @@ class Device(np.ndarray):
     def fill(self, value: Any) -> None:
         self[...] = value
 
-    def get(self) -> np.ndarray:
+    def get(self, stream: Any = None) -> np.ndarray:
         TAPE.waits()
         return plain(self).copy()
 
@@ -217,6 +217,9 @@ class _Stream:
     def synchronize(self) -> None:
         TAPE.waits()
 
+    def wait_event(self, event: Any) -> None:
+        pass  # what was launched is done
+
     def is_capturing(self) -> bool:
         return TAPE.list is not None
 
@@ -232,6 +235,14 @@ class _Stream:
                     call()
 
         return types.SimpleNamespace(launch=launch)
+
+
+class _Event:
+    def __init__(self, disable_timing: bool = False) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
 
 
 class _Pool:
@@ -251,9 +262,8 @@ class FakeCupy:
 
     ndarray = Device
     cuda = types.SimpleNamespace(
-        Device=lambda: types.SimpleNamespace(
-            synchronize=TAPE.waits, attributes={"MultiProcessorCount": 2}, compute_capability="80"
-        ),
+        Device=lambda: types.SimpleNamespace(synchronize=TAPE.waits, compute_capability="80"),
+        Event=_Event,
         Stream=_Stream,
         MemoryPool=_Pool,
         using_allocator=_allocating,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -18,7 +17,8 @@ from extensor.backends import dense
 from extensor_cuda import jit
 from extensor_cuda.kernels import attention as kernels
 from tests.unit.cuda import hopper as emulated
-from tests.unit.cuda.emulator import COMPILER, Cupy, Emulated
+from tests.unit.cuda.emulator import Cupy, Emulated
+from tests.unit.cuda.fields import check_fields
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import properties
 
@@ -74,23 +74,9 @@ def test_no_kernel_spills_or_serialises(kernel: str, d: int) -> None:
     assert all(numbers["stack"] == 0 for numbers in properties(code).values())
 
 
-def test_the_problems_fields_lie_where_the_kernels_read_them(tmp_path: Any) -> None:
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
+def test_the_problems_fields_lie_where_the_kernels_read_them(tmp_path: Path, compiler: str) -> None:
     text = kernels.source(kernels.KERNELS[0], 64).text
-    start = text.index("struct Problem {")
-    struct = text[start : text.index("};", start) + 2]
-    names = [name for name, _ in kernels._Problem._fields_]
-    shown = "".join(f'std::printf("%zu ", offsetof(Problem, {name}));' for name in names)
-    program = tmp_path / "fields.cpp"
-    program.write_text(
-        f"#include <cstddef>\n#include <cstdio>\n{struct}\nint main() {{ {shown} "
-        'std::printf("%zu", sizeof(Problem)); }\n'
-    )
-    subprocess.run([COMPILER, "-w", str(program), "-o", str(tmp_path / "fields")], check=True)
-    found = subprocess.run([tmp_path / "fields"], check=True, capture_output=True, text=True).stdout
-    offsets = [getattr(kernels._Problem, name).offset for name in names]
-    assert [int(n) for n in found.split()] == [*offsets, ctypes.sizeof(kernels._Problem)]
+    check_fields(text, "Problem", kernels._Problem, compiler, tmp_path)
 
 
 def side_by_side(parts: list[np.ndarray]) -> np.ndarray:
@@ -210,10 +196,8 @@ def test_small_attention_is_within_its_bounds(
 
 
 @pytest.mark.parametrize("case", LARGE, ids=str)
-def test_attention_is_within_its_bounds(cuda: Any, case: Case) -> None:
-    if cuda.xp.cuda.Device().compute_capability != "90":
-        pytest.skip("the GPU is not a Hopper: no wgmma")
-    check(case, cuda.xp)
+def test_attention_is_within_its_bounds(hopper_gpu: Any, case: Case) -> None:
+    check(case, hopper_gpu.xp)
 
 
 def test_the_bounds_are_narrow() -> None:
@@ -241,8 +225,6 @@ def test_the_number_of_blocks_changes_no_bit(
     emulator: Any, monkeypatch: pytest.MonkeyPatch, blocks: int
 ) -> None:
     """One block and two take pairs of tiles, seven take single ones."""
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
     case = Case(1, 2, 1, 140, 260, 64, True)
     found = []
     for count in (2, blocks):
@@ -318,10 +300,8 @@ def test_packed_attention_reads_and_writes_where_things_lie(
     assert (bits(x.grad.data) == side_by_side([*map(bits, grads)]).reshape(x.shape)).all()
 
 
-def test_a_graph_repeats_both_ways(cuda: Any) -> None:
-    xp, case = cuda.xp, LARGE[0]
-    if xp.cuda.Device().compute_capability != "90":
-        pytest.skip("the GPU is not a Hopper: no wgmma")
+def test_a_graph_repeats_both_ways(hopper_gpu: Any) -> None:
+    xp, case = hopper_gpu.xp, LARGE[0]
     there = placed(case, inputs(case), xp)
     wanted = run(case, there, xp)
     pool, stream = xp.cuda.MemoryPool(), xp.cuda.Stream(non_blocking=True)

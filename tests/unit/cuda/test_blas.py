@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from extensor_cuda import blas
-from tests.unit.cuda.test_graph import FakeBlas
+from tests.unit.cuda.fake_backend import FakeBlas
 
 UNIT = 2.0**-24
 

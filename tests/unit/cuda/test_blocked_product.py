@@ -51,13 +51,6 @@ def test_what_the_kernel_does_not_cover_is_named() -> None:
         assert words in str(gemm.reason(rows, q, capability))
 
 
-@pytest.fixture
-def hopper(cuda: Any) -> Any:
-    if cuda.xp.cuda.Device().compute_capability != "90":
-        pytest.skip("the GPU is not a Hopper: no wgmma")
-    return cuda
-
-
 def made(rng: Any, shape: tuple[int, int], spread: int, name: str) -> QuantArray:
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-spread, spread + 1, shape))
     return reference.quantize(x.astype(np.float32), QuantSpec(name, axis=1).resolve(2))[0]
@@ -91,53 +84,55 @@ def bound(a: np.ndarray, b: np.ndarray, path: str) -> np.ndarray:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("spread", [0, 5])
 def test_products_are_within_the_bound(
-    hopper: Any, name: str, shape: tuple[int, int, int], spread: int
+    hopper_gpu: Any, name: str, shape: tuple[int, int, int], spread: int
 ) -> None:
     m, n, k = shape
     rng = np.random.default_rng(m + spread)
     a, b = made(rng, (m, k), spread, name), made(rng, (n, k), spread, name)
     va, vb = (reference.dequantize(q, np).astype(np.float64) for q in (a, b))
-    sides = sent(a, hopper.xp), sent(b, hopper.xp)
-    path = hopper.path("block_matmul", *sides)
+    sides = sent(a, hopper_gpu.xp), sent(b, hopper_gpu.xp)
+    path = hopper_gpu.path("block_matmul", *sides)
     if name not in WINDOWS:
         assert path.startswith("bf16")
     elif max(binades(q) for q in (a, b)) <= WINDOWS[name]:
         assert path.startswith("FP8")
-    got = hopper.block_matmul(*sides).get()
+    got = hopper_gpu.block_matmul(*sides).get()
     assert (np.abs(got - va @ vb.T) <= bound(va, vb, path)).all()
-    wide = gemm.matmul(*sides, hopper.xp, accumulate="bf16", out_dtype="bfloat16")
+    wide = gemm.matmul(*sides, hopper_gpu.xp, accumulate="bf16", out_dtype="bfloat16")
     assert isinstance(wide, gemm.Product)
     error = np.abs(wide.out.get().astype(np.float64) - va @ vb.T)
     assert (error <= bound(va, vb, "bf16") * 2 + 2.0**-8 * np.abs(va @ vb.T)).all()
 
 
-def test_nan_blocks_zero_blocks_and_wide_rows(hopper: Any) -> None:
+def test_nan_blocks_zero_blocks_and_wide_rows(hopper_gpu: Any) -> None:
     rng = np.random.default_rng(1)
     a, b = made(rng, (70, 300), 0, "mxfp4"), made(rng, (50, 300), 0, "mxfp4")
     a.codes[3, :48] = 0
     a.scales[3, :3] = (0, 254, 1)  # of zero blocks: they count for nothing
     a.codes[4], b.scales[5, 2] = 0, 255
     want = reference.dequantize(a, np).astype(float) @ reference.dequantize(b, np).astype(float).T
-    sides = sent(a, hopper.xp), sent(b, hopper.xp)
-    assert hopper.path("block_matmul", *sides) == "FP8 tensor cores"
-    np.testing.assert_allclose(hopper.block_matmul(*sides).get(), want, rtol=2**-12, atol=2**-12)
+    sides = sent(a, hopper_gpu.xp), sent(b, hopper_gpu.xp)
+    assert hopper_gpu.path("block_matmul", *sides) == "FP8 tensor cores"
+    np.testing.assert_allclose(
+        hopper_gpu.block_matmul(*sides).get(), want, rtol=2**-12, atol=2**-12
+    )
     a.scales[3, 1] = 1  # bfloat16 has a window of its own, below the largest scale of all
     for span, path in ((28, "FP8"), (29, "bf16 tensor cores: a row's scales span")):
         a.codes[7, :32] = 0x22  # ones, in two blocks
         a.scales[7] = 120
         a.scales[7, 1] = 120 - span
         va, vb = (reference.dequantize(q, np).astype(float) for q in (a, b))
-        sides = sent(a, hopper.xp), sent(b, hopper.xp)
-        assert hopper.path("block_matmul", *sides).startswith(path)
-        got, live = hopper.block_matmul(*sides).get(), np.arange(50) != 5
+        sides = sent(a, hopper_gpu.xp), sent(b, hopper_gpu.xp)
+        assert hopper_gpu.path("block_matmul", *sides).startswith(path)
+        got, live = hopper_gpu.block_matmul(*sides).get(), np.arange(50) != 5
         assert np.isnan(got[:, 5]).all()
         error = np.abs(got - va @ vb.T)[:, live]
         assert (error <= bound(va, vb[live], path)).all()
 
 
-def test_every_scale_of_the_window_is_exact(hopper: Any) -> None:
+def test_every_scale_of_the_window_is_exact(hopper_gpu: Any) -> None:
     """One value a row against the identity: E5M2 holds each under each shift."""
-    xp, codes = hopper.xp, np.arange(16, dtype=np.uint8)
+    xp, codes = hopper_gpu.xp, np.arange(16, dtype=np.uint8)
     for shift in range(29):
         x = np.zeros((16, 64), dtype=np.float32)
         x[:, 0], x[:, 32] = 6, 1
@@ -148,11 +143,11 @@ def test_every_scale_of_the_window_is_exact(hopper: Any) -> None:
         pick = np.zeros((1, 64), dtype=np.float32)
         pick[0, 32] = 1
         b = reference.quantize(pick, QuantSpec("mxfp4", axis=1).resolve(2))[0]
-        got = hopper.block_matmul(sent(a, xp), sent(b, xp)).get()[:, 0]
+        got = hopper_gpu.block_matmul(sent(a, xp), sent(b, xp)).get()[:, 0]
         np.testing.assert_array_equal(got, reference.dequantize(a, np)[:, 32])
 
 
-def test_bad_options_are_refused(hopper: Any) -> None:
-    q = sent(made(np.random.default_rng(0), (4, 32), 0, "mxfp4"), hopper.xp)
+def test_bad_options_are_refused(hopper_gpu: Any) -> None:
+    q = sent(made(np.random.default_rng(0), (4, 32), 0, "mxfp4"), hopper_gpu.xp)
     with pytest.raises(ValueError, match="accumulate"):
-        gemm.matmul(q, q, hopper.xp, accumulate="other")
+        gemm.matmul(q, q, hopper_gpu.xp, accumulate="other")

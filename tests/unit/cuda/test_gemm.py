@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,9 @@ from extensor_cuda.kernels.gemm import (
     gemm_source,
 )
 from extensor_cuda.kernels.gemm_program import ACTIVATIONS
-from tests.unit.cuda import hopper as emulated
-from tests.unit.cuda.emulator import COMPILER, Cupy
-from tests.unit.cuda.places import PLACES
+from tests.unit.cuda.emulator import Cupy
+from tests.unit.cuda.fields import check_fields
+from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import properties
 
 COMPILED = (
@@ -53,42 +51,22 @@ def test_no_gemm_spills_or_serialises(config: Config) -> None:
     assert all(numbers["stack"] == 0 for numbers in properties(code).values())
 
 
-def test_the_epilogues_fields_lie_where_the_kernel_reads_them(tmp_path: Path) -> None:
-    """The structure of gemm.cu, through a C++ compiler, against the one that is sent."""
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
+def test_the_epilogues_fields_lie_where_the_kernel_reads_them(
+    tmp_path: Path, compiler: str
+) -> None:
     text = gemm_source(Config()).text
-    start = text.index("struct Epilogue {")
-    struct = text[start : text.index("};", start) + 2]
-    names = [name for name, _ in placed._Epilogue._fields_]
-    shown = "".join(f'std::printf("%zu ", offsetof(Epilogue, {name}));' for name in names)
-    program = tmp_path / "fields.cpp"
-    program.write_text(
-        "#include <cstddef>\n#include <cstdio>\ntypedef unsigned int u32;\n"
-        f"typedef unsigned char u8;\ntypedef long long i64;\n{struct}\nint main() {{ {shown} "
-        'std::printf("%zu", sizeof(Epilogue)); }\n'
-    )
-    subprocess.run([COMPILER, "-w", str(program), "-o", str(tmp_path / "fields")], check=True)
-    found = subprocess.run([tmp_path / "fields"], check=True, capture_output=True, text=True).stdout
-    offsets = [getattr(placed._Epilogue, name).offset for name in names]
-    assert [int(n) for n in found.split()] == [*offsets, ctypes.sizeof(placed._Epilogue)]
+    check_fields(text, "Epilogue", placed._Epilogue, compiler, tmp_path)
 
 
 @pytest.fixture
-def gpu(cuda: Any) -> Any:
-    if cuda.xp.cuda.Device().compute_capability != "90":
-        pytest.skip("the GPU is not a Hopper: no wgmma")
-    return cuda.xp
+def gpu(hopper_gpu: Any) -> Any:
+    return hopper_gpu.xp
 
 
 @pytest.fixture(params=PLACES)
 def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The array module of a Hopper GPU, or of the kernel's source on the CPU."""
-    if request.param == "on a GPU":
-        return request.getfixturevalue("gpu")
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
-    return emulated.install(monkeypatch, request.getfixturevalue("emulator"))
+    return place(request, monkeypatch, ())
 
 
 def here(config: Config, xp: Any) -> Config:

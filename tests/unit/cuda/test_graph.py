@@ -1,13 +1,12 @@
 """Captured steps: the bits of eager ones, and what is said of what cannot be captured.
 
-Without a GPU on one made of numpy (`tests.unit.cuda.fake`), whose quantizers are the reference.
+Without a GPU on one made of numpy: `tests.unit.cuda.fake_backend`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,146 +14,16 @@ import pytest
 from rich.console import Console
 
 import extensor as et
-from extensor.backends import registry
 from extensor.nn.quantize import apply_recipe
 from extensor.optim import SGD, AdamW, MXGradScaler, WarmupCosine, clip_grad_norm
-from extensor.quant import reference
-from extensor_cuda import blas, recording
-from extensor_cuda.backend import CudaBackend
-from extensor_cuda.counts import Counters, Counts
-from extensor_cuda.kernels import (
-    cross_entropy,
-    elementwise,
-    norm,
-    optimizer,
-    pair,
-    scatter,
-    softmax,
-    sums,
-    window,
-)
-from extensor_cuda.kernels import quantize as kernels
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
 from models.lenet.model import build as build_lenet
 from tests.oracle.compare import same_bytes
-from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import fake
-from tests.unit.training.conftest import SMALL
-from training.config import RunConfig
-from training.loop import Trainer
-from training.loop import train as run_training
-from training.rundir import UsageError
-from training.runs import defaults
 
-SLOTS = 2 * kernels.SLOTS
 QUIET = Console(quiet=True)
-
-
-class FakeBlas:
-    """cublasSgemmStridedBatched on numpy: column-major matrices by pitch and stride."""
-
-    def gemm(
-        self, turned: Any, sizes: Any, arrays: Any, pitches: Any, strides: Any, batch: int
-    ) -> None:
-        (m, n, k), held = sizes, [fake.plain(a) for a in arrays]
-        shapes = [(k, m) if turned[0] else (m, k), (n, k) if turned[1] else (k, n), (m, n)]
-
-        def matrix(i: int, number: int) -> np.ndarray:
-            rows, columns = shapes[i]
-            assert pitches[i] >= rows
-            flat = np.lib.stride_tricks.as_strided(
-                held[i], (batch * max(strides[i], 1) + pitches[i] * columns,), (4,)
-            )
-            start = number * strides[i]
-            return np.lib.stride_tricks.as_strided(
-                flat[start:], (rows, columns), (4, 4 * pitches[i])
-            )
-
-        def again() -> None:
-            for number in range(batch):
-                a, b = matrix(0, number), matrix(1, number)
-                a, b = (a.T if turned[0] else a), (b.T if turned[1] else b)
-                matrix(2, number)[...] = (a @ b).astype(np.float32)
-
-        fake.TAPE.launch(again)
-
-
-def counted(x: Any, spec: Any, stream: Any, counters: Counters, part: tuple[int, int]) -> Any:
-    """A quantizer's launch: the reference, with the step that the device has."""
-    clock = recording.clock_of([stream])
-    values = fake.plain(x)
-    decoded, stats = reference.operand(values, spec, stream)
-    out, adds = fake.made(decoded), fake.plain(counters.array)
-    memory = fake.plain(out)
-
-    def again() -> None:
-        now = stream
-        if isinstance(clock, np.ndarray):
-            now = replace(stream, step=int(fake.plain(clock)))
-        made, found = reference.operand(values, spec, now)
-        memory[...] = made
-        adds[part[0] : part[0] + 2] += np.array([found.saturated, found.flushed], np.uint64)
-
-    fake.TAPE.launch(again)
-    return out, Counts(counters, part, stats.count)
-
-
-def fake_operand(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
-    return counted(x, plan.spec, stream, Counters(SLOTS, xp), (0, SLOTS))
-
-
-def fake_pair(x: Any, plan: Any, streams: Any, xp: Any) -> Any:
-    counters, streams = Counters(2 * SLOTS, xp), plan.ordered(streams)
-    sides = (plan.along.spec, 0), (plan.down.spec, 1)
-    made = [
-        counted(x, spec, streams[i], counters, (i * SLOTS, (i + 1) * SLOTS)) for spec, i in sides
-    ]
-    return plan.ordered((made[0], made[1]))
-
-
-@pytest.fixture(params=["fake", "on a GPU"])
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The CUDA backend, on a GPU or on numpy, as device "cuda"."""
-    if request.param == "on a GPU":
-        return request.getfixturevalue("cuda")
-    if emulation.COMPILER is None:
-        pytest.skip("no C++ compiler")
-    launch = request.getfixturevalue("fake_launch")
-    for module in (
-        cross_entropy,
-        elementwise,
-        norm,
-        optimizer,
-        scatter,
-        softmax,
-        sums,
-        window,
-        recording,
-    ):
-        monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(kernels, "operand", fake_operand)
-    monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
-    monkeypatch.setattr(pair, "operand", fake_pair)
-    for name in ("backend._capability", "kernels.hopper.capability"):
-        monkeypatch.setattr(f"extensor_cuda.{name}", lambda device: "80")
-    xp: Any = fake.FakeCupy()
-
-    def matmul(a: Any, b: Any) -> Any:
-        if a.dtype == b.dtype == np.float32 and min(a.ndim, b.ndim) > 1:
-            return blas.matmul(a, b, xp, FakeBlas())
-        return np.matmul(a, b)
-
-    xp.matmul = matmul
-    backend, usual = CudaBackend(xp), registry._made
-    monkeypatch.setattr(registry, "_made", lambda d: backend if d == "cuda" else usual(d))
-    return backend
-
-
-@pytest.fixture(scope="session")
-def fake_launch(tmp_path_factory: pytest.TempPathFactory) -> fake.FakeLaunch:
-    return fake.FakeLaunch(tmp_path_factory.mktemp("kernels"))
 
 
 def lenet(recipe: str) -> tuple[Any, Any, Any]:
@@ -545,33 +414,22 @@ def test_running_averages_advance(gpu: Any) -> None:
     same(found[1], found[0])
 
 
-def small_run(**changes: Any) -> RunConfig:
-    return RunConfig(**{**defaults("mlp"), **SMALL, **changes})
+def test_dropout_draws_anew_in_each_repetition(gpu: Any) -> None:
+    found = []
+    for captured in (False, True):
+        layer = et.nn.Dropout(0.4, rng=0).to("cuda")
+        step = et.capture(layer) if captured else layer
+        drawn = [step(et.ones((3, 50)).to("cuda")).numpy() for _ in range(6)]
+        assert all((a != b).any() for a, b in itertools.combinations(drawn, 2))
+        found.append((drawn, layer.state_dict()))
+    same(found[1][1], found[0][1])
+    np.testing.assert_array_equal(found[1][0], found[0][0])
+    there = et.nn.Dropout(0.4, rng=0)
+    for drawn in found[0][0]:
+        np.testing.assert_array_equal(there(et.ones((3, 50), device="cpu")).numpy(), drawn)
 
 
-def test_training_with_a_graph_is_training(gpu: Any, tmp_path: Path) -> None:
-    results = []
-    for graph in (False, True):
-        config = small_run(device="cuda", recipe="mxfp4", epochs=2, batch_size=40, clip_norm=1.0)
-        (tmp_path / str(graph)).mkdir()
-        trainer = Trainer(config, tmp_path / str(graph), graph=graph)
-        trainer.fit()
-        results.append((trainer.model.state_dict(), trainer.optimizer.state_dict()))
-        results[-1] += (trainer.history[-1].train_loss, trainer.history[-1].flushed)
-    same(results[1], results[0])
-
-
-def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
-    for options, word in (
-        ({}, "add --device cuda"),
-        ({"device": "cuda", "optimizer": "lion"}, "sgd, adam or adamw"),
-        ({"device": "cuda", "optimizer_states": "bfloat16"}, "--optimizer-states float32"),
-    ):
-        config = small_run(**options)
-        with pytest.raises(UsageError, match=word):
-            run_training(config, tmp_path, resume=False, console=QUIET, graph=True)
-
-
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -585,10 +443,8 @@ def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
         "int8",
     ],
 )
-def test_tensor_core_products_are_captured(cuda: Any, recipe: str) -> None:
+def test_tensor_core_products_are_captured(recipe: str) -> None:
     """Layers large enough for every way of making operands."""
-    if cuda.xp.cuda.Device().compute_capability != "90":
-        pytest.skip("the GPU is not a Hopper: no wgmma")
     found = []
     for captured in (False, True):
         layer = et.nn.Linear(1024, 1024, rng=0).to("cuda")

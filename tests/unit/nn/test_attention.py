@@ -13,6 +13,7 @@ import extensor as et
 from extensor import nn
 from extensor.nn.attention import rotate
 from extensor.testing import gradcheck
+from tests.oracle.compare import same_bytes
 
 WIDTH, HEADS, LENGTH = 12, 4, 5
 
@@ -128,6 +129,15 @@ def test_grouped_rotary_rms_swiglu_block_as_torch() -> None:
         return x + (f.silu(gate) * value) @ down.T
 
     compare(torch, block, theirs, pairs)
+
+
+@pytest.mark.parametrize("half", [et.bfloat16, et.float16], ids=lambda d: d.name)
+def test_rotation_of_16_bit_floats_is_rounded_once(half: Any) -> None:
+    """Sines of 16 bits would turn by another angle."""
+    x = et.ExTensor(np.random.default_rng(0).standard_normal((2, 40, 6)), half)
+    turned = rotate(x, 10.0)
+    assert turned.dtype is half
+    same_bytes("turned", turned.numpy(), rotate(x.astype("float32"), 10.0).astype(half).numpy())
 
 
 def test_rotation_keeps_lengths_and_knows_distances_only() -> None:

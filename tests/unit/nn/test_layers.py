@@ -90,6 +90,19 @@ def test_dropout_keeps_the_mean_and_scales():
     assert (layer(x).numpy() != y).any()
 
 
+def test_dropout_keeps_a_value_where_its_word_is_large_enough():
+    layer = nn.Dropout(0.3, rng=0)
+    seed, calls = layer.draws.tolist()
+    for turn in range(2):
+        source = np.random.Philox(key=seed, counter=[0, calls + turn, 0, 0])
+        wanted = []
+        for _ in range(8):
+            pair = int(source.random_raw())
+            wanted += [pair % 2**32 >= 0.3 * 2**32, pair // 2**32 >= 0.3 * 2**32]
+        got = layer(ExTensor(np.ones((3, 5), np.float32))).numpy() > 0
+        np.testing.assert_array_equal(got.reshape(-1), wanted[:15])
+
+
 def test_dropout_passes_gradients_where_it_kept():
     layer = nn.Dropout(0.5, rng=0)
     x = ExTensor(np.ones((10, 10), np.float32), requires_grad=True)

@@ -211,6 +211,27 @@ def test_second_derivative_is_refused() -> None:
         (x.grad * x.grad).sum().backward()
 
 
+@pytest.mark.parametrize("recipe", ["fp32", "mxfp4"])
+def test_the_gradient_of_a_bias_has_a_derivative(recipe: str) -> None:
+    """That of sum(y^2) in a bias is 2 sum(y), whose derivative in the bias is twice the rows."""
+    context = layer_context(RECIPES[recipe].layers)
+    x, w, image, kernel = _tensor(6, 32), _tensor(8, 32), _tensor(2, 3, 5, 5), _tensor(8, 3, 3, 3)
+    for rows, product in (
+        (6, lambda b: quantized_matmul(x, w, context, b)),
+        (2 * 3 * 3, lambda b: quantized_conv2d(image, kernel, context, bias=b)),
+    ):
+        bias, v = _tensor(8), _tensor(8).detach()
+        y = product(bias)
+        (first,) = et.grad((y**2).sum(), [bias], create_graph=True)
+        channels = tuple(i for i in range(y.ndim) if i != (1 if y.ndim > 2 else y.ndim - 1))
+        exact = 2 * y.numpy().astype(np.float64).sum(axis=channels)
+        # of at most 18 rounded terms, each below 64
+        np.testing.assert_allclose(first.numpy(), exact, rtol=0, atol=18 * 18 * 64 * 2.0**-24)
+        second, in_x = et.grad((first * v).sum(), [bias, x if y.ndim == 2 else image])
+        np.testing.assert_allclose(second.numpy(), 2 * rows * v.numpy(), rtol=rows * 2.0**-24)
+        assert np.abs(in_x.numpy()).max() > 0
+
+
 def test_nan_reaches_the_gradients() -> None:
     """NaN in an operand comes out as NaN, in whole blocks, never as a silent zero."""
     context = layer_context(RECIPES["mxfp4"].layers)

@@ -7,7 +7,7 @@ import extensor.nn as nn
 import extensor.optim as optim
 from extensor.autograd.tensor import ExTensor
 from extensor.io import load_checkpoint, save_checkpoint
-from extensor.ops.loss import cross_entropy
+from extensor.ops.class_loss import cross_entropy
 
 STEPS, STOP = 8, 3
 

@@ -1,0 +1,146 @@
+"""The fused CUDA quantizers against torchao, eager and compiled, and against ours unfused.
+
+    python ci/bench/cuda_quantize_peers.py [--rounds N]
+
+Normal bfloat16 data of 16384 x 16384: milliseconds of one call, medians in turns by CUDA events,
+and how many times as fast ours is. NVFP4's tensor maximum is given to both. "unfused" is the
+definition of `extensor.quant.reference` on cupy's arrays, operation by operation, on 4096 x 4096,
+beside the fused kernel at that size. Needs a GPU, torch and the extra ``cuda13``; without torchao
+its rows are left out. Minutes, most of them torch.compile's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import ml_dtypes
+import torch
+
+from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
+from extensor.backends import registry
+from extensor.quant import reference
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.kernels import pair
+from extensor_cuda.kernels import quantize as kernels
+
+FORMATS = ("mxfp8_e4m3", "mxfp4", "nvfp4")
+SIZE, SMALL = 16384, 4096
+Call = Callable[[], Any]
+
+
+def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Medians, in turns; the first three of each are not timed."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 3):
+        for name, call in calls.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+            stop.synchronize()
+            if turn >= 3:
+                times[name].append(start.elapsed_time(stop))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def torchao_calls(x: torch.Tensor) -> dict[str, Call]:
+    """Rows in each format; for MXFP8 rows and columns, too."""
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    scale = per_tensor_amax_to_scale(x.abs().max().float())
+
+    def mxfp8(v: torch.Tensor) -> Any:
+        return MXTensor.to_mx(v, torch.float8_e4m3fn, 32)
+
+    def both(v: torch.Tensor) -> Any:
+        return mxfp8(v), mxfp8(v.t().contiguous())
+
+    made: dict[str, Callable[[torch.Tensor], Any]] = {
+        "mxfp8_e4m3 rows": mxfp8,
+        "mxfp4 rows": lambda v: MXTensor.to_mx(v, torch.float4_e2m1fn_x2, 32),
+        "nvfp4 rows": lambda v: NVFP4Tensor.to_nvfp4(v, per_tensor_scale=scale),
+        "mxfp8_e4m3 rows + columns": both,
+    }
+    calls: dict[str, Call] = {}
+    for name, call in made.items():
+        calls[f"{name}, torchao eager"] = partial(call, x)
+        calls[f"{name}, torchao compiled"] = partial(torch.compile(call, fullgraph=True), x)
+    return calls
+
+
+def our_calls(x: Any, amax: Any, xp: Any) -> dict[str, Call]:
+    """The same, without counts."""
+    calls: dict[str, Call] = {}
+    for name in FORMATS:
+        spec = QuantSpec(name, axis=1)
+        plan = kernels.plan_of(spec, x.shape)
+        assert isinstance(plan, kernels.Plan)
+        given = amax if plan.needs_tensor else None
+        calls[f"{name} rows"] = partial(kernels.quantize_raw, x, plan, None, xp, given, False)
+        pairs = pair.pair_plan((spec, spec.replace(axis=0)), x.shape)
+        assert isinstance(pairs, pair.PairPlan)
+        calls[f"{name} rows + columns"] = partial(
+            pair.quantize_raw, x, pairs, (None, None), xp, given, False
+        )
+    return calls
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    xp = registry.get("cuda").xp
+    torch.manual_seed(0)
+    x = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
+    view = xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16)
+    amax = xp.asarray(float(x.abs().max()), dtype=xp.float32)
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, taken: float, ours: float) -> None:
+        times = taken / ours
+        rows.append({"name": name, "milliseconds": round(taken, 4), "ours": round(times, 2)})
+        print(f"{name:45} {taken:9.4f} ms, ours {times:.2f} times as fast", flush=True)
+
+    fused = milliseconds(our_calls(view, amax, xp), rounds)
+    for name, each in fused.items():
+        add(name, each, each)
+    if find_spec("torchao") is None:
+        print("torchao is not installed: its rows are left out; pip install torchao")
+    else:
+        for name, call in torchao_calls(x).items():
+            try:
+                each = milliseconds({name: call}, rounds)[name]
+            except (
+                Exception
+            ) as error:  # what torchao cannot do here is a fact, and no reason to end
+                print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                continue
+            add(name, each, fused[name.partition(",")[0]])
+    del x
+    small = view[:SMALL, :SMALL].copy()
+    again = milliseconds(our_calls(small, amax, xp), rounds)
+    for name in FORMATS:
+        spec = QuantSpec(name, axis=1)
+        call = partial(reference.quantize, small, spec, None, None, xp)
+        title = f"{name} rows"
+        add(f"{title}, {SMALL} x {SMALL}, fused", again[title], again[title])
+        each = milliseconds({title: call}, 3)[title]
+        add(f"{title}, {SMALL} x {SMALL}, unfused", each, again[title])
+    write(
+        "cuda-quantize-peers",
+        command(),
+        rows,
+        about=gpu_of(xp),
+        packages=(*GPU_PACKAGES, "torchao"),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+// B of gemm.cu from packed storage: the warps that expand it, and the wait of the one that loads it.
+
+namespace expanding {
+#include "expanding.cuh"
+
+constexpr u32 kTaken = 2;  // rows that a warp takes together: they divide a tile
+
+// A lane has 16 elements of every 512, two such at once while it can, which hides latencies.
+__device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 begin, u32 end, int lane) {
+    const u32 pairs = begin + (end - begin) / 64 * 64;
+    u32 beyond = 0, chunk = begin + lane;
+    if (begin < pairs) {
+        Chunk next[2] = {read_chunk(row, chunk), read_chunk(row, chunk + 32)};
+        for (u32 first = begin; first < pairs; first += 64, chunk += 64) {
+            const Chunk now[2] = {next[0], next[1]};
+            if (first + 64 < pairs) next[0] = read_chunk(row, chunk + 64), next[1] = read_chunk(row, chunk + 96);
+            uint4 units[2][kOctets];
+            if (kMostlyPlain && __all_sync(~0u, is_plain(now[0].scale) && is_plain(now[1].scale))) {
+                convert<true>(now[0].words, now[0].scale, 127, units[0], beyond);
+                convert<true>(now[1].words, now[1].scale, 127, units[1], beyond);
+            } else {
+                convert(now[0].words, now[0].scale, 127, units[0], beyond);
+                convert(now[1].words, now[1].scale, 127, units[1], beyond);
+            }
+            store(out, chunk, units[0]);
+            store(out, chunk + 32, units[1]);
+        }
+    }
+    for (; chunk < end; chunk += 32) {
+        const Chunk now = read_chunk(row, chunk);
+        uint4 units[kOctets];
+        convert(now.words, now.scale, 127, units, beyond);
+        store(out, chunk, units);
+    }
+}
+
+// First what is left of the rows that are begun, part by part, then the other rows.
+__device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
+    const Stored stored = {e.codes, e.code_scales, e.zeros, e.octets, e.scale_pitch};
+    const u32 columns = e.columns, tiles = (columns + kTileN - 1) / kTileN, ready = e.ready;
+    const u32 chunks = static_cast<u32>(e.chunks), part = static_cast<u32>(e.part);
+    const u32 some = ready / kTaken, begun = some * ((chunks + part - 1) / part - 1);
+    u32 taken = lane == 0 ? atomicAdd(e.counts, 1u) : 0;
+    for (;;) {
+        const u32 index = __shfl_sync(~0u, taken, 0);
+        const u32 of_row = index < begun ? 1 + index / some : 0;
+        const u32 row = index < begun ? index % some * kTaken : ready + (index - begun) * kTaken;
+        if (row >= columns) return;
+        if (lane == 0) taken = atomicAdd(e.counts, 1u);  // comes meanwhile
+        const u32 rows = min(kTaken, columns - row), begin = of_row * part;
+        const u32 end = of_row ? min(begin + part, chunks) : chunks;
+        for (u32 r = row; r < row + rows; ++r)
+            expand_row(row_of(stored, r), e.expanded + r * e.chunks * (2 * kChunk), begin, end, lane);
+        show_to_copies();
+        __syncwarp();
+        if (lane == 0) add_released(e.counts + 1 + of_row * tiles + row / kTileN, rows);
+    }
+}
+}  // namespace expanding
+
+// Lets the loads of a tile's columns go on, stage by stage.
+struct Awaited {
+    const u32* count;
+    u32 rows;
+    int stage, tiles, stages;
+    __device__ __forceinline__ Awaited(const Epilogue& e, int column) {
+        rows = min(kTileN, e.columns - column), tiles = (e.columns + kTileN - 1) / kTileN;
+        stages = (static_cast<int>(e.part) + 3) / 4;  // of four chunks
+        stage = column < e.ready ? stages : 0;
+        count = e.counts + 1 + column / kTileN + (column < e.ready ? tiles : 0);
+        if (stage == 0) stages = 1 << 30;
+    }
+    __device__ __forceinline__ void operator()(int k) {
+        if (k != stage) return;
+        while (acquired(count) < rows) continue;
+        show_to_copies();
+        count += tiles, stage += stages;
+    }
+};

@@ -1,0 +1,120 @@
+"""The CUDA backend on a GPU made of numpy, whose quantizers are the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from extensor.backends import registry
+from extensor.quant import reference
+from extensor_cuda import blas, recording
+from extensor_cuda.backend import CudaBackend
+from extensor_cuda.counts import Counters, Counts
+from extensor_cuda.kernels import (
+    cross_entropy,
+    dropout,
+    elementwise,
+    norm,
+    optimizer,
+    pair,
+    scatter,
+    softmax,
+    sums,
+    window,
+)
+from extensor_cuda.kernels import quantize as kernels
+from tests.unit.cuda import fake
+
+__all__ = ["TRAINING", "FakeBlas", "install"]
+
+TRAINING = (cross_entropy, dropout, elementwise, norm, optimizer, scatter, softmax, sums, window)
+"""Modules whose ``launch`` an emulator replaces."""
+SLOTS = 2 * kernels.SLOTS
+
+
+class FakeBlas:
+    """cublasSgemmStridedBatched on numpy: column-major matrices by pitch and stride."""
+
+    def gemm(
+        self, turned: Any, sizes: Any, arrays: Any, pitches: Any, strides: Any, batch: int
+    ) -> None:
+        (m, n, k), held = sizes, [fake.plain(a) for a in arrays]
+        shapes = [(k, m) if turned[0] else (m, k), (n, k) if turned[1] else (k, n), (m, n)]
+
+        def matrix(i: int, number: int) -> np.ndarray:
+            rows, columns = shapes[i]
+            assert pitches[i] >= rows
+            flat = np.lib.stride_tricks.as_strided(
+                held[i], (batch * max(strides[i], 1) + pitches[i] * columns,), (4,)
+            )
+            start = number * strides[i]
+            return np.lib.stride_tricks.as_strided(
+                flat[start:], (rows, columns), (4, 4 * pitches[i])
+            )
+
+        def again() -> None:
+            for number in range(batch):
+                a, b = matrix(0, number), matrix(1, number)
+                a, b = (a.T if turned[0] else a), (b.T if turned[1] else b)
+                matrix(2, number)[...] = (a @ b).astype(np.float32)
+
+        fake.TAPE.launch(again)
+
+
+def counted(x: Any, spec: Any, stream: Any, counters: Counters, part: tuple[int, int]) -> Any:
+    """A quantizer's launch: the reference, with the step that the device has."""
+    clock = recording.clock_of([stream])
+    values = fake.plain(x)
+    decoded, stats = reference.operand(values, spec, stream)
+    out, adds = fake.made(decoded), fake.plain(counters.array)
+    memory = fake.plain(out)
+
+    def again() -> None:
+        now = stream
+        if isinstance(clock, np.ndarray):
+            now = replace(stream, step=int(fake.plain(clock)))
+        made, found = reference.operand(values, spec, now)
+        memory[...] = made
+        adds[part[0] : part[0] + 2] += np.array([found.saturated, found.flushed], np.uint64)
+
+    fake.TAPE.launch(again)
+    return out, Counts(counters, part, stats.count)
+
+
+def fake_operand(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
+    return counted(x, plan.spec, stream, Counters(SLOTS, xp), (0, SLOTS))
+
+
+def fake_pair(x: Any, plan: Any, streams: Any, xp: Any) -> Any:
+    counters, streams = Counters(2 * SLOTS, xp), plan.ordered(streams)
+    sides = (plan.along.spec, 0), (plan.down.spec, 1)
+    made = [
+        counted(x, spec, streams[i], counters, (i * SLOTS, (i + 1) * SLOTS)) for spec, i in sides
+    ]
+    return plan.ordered((made[0], made[1]))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBackend:
+    """Device "cuda" on numpy."""
+    for module in (*TRAINING, recording):
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(kernels, "operand", fake_operand)
+    monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
+    monkeypatch.setattr(pair, "operand", fake_pair)
+    monkeypatch.setattr("extensor_cuda.kernels.hopper.multiprocessors", lambda device: 2)
+    for name in ("backend._capability", "kernels.hopper.capability"):
+        monkeypatch.setattr(f"extensor_cuda.{name}", lambda device: "80")
+    xp: Any = fake.FakeCupy()
+
+    def matmul(a: Any, b: Any) -> Any:
+        if a.dtype == b.dtype == np.float32 and min(a.ndim, b.ndim) > 1:
+            return blas.matmul(a, b, xp, FakeBlas())
+        return np.matmul(a, b)
+
+    xp.matmul = matmul
+    backend, usual = CudaBackend(xp), registry._made
+    monkeypatch.setattr(registry, "_made", lambda d: backend if d == "cuda" else usual(d))
+    return backend

@@ -1,0 +1,46 @@
+"""`python -m training --graph`: the run that it is without, and what it does not do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.unit.cuda.test_graph import same
+from tests.unit.training.conftest import SMALL
+from training.config import RunConfig
+from training.loop import Trainer
+from training.loop import train as run_training
+from training.rundir import UsageError
+from training.runs import defaults
+
+QUIET = Console(quiet=True)
+
+
+def small_run(**changes: Any) -> RunConfig:
+    return RunConfig(**{**defaults("mlp"), **SMALL, **changes})
+
+
+def test_training_with_a_graph_is_training(gpu: Any, tmp_path: Path) -> None:
+    results = []
+    for graph in (False, True):
+        config = small_run(device="cuda", recipe="mxfp4", epochs=2, batch_size=40, clip_norm=1.0)
+        (tmp_path / str(graph)).mkdir()
+        trainer = Trainer(config, tmp_path / str(graph), graph=graph)
+        trainer.fit()
+        results.append((trainer.model.state_dict(), trainer.optimizer.state_dict()))
+        results[-1] += (trainer.history[-1].train_loss, trainer.history[-1].flushed)
+    same(results[1], results[0])
+
+
+def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
+    for options, word in (
+        ({}, "add --device cuda"),
+        ({"device": "cuda", "optimizer": "lion"}, "sgd, adam or adamw"),
+        ({"device": "cuda", "optimizer_states": "bfloat16"}, "--optimizer-states float32"),
+    ):
+        config = small_run(**options)
+        with pytest.raises(UsageError, match=word):
+            run_training(config, tmp_path, resume=False, console=QUIET, graph=True)

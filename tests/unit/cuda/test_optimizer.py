@@ -1,0 +1,189 @@
+"""A step's kernels for all parameters at once: the CPU's bits, and nothing after a bad gradient."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor.autograd.apply import wrap
+from extensor.backends import training
+from extensor.backends.generic import GenericBackend
+from extensor.optim import SGD, Adam, AdamW
+from extensor_cuda import recording
+from tests.oracle.compare import same_bytes
+from tests.unit.cuda import emulator as emulation
+
+CPU = GenericBackend("cpu", np)
+LENGTHS = (0, 1, 17, 16384, 40_001)
+SGD_FACTORS = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": False}
+
+
+def vectors(count: int, special: bool) -> list[list[np.ndarray]]:
+    """``count`` arrays of every length; among them subnormals, or nothing but normal values."""
+    rng = np.random.default_rng(count)
+    made = []
+    for n in LENGTHS:
+        arrays = [rng.standard_normal(n).astype(np.float32) for _ in range(count)]
+        if special:
+            arrays = [a * np.float32(2.0) ** rng.integers(-149, 3, n) for a in arrays]
+        made.append([a.astype(np.float32) for a in arrays])
+    return made
+
+
+def adam_factors(number: int, decay: float) -> Any:
+    """As an optimizer makes them, with a learning rate and a step for each number."""
+    p = et.ones(1, requires_grad=True)
+    options = {"lr": 0.0137 * (number + 1), "weight_decay": decay or 0.1}
+    optimizer = (Adam if decay else AdamW)([p], **options)
+    return optimizer.factors_each([3 + number], optimizer.groups[0].options)[0]
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("special", [False, True])
+def test_adam_of_many_has_the_cpus_bits(trainer: Any, special: bool, offset: int) -> None:
+    for decay in (0.0, 0.3):
+        parts = vectors(4, special)
+        for part in parts:
+            part[3] = np.abs(part[3])
+        factors = [adam_factors(i, decay) for i in range(len(parts))]
+        mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
+        for _ in range(3):
+            CPU.adam_each([tuple(part) for part in parts], factors)
+            trainer.adam_each(mine, factors)
+        for ours, theirs in zip(mine, parts, strict=True):
+            for got, wanted in zip(ours, theirs, strict=True):
+                same_bytes("adam", got.get(), wanted, str(wanted.shape))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("changes", [{}, {"decay": 0.3}, {"nesterov": True, "decay": 0.1}])
+def test_sgd_of_many_has_the_cpus_bits(trainer: Any, changes: dict[str, Any], offset: int) -> None:
+    for keeps in (True, False):
+        parts = vectors(3 if keeps else 2, True)
+        factors = [SGD_FACTORS | (changes if keeps else {})] * len(parts)
+        mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
+        for _ in range(3):
+            CPU.sgd_each([(*p[:2], p[2] if keeps else None) for p in parts], factors)
+            trainer.sgd_each([(*p[:2], p[2] if keeps else None) for p in mine], factors)
+        for ours, theirs in zip(mine, parts, strict=True):
+            for got, wanted in zip(ours, theirs, strict=True):
+                same_bytes("sgd", got.get(), wanted, str(wanted.shape))
+
+
+def shifted(xp: Any, a: np.ndarray, offset: int) -> Any:
+    """On the GPU, ``offset`` elements past what vectors need."""
+    held = xp.empty(a.size + offset, dtype=a.dtype)
+    held[offset:] = xp.asarray(a)
+    return held[offset:]
+
+
+def test_gradients_that_are_not_finite_are_found(trainer: Any) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [trainer.xp.asarray(rng.standard_normal(n).astype(np.float32)) for n in LENGTHS]
+    assert trainer.all_finite_each(arrays) == [True] * len(arrays)
+    arrays[1][0], arrays[4][40_000] = np.inf, np.nan
+    assert trainer.all_finite_each(arrays) == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_gradients_are_scaled_and_summed_up(trainer: Any, offset: int) -> None:
+    parts = [part[0] for part in vectors(1, True)]
+    mine = [shifted(trainer.xp, a, offset) for a in parts]
+    exact = sum(float((a.astype(np.float64) ** 2).sum()) for a in parts)
+    total = float(np.asarray(trainer.square_sum_each(mine).get()))
+    assert total == pytest.approx(exact, rel=sum(LENGTHS) * 2.0**-52)
+    again = trainer.square_sum_each([a.copy() for a in mine])
+    assert total == float(np.asarray(again.get()))  # one order, wherever the arrays lie
+    trainer.scale_each(mine, 0.3)
+    trainer.scale_each(mine, trainer.xp.asarray(np.float32(-1.7)).reshape(()))
+    for ours, theirs in zip(mine, parts, strict=True):
+        same_bytes("scale", ours.get(), theirs * np.float32(0.3) * np.float32(-1.7))
+
+
+def test_the_loss_scale_moves_as_on_the_host(emulator: emulation.Emulator) -> None:
+    rng = np.random.default_rng(0)
+    rule = (2.0, 0.5, 3.0, 1.0)
+    host = np.array([4.0, 0, 0, 0])
+    device, stop = host.copy(), np.zeros((), np.uint32)
+    for bad in rng.random(200) < 0.4:
+        training.rescale(host, bool(bad), rule)
+        emulator(
+            recording.source(), "rescale", 1, 1, device, np.array(bad, np.uint32), stop,
+            *map(np.float64, rule),
+        )  # fmt: skip
+        same_bytes("state", device, host)
+    emulator(
+        recording.source(), "rescale", 1, 1, device, np.array(1, np.uint32),
+        np.array(1, np.uint32), *map(np.float64, rule),
+    )  # fmt: skip
+    same_bytes("stopped", device, host)
+
+
+def test_the_first_gradient_that_is_not_finite_is_named(cuda: Any) -> None:
+    p, q = (et.ones(3, device="cuda") for _ in range(2))
+    for t in (p, q):
+        t.requires_grad = True
+        t.grad = et.ones(3, device="cuda")
+    q.grad = et.ExTensor([1.0, np.inf, 0.0], device="cuda")
+    with pytest.raises(FloatingPointError, match="in that of q"):
+        AdamW([("p", p), ("q", q)]).step()
+    assert p.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("kind", [Adam, SGD])
+def test_a_bad_gradient_stops_the_update_that_was_launched_behind_it(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """The host hears of it late, so the kernel must have seen it. Good steps: the CPU's bits."""
+    rng = np.random.default_rng(0)
+    shapes = ((40_001,), (3, 5), (17,))
+
+    def there(values: Any) -> Any:
+        return wrap(trainer.xp.asarray(values), trainer)
+
+    def grouped(params: Any) -> Any:
+        for p in params:
+            p.requires_grad = True
+        return kind([{"params": params[:1], "lr": 0.3}, {"params": params[1:]}], lr=0.1)
+
+    initial = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    mine, theirs = [there(a) for a in initial], [et.ExTensor(a.copy()) for a in initial]
+    ours, cpu = grouped(mine), grouped(theirs)
+    launched: list[str] = []
+    name = "adam_each" if kind is Adam else "sgd_each"
+    each = getattr(type(trainer), name)
+
+    def seen(backend: Any, *args: Any, **more: Any) -> Any:
+        launched.append(name)
+        return each(backend, *args, **more)
+
+    monkeypatch.setattr(type(trainer), name, seen)
+    for bad in (None, np.nan, None, np.inf, None, None):
+        values = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+        versions = [p._version[0] for p in mine]
+        launched.clear()
+        if bad is None:
+            for p, q, g in zip(mine, theirs, values, strict=True):
+                p.grad, q.grad = there(g), et.ExTensor(g)
+            ours.step()
+            cpu.step()
+        else:
+            values[1][2, 4] = bad
+            for p, g in zip(mine, values, strict=True):
+                p.grad = there(g)
+            with pytest.raises(FloatingPointError, match="infinity in that of 1;"):
+                ours.step()
+            mine[0].data = mine[0].data.copy()  # other memory from now on
+        assert launched == [name]
+        assert [p._version[0] - v for p, v in zip(mine, versions, strict=True)] == [bad is None] * 3
+        for p, q in zip(mine, theirs, strict=True):
+            same_bytes(name, p.data.get(), q.numpy())
+    states = ours.groups[1].members[0], cpu.groups[1].members[0]
+    assert states[0].step == states[1].step == 4
+    assert ours._memory["arrays"][0] is mine[0].data and states[0].whole is mine[1].data
+    twin = copy.copy(ours)
+    assert not twin._memory and copy.copy(states[0]).whole is None  # a copy's memory is its own
