@@ -416,12 +416,17 @@ def _with(
                 f"gemm: K = {a.shape[1]} has {-(-a.shape[1] // ROW_BYTES)} blocks of 128, got "
                 f"scales of {[x if x is None else len(x) for x in scales]}"
             )
-    if (offsets is not None or not isinstance(config.out, str)) and extras and config.promote:
-        config = replace(config, tile_n=min(config.tile_n, 128))  # wider ones spill
+    vectors = any(x.size > 1 for x in given)
+    out = config.out
+    if extras and config.promote and (offsets is not None or not isinstance(out, str)):
+        fits = not (isinstance(out, str) or vectors or offsets is not None) and quantizes(160, out)
+        config = replace(
+            config, tile_n=min(config.tile_n, 160 if fits else 128)
+        )  # wider ones spill
     return replace(
         config,
         extras=extras,
-        vectors=any(x.size > 1 for x in given),
+        vectors=vectors,
         factors=factors is not None,
         zeros=zeros is not None,
         blocks=scales is not None and not config.every,
