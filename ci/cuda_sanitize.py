@@ -83,6 +83,34 @@ def pairs(backend: Any, rng: Any) -> int:
     return count
 
 
+def prepared(backend: Any, rng: Any) -> int:
+    """Norms (Hopper only) and activations that are quantized as they are made."""
+    from extensor_cuda.kernels import pair, quantize
+    from extensor_cuda.norm_quantize import norm_quantize
+
+    xp, count = backend.xp, 0
+    hopper = xp.cuda.Device().compute_capability == "90"
+    for name, shape in (("mxfp4", (64, 2048)), ("mxfp8_e4m3", (37, 1032))):
+        specs = QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2)
+        x = xp.asarray(rng.standard_normal(shape).astype("float32"))
+        plan, weight = pair.pair_plan(specs, shape), xp.ones(shape[1], dtype="float32")
+        assert isinstance(plan, pair.PairPlan)
+        for centred, only_rows in ((False, True), (True, False)) if hopper else ():
+            given = {"centred": centred, "only_rows": only_rows}
+            for a in (x, x.astype("bfloat16")):
+                norm_quantize(a, weight, weight if centred else None, 1e-5, plan, xp, **given)
+                count += 1
+        plan = pair.pair_plan(specs, shape, "gelu")
+        assert isinstance(plan, pair.PairPlan)
+        pair.quantize_raw(x.astype("bfloat16"), plan, (None, None), xp)
+        for spec in specs:
+            side = quantize.plan_of(spec, shape, False, "relu")
+            assert isinstance(side, quantize.Plan)
+            quantize.quantize_raw(x.astype("bfloat16"), side, None, xp)
+        count += 3
+    return count
+
+
 def products(backend: Any, rng: Any) -> int:
     """Operands of training's products, and these, in and out of FP8's window; Hopper only."""
     from extensor.random import Stream
@@ -266,7 +294,16 @@ def attention(backend: Any, rng: Any) -> int:
 
 PARTS = {
     part.__name__: part
-    for part in (quantizers, pairs, products, stored_products, training, halves, attention)
+    for part in (
+        quantizers,
+        pairs,
+        prepared,
+        products,
+        stored_products,
+        training,
+        halves,
+        attention,
+    )
 }
 
 

@@ -314,6 +314,21 @@ class CudaBackend(CudaTraining):
             return [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
         return list(operands.make(x, specs, streams, self.xp, memory))
 
+    def product_operands_each(
+        self,
+        xs: Sequence[Array],
+        specs: Sequence[QuantSpec],
+        memories: Sequence[dict[str, Any]],
+    ) -> list[list[tuple[Any, Counts]]]:
+        """See the protocol: one launch."""
+        ready = [self._ready(x) for x in xs]
+        return [list(made) for made in operands.make_each(ready, specs, self.xp, memories)]
+
+    def joins_operands(self, specs: Sequence[QuantSpec]) -> bool:
+        """See the protocol."""
+        turned = len(specs) == 1 or _turned(specs[0], specs[1])
+        return turned and operands.joinable_specs(specs)
+
     def raising(self) -> AbstractContextManager[Any]:
         """See the protocol: cupy is told not to give NaN instead. Waits for the GPU."""
         import cupyx

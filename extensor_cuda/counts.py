@@ -62,6 +62,10 @@ class Counts:
         self.stays = counters.recording is not None
         self._seen = np.zeros(3, np.int64)  # repetitions, saturated and flushed values
 
+    def again(self) -> Counts:
+        """Of the same operand used once more."""
+        return Counts(self.counters, self.part, self.size, self.cut)
+
     def __call__(self) -> QuantStats:
         """The counts, or those since the last call; waits for the kernel."""
         recording = self.counters.recording

@@ -44,7 +44,16 @@ from extensor_cuda.kernels.gemm import (
 )
 from extensor_cuda.recording import clock_of
 
-__all__ = ["LEAST_WORK", "Operand", "make", "multiply", "operand_source", "reason"]
+__all__ = [
+    "LEAST_WORK",
+    "Operand",
+    "joinable_specs",
+    "make",
+    "make_each",
+    "multiply",
+    "operand_source",
+    "reason",
+]
 
 Array = Any
 Streams = Sequence[Stream | None]
@@ -53,6 +62,13 @@ LEAST_WORK = 1 << 30
 """M N K below which a product is left to cupy: launches take longer than it."""
 _MARGIN = 4  # binades that a tensor may grow between two steps
 _COLUMNS, _GUARDED_BLOCKS, _AMAX_BLOCKS = 128, 264, 1056
+_MATRIX = np.dtype(
+    [(name, np.uint64) for name in ("x", "history", "along", "down", "exponent")]
+    + [(f"{side}_flag", np.uint64) for side in ("along", "down")]
+    + [(f"{side}_counts", np.uint64) for side in ("along", "down")]
+    + [(name, np.int64) for name in ("rows", "columns", "start")]
+)
+"""`Matrix` of operand.cu."""
 _FOLDER = Path(__file__).parent / "kernels"
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
@@ -120,7 +136,13 @@ def _reason(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> str | None:
 
 @lru_cache(maxsize=256)
 def operand_source(
-    spec: QuantSpec, dtype: str, along: bool, down: bool, wide: bool, stats: bool = True
+    spec: QuantSpec,
+    dtype: str,
+    along: bool,
+    down: bool,
+    wide: bool,
+    stats: bool = True,
+    many: bool = False,
 ) -> Source:
     """The program that makes operands.
 
@@ -131,6 +153,7 @@ def operand_source(
         down: whether columns are.
         wide: bfloat16 values instead of E5M2 codes.
         stats: whether saturated and flushed values are counted.
+        many: several matrices in one launch.
     """
     plan = kernels.plan_of(spec.replace(axis=1), (256, 256))
     assert isinstance(plan, kernels.Plan), plan
@@ -139,12 +162,23 @@ def operand_source(
         "ALONG": int(along),
         "DOWN_TOO": int(down),
         "WIDE": int(wide),
+        "MANY": int(many),
         "LIFT": TOP,  # TOP is the element's largest value here
         "SPAN": SPAN,
         "MARGIN": _MARGIN,
         "RESIDENT": 4 if wide else 5 if dtype == "float32" else 3,
     }
     return Source.read(_FOLDER / "operand.cu", macros)
+
+
+def _tile_rows(x: Array, wide: bool) -> int:
+    """Rows of a tile, as in operand.cu: half as many as a block has threads."""
+    return 128 if x.itemsize == 2 and not wide else 64
+
+
+def _tiles(x: Array, wide: bool) -> int:
+    rows, columns = x.shape
+    return -(-rows // _tile_rows(x, wide)) * -(-columns // _COLUMNS)
 
 
 def _launch(
@@ -176,13 +210,12 @@ def _launch(
         stream = streams[place[axis]] if axis in place else None
         words += (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     rows, columns = x.shape
-    tile_rows = 128 if x.itemsize == 2 and not wide else 64  # as in operand.cu
-    tiles = -(-rows // tile_rows) * -(-columns // _COLUMNS)
+    tiles = _tiles(x, wide)
     launch(
         source,
         "operands",
         min(tiles, _GUARDED_BLOCKS) if guards else tiles,
-        2 * tile_rows,
+        2 * _tile_rows(x, wide),
         x,
         null if history is None else history,
         *codes,
@@ -218,19 +251,13 @@ def make(
     wide = not _is_mxfp4(specs[0])
     slots = 2 * kernels.SLOTS
     parts = [(i * slots, (i + 1) * slots) for i in range(len(specs))]
-    # Two more counters make the flags, so that one array is all that has to be zero. Repetitions of
-    # a recorded step add to counters, but each has flags of its own.
-    counters = Counters(len(specs) * (slots + 1), xp)
-    flags = counters.array[len(specs) * slots :]
-    if counters.recording is not None and not wide:
-        flags = xp.zeros(len(specs), dtype=np.uint64)
+    # Of wide operands two more counters make the flags, so that one array is all that has to be
+    # zero; the others' are written whatever they held.
+    counters = Counters(len(specs) * (slots + wide), xp)
+    flags = counters.array[len(specs) * slots :] if wide else xp.empty(len(specs), dtype=np.uint64)
     flags = [flags[i : i + 1].view(np.uint32)[0] for i in range(len(specs))]
     counts = [counters.array[start:stop] for start, stop in parts]
-    outs = []
-    for spec in specs:
-        rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
-        padded = -(-k // 16) * 16  # whole chunks are written
-        outs.append(xp.empty((rows, padded), dtype=xp.uint16 if wide else xp.uint8)[:, :k])
+    outs = [_empty(x, spec, xp) for spec in specs]
     if wide:
         _launch(x, specs, streams, outs, xp, flags_of=flags, counts_of=counts)
         return [
@@ -246,11 +273,65 @@ def make(
     ]
 
 
+def _empty(x: Array, spec: QuantSpec, xp: Any) -> Array:
+    """What an operand's codes, or its values as bfloat16, are written to."""
+    rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
+    padded = -(-k // 16) * 16  # whole chunks are written
+    return xp.empty((rows, padded), dtype=xp.uint8 if _is_mxfp4(spec) else xp.uint16)[:, :k]
+
+
+def joinable_specs(specs: Sequence[QuantSpec]) -> bool:
+    """Whether `make_each` makes operands under these specs: MXFP4, rounded to nearest."""
+    return all(_is_mxfp4(spec) and spec.rounding != "stochastic" for spec in specs)
+
+
+def make_each(
+    xs: Sequence[Array], specs: Sequence[QuantSpec], xp: Any, memories: Sequence[dict[str, Array]]
+) -> list[list[tuple[Operand, Counts]]]:
+    """What `make` gives of each of several matrices of one dtype, in one launch.
+
+    Args:
+        xs: contiguous matrices that `reason` covers.
+        specs: resolved, that `joinable_specs` covers.
+        xp: cupy.
+        memories: as for `make`, of each.
+    """
+    slots, each = 2 * kernels.SLOTS, len(specs)
+    counters = Counters(len(xs) * each * slots, xp)
+    flags, exponents = xp.empty(len(xs) * each, np.uint32), xp.empty(len(xs), np.int32)
+    table = np.zeros(len(xs), _MATRIX)
+    tiles, made = 0, []
+    for i, (x, memory) in enumerate(zip(xs, memories, strict=True)):
+        exponent = exponents[i : i + 1]
+        row = table[i]
+        row["x"], row["history"] = x.data.ptr, _history(x, specs[0], xp, memory).data.ptr
+        row["exponent"], row["start"] = exponent.data.ptr, tiles
+        row["rows"], row["columns"] = x.shape
+        tiles += _tiles(x, wide=False)
+        mine: list[tuple[Operand, Counts]] = []
+        for spec in specs:
+            at = i * each + len(mine)
+            out, flag = _empty(x, spec, xp), flags[at]
+            side = "along" if spec.axis == 1 else "down"
+            row[side], row[f"{side}_flag"] = out.data.ptr, flag.data.ptr
+            row[f"{side}_counts"] = counters.array[at * slots :].data.ptr
+            counts = Counts(counters, (at * slots, (at + 1) * slots), x.size)
+            mine.append((Operand(out, exponent, flag, x, spec, None), counts))
+        made.append(mine)
+    axes = [spec.axis for spec in specs]
+    source = operand_source(specs[0], xs[0].dtype.name, 1 in axes, 0 in axes, False, many=True)
+    held = table.view(np.uint8)
+    there = counters.recording.persistent(held) if counters.recording else xp.asarray(held)
+    threads = 2 * _tile_rows(xs[0], wide=False)
+    launch(source, "operands", tiles, threads, there, np.int32(len(xs)))
+    return made
+
+
 def _history(x: Array, spec: QuantSpec, xp: Any, memory: dict[str, Array] | None) -> Array:
     """What was left of the tensor the last time; the first time, a pass finds its maximum."""
     memory = {} if memory is None else memory
     if "history" not in memory:
-        memory["history"] = xp.zeros(3, dtype=xp.uint32)
+        memory["history"] = xp.zeros(5, dtype=xp.uint32)
         source = operand_source(spec, x.dtype.name, True, False, False)
         vectors = x.nbytes // 16
         blocks = min(_AMAX_BLOCKS, -(-vectors // 256))

@@ -38,6 +38,7 @@ class CudaTraining(GenericBackend):
     """The methods of a training step, each a kernel where its ``_..._reason`` gives None."""
 
     steps_together = True
+    adding = frozenset({"layer_norm", "rms_norm"})
     bfloat16 = frozenset(
         {
             "add",
@@ -121,13 +122,20 @@ class CudaTraining(GenericBackend):
         return norm.norm(x, weight, bias, eps, True, self.xp, narrow)
 
     def layer_norm_grad(
-        self, g: Array, x: Array, weight: Array, mean: Array, rstd: Array
+        self,
+        g: Array,
+        x: Array,
+        weight: Array,
+        mean: Array,
+        rstd: Array,
+        addend: Array | None = None,
     ) -> tuple[Array, Array, Array]:
         """See the protocol; bounds in `extensor_cuda.kernels.norm`."""
         if self._norm_grad_reason(g, x, weight):
-            return super().layer_norm_grad(g, x, weight, mean, rstd)
+            gx, gw, gb = super().layer_norm_grad(g, x, weight, mean, rstd)
+            return gx if addend is None else self.add(addend, gx), gw, gb
         g, x, weight, mean, rstd = map(self.xp.ascontiguousarray, (g, x, weight, mean, rstd))
-        return norm.grad(g, x, weight, mean, rstd, self.xp)
+        return norm.grad(g, x, weight, mean, rstd, self.xp, addend)
 
     def rms_norm(
         self, x: Array, weight: Array, eps: float, narrow: bool = False
@@ -139,12 +147,15 @@ class CudaTraining(GenericBackend):
         out, _, rstd = norm.norm(x, weight, None, eps, False, self.xp, narrow)
         return out, rstd
 
-    def rms_norm_grad(self, g: Array, x: Array, weight: Array, rstd: Array) -> tuple[Array, Array]:
+    def rms_norm_grad(
+        self, g: Array, x: Array, weight: Array, rstd: Array, addend: Array | None = None
+    ) -> tuple[Array, Array]:
         """See the protocol; bounds in `extensor_cuda.kernels.norm`."""
         if self._norm_grad_reason(g, x, weight):
-            return super().rms_norm_grad(g, x, weight, rstd)
+            gx, gw = super().rms_norm_grad(g, x, weight, rstd)
+            return gx if addend is None else self.add(addend, gx), gw
         g, x, weight, rstd = map(self.xp.ascontiguousarray, (g, x, weight, rstd))
-        gx, gw, _ = norm.grad(g, x, weight, None, rstd, self.xp)
+        gx, gw, _ = norm.grad(g, x, weight, None, rstd, self.xp, addend)
         return gx, gw
 
     def leading_sum(self, x: Array, axes: int) -> Array:

@@ -28,7 +28,7 @@ from extensor.backends import registry
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import operands
-from extensor_cuda.kernels import norm, pair
+from extensor_cuda.kernels import elementwise, norm, pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.norm_quantize import norm_quantize
 
@@ -81,13 +81,21 @@ def decode(xp: Any, plan: kernels.Plan, q: Any, turn: int) -> Any:
     return kernels.dequantize(q, plan, xp)
 
 
-def contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str, tuple[int, Call]]:
+Wanted = Callable[[str], bool]
+"""Whether a contestant of that name, or one of several whose names it holds, is asked for."""
+
+
+def contestants(
+    xp: Any, data: list[tuple[torch.Tensor, Any]], wanted: Wanted
+) -> dict[str, tuple[int, Call]]:
     """Bytes that must move, and a call that takes a round's number."""
     count = SIZE * SIZE
     made: dict[str, tuple[int, Call]] = {
         "torch clone": (4 * count, lambda turn: data[turn % 2][0].clone())
     }
     for name, spec in SPECS.items():
+        if not wanted(f"dequantize {name}, counts"):
+            continue
         plan = kernels.plan_of(spec, (SIZE, SIZE))
         assert isinstance(plan, kernels.Plan), plan
         stream = STREAM if spec.rounding == "stochastic" else None
@@ -114,10 +122,14 @@ def contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str, tupl
                 4 * count + example.nbytes,
                 partial(decode, xp, plan, example),
             )
-    return made | pair_contestants(xp, data)
+    for more in (pair_contestants, norm_contestants, activation_contestants):
+        made |= more(xp, data, wanted)
+    return made
 
 
-def pair_contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str, tuple[int, Call]]:
+def pair_contestants(
+    xp: Any, data: list[tuple[torch.Tensor, Any]], wanted: Wanted
+) -> dict[str, tuple[int, Call]]:
     """Rows and columns in one reading: packed storage; the FP8 product's operands."""
     count, made = SIZE * SIZE, dict[str, tuple[int, Call]]()
     amax = xp.asarray(max(float(x.abs().max()) for x, _ in data), dtype=xp.float32)
@@ -129,6 +141,8 @@ def pair_contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str,
             random = rounding == "stochastic"
             streams = (STREAM, STREAM) if random else (None, None)
             title = f"{name} rows + columns" + ", stochastic, 8 bits" * random
+            if not wanted(f"{title}, counts; {name} operands of training, stochastic"):
+                continue
             example = pair.quantize_raw(data[0][1], plan, streams, xp, amax)[0]
             moved = 2 * count + sum(q.nbytes for q in example)
             for stats in (False, True):
@@ -156,35 +170,77 @@ def pair_contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str,
     return made
 
 
-def norm_contestants(xp: Any, data: list[tuple[torch.Tensor, Any]]) -> dict[str, tuple[int, Call]]:
-    """RMSNorm of float32 rows of 4096 and quantizing: in one reading, and as two kernels."""
+def norm_contestants(
+    xp: Any, data: list[tuple[torch.Tensor, Any]], wanted: Wanted
+) -> dict[str, tuple[int, Call]]:
+    """RMSNorm and quantizing: in one reading, and as two kernels with bfloat16 between them."""
     made: dict[str, tuple[int, Call]] = {}
     if xp.cuda.Device().compute_capability != "90":
         return made
-    rows, columns = SIZE * SIZE // 8192, 4096
-    inputs = [x[: SIZE // 2].reshape(rows, columns).astype(xp.float32) for _, x in data]
-    weight = xp.linspace(0.5, 1.5, columns, dtype=xp.float32)
+    weight = xp.linspace(0.5, 1.5, SIZE, dtype=xp.float32)
+
+    def alone(turn: int) -> Any:
+        return norm.norm(data[turn % 2][1], weight, None, 1e-5, False, xp, narrow=True)[0]
+
+    made["rms_norm alone"] = (4 * SIZE * SIZE, alone)
     for name in ("mxfp4", "mxfp8_e4m3"):
         spec = QuantSpec(name, 1)
-        plan = pair.pair_plan((spec, spec.replace(axis=0)), (rows, columns))
+        plan = pair.pair_plan((spec, spec.replace(axis=0)), (SIZE, SIZE))
         assert isinstance(plan, pair.PairPlan), plan
         for only_rows in (True, False):
             title = f"rms_norm + {name} rows" + " + columns" * (not only_rows)
-            example = norm_quantize(inputs[0], weight, None, 1e-5, plan, xp, only_rows=only_rows)
-            moved = 4 * rows * columns + sum(q.nbytes for q in example[:2] if q is not None)
+            if not wanted(title):
+                continue
+            example = norm_quantize(data[0][1], weight, None, 1e-5, plan, xp, only_rows=only_rows)
+            moved = 2 * SIZE * SIZE + sum(q.nbytes for q in example[:2] if q is not None)
 
             def fused(turn: int, plan: Any = plan, only_rows: bool = only_rows) -> Any:
-                x = inputs[turn % 2]
                 given = {"only_rows": only_rows, "stats": False}
-                return norm_quantize(x, weight, None, 1e-5, plan, xp, **given)
+                return norm_quantize(data[turn % 2][1], weight, None, 1e-5, plan, xp, **given)
 
             def unfused(turn: int, plan: Any = plan, only_rows: bool = only_rows) -> Any:
-                y = norm.norm(inputs[turn % 2], weight, None, 1e-5, False, xp)[0]
+                y = alone(turn)
                 if only_rows:
                     return kernels.quantize_raw(y, plan.along, None, xp, stats=False)
                 return pair.quantize_raw(y, plan, (None, None), xp, stats=False)
 
             made |= {title: (moved, fused), title + ", two kernels": (moved, unfused)}
+    return made
+
+
+def activation_contestants(
+    xp: Any, data: list[tuple[torch.Tensor, Any]], wanted: Wanted
+) -> dict[str, tuple[int, Call]]:
+    """GELU and quantizing: in one reading, and as two kernels with bfloat16 between them."""
+
+    def alone(turn: int) -> Any:
+        return elementwise.unary("gelu", data[turn % 2][1], xp)
+
+    made: dict[str, tuple[int, Call]] = {"activation gelu alone": (4 * SIZE * SIZE, alone)}
+    for name, way in itertools.product(("mxfp4", "mxfp8_e4m3"), ("rows", "columns", "both")):
+        title = f"activation gelu + {name} {way}"
+        if not wanted(title):
+            continue
+        sides = QuantSpec(name, 1).resolve(2), QuantSpec(name, 0).resolve(2)
+
+        def run(x: Any, activation: str, sides: Any = sides, way: str = way) -> list[Any]:
+            if way == "both":
+                plans = pair.pair_plan(sides, (SIZE, SIZE), activation)
+                assert isinstance(plans, pair.PairPlan), plans
+                return list(pair.quantize_raw(x, plans, (None, None), xp, stats=False)[0])
+            plan = kernels.plan_of(sides[way == "columns"], (SIZE, SIZE), False, activation)
+            assert isinstance(plan, kernels.Plan), plan
+            return [kernels.quantize_raw(x, plan, None, xp, stats=False).q]
+
+        moved = 2 * SIZE * SIZE + sum(q.nbytes for q in run(data[0][1], "gelu"))
+
+        def fused(turn: int, run: Any = run) -> Any:
+            return run(data[turn % 2][1], "gelu")
+
+        def unfused(turn: int, run: Any = run) -> Any:
+            return run(alone(turn), "")
+
+        made |= {title: (moved, fused), title + ", two kernels": (moved, unfused)}
     return made
 
 
@@ -216,9 +272,11 @@ def main() -> None:
     chosen = parser.parse_args()
     xp = registry.get("cuda").xp
     data = inputs(xp)
-    calls = contestants(xp, data) | norm_contestants(xp, data)
-    if chosen.only:
-        calls = {n: c for n, c in calls.items() if any(o in n for o in ["clone", *chosen.only])}
+
+    def wanted(name: str) -> bool:
+        return not chosen.only or any(o in name for o in ("clone", *chosen.only))
+
+    calls = {n: c for n, c in contestants(xp, data, wanted).items() if wanted(n)}
     times = measure(calls, chosen.rounds)
     copy = statistics.median(times["torch clone"])
     copy_rate = calls["torch clone"][0] / copy

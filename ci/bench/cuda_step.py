@@ -1,11 +1,13 @@
 """Whole training steps on a GPU: eager, captured in a CUDA graph, and torch's.
 
-    python ci/bench/cuda_step.py [--only lenet gpt layers] [--recipes mxfp4 ...] [--profile] [...]
+    python ci/bench/cuda_step.py [--only lenet gpt wide layers] [--recipes mxfp4 ...] [--profile]
 
 lenet   LeNet-5, batch 256, SGD with momentum; torch float32: eager, compiled with
         mode="reduce-overhead", and its whole step in one CUDA graph
 gpt     a GPT of 30 million parameters (8 layers, width 512, vocabulary 8192), 16 windows of 1024
         tokens, AdamW; torch in bfloat16 (autocast): eager and compiled
+wide    a GPT of width 4096 (2 layers, vocabulary 32,768, 8 windows of 2048 tokens), captured
+        only; torch compiled only
 layers  one transformer block, forward and backward, of 16,384 tokens and width 2048 and 4096;
         torch likewise
 
@@ -13,9 +15,12 @@ A step is forward, backward and update, all of the optimizer's checks included; 
 GPU. `--activations` is what ours store between layers: bfloat16, as torch does under autocast, or
 float32; lenet is float32 on both sides. Ours are `extensor.capture`d, or the same function called
 by Python ("eager"). CUDA events around several steps, each of ours taking turns with torch's in one
-process, medians. "of_torch" is to torch's fastest. Needs a GPU, torch and the extra ``cuda13``;
-minutes, most of them torch.compile's, which `--quick` leaves out. `--profile` prints where the time
-of each goes, by kernel.
+process, medians. "of_torch" is to torch's fastest, whose time in those turns is "torch".
+"gigabytes" is the most memory of the GPU that a contestant takes, weights, gradients and optimizer
+included: torch's allocated at the peak of a step, all that ours has taken from the device. Needs a
+GPU, torch and the extra ``cuda13``; minutes, most of them torch.compile's, which `--quick` leaves
+out; `--captured` leaves out gpt's eager steps. `--profile` prints where the time of each goes, by
+kernel.
 """
 
 from __future__ import annotations
@@ -43,14 +48,18 @@ from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
 from models.lenet.model import build as build_lenet
 
-PARTS = ("lenet", "gpt", "layers")
+PARTS = ("lenet", "gpt", "wide", "layers")
 RECIPES = {
     "lenet": ["fp32", "mxfp4", "mxfp8_nvidia"],
     "gpt": ["bf16", "mxfp8_nvidia", "mxfp4", "nvfp4_nvidia"],
+    "wide": ["bf16", "mxfp4_all"],
     "layers": ["bf16", "mxfp8_nvidia", "mxfp4_all"],
 }
-GPT = GPTConfig(vocab=8192, context=1024, layers=8, heads=8, width=512)
-WINDOWS, TOKENS, IMAGES, BATCHES = 16, 16384, 256, 4
+GPTS = {
+    "gpt": GPTConfig(vocab=8192, context=1024, layers=8, heads=8, width=512),
+    "wide": GPTConfig(vocab=32768, context=2048, layers=2, heads=32, width=4096),
+}
+TOKENS, IMAGES, BATCHES = 16384, 256, 4
 PROFILED = 40
 """Kernels in a profile."""
 Call = Callable[[int], Any]
@@ -97,29 +106,34 @@ def ours(
     loss_of: Any,
     batches: list[Any],
     activations: Dense = "float32",
-) -> Iterator[tuple[str, Call]]:
-    """The step by Python, then captured; each with a model of its own."""
+    ways: tuple[bool, ...] = (False, True),
+) -> Iterator[tuple[str, Callable[[], Call]]]:
+    """The step by Python, then captured, or one of them; each with a model of its own."""
     stored = "" if activations == "float32" else f" in {activations}"
-    for recipe, captured in itertools.product(recipes, (False, True)):
-        mine = model()
-        state = apply_recipe(mine, recipe, activations=activations)
-        by = optimizer(mine)
-        place = [tuple(et.from_numpy(a, device="cuda") for a in batch) for batch in batches]
+    for recipe, captured in itertools.product(recipes, ways):
 
-        def step(*batch: et.ExTensor, mine: Any = mine, by: Any = by) -> et.ExTensor:
-            by.zero_grad()
-            loss: et.ExTensor = loss_of(mine, *batch)
-            loss.backward()
-            by.step()
-            return loss
+        def make(recipe: str = recipe, captured: bool = captured) -> Call:
+            mine = model()
+            state = apply_recipe(mine, recipe, activations=activations)
+            by = optimizer(mine)
+            place = [tuple(et.from_numpy(a, device="cuda") for a in batch) for batch in batches]
 
-        train = et.capture(step) if captured else step
+            def step(*batch: et.ExTensor) -> et.ExTensor:
+                by.zero_grad()
+                loss: et.ExTensor = loss_of(mine, *batch)
+                loss.backward()
+                by.step()
+                return loss
 
-        def call(turn: int, state: Any = state, train: Any = train, place: Any = place) -> Any:
-            state.step += 1
-            return train(*place[turn % BATCHES])
+            train = et.capture(step) if captured else step
 
-        yield f"{recipe}{stored}, {'captured' if captured else 'eager'}", call
+            def call(turn: int) -> Any:
+                state.step += 1
+                return train(*place[turn % BATCHES])
+
+            return call
+
+        yield f"{recipe}{stored}, {'captured' if captured else 'eager'}", make
 
 
 def theirs(
@@ -165,8 +179,8 @@ def graphed(call: Call, batches: list[Any]) -> Call:
     return again
 
 
-Contest = tuple[dict[str, Call], Iterator[tuple[str, Call]]]
-"""Torch's calls, and ours, each made when its turn comes: all of them would not fit a GPU."""
+Contest = tuple[dict[str, Call], Iterator[tuple[str, Callable[[], Call]]]]
+"""Torch's calls, and what makes each of ours when its turn comes: a GPU would not hold them all."""
 
 
 def lenet(recipes: list[str], quick: bool) -> Contest:
@@ -200,19 +214,30 @@ def lenet(recipes: list[str], quick: bool) -> Contest:
     )
 
 
-def gpt(recipes: list[str], quick: bool, activations: Dense) -> Contest:
-    """Contestants on random tokens."""
-    rng = np.random.default_rng(0)
-    tokens = [rng.integers(0, GPT.vocab, (WINDOWS, GPT.context + 1)) for _ in range(BATCHES)]
+class Repeating(np.random.Generator):
+    """Draws a million numbers and repeats them: a large model's weights in seconds."""
+
+    def standard_normal(self, size: Any = None, *more: Any, **options: Any) -> Any:
+        return np.resize(super().standard_normal(1 << 20, *more, **options), size)
+
+    def uniform(self, low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
+        return np.resize(super().uniform(low, high, 1 << 20), size)
+
+
+def gpt(recipes: list[str], quick: bool, activations: Dense, part: str, captured: bool) -> Contest:
+    """Contestants on random tokens, or of these the captured and compiled ones."""
+    rng, config = np.random.default_rng(0), GPTS[part]
+    shape = (TOKENS // config.context, config.context + 1)
+    tokens = [rng.integers(0, config.vocab, shape) for _ in range(BATCHES)]
     batches = [(t[:, :-1].copy(), t[:, 1:].reshape(-1).copy()) for t in tokens]
 
     def model() -> Any:
-        return build_gpt(GPT, np.random.default_rng(1))
+        return build_gpt(config, Repeating(np.random.PCG64(1)))
 
     loss = torch.nn.functional.cross_entropy
     calls: dict[str, Call] = {}
-    for name in ("eager", "compiled")[: 1 if quick else 2]:
-        peer = torch_gpt(GPT, model().state_dict()).cuda()
+    for name in ["eager"] if quick else ["compiled"] if captured else ["eager", "compiled"]:
+        peer = torch_gpt(config, model().state_dict()).cuda()
         optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-4, fused=True)
         ready: Any = torch.compile(peer) if name == "compiled" else peer
         calls[f"torch bf16, {name}"] = theirs(
@@ -226,9 +251,10 @@ def gpt(recipes: list[str], quick: bool, activations: Dense) -> Contest:
         lambda: model().to("cuda"),
         lambda m: AdamW(m.named_parameters(), lr=1e-4),
         recipes,
-        lambda m, x, y: et.cross_entropy(m(x).reshape(-1, GPT.vocab), y),
+        lambda m, x, y: et.cross_entropy(m(x).reshape(-1, config.vocab), y),
         batches,
         activations,
+        (True,) if captured else (False, True),
     )
 
 
@@ -285,6 +311,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", help="instead of those of each part")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
+    parser.add_argument("--captured", action="store_true", help="of gpt no eager steps")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
     parser.add_argument("--activations", choices=DENSE, default="bfloat16")
     chosen = parser.parse_args()
@@ -305,12 +332,10 @@ def main() -> None:
         else:
             make: Any = partial(lenet, recipes, chosen.quick)
             items, burst = IMAGES, 50
-            if part == "gpt":
-                make, items, burst = (
-                    partial(gpt, recipes, chosen.quick, chosen.activations),
-                    TOKENS,
-                    5,
-                )
+            if part in GPTS:
+                captured = chosen.captured or part == "wide"
+                make = partial(gpt, recipes, chosen.quick, chosen.activations, part, captured)
+                items, burst = TOKENS, 2 if part == "wide" else 5
             works.append((part, make, items, burst))
     rows: list[dict[str, Any]] = []
     for title, make, items, burst in works:
@@ -320,10 +345,14 @@ def main() -> None:
         if chosen.profile:
             profile(f"{title}, {best}", torchs[best])
         for name, milliseconds in times.items():
-            rows.append(_row(title, name, milliseconds, times[best], items))
-        for name, call in mine:
+            held = torch_bytes(torchs[name], len(torchs))
+            rows.append(_row(title, name, milliseconds, times[best], items, held))
+        for name, start in mine:
+            before = free_bytes()
+            call = start()
             times = measure({best: torchs[best], name: call}, chosen.rounds, burst)
-            rows.append(_row(title, name, times[name], times[best], items))
+            held = before - free_bytes()
+            rows.append(_row(title, name, times[name], times[best], items, held))
             if chosen.profile and "captured" in name:
                 profile(f"{title}, {name}", call)
             del call
@@ -338,13 +367,33 @@ def main() -> None:
     write(name, command(), rows, about=gpu_of(xp), packages=GPU_PACKAGES)
 
 
-def _row(part: str, name: str, milliseconds: float, best: float, items: int) -> dict[str, Any]:
+def free_bytes() -> int:
+    """Memory of the GPU that nobody has taken."""
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def torch_bytes(call: Call, contestants: int) -> int:
+    """The most that torch holds during a step, less what contestants of the same size hold."""
+    torch.cuda.synchronize()
+    idle = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(0)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - idle * (contestants - 1) // contestants
+
+
+def _row(
+    part: str, name: str, milliseconds: float, torch_milliseconds: float, items: int, held: int
+) -> dict[str, Any]:
     row = {
         "part": part,
         "name": name,
         "milliseconds": round(milliseconds, 4),
+        "torch": round(torch_milliseconds, 4),
         "per_second": round(1e3 * items / milliseconds),
-        "of_torch": round(best / milliseconds, 3),
+        "of_torch": round(torch_milliseconds / milliseconds, 3),
+        "gigabytes": round(held / 1e9, 2),
     }
     print(*row.values(), sep="  ", flush=True)
     return row

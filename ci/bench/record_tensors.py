@@ -45,12 +45,14 @@ def recording(into: Tensors) -> Iterator[None]:
     """Within it what quantized products read is kept by layer: "x", "w" and "g"."""
     of_products = operands.of_products
 
-    def recorder(backend: Any, x: Any, context: Any, slots: Any, sizes: Any) -> Any:
+    def recorder(
+        backend: Any, x: Any, context: Any, slots: Any, sizes: Any, version: Any = None
+    ) -> Any:
         kind = KINDS.get(slots[0][0])
         if kind is not None:
             held = np.asarray(x, dtype=np.float32).astype(ml_dtypes.bfloat16)
             into.setdefault(context.path, {})[kind] = held
-        return of_products(backend, x, context, slots, sizes)
+        return of_products(backend, x, context, slots, sizes, version)
 
     operands.of_products = recorder
     try:

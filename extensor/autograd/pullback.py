@@ -23,7 +23,12 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def node_gradients(
-    node: Node, g: Gradient, needs: Sequence[bool], create_graph: bool, fused: bool = True
+    node: Node,
+    g: Gradient,
+    needs: Sequence[bool],
+    create_graph: bool,
+    fused: bool = True,
+    addend: Any = None,
 ) -> list[Gradient | None]:
     """The gradients of a node's inputs, each of its input's shape and dtype.
 
@@ -33,13 +38,14 @@ def node_gradients(
         needs: which inputs' gradients are wanted.
         create_graph: whether ``g`` and the result are ExTensors, to be differentiated again.
         fused: whether ``fused_vjp`` may be used (tests compare it with the VJPs).
+        addend: added to the first gradient, where the backend's kernel does that (``adding``).
     """
     primitive = node.primitive
     parts: list[Gradient | None]
     if create_graph:
         parts = list((_once if primitive.once else _recorded)(node, g, needs))
     elif primitive.fused_vjp is not None and (fused or primitive.once):
-        parts = _fused(node, g, needs)
+        parts = _fused(node, g, needs, addend)
     else:
         wrapped = _composite(node, wrap(g, node.backend), needs, graph=False)
         parts = [None if part is None else part.data for part in wrapped]
@@ -93,7 +99,7 @@ def _reduce(backend: Any, part: Gradient, shape: tuple[int, ...], primitive: Pri
     return sum_to(backend, part, shape)
 
 
-def _fused(node: Node, g: Any, needs: Sequence[bool]) -> list[Any]:
+def _fused(node: Node, g: Any, needs: Sequence[bool], addend: Any) -> list[Any]:
     primitive = node.primitive
     inputs = node.arrays
     if not primitive.reads_inputs:
@@ -111,6 +117,8 @@ def _fused(node: Node, g: Any, needs: Sequence[bool]) -> list[Any]:
     params = node.params
     if primitive.saves:
         params = {**params, "saved": node.saved}
+    if addend is not None:
+        params = {**params, "addend": addend}
     assert primitive.fused_vjp is not None
     return list(primitive.fused_vjp(node.backend, g, out, inputs, needs, **params))
 

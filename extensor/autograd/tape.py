@@ -158,7 +158,12 @@ def _run(
                 else:
                     needs = [e is not None and e in useful for e in edges]
                 if True in needs:
-                    for i, part in enumerate(node_gradients(node, g, needs, create_graph)):
+                    first = edges[0]
+                    there = _addend(node, pending) if needs[0] and not create_graph else None
+                    parts = node_gradients(node, g, needs, create_graph, addend=there)
+                    if there is not None and isinstance(first, Node):
+                        pending[first], parts[0] = parts[0], None  # it is the sum already
+                    for i, part in enumerate(parts):
                         if part is not None:
                             deliver(edges[i], part)
                 if not retain:
@@ -166,6 +171,17 @@ def _run(
     finally:
         MODE.enabled = before
     return found
+
+
+def _addend(node: Node, pending: dict[Node, Gradient]) -> Gradient | None:
+    """What is there of the gradient of a node's first input, for the node's kernel to add to."""
+    assert node.edges is not None
+    edge = node.edges[0]
+    if node.primitive.name not in node.backend.adding or node.compute is not None:
+        return None
+    there = pending.get(edge) if isinstance(edge, Node) else None
+    same = there is not None and there.dtype == node.arrays[0].dtype == np.float32
+    return there if same else None
 
 
 def _leading_to(roots: Sequence[Edge], targets: Sequence[ExTensor]) -> set[Edge]:

@@ -51,7 +51,8 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
 
     Attributes:
         data: the raw array of the device's array module, or a QuantArray. Whoever writes to it
-            goes around the version counter; use the methods.
+            goes around the version counter, by which gradients and quantized layers know that
+            what they keep of a tensor is still right; use the methods.
         dtype: the row of `extensor.dtypes`.
         backend: the device's array module and kernels.
         grad: what ``backward`` collected, for a leaf; of this tensor's shape and dtype.

@@ -54,6 +54,7 @@ class GenericBackend:
 
     steps_together = False
     bfloat16: Collection[str] = ()
+    adding: Collection[str] = ()
 
     def __init__(self, name: str, xp: Any) -> None:
         self.name = name
@@ -141,6 +142,19 @@ class GenericBackend:
             (values if spec.axis == 1 else values.T, stats)
             for spec, (values, stats) in zip(specs, made, strict=True)
         ]
+
+    def product_operands_each(
+        self,
+        xs: Sequence[Array],
+        specs: Sequence[QuantSpec],
+        memories: Sequence[dict[str, Any]],
+    ) -> list[list[tuple[Any, Counts]]]:
+        """See the protocol."""
+        raise RuntimeError(f"device {self.name!r}: operands of several matrices are made apart")
+
+    def joins_operands(self, specs: Sequence[QuantSpec]) -> bool:
+        """See the protocol: one matrix after the other, so no."""
+        return False
 
     def dense_operands(self, x: Array, axes: Sequence[int], dtype: str, work: int) -> list[Any]:
         """See the protocol."""

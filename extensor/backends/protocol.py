@@ -143,6 +143,22 @@ class Backend(Protocol):
         """
         ...
 
+    def product_operands_each(
+        self,
+        xs: Sequence[Array],
+        specs: Sequence[QuantSpec],
+        memories: Sequence[dict[str, Any]],
+    ) -> list[list[tuple[Any, Counts]]]:
+        """`product_operands` of several matrices of one dtype, without random bits.
+
+        Only for what `joins_operands` and, of each matrix, `keeps_operands` say yes to.
+        """
+        ...
+
+    def joins_operands(self, specs: Sequence[QuantSpec]) -> bool:
+        """Whether there is a `product_operands_each` for these specs."""
+        ...
+
     def dense_operands(self, x: Array, axes: Sequence[int], dtype: str, work: int) -> list[Any]:
         """A matrix rounded to ``dtype``, bfloat16 or float32, once, as `operand_product` takes it.
 
@@ -322,6 +338,12 @@ class Backend(Protocol):
     ) -> Array:
         """Gradient of cross_entropy in x times ``weight``, () or (N, 1); it gave ``kept``."""
         ...
+
+    adding: Collection[str]
+    """Primitives whose gradients' methods here take ``addend``, to be added to the first of them.
+
+    It is float32, of the input's shape: a gradient that was there before.
+    """
 
     def layer_norm(
         self, x: Array, weight: Array, bias: Array, eps: float, narrow: bool = False

@@ -86,8 +86,8 @@ def _layer_norm(backend: Any, x: Any, weight: Any, bias: Any, eps: float, narrow
             g.astype(bias.dtype),  # before the sum, which rounds
         ),
     ),
-    fused_vjp=lambda backend, g, out, inputs, needs, eps, narrow, saved: backend.layer_norm_grad(
-        g, *inputs[:2], *saved
+    fused_vjp=lambda backend, g, out, inputs, needs, eps, narrow, saved, **adds: (
+        backend.layer_norm_grad(g, *inputs[:2], *saved, **adds)
     ),
     reads="inputs",
     saves=True,
@@ -130,8 +130,8 @@ def layer_norm(
         lambda g, out, x, weight, eps, narrow, saved: _x_vjp(g, x, weight, eps, False),
         lambda g, out, x, weight, eps, narrow, saved: _weight_vjp(g, x, weight, eps, False),
     ),
-    fused_vjp=lambda backend, g, out, inputs, needs, eps, narrow, saved: backend.rms_norm_grad(
-        g, *inputs, saved
+    fused_vjp=lambda backend, g, out, inputs, needs, eps, narrow, saved, **adds: (
+        backend.rms_norm_grad(g, *inputs, saved, **adds)
     ),
     reads="inputs",
     saves=True,

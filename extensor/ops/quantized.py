@@ -121,12 +121,17 @@ _G: operands.Slots = [("dgrad.g", -1), ("wgrad.g", -2)]
 
 
 def _matmul_forward(
-    backend: Backend, x: Array, w: Array, *bias: Array, context: LayerContext
+    backend: Backend,
+    x: Array,
+    w: Array,
+    *bias: Array,
+    context: LayerContext,
+    version: operands.Version | None = None,
 ) -> tuple[Array, tuple[Any, Any]]:
     rows = x.reshape(-1, x.shape[-1])
     sizes = (len(rows), *w.shape)
     a, x_down = operands.of_forward(backend, rows, context, _X, sizes)
-    b, w_down = operands.of_forward(backend, w, context, _W, sizes)
+    b, w_down = operands.of_forward(backend, w, context, _W, sizes, version)
     out = _product(backend, a, b, context.layer.fprop, _result(context, x, w, *bias), *bias)
     return out.reshape(*x.shape[:-1], w.shape[0]), (x_down, w_down)
 
@@ -139,6 +144,7 @@ def _matmul_vjp(
     needs: tuple[bool, ...],
     context: LayerContext,
     saved: tuple[Any, Any],
+    version: operands.Version | None = None,
 ) -> list[Array | None]:
     x, w = inputs[:2]
     x_down, w_down = saved
@@ -149,7 +155,7 @@ def _matmul_vjp(
     dx = dw = None
     if needs[0]:
         if w_down is None:
-            (w_down,) = operands.of_products(backend, w, context, _W[1:], sizes)
+            (w_down,) = operands.of_products(backend, w, context, _W[1:], sizes, version)
         dx = _product(backend, gradients[0], w_down, layer.dgrad, x.dtype)
         dx = dx if dx.shape == x.shape else dx.reshape(x.shape)  # a leaf's gradient is no view
     if needs[1]:
@@ -228,10 +234,11 @@ def quantized_matmul(
         raise ValueError(
             f"quantized_matmul: wanted x (..., K) and w (N, K), got {x.shape} and {w.shape}"
         )
+    version = operands.Version.of(w)
     if bias is None:
-        return apply("quantized_matmul", x, w, context=context)
+        return apply("quantized_matmul", x, w, context=context, version=version)
     _check_bias("quantized_matmul", bias, w)
-    return apply("quantized_matmul", x, w, bias, context=context)
+    return apply("quantized_matmul", x, w, bias, context=context, version=version)
 
 
 def _check_bias(name: str, bias: ExTensor, w: ExTensor) -> None:

@@ -46,8 +46,13 @@ class RecipeState:
     _memories: dict[tuple[str, int, str], dict[str, Any]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    _operands: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False, compare=False)
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
     _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: not what is kept of weights, which are others then."""
+        return {**self.__dict__, "_operands": {}}
 
     @property
     def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:

@@ -50,6 +50,7 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
             raw[k][c * sizeof(Raw) / 4] = word;
         }
 #endif
+        activate(raw[k]);
     }
     Tally tally = {0, 0};
 #if HADAMARD || SEARCH

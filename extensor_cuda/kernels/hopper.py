@@ -16,6 +16,7 @@ __all__ = [
     "SHARED",
     "capability",
     "check",
+    "clusters",
     "driver",
     "launch",
     "load",
@@ -71,8 +72,12 @@ def load(source: jit.Source, kernel: str, shared: int, device: int) -> tuple[Any
     bindings = driver()
     module = check(bindings.cuModuleLoadData(jit.cubin(source, "sm_90a")), "cuModuleLoadData")
     function = check(bindings.cuModuleGetFunction(module, kernel.encode()), "cuModuleGetFunction")
-    attribute = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    check(bindings.cuFuncSetAttribute(function, attribute, shared), "cuFuncSetAttribute")
+    attributes = bindings.CUfunction_attribute
+    for attribute, value in (
+        (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared),
+        (attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),  # up to 16 blocks
+    ):
+        check(bindings.cuFuncSetAttribute(function, attribute, value), "cuFuncSetAttribute")
     return function, module
 
 
@@ -82,6 +87,20 @@ def multiprocessors(device: int) -> int:
     import cupy
 
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+@lru_cache(maxsize=256)
+def clusters(function: Any, blocks: int, threads: int, shared: int, device: int) -> int:
+    """Clusters of so many blocks that run at a time on a device, as the driver says."""
+    bindings = driver()
+    attribute, config = bindings.CUlaunchAttribute(), bindings.CUlaunchConfig()
+    attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    size.x, size.y, size.z = blocks, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.attrs, config.numAttrs = shared, [attribute], 1
+    return int(check(bindings.cuOccupancyMaxActiveClusters(function, config), "cuOccupancy"))
 
 
 @lru_cache(maxsize=4096)

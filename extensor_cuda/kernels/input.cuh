@@ -8,10 +8,13 @@ typedef long long i64;
 
 #define CODES (OUT == 0)  // packed codes are made
 
+#ifndef THREADS
+#define THREADS 256
+#endif
 constexpr u32 kMagnitude = 0x7FFFFFFFu, kSign = 0x80000000u, kExponent = 0x7F800000u;
 constexpr u32 kMantissa = 0x007FFFFFu, kNaN = 0x7FC00000u;
 constexpr float kFloatMax = 3.4028234663852886e38f;
-constexpr int kThreads = 256, kChunk = 16, kParts = BLOCK / kChunk;  // parts: chunks of a block
+constexpr int kThreads = THREADS, kChunk = 16, kParts = BLOCK / kChunk;  // parts: chunks of a block
 constexpr int kWords = BITS * kChunk / 32;
 constexpr int kSlots = 256;  // counters are spread over this many pairs, summed by the host
 
@@ -62,6 +65,42 @@ __device__ __forceinline__ float element(const u32 (&words)[N], int k) {
 #endif
 }
 
+// ---- an activation of bfloat16 values, rounded once: as elementwise.cu has it ----
+
+#if ACTIVATE
+#define FULL 0
+#include "narrow.cuh"
+#include "activation.cuh"
+#if ACTIVATE == 1
+typedef Relu Active;
+#else
+typedef Gelu Active;
+#endif
+template <int N>
+__device__ __forceinline__ void activate(u32 (&pairs)[N]) {
+    const Active op;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float low = op(element(pairs, 2 * i), 0), high = op(element(pairs, 2 * i + 1), 0);
+#ifdef __CUDA_ARCH__
+        // without the branch of nearest_pair, as a block that holds NaN does not ask which
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pairs[i]) : "f"(high), "f"(low));
+#else
+        pairs[i] = nearest_pair(low, high);
+#endif
+    }
+}
+template <int N>
+__device__ __forceinline__ void activate(float (&values)[N]) {
+    const Active op;
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = float_of(nearest(op(values[i], 0)) << 16);
+}
+#else
+template <class T>
+__device__ __forceinline__ void activate(T&) {}
+#endif
+
 // ---- block maxima ----
 
 __device__ __forceinline__ float max_with_nan(float a, float b) {
@@ -87,9 +126,10 @@ __device__ __forceinline__ u32 finite_maximum(const float (&x)[kChunk]) {
     return m;
 }
 
-// The largest over the `kParts` neighbouring lanes of a block.
+// The largest over the `kParts` lanes of a block, which are kApart from each other.
+template <int kApart = 1>
 __device__ __forceinline__ u32 across_lanes(u32 m) {
 #pragma unroll
-    for (int lane = 1; lane < kParts; lane *= 2) m = larger(m, __shfl_xor_sync(~0u, m, lane));
+    for (int lane = 1; lane < kParts; lane *= 2) m = larger(m, __shfl_xor_sync(~0u, m, lane * kApart));
     return m;
 }

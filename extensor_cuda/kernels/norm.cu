@@ -1,7 +1,8 @@
-// LayerNorm (CENTRED) and RMSNorm over rows of LENGTH float32 values, forward and backward.
+// LayerNorm (CENTRED) and RMSNorm over rows of LENGTH values, forward and, of float32, backward.
 //
 // WARPS warps have a row, in registers; each sum is of a thread's values, then across lanes, then
-// across warps. No headers; NARROW (0: float32, 1: bfloat16) is the dtype of y and of its gradient.
+// across warps. No headers; GIVEN (0: float32, 1: bfloat16) is the dtype of x forward, NARROW of y and
+// of its gradient.
 // Compiled with --fmad=false. Bounds: extensor_cuda/kernels/norm.py.
 
 typedef unsigned short u16;
@@ -37,7 +38,7 @@ __device__ __forceinline__ void row_sums(float& a, float& b) {
 
 // y = (x - mean) rstd weight + bias; bias may be null. RMSNorm: without mean and bias.
 extern "C" __global__ void __launch_bounds__(kThreads)
-normalize(const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
+normalize(const Of<GIVEN>::Raw* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
      Raw* __restrict__ y, float* __restrict__ mean_of, float* __restrict__ rstd_of, float eps,
      i64 rows) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
@@ -47,7 +48,7 @@ normalize(const float* __restrict__ x, const float* __restrict__ weight, const f
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
         const int i = k * kLanes + lane;
-        v[k] = real && i < LENGTH ? x[row * LENGTH + i] : 0.0f;
+        v[k] = real && i < LENGTH ? Of<GIVEN>::wide(x[row * LENGTH + i]) : 0.0f;
         sum = __fadd_rn(sum, v[k]);
     }
 #if CENTRED
@@ -79,11 +80,13 @@ normalize(const float* __restrict__ x, const float* __restrict__ weight, const f
     }
 }
 
-// Gradient in x; and of each block, its rows' sums for weight and bias: (blocks, LENGTH).
+// Gradient in x (ADDS: added to another); and of each block, its rows' sums for weight and bias:
+// (blocks, LENGTH).
 extern "C" __global__ void __launch_bounds__(kThreads)
 normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x, const float* __restrict__ weight,
-          const float* __restrict__ mean_of, const float* __restrict__ rstd_of, float* __restrict__ gx,
-          float* __restrict__ gw, float* __restrict__ gb, i64 rows) {
+          const float* __restrict__ mean_of, const float* __restrict__ rstd_of,
+          const float* __restrict__ addend, float* __restrict__ gx, float* __restrict__ gw,
+          float* __restrict__ gb, i64 rows) {
     const int lane = threadIdx.x % kLanes, mine = threadIdx.x / kLanes;
     float of_weight[kEach], of_bias[kEach];
 #pragma unroll
@@ -112,9 +115,9 @@ normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x, const flo
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
             const int i = k * kLanes + lane;
-            if (real && i < LENGTH)
-                gx[row * LENGTH + i] =
-                    __fmul_rn(rstd, __fsub_rn(__fsub_rn(e[k], total), __fmul_rn(h[k], along)));
+            if (!real || i >= LENGTH) continue;
+            const float part = __fmul_rn(rstd, __fsub_rn(__fsub_rn(e[k], total), __fmul_rn(h[k], along)));
+            gx[row * LENGTH + i] = ADDS ? __fadd_rn(addend[row * LENGTH + i], part) : part;
         }
     }
     const i64 to = static_cast<i64>(blockIdx.x) * LENGTH;

@@ -33,9 +33,15 @@ def _warps(length: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def norm_source(length: int, centred: bool, narrow: int = 0) -> Source:
-    """The program for rows of one length, and results and their gradients of a kind."""
-    macros = {"LENGTH": length, "WARPS": _warps(length), "CENTRED": int(centred), "NARROW": narrow}
+def norm_source(
+    length: int, centred: bool, narrow: int = 0, given: int = 0, adds: bool = False
+) -> Source:
+    """The program for rows of one length: kinds of results and their gradients, and of x.
+
+    ``adds``: the gradient in x is added to another.
+    """
+    macros = {"LENGTH": length, "WARPS": _warps(length), "CENTRED": int(centred)}
+    macros |= {"NARROW": narrow, "GIVEN": given, "ADDS": int(adds)}
     return Source.read(Path(__file__).parent / "norm.cu", macros)
 
 
@@ -51,8 +57,8 @@ def norm(
     """(x - mean) rstd weight + bias, the mean (None of RMSNorm) and rstd.
 
     Args:
-        x: float32 (..., *weight.shape), C-contiguous, not empty.
-        weight: float32, up to `MOST` values.
+        x: float32 or bfloat16 (..., *weight.shape), C-contiguous, not empty.
+        weight: float32, up to `MOST` values (of bfloat16 x twice as many).
         bias: likewise; None of RMSNorm.
         eps: added to the variance.
         centred: LayerNorm, else RMSNorm.
@@ -66,7 +72,7 @@ def norm(
     mean = xp.empty(shape, dtype=np.float32) if centred else None
     null = np.uint64(0)
     launch(
-        norm_source(length, centred, int(narrow)),
+        norm_source(length, centred, int(narrow), kind(x)),
         "normalize",
         -(-rows // (_THREADS // 32 // _warps(length))),
         _THREADS,
@@ -83,9 +89,18 @@ def norm(
 
 
 def grad(
-    g: Array, x: Array, weight: Array, mean: Array | None, rstd: Array, xp: Any
+    g: Array,
+    x: Array,
+    weight: Array,
+    mean: Array | None,
+    rstd: Array,
+    xp: Any,
+    addend: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients in x, weight and bias (None of RMSNorm); g may be bfloat16, else as of `norm`."""
+    """Gradients in x, weight and bias (None of RMSNorm); g may be bfloat16, else as of `norm`.
+
+    An ``addend``, float32 of x's shape, is added to the first.
+    """
     length, centred = weight.size, mean is not None
     rows, together = x.size // length, _THREADS // 32 // _warps(length)
     count = hopper.multiprocessors(xp.cuda.runtime.getDevice()) * _BLOCKS_EACH
@@ -94,7 +109,7 @@ def grad(
     partial = xp.empty((2 if centred else 1, blocks, length), dtype=np.float32)
     null = np.uint64(0)
     launch(
-        norm_source(length, centred, kind(g)),
+        norm_source(length, centred, kind(g), adds=addend is not None),
         "normalize_grad",
         blocks,
         _THREADS,
@@ -103,6 +118,7 @@ def grad(
         weight,
         null if mean is None else mean,
         rstd,
+        null if addend is None else xp.ascontiguousarray(addend),
         gx,
         partial[0],
         partial[1] if centred else null,

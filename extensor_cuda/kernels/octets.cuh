@@ -16,13 +16,10 @@ __device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs],
         const u32 live = (a.live & 0xFFFFu) | (b.live & 0xFFFF0000u);
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-            u32 n = 0, signs = 0;
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const u32 x = raw[4 * q + k][p];
-                n |= round_pair(x, scale, far) << (4 * k);
-                signs |= x >> (12 - 4 * k) & (0x00080008u << (4 * k));
-            }
+            const u32* four = &raw[4 * q][p];
+            const u32 c = signs_of(four[0], four[kPairs]), d = signs_of(four[2 * kPairs], four[3 * kPairs]);
+            const u32 signs = (__byte_perm(c, d, 0x6240) & 0x08080808u) | (__byte_perm(c, d, 0x7351) & 0x80808080u);
+            const u32 n = magnitudes_down<kPairs>(four, scale, far);
             nibbles[p][q] = (saturate(n, live, tally) | signs) & live;
         }
         forget_zeros<kChunk, kPairs>(&raw[0][p], live, tally);

@@ -11,12 +11,13 @@
 // the flag says that a value had to be rounded, which takes a scale near the least there is.
 //
 // A block of threads has a tile of kRows x 128 in shared memory. No headers but ours; the macros
-// are quantize.cu's and ALONG, DOWN_TOO, WIDE, LIFT, SPAN, MARGIN, RESIDENT.
+// are quantize.cu's and ALONG, DOWN_TOO, WIDE, MANY, LIFT, SPAN, MARGIN, RESIDENT.
 
 #include "input.cuh"
 #include "scale.cuh"
 #include "encode.cuh"
 #include "pairs.cuh"
+#include "halves.cuh"
 #include "rebased.cuh"
 
 constexpr int kRows = sizeof(Raw) == 2 && !WIDE ? 128 : 64, kColumns = 128, kTileThreads = 2 * kRows;
@@ -35,6 +36,7 @@ struct Place {
 struct History {
     u32 before, now;  // largest magnitudes, as float bits
     u32 done;         // blocks of threads that have finished
+    u32 beyond[2];    // the flags so far, of rows and of columns
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
@@ -49,11 +51,11 @@ __device__ __forceinline__ uint2 table_of(const Scale& s, const Place& place) {
     return e5m2_table(unit);
 }
 
-// Notes a block's magnitude, and that it lies outside the window, if one of its codes is not zero.
-__device__ __forceinline__ void watch(const Scale& s, u32 amax, u32 codes, Place& place) {
+// Notes a block's magnitude; whether it lies outside the window, if one of its codes is not zero.
+__device__ __forceinline__ bool is_beyond(const Scale& s, u32 amax, Place& place) {
     place.largest = larger(place.largest, amax < kExponent ? amax : 0);
     const int shift = static_cast<int>(s.stored) - place.anchor;
-    if (s.live && (shift > 0 || shift < -SPAN) && codes) place.beyond = 1;
+    return s.live && (shift > 0 || shift < -SPAN);
 }
 
 // Four magnitudes in the low nibbles, and bytes whose top bits are signs -> four E5M2 codes.
@@ -78,7 +80,7 @@ __device__ __forceinline__ void finish(const u32 (&packed)[kWords], const float 
         units[u] = uint4{word[0], word[1], word[2], word[3]};
     }
 #else
-    watch(s, amax, (packed[0] | packed[1]) & 0x77777777u, place);
+    if (is_beyond(s, amax, place) && (packed[0] | packed[1]) & 0x77777777u) place.beyond = 1;
     units[0] = uint4{look_up(packed[0], table), look_up(packed[0] >> 16, table),
                      look_up(packed[1], table), look_up(packed[1] >> 16, table)};
 #endif
@@ -93,19 +95,6 @@ __device__ __forceinline__ void make(float (&v)[kChunk], u32 amax, u32 block, u3
     u32 packed[kWords];
     encode(v, s, is_far(amax, s), tensor, block, part, stream, packed, tally);
     finish(packed, v, s, amax, table_of(s, place), place, units);
-}
-
-// Leaves the largest magnitude found now for the next time, once all blocks of threads have.
-__device__ __forceinline__ void remember(History* history, u32 largest) {
-    const u32 most = __reduce_max_sync(~0u, largest);
-    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(&history->now))
-        atomicMax(&history->now, most);
-    __syncthreads();
-    if (threadIdx.x) return;
-    __threadfence();
-    if (atomicAdd(&history->done, 1u) + 1 < gridDim.x) return;
-    history->before = atomicExch(&history->now, 0u);
-    history->done = 0;
 }
 
 __device__ __forceinline__ void report(const Place& place, u32* flag) {
@@ -124,6 +113,9 @@ __device__ __forceinline__ void add_counts(const Tally& tally, u64* counters) {
 #endif
 }
 
+// Where a word of a row lies: rows that follow each other have theirs in different banks.
+__device__ __forceinline__ u32 swizzled(u32 row, u32 word) { return word ^ (row % 8 * 4); }
+
 // The tile at (row0, column0) of x (rows, columns), zeros outside, without waiting.
 __device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int row0, int column0,
                                       i64 rows, i64 columns) {
@@ -134,12 +126,59 @@ __device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int 
         const int column = column0 + word * 4 / static_cast<int>(sizeof(Raw));
         const bool inside = row0 + row < rows && column < columns;
         const Raw* from = inside ? x + static_cast<i64>(row0 + row) * columns + column : x;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(&tile[row][word])),
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(&tile[row][swizzled(row, word)])),
                      "l"(from), "r"(inside ? 16 : 0)
                      : "memory");
     }
 }
 
+#if HALVES
+// Rows of the tile -> `out` (rows, pitch): a thread has a block at a time.
+__device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out, int row0,
+                                           int column0, i64 rows, i64 columns, const Stream& stream,
+                                           Place& place, Tally& tally) {
+    const i64 pitch = (columns + 15) / 16 * 16;
+    const u32 across_all = static_cast<u32>((columns + BLOCK - 1) / BLOCK);
+#pragma unroll 1
+    for (int part = 0; part < kRows * kColumns / BLOCK / kTileThreads; ++part) {
+        const u32 i = part * kTileThreads + threadIdx.x;
+        const u32 row = i / 32 * 8 + i % 8, start = i / 8 % 4 * BLOCK;  // lanes beside it: other rows
+        const auto pairs = [&](int k, u32(&x)[4]) {
+            const uint4 four = *reinterpret_cast<const uint4*>(&tile[row][swizzled(row, start / 2 + 4 * k)]);
+            x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+        };
+        u32 x[4];
+        Survey survey;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) pairs(k, x), survey.add(x);
+        const u32 amax = larger(low_float(survey.largest), high_float(survey.largest));
+        const Scale s = block_scale(amax, Tensor{1, 1, 0, 1});
+        const uint2 table = table_of(s, place);
+        const bool careful = needs_care(is_far(amax, s), survey.least, s, s);
+        Blocks block = {{s.apply, s.apply}, (row0 + row) * across_all + (column0 + start) / BLOCK, careful, stream};
+        u8* to = out + (row0 + row) * pitch + column0 + start;
+        const i64 left = row0 + row < rows ? columns - column0 - start : 0;
+        const bool beyond = is_beyond(s, amax, place);
+        u32 any = 0;
+#pragma unroll 1
+        for (int h = 0; h < 2; ++h) {
+            u32 words[4];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                pairs(2 * h + j, x);
+                const u32 n = saturate(across(x, 2 * h + j, block), s.live, tally);
+                if (survey.zeros()) forget_zeros<4, 1>(x, s.live, tally);
+                any |= n;
+                words[2 * j] = signed_bytes(table, n, __byte_perm(x[0], x[1], 0x7531), s.live);
+                words[2 * j + 1] = signed_bytes(table, n >> 16, __byte_perm(x[2], x[3], 0x7531), s.live);
+            }
+            if (16 * h < left)
+                reinterpret_cast<uint4*>(to)[h] = uint4{words[0], words[1], words[2], words[3]};
+        }
+        if (beyond && any) place.beyond = 1;
+    }
+}
+#else
 // Rows of the tile -> `out` (rows, pitch): a thread has 16 neighbours at a time.
 __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out, int row0,
                                            int column0, i64 rows, i64 columns, const Stream& stream,
@@ -152,40 +191,18 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
         u32 raw[kRead];
 #pragma unroll
         for (int w = 0; w < kRead; w += 4) {
-            const uint4 four = *reinterpret_cast<const uint4*>(&tile[row][start / kChunk * kRead + w]);
+            const uint4 four =
+                *reinterpret_cast<const uint4*>(&tile[row][swizzled(row, start / kChunk * kRead + w)]);
             raw[w] = four.x, raw[w + 1] = four.y, raw[w + 2] = four.z, raw[w + 3] = four.w;
         }
         uint4 units[kUnits];
         const int column = column0 + start;
-#if PAIRS
-        const u32 pair = pair_maximum<8, 1>(raw);
-        const u32 amax = across_lanes(larger(low_float(pair), high_float(pair)));
-        const Scale s = block_scale(amax, Tensor{1, 1, 0, 1});
-        const uint2 table = table_of(s, place);
-        const u32 scale = bits_of(s.apply) >> 16 | bits_of(s.apply);
-        const bool far = is_far(amax, s);
-        u32 words[4], any = 0;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const u32* four = raw + 4 * h;
-            const u32 a = round_pair(four[0], scale, far) | round_pair(four[1], scale, far) << 8;
-            const u32 b = round_pair(four[2], scale, far) | round_pair(four[3], scale, far) << 8;
-            const u32 n = saturate(__byte_perm(a | a >> 12, b | b >> 12, 0x5410), s.live, tally);
-            any |= n;
-            words[2 * h] = signed_bytes(table, n, __byte_perm(four[0], four[1], 0x7531), s.live);
-            words[2 * h + 1] = signed_bytes(table, n >> 16, __byte_perm(four[2], four[3], 0x7531), s.live);
-        }
-        forget_zeros<8, 1>(raw, s.live, tally);
-        watch(s, amax, any, place);
-        units[0] = uint4{words[0], words[1], words[2], words[3]};
-#else
         float v[kChunk];
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) v[k] = element(raw, k);
         const u32 amax = across_lanes(chunk_maximum(v));
         make(v, amax, static_cast<u32>((row0 + row) * blocks + column / BLOCK),
              static_cast<u32>(start % BLOCK / kChunk), stream, place, units, tally);
-#endif
         if (row0 + row < rows && column < columns) {
             uint4* to = reinterpret_cast<uint4*>(out + ((row0 + row) * pitch + column) * kOut);
 #pragma unroll
@@ -193,6 +210,7 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
         }
     }
 }
+#endif
 
 // Columns of the tile -> `turned`, a row of units for each: a thread has two blocks side by side.
 __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
@@ -201,61 +219,49 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
                                              Tally& tally) {
     static_assert(BLOCK == 32, "a thread holds blocks of 32");
     const int pair = threadIdx.x % 64, block = threadIdx.x / 64, top = 32 * block;
+    const u32 number = (row0 + top) / BLOCK * static_cast<u32>(columns) + column0 + 2 * pair;
+#if HALVES
+    const auto put_word = [&](int c, int k, u32 word) {  // of rows 4 k to 4 k + 3
+        reinterpret_cast<u32*>(&turned[2 * pair + c][(2 * block + k / 4) ^ (pair & kMask)])[k % 4] = word;
+    };
+    const auto pairs = [&](int k, u32(&x)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = tile[top + 4 * k + i][swizzled(4 * k + i, pair)];
+    };
+    u32 x[4];
+    Survey survey;
+#pragma unroll
+    for (int k = 0; k < BLOCK / 4; ++k) pairs(k, x), survey.add(x);
+    const u32 amax[2] = {low_float(survey.largest), high_float(survey.largest)};
+    const Scale a = block_scale(amax[0], Tensor{1, 1, 0, 1});
+    const Scale b = block_scale(amax[1], Tensor{1, 1, 0, 1});
+    const bool careful = needs_care(is_far(amax[0], a) || is_far(amax[1], b), survey.least, a, b);
+    Blocks both = {{a.apply, b.apply}, number, careful, stream};
+    const u32 live = (a.live & 0xFFFFu) | (b.live & 0xFFFF0000u);
+    const uint2 first = table_of(a, place), second = table_of(b, place);
+    const bool beyond[2] = {is_beyond(a, amax[0], place), is_beyond(b, amax[1], place)};
+    u32 any = 0;
+#pragma unroll 1
+    for (int k = 0; k < BLOCK / 4; ++k) {
+        pairs(k, x);
+        const u32 n = saturate(down(x, k, both), live, tally);
+        if (survey.zeros()) forget_zeros<4, 1>(x, live, tally);
+        any |= n;
+        const u32 upper = __byte_perm(x[0], x[1], 0x7351), lower = __byte_perm(x[2], x[3], 0x7351);
+        put_word(0, k, signed_bytes(first, n, __byte_perm(upper, lower, 0x5410), a.live));
+        put_word(1, k, signed_bytes(second, n >> 16, __byte_perm(upper, lower, 0x7632), b.live));
+    }
+    if ((beyond[0] && any & 0xFFFFu) || (beyond[1] && any >> 16)) place.beyond = 1;
+#else
     const auto put = [&](int c, int h, const uint4(&units)[kUnits]) {
 #pragma unroll
         for (int u = 0; u < kUnits; ++u)
             turned[2 * pair + c][((2 * block + h) * kUnits + u) ^ (pair & kMask)] = units[u];
     };
     uint4 units[kUnits];
-#if PAIRS
-    u32 raw[kChunk], largest = 0;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) raw[k] = tile[top + kChunk * h + k][pair];
-        largest = pair_max(largest, pair_maximum<kChunk, 1>(raw));
-    }
-    largest &= kPairMagnitude;
-    const u32 amax[2] = {low_float(largest), high_float(largest)};
-    const Scale a = block_scale(amax[0], Tensor{1, 1, 0, 1});
-    const Scale b = block_scale(amax[1], Tensor{1, 1, 0, 1});
-    const bool far = is_far(amax[0], a) || is_far(amax[1], b);
-    const u32 scale = bits_of(a.apply) >> 16 | bits_of(b.apply);
-    const u32 live = (a.live & 0xFFFFu) | (b.live & 0xFFFF0000u);
-    const uint2 first = table_of(a, place), second = table_of(b, place);
-    u32 any = 0;
-#pragma unroll 1
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) raw[k] = tile[top + kChunk * h + k][pair];
-        u32 words[2][4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32* four = raw + 4 * i;
-            u32 n = 0;  // of four rows: the first column in the low half
-#pragma unroll
-            for (int k = 0; k < 4; ++k) n |= round_pair(four[k], scale, far) << (4 * k);
-            n = saturate(n, live, tally);
-            any |= n;
-            const u32 upper = __byte_perm(four[0], four[1], 0x7351);
-            const u32 lower = __byte_perm(four[2], four[3], 0x7351);
-            words[0][i] = signed_bytes(first, n, __byte_perm(upper, lower, 0x5410), a.live);
-            words[1][i] = signed_bytes(second, n >> 16, __byte_perm(upper, lower, 0x7632), b.live);
-        }
-        forget_zeros<kChunk, 1>(raw, live, tally);
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            units[0] = uint4{words[c][0], words[c][1], words[c][2], words[c][3]};
-            put(c, h, units);
-        }
-    }
-    watch(a, amax[0], any & 0xFFFFu, place);
-    watch(b, amax[1], any >> 16, place);
-#else
-    const u32 blocks = (row0 + top) / BLOCK * static_cast<u32>(columns);
     const auto value = [&](int k, int c) {
-        if (sizeof(Raw) == 4) return widen(tile[top + k][2 * pair + c]);
-        const u32 word = tile[top + k][pair];
+        if (sizeof(Raw) == 4) return widen(tile[top + k][swizzled(k, 2 * pair + c)]);
+        const u32 word = tile[top + k][swizzled(k, pair)];
         return widen(c ? word >> 16 : word & 0xFFFFu);
     };
 #pragma unroll 1
@@ -273,8 +279,7 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
             float v[kChunk];
 #pragma unroll
             for (int k = 0; k < kChunk; ++k) v[k] = value(kChunk * h + k, c);
-            make(v, amax, blocks + column0 + 2 * pair + c, h, stream, place, units,
-                 tally);
+            make(v, amax, number + c, h, stream, place, units, tally);
             put(c, h, units);
         }
     }
@@ -295,6 +300,92 @@ __device__ __forceinline__ void store_turned(const uint4 (*turned)[kTurnedUnits]
     }
 }
 
+// A matrix (rows, columns) and where its operands go; `start`: the first of its tiles among several's.
+struct Matrix {
+    const Raw* x;
+    History* history;
+    u8 *along, *down;
+    int* exponent;
+    u32 *along_flag, *down_flag;
+    u64 *along_counts, *down_counts;
+    i64 rows, columns, start;
+};
+
+__device__ __forceinline__ i64 tiles_of(const Matrix& m) {
+    return (m.rows + kRows - 1) / kRows * ((m.columns + kColumns - 1) / kColumns);
+}
+
+// Leaves the largest magnitude found now for the next time, and the flags, once all blocks of
+// threads have reported: so nothing has to be cleared before.
+__device__ __forceinline__ void remember(const Matrix& m, u32 blocks, u32 largest) {
+    History* history = m.history;
+    const u32 most = __reduce_max_sync(~0u, largest);
+    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(&history->now))
+        atomicMax(&history->now, most);
+    __syncthreads();
+    if (threadIdx.x) return;
+    __threadfence();
+    if (atomicAdd(&history->done, 1u) + 1 < blocks) return;
+    history->before = atomicExch(&history->now, 0u);
+    if (m.along_flag) *m.along_flag = atomicExch(&history->beyond[0], 0u);
+    if (m.down_flag) *m.down_flag = atomicExch(&history->beyond[1], 0u);
+    history->done = 0;
+}
+
+// A block of threads' share of the tiles: from `first` on, as many apart as `blocks` there are.
+__device__ __forceinline__ void work(const Matrix& m, i64 first, u32 blocks, const Stream& along_stream,
+                                     const Stream& down_stream) {
+    const int anchor =
+        WIDE ? 0 : static_cast<int>(block_scale(m.history->before, Tensor{1, 1, 0, 1}).stored) + MARGIN;
+    if (!WIDE && first == 0 && threadIdx.x == 0) *m.exponent = anchor - 127 - LIFT;
+    Place along_place = {anchor, 0, 0}, down_place = {anchor, 0, 0};
+    Tally along_tally = {0, 0}, down_tally = {0, 0};
+    __shared__ __align__(16) u32 tile[kRows][kRowWords];
+#if DOWN_TOO
+    __shared__ uint4 turned[kColumns][kTurnedUnits];
+#endif
+    const i64 across = (m.columns + kColumns - 1) / kColumns, tiles = tiles_of(m);
+    for (i64 index = first; index < tiles; index += blocks) {
+        const int row0 = static_cast<int>(index / across) * kRows;
+        const int column0 = static_cast<int>(index % across) * kColumns;
+        fetch(tile, m.x, row0, column0, m.rows, m.columns);
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncthreads();
+#if ALONG
+        along_rows(tile, m.along, row0, column0, m.rows, m.columns, along_stream, along_place, along_tally);
+#endif
+#if DOWN_TOO
+        down_columns(tile, turned, row0, column0, m.columns, down_stream, down_place, down_tally);
+        __syncthreads();
+        store_turned(turned, m.down, row0, column0, m.rows, m.columns);
+#endif
+        __syncthreads();
+    }
+    // WIDE: in flags that are zero before.
+#if ALONG
+    report(along_place, WIDE ? m.along_flag : &m.history->beyond[0]);
+    add_counts(along_tally, m.along_counts);
+#endif
+#if DOWN_TOO
+    report(down_place, WIDE ? m.down_flag : &m.history->beyond[1]);
+    add_counts(down_tally, m.down_counts);
+#endif
+    if (!WIDE) remember(m, blocks, ALONG ? along_place.largest : down_place.largest);
+}
+
+#if MANY
+// Of `count` matrices, a block of threads for each tile; to nearest, as nobody draws for them.
+extern "C" __global__ void __launch_bounds__(kTileThreads, RESIDENT)
+operands(const Matrix* __restrict__ all, int count) {
+    int mine = 0;
+    for (int above = count; above - mine > 1;) {
+        const int middle = (mine + above) / 2;
+        (all[middle].start <= blockIdx.x ? mine : above) = middle;
+    }
+    const Matrix m = all[mine];
+    work(m, blockIdx.x - m.start, static_cast<u32>(tiles_of(m)), Stream{}, Stream{});
+}
+#else
 extern "C" __global__ void __launch_bounds__(kTileThreads, RESIDENT)
 operands(const Raw* __restrict__ x, History* history, u8* __restrict__ along,
          u8* __restrict__ down, int* __restrict__ exponent, u32* __restrict__ along_flag,
@@ -303,44 +394,11 @@ operands(const Raw* __restrict__ x, History* history, u8* __restrict__ along,
          const u32* __restrict__ clock, u32 a0, u32 a1, u32 a2,
          u32 a3, u32 d0, u32 d1, u32 d2, u32 d3, i64 rows, i64 columns) {
     if (guard && !(*guard | *other_guard)) return;
-    [[maybe_unused]] const Stream along_stream = stream_of(clock, a0, a1, a2, a3);
-    [[maybe_unused]] const Stream down_stream = stream_of(clock, d0, d1, d2, d3);
-    const int anchor =
-        WIDE ? 0 : static_cast<int>(block_scale(history->before, Tensor{1, 1, 0, 1}).stored) + MARGIN;
-    if (!WIDE && blockIdx.x == 0 && threadIdx.x == 0) *exponent = anchor - 127 - LIFT;
-    Place along_place = {anchor, 0, 0}, down_place = {anchor, 0, 0};
-    Tally along_tally = {0, 0}, down_tally = {0, 0};
-    __shared__ __align__(16) u32 tile[kRows][kRowWords];
-#if DOWN_TOO
-    __shared__ uint4 turned[kColumns][kTurnedUnits];
-#endif
-    const i64 across = (columns + kColumns - 1) / kColumns, tiles = (rows + kRows - 1) / kRows * across;
-    for (i64 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        const int row0 = static_cast<int>(index / across) * kRows;
-        const int column0 = static_cast<int>(index % across) * kColumns;
-        fetch(tile, x, row0, column0, rows, columns);
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncthreads();
-#if ALONG
-        along_rows(tile, along, row0, column0, rows, columns, along_stream, along_place, along_tally);
-#endif
-#if DOWN_TOO
-        down_columns(tile, turned, row0, column0, columns, down_stream, down_place, down_tally);
-        __syncthreads();
-        store_turned(turned, down, row0, column0, rows, columns);
-#endif
-        __syncthreads();
-    }
-#if ALONG
-    report(along_place, along_flag);
-    add_counts(along_tally, along_counts);
-#endif
-#if DOWN_TOO
-    report(down_place, down_flag);
-    add_counts(down_tally, down_counts);
-#endif
-    if (!WIDE) remember(history, ALONG ? along_place.largest : down_place.largest);
+    const Matrix m = {x, history, along, down, exponent, along_flag, down_flag, along_counts, down_counts,
+                      rows, columns, 0};
+    work(m, blockIdx.x, gridDim.x, stream_of(clock, a0, a1, a2, a3), stream_of(clock, d0, d1, d2, d3));
 }
+#endif
 
 // The largest finite magnitude of `vectors` times 16 bytes, as float bits; `maximum` starts at zero.
 extern "C" __global__ void __launch_bounds__(256)

@@ -44,11 +44,13 @@ class PairPlan:
 
 
 @lru_cache(maxsize=4096)
-def pair_plan(specs: tuple[QuantSpec, QuantSpec], shape: tuple[int, ...]) -> PairPlan | str:
-    """The plan, or why one launch does not cover it."""
+def pair_plan(
+    specs: tuple[QuantSpec, QuantSpec], shape: tuple[int, ...], activation: str = ""
+) -> PairPlan | str:
+    """The plan, or why one launch does not cover it; ``activation`` as of `kernels.plan_of`."""
     if len(shape) != 2:
         return f"{len(shape)} axes"
-    plans = [kernels.plan_of(spec, shape) for spec in specs]
+    plans = [kernels.plan_of(spec, shape, False, activation) for spec in specs]
     for plan in plans:
         if isinstance(plan, str):
             return plan
@@ -80,7 +82,11 @@ def pair_source(plan: PairPlan, dtype: str, out: str, whole: bool, stats: bool) 
     tall, _, each = _tile(plan, dtype, out)
     extra = {"BOTH": 1, "TALL": tall, "COLUMNS": each}
     words = plan.along.spec.rounding == "stochastic" or plan.along.spec.ties != "even"
-    extra["RESIDENT"] = 3 if whole and not words and out != "values" else 2
+    spec = plan.along.spec
+    pairs = spec.row.element.bits == 4 and spec.is_mx
+    few = not plan.along.activation and (not stats or pairs)  # registers: three blocks have 80 each
+    three = whole and not words and out != "values" and few
+    extra["RESIDENT"] = 3 if three else 2
     return kernels.quantize_source(plan.along, dtype, out, whole, stats, tuple(extra.items()))
 
 

@@ -31,6 +31,7 @@ from extensor_cuda.jit import Source, launch
 from extensor_cuda.recording import clock_of
 
 __all__ = [
+    "ACTIVATIONS",
     "Outputs",
     "Plan",
     "dequantize",
@@ -53,6 +54,8 @@ THREADS, CHUNK, PANEL, SLOTS = 256, 16, 128, 256  # as in quantize.cu
 SQUARES = (16, 32)
 _RULES = ("floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error")
 SEARCHES = ("four_over_six", "least_error")  # they try several scales on a block's values
+ACTIVATIONS = ("", "relu", "gelu")
+"""What bfloat16 values may go through as they are read: kernels of `elementwise`, to the bit."""
 _OUT = {"codes": 0, "values": 1, "maximum": 2}
 _SCALE = ELEMENTS["e4m3"]
 _TIE_WORDS = {"away": "0x7FFFFFFFu", "zero": "0x80000000u"}  # round as a constant random word
@@ -67,7 +70,7 @@ class Plan:
 
     The array is (outer, length, inner), blocked along ``length``; ``inner == 1`` is a row block. In
     a tile of several rows these are, for a row block, the axis before ``length`` (the last of
-    ``outer``), and otherwise ``inner``.
+    ``outer``), and otherwise ``inner``. What is quantized is the ``activation`` of the array.
     """
 
     spec: QuantSpec
@@ -78,6 +81,7 @@ class Plan:
     block: int
     scales_shape: tuple[int, ...]
     codes_shape: tuple[int, ...]
+    activation: str = ""
 
     @property
     def rows(self) -> int:
@@ -128,8 +132,15 @@ class Outputs:
 
 
 @lru_cache(maxsize=4096)
-def plan_of(spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False) -> Plan | str:
-    """The plan, or why the kernels do not cover it; decoding asks less of the spec."""
+def plan_of(
+    spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False, activation: str = ""
+) -> Plan | str:
+    """The plan, or why the kernels do not cover it; decoding asks less of the spec.
+
+    ``activation``, one of `ACTIVATIONS`, is of bfloat16 arrays, as they are read.
+    """
+    if activation not in ACTIVATIONS:
+        return f"the activation {activation}; the kernels have {ACTIVATIONS[1:]}"
     try:
         spec = spec.resolve(len(shape))
     except ValueError as error:
@@ -162,7 +173,7 @@ def plan_of(spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False) -> 
     codes[spec.axis] = packed_length(spec, shape)
     outer, inner = math.prod(shape[: spec.axis]), math.prod(shape[spec.axis + 1 :])
     placed = (outer, shape[spec.axis], inner, spec.tile[1])
-    return Plan(spec, shape, *placed, scales_shape=grid, codes_shape=tuple(codes))
+    return Plan(spec, shape, *placed, grid, tuple(codes), activation)
 
 
 def _has_tile(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
@@ -212,7 +223,13 @@ def quantize_source(
     stats: bool,
     extra: tuple[tuple[str, object], ...] = (),
 ) -> Source:
-    """The quantizer's program for one plan, input dtype and kind of output; ``extra`` macros."""
+    """The quantizer's program for one plan, input dtype and kind of output; ``extra`` macros.
+
+    Raises:
+        ValueError: for an activation of what is not bfloat16.
+    """
+    if plan.activation and dtype != "bfloat16":
+        raise ValueError(f"{plan.activation} as it is quantized is of bfloat16 arrays, not {dtype}")
     spec, element, dialect = plan.spec, plan.spec.row.element, plan.spec.dialect_row
     stochastic = spec.rounding == "stochastic"
     words = stochastic or spec.ties != "even"
@@ -227,7 +244,7 @@ def quantize_source(
         "BOTH": 0,
         "NORM": 0,
         "ONLY_ROWS": 0,
-        "CLUSTER_DIMS": "",
+        "ACTIVATE": ACTIVATIONS.index(plan.activation),
         "ITEMS": 1 if dtype == "float32" or words or spec.transform else 2,
         "ROWS": plan.rows,
         "HADAMARD": spec.transform.size if spec.transform else 0,
@@ -256,19 +273,20 @@ def quantize_source(
         "INF_BYTE": f"{dialect.inf_byte_in(element)}u",
         "ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
         "TINY_SATURATES": int(dialect.nvfp4_tiny_saturates),
-        "PAIRS": int(_in_pairs(plan, dtype, out, words)),
+        "HALVES": int(_in_halves(plan, dtype, out)),
+        "PAIRS": int(_in_halves(plan, dtype, out) and not words),
         "HARDWARE": int(element.bits == 8 and element.is_float and not words),
         "HARDWARE_TYPE": f'"{element.name}"',
     }
     return Source.read(_FOLDER / "quantize.cu", macros | dict(extra))
 
 
-def _in_pairs(plan: Plan, dtype: str, out: str, words: bool) -> bool:
-    """Whether the kernel works on two values at a time: bfloat16 to e2m1 by powers of two."""
+def _in_halves(plan: Plan, dtype: str, out: str) -> bool:
+    """Whether a kernel may work on two values at a time: bfloat16 to e2m1 by powers of two."""
     spec, element = plan.spec, plan.spec.row.element
     small = element.bits == 4 and element.is_float and spec.is_mx and spec.element_scale == 1.0
     small = small and spec.transform is None and (plan.columns or plan.rows == 1)
-    return small and dtype == "bfloat16" and out == "codes" and not words
+    return small and dtype == "bfloat16" and out == "codes"
 
 
 def columns_of(plan: Plan, dtype: str) -> int:

@@ -43,6 +43,7 @@ quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict_
             raw[item][k * sizeof(Raw) / 4] = word;
         }
 #endif
+        activate(raw[item]);
     }
     u32 most = 0;
 #pragma unroll

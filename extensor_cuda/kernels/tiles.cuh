@@ -27,6 +27,7 @@ quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict
 #pragma unroll
     for (int k = 0; k < kChunk; ++k)
         v[0][k] = real && start + k < length ? widen(x[line * length + start + k]) : 0.0f;
+    activate(v[0]);
     u32 amax = across_lanes(chunk_maximum(v[0]));
 #pragma unroll
     for (int step = 2; step < 32; step *= 2) amax = larger(amax, __shfl_xor_sync(~0u, amax, step));

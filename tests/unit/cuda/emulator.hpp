@@ -3,6 +3,7 @@
 
 #include <ucontext.h>
 
+#include <cfenv>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -108,6 +109,11 @@ inline unsigned __float_as_uint(float v) { unsigned u; std::memcpy(&u, &v, 4); r
 inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 template <class T>
+T __ldg(const T* from) { return *from; }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
+template <class T>
 T __ldcs(const T* from) { return *from; }
 
 struct uint2 { unsigned x, y; };
@@ -127,8 +133,26 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline long long max(long long a, long long b) { return a > b ? a : b; }
 template <class T>
 T __ldcg(const T* from) { return *from; }
+inline float __fadd_ru(float a, float b) {
+    std::fesetround(FE_UPWARD);
+    volatile float x = a, y = b;
+    volatile float sum = x + y;
+    std::fesetround(FE_TONEAREST);
+    return sum;
+}
+inline unsigned __float2uint_ru(float v) { return v <= 0 ? 0u : static_cast<unsigned>(std::ceil(static_cast<double>(v))); }
+inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) {
+    unsigned out = 0;
+    for (int h = 0; h < 32; h += 16) {
+        const unsigned sum = ((a >> h) + (b >> h)) & 0xFFFF, other = c >> h & 0xFFFF;
+        out |= (sum < other ? sum : other) << h;
+    }
+    return out;
+}
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 inline float of_bfloat16(unsigned half) { return __uint_as_float(half << 16); }
@@ -154,6 +178,10 @@ unsigned choose_pair(unsigned a, unsigned b) {
         out |= (x != x || y != y ? 0x7FFFu : halves[(x < y) == kLarger]) << h;
     }
     return out;
+}
+// 0xFF for halves that are negative: a's low one and b's, then the high ones.
+inline unsigned sign_bytes(unsigned a, unsigned b) {
+    return (a >> 15 & 1) * 0xFFu | (b >> 15 & 1) * 0xFF00u | (a >> 31) * 0xFF0000u | (b >> 31) * 0xFF000000u;
 }
 // cp.async, at once.
 template <int kBytes>
@@ -191,6 +219,10 @@ T __shfl_sync(unsigned, T mine, int lane) { return exchange(mine, threadIdx.x / 
 inline bool __all_sync(unsigned, bool mine) { return !__any_sync(0, !mine); }
 inline unsigned __reduce_max_sync(unsigned, unsigned mine) {
     for (int step = 1; step < 32; step *= 2) mine = max(mine, exchange(mine, threadIdx.x ^ step));
+    return mine;
+}
+inline unsigned __reduce_add_sync(unsigned, unsigned mine) {
+    for (int step = 1; step < 32; step *= 2) mine += exchange(mine, threadIdx.x ^ step);
     return mine;
 }
 inline void __syncwarp() { warps[threadIdx.x / 32].wait(); }

@@ -21,7 +21,7 @@ from extensor_cuda.training import CudaTraining
 
 COMPILER = shutil.which("c++")
 HEADER = Path(__file__).parent / "emulator.hpp"
-_KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([\w, ]+\))?\s*(\w+)\(')
+_KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\(.*\))?\s*(\w+)\(')
 
 
 class Emulator:
@@ -37,11 +37,12 @@ class Emulator:
             path = self.folder / f"{source.name}{len(self.made)}"
             macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
             entries = "".join(
-                f'extern "C" void run_{name}(void** a, int blocks, int threads) '
-                f"{{ run(kernels::{name}, a, blocks, threads); }}\n"
+                f'#ifdef HAS_{name}\nextern "C" void run_{name}(void** a, int blocks, int threads) '
+                f"{{ run(kernels::{name}, a, blocks, threads); }}\n#endif\n"
                 for name in _KERNEL.findall(source.text)
             )
-            text = source.text.replace('extern "C"', "static")
+            text = _KERNEL.sub(lambda found: f"#define HAS_{found[1]}\n{found[0]}", source.text)
+            text = text.replace('extern "C"', "static")
             body = f'{macros}#include "{HEADER}"\nnamespace kernels {{\n{text}}}\n{entries}'
             path.with_suffix(".cpp").write_text(body, encoding="utf-8")
             options = [

@@ -8,7 +8,11 @@ from pathlib import Path
 
 __all__ = ["check_fields"]
 
-_TYPES = "typedef unsigned int u32;\ntypedef unsigned char u8;\ntypedef long long i64;\n"
+_TYPES = """typedef unsigned int u32;
+typedef unsigned char u8;
+typedef long long i64;
+typedef unsigned long long u64;
+"""
 
 
 def check_fields(

@@ -25,6 +25,9 @@ from tests.unit.cuda.emulator import Cupy, Emulator
 
 HEADER = Path(__file__).parent / "hopper.hpp"
 STATEMENTS = {
+    "st.async": "*to = v, brought(barrier, 4);",
+    '"=r"(raw[k / 2])': "raw[k / 2] = rounded_pair(y[1], y[0]);",
+    "prmt.b32": "bytes = sign_bytes(a, b);",
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
     "cp.async.wait_all": "named_barrier(warpgroup + 1, 128);",
     "cvt.rn.bf16x2.f32": "packed = rounded_pair(v[2 * h + 1], v[2 * h]);",
@@ -37,8 +40,17 @@ STATEMENTS = {
     "bulk_group [%0": "store(map, column0 + start, row0, patch);",
 }
 """Assembly that does something here, and what stands for it."""
-NOTHING = ("fence", "setmaxnreg", "bar.", "wgmma.", "bulk.wait_group", "commit_group")
-NOTHING += ("cvt.f32.f16", "cvt.rn.satfinite")  # in parts that are not compiled here
+NOTHING = (
+    "cvt.f32.f16",
+    "cvt.rn.satfinite",  # in parts that are not compiled here
+    "rcp.approx",
+    "fence",
+    "setmaxnreg",
+    "bar.",
+    "wgmma.",
+    "bulk.wait_group",
+    "commit_group",
+)
 KINDS = {"e4m3": 0, "e5m2": 1, "s8": 2, "bf16": 0}
 
 
@@ -76,11 +88,27 @@ def _without_assembly(text: str) -> str:
     return text
 
 
+def without_products(program: Source) -> Source:
+    """A program that has Hopper's barriers and copies alone, or nothing of Hopper."""
+    start = program.text.find("// Hopper's barriers")
+    stop = program.text.find("// ---- after barriers", start)
+    start = stop if start < 0 else start
+    kinds = f'typedef float Sum;\nstruct TensorMap {{ u64 words[16]; }};\n#include "{HEADER}"\n'
+    at = program.text.index("constexpr u32 kMagnitude")
+    text = program.text[:start] + program.text[stop:] if start >= 0 else program.text
+    text = _without_assembly(text[:at] + kinds + text[at:])
+    text = text.replace("extern __shared__ u8 raw_memory[];", "u8* raw_memory = shared_bytes;")
+    usual = {"KIND": "1", "A_DOWN": "0", "B_DOWN": "0", "A_KIND": "0", "B_KIND": "0"}
+    text = text.replace("void CLUSTER_DIMS ", "void ")
+    return replace(program, text=text, macros=(*program.macros, *usual.items()))
+
+
 def source_of(program: Source) -> Source:
     """The program as the emulator compiles it."""
     text = program.text
-    found = re.search(r"\.[fs]32\.(\w+)\.(\w+) ", text)
-    assert found, "no wgmma"
+    found = re.search(r"wgmma.*\.[fs]32\.(\w+)\.(\w+) ", text)
+    if found is None:
+        return without_products(program)
     start, stop = text.index("__device__ __forceinline__ void wgmma("), text.index("// ---- tiles")
     text = f'{text[:start]}#include "{HEADER}"\n{text[stop:]}'
     text = text.replace("extern __shared__ u8 raw_memory[];", "u8* raw_memory = shared_bytes;")
@@ -135,4 +163,5 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
     monkeypatch.setattr(hopper, "launch", launch)
     monkeypatch.setattr(hopper, "tensor_map", _map)
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: blocks)
+    monkeypatch.setattr(hopper, "clusters", lambda *launched: blocks)
     return Cupy()

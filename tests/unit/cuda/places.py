@@ -20,6 +20,7 @@ def place(
     monkeypatch: pytest.MonkeyPatch,
     launching: Sequence[ModuleType],
     hopper: bool = True,
+    quantizing: Sequence[ModuleType] = (),
 ) -> Any:
     """The array module of a fixture with `PLACES` as params.
 
@@ -28,6 +29,7 @@ def place(
         monkeypatch: the fixture's.
         launching: modules whose ``launch`` is the emulator's.
         hopper: whether the GPU must have wgmma; else mma.sync of bfloat16.
+        quantizing: the same of modules whose programs hold assembly.
     """
     if request.param == "on a GPU":
         xp = request.getfixturevalue("cuda").xp
@@ -35,6 +37,13 @@ def place(
         if capability != "90" if hopper else int(capability) < 80:
             pytest.skip(f"the GPU has compute capability {capability}")
         return xp
+    emulator = request.getfixturevalue("emulator")
     for module in launching:
-        monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
-    return emulated.install(monkeypatch, request.getfixturevalue("emulator"))
+        monkeypatch.setattr(module, "launch", emulator)
+    for module in quantizing:
+        monkeypatch.setattr(
+            module,
+            "launch",
+            lambda source, *rest: emulator(emulated.without_products(source), *rest),
+        )
+    return emulated.install(monkeypatch, emulator)

@@ -347,6 +347,37 @@ def test_other_shapes_and_eager_steps_in_between_count_on(gpu: Any) -> None:
     assert layers[0][1]["step.weight"] == 14
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp4_all"])
+def test_accumulated_gradients_evaluation_and_loading_in_between_are_the_eager_ones(
+    gpu: Any, recipe: str
+) -> None:
+    """Operands of weights that are kept from use to use are those of the weights that are there."""
+    found = []
+    for captured in (False, True):
+        model, by, batches = gpt(recipe)
+        state, first = apply_recipe(model, recipe, 5), model.state_dict()
+
+        def step(inputs: et.ExTensor, labels: et.ExTensor, by: Any = by, model: Any = model) -> Any:
+            by.zero_grad()
+            for row in range(2):
+                scores = model(inputs[row : row + 1]).reshape(-1, 40)
+                et.cross_entropy(scores, labels[8 * row : 8 * row + 8]).backward()
+            by.step()
+            return scores
+
+        train, seen = et.capture(step) if captured else step, []
+        for number, arrays in enumerate(batches):
+            state.step = number
+            inputs, labels = (et.from_numpy(a, device="cuda") for a in arrays)
+            seen.append(train(inputs, labels).numpy().copy())
+            with et.no_grad():
+                seen.append(model(inputs[:1]).numpy().copy())
+            if number == 4:
+                model.load_state_dict(first)
+        found.append((seen, model.state_dict(), by.state_dict(), dict(state.telemetry)))
+    same(found[1], found[0])
+
+
 def test_random_bits_that_nobody_counts_are_refused(gpu: Any) -> None:
     layer = et.nn.Linear(8, 4, rng=0).to("cuda")
 

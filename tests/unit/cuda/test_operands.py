@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +19,7 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import jit, operands
 from extensor_cuda.kernels import quantize as kernels
+from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.test_compile import properties
 
 SHAPES = ((256, 256), (200, 328), (1, 40), (32, 8), (129, 136), (67, 1000))
@@ -41,8 +44,16 @@ def test_the_kernels_compile_without_spills(rounding: str, dtype: str) -> None:
         [spec_of(1, rounding).replace(format=name) for name in WIDE_FORMATS],
     )
     cases = [(fp4, 1, 0, 0), (fp4, 0, 1, 0), (fp4, 1, 1, 0), (fp4, 1, 0, 1), (fp4, 0, 1, 1)]
-    for spec, along, down, wide in cases + [(spec, 1, 1, 1) for spec in others]:
-        source = operands.operand_source(spec, dtype, bool(along), bool(down), bool(wide))
+    sources = [
+        operands.operand_source(spec, dtype, bool(along), bool(down), bool(wide))
+        for spec, along, down, wide in cases + [(spec, 1, 1, 1) for spec in others]
+    ]
+    if rounding == "nearest_even":
+        many = [
+            operands.operand_source(fp4, dtype, True, d, False, many=True) for d in (False, True)
+        ]
+        sources += many
+    for source in sources:
         code, log = jit.compile_cubin(source, "sm_90a")
         assert "warning" not in log, log
         for numbers in properties(code).values():
@@ -55,6 +66,94 @@ def test_the_quantizers_macros_stay_theirs() -> None:
     theirs = dict(kernels.quantize_source(plan, "float32", "values", True, True).macros)
     ours = dict(operands.operand_source(plan.spec, "float32", True, True, True).macros)
     assert theirs.items() <= ours.items()
+
+
+PRELUDE = """
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct Scale { float apply; };
+struct Stream {};
+inline void philox(u32, u32, const Stream&, u32 (&)[4]) {}
+inline u32 bits_of(float v) { return __float_as_uint(v); }
+inline float float_of(u32 v) { return __uint_as_float(v); }
+inline u32 low_float(u32 pair) { return pair << 16; }
+inline u32 high_float(u32 pair) { return pair & 0xFFFF0000u; }
+inline u32 pair_max(u32 a, u32 b) {
+    const u32 low = max(a & 0xFFFFu, b & 0xFFFFu);
+    return low | max(a >> 16, b >> 16) << 16;
+}
+inline u32 pair_min(u32 a, u32 b) { return ~pair_max(~a, ~b); }
+inline bool holds_zero(u32 pair) { return !(pair & 0x7FFFu) || !(pair & 0x7FFF0000u); }
+constexpr u32 kPairMagnitude = 0x7FFF7FFFu;
+"""
+ENTRY = """
+extern "C" __global__ void
+codes_of(const u32* x, const Scale* scale, const u32* words, u32* codes, int count) {
+    for (int i = threadIdx.x; i < count; i += 32) {
+        const u32 pair[4] = {x[2 * i], x[2 * i + 1], x[2 * i], x[2 * i + 1]};
+        const u32 a = pair[0], b = pair[1], *word = words + 4 * i;
+        const u32 v[4] = {low_float(a), high_float(a), low_float(b), high_float(b)};
+        const u32 w[4] = {word[0], word[1], word[2], word[3]};
+        Survey survey;
+        survey.add(pair);
+        bool far = false;
+        for (int h = 0; h < 32; h += 16)
+            far |= float_of(survey.largest >> h << 16) * scale->apply >= float_of(CLAMP_BITS);
+        codes[i] = needs_care(far, survey.least, *scale, *scale)
+                       ? four_codes<true>(v, scale->apply, w)
+                       : four_codes<false>(v, scale->apply, w);
+    }
+}
+"""
+
+
+def steps_of(y: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """E2M1's magnitudes up to 10 by the definition, in whole numbers of 2**-160: y in float64."""
+    spacing = np.where(y < 2, 0.5, np.where(y < 4, 1.0, np.where(y < 8, 2.0, 4.0)))
+    first = np.where(y < 2, 0, np.where(y < 4, 4, np.where(y < 8, 6, 8)))
+    start = np.where(y < 2, 0.0, np.where(y < 4, 2.0, np.where(y < 8, 4.0, 8.0)))
+    steps = np.floor((y - start) / spacing)
+    part = (y - start) / spacing - steps
+    return (first + steps + (part * 2.0**32 > words)).astype(np.int64)
+
+
+@pytest.mark.parametrize("rbits", [8, 32])
+def test_what_rounds_by_chance_in_halves_is_the_rule(emulator: Any, rbits: int) -> None:
+    """Every bfloat16 up to 16 under several scales, with the words at which its code changes."""
+    if emulation.COMPILER is None:
+        pytest.skip("no C++ compiler")
+    program = operands.operand_source(
+        spec_of(1, "stochastic").replace(rbits=rbits), "bfloat16", True, True, False
+    )
+    text = program.text
+    start = text.index("#if HALVES\nstatic_assert")
+    text = text[start : text.index("// Codes of 4 bits -> E5M2", start)]
+    source = replace(program, text=PRELUDE + text + ENTRY)
+    rng = np.random.default_rng(rbits)
+    for power in (0, 3, -100, 110, 126):
+        bits = np.arange(0, 0x7F80, dtype=np.uint16)  # all finite ones
+        x = bits.view(ml_dtypes.bfloat16).astype(np.float32)
+        with np.errstate(over="ignore", under="ignore"):
+            y = np.ldexp(x, power).astype(np.float64)  # what underflows is 0 everywhere
+        bits, y = bits[y <= 16], y[y <= 16]
+        part = np.modf(y * np.where(y < 2, 2, np.where(y < 4, 1, np.where(y < 8, 0.5, 0.25))))[0]
+        edge = np.ceil(part * 2.0**32)
+        words = np.stack([edge - 1, edge, edge + 1, rng.integers(0, 1 << 32, len(y))])
+        words = np.clip(words, 0, 2**32 - 1).astype(np.uint32)
+        if rbits == 8:
+            words = words & np.uint32(0xFF000000) | np.uint32(1 << 23)
+        for word in [*words, np.zeros_like(words[0]), np.full_like(words[0], 2**32 - 1)]:
+            if rbits == 8:
+                word = word & np.uint32(0xFF000000) | np.uint32(1 << 23)
+            order = rng.permutation(len(y) // 4 * 4)
+            signs = rng.integers(0, 2, len(order), dtype=np.uint16) << 15
+            given = np.ascontiguousarray((bits[order] | signs).astype(np.uint16).view(np.uint32))
+            taken = np.ascontiguousarray(word[order])
+            apply = np.ldexp(np.ones(1, np.float32), power)
+            codes = np.zeros(len(order) // 4, np.uint32)
+            emulator(source, "codes_of", 1, 32, given, apply, taken, codes, np.int32(len(codes)))
+            got = codes[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & 15
+            np.testing.assert_array_equal(got.reshape(-1), steps_of(y[order], taken))
 
 
 @pytest.fixture
@@ -112,6 +211,27 @@ def test_rows_and_columns_are_the_references_bit_for_bit(
             assert counts() == stats
             wide = operand.wide((set_flag, set_flag), hopper.xp).get().view(ml_dtypes.bfloat16)
             np.testing.assert_array_equal(wide[:, : want.shape[1]].astype(np.float32), want)
+
+
+@pytest.mark.parametrize("axes", [(1, 0), (1,), (0,)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_matrices_in_one_launch_are_each_alone(
+    hopper: Any, dtype: str, axes: tuple[int, ...]
+) -> None:
+    shapes = [(rows, columns) for rows, columns in SHAPES if columns % 8 == 0]
+    specs, xp = [spec_of(axis) for axis in axes], hopper.xp
+    memories: list[list[dict[str, Any]]] = [[{} for _ in shapes] for _ in range(2)]
+    for number in range(3):  # the later ones go by what the first has found
+        there = [data(shape, dtype, "wide") for shape in shapes]
+        xs = [xp.asarray((x * np.float32(2**number)).astype(x.dtype)) for x in there]
+        each = operands.make_each(xs, specs, xp, memories[0])
+        for x, together, memory in zip(xs, each, memories[1], strict=True):
+            alone = operands.make(x, specs, [None] * len(specs), xp, memory)
+            for (one, counts), (other, others) in zip(together, alone, strict=True):
+                assert one.codes.get().tobytes() == other.codes.get().tobytes()
+                assert int(one.exponent[0]) == int(other.exponent[0])
+                assert int(one.flag) == int(other.flag)
+                assert counts() == others()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -246,3 +366,12 @@ def test_small_or_odd_products_are_left_to_cupy(cuda: Any) -> None:
         assert words in str(operands.reason(array, spec, work, "90"))
     assert operands.reason(x, spec_of(1), 1 << 40, "90") is None
     assert "compute capability 80" in str(operands.reason(x, spec_of(1), 1 << 40, "80"))
+
+
+def test_the_table_of_several_matrices_lies_as_the_kernel_reads_it() -> None:
+    """Fields of eight bytes each, in one order."""
+    text = operands.operand_source(spec_of(1), "float32", True, True, False, many=True).text
+    struct = re.sub("//.*", "", text[text.index("struct Matrix {") : text.index("tiles_of(")])
+    names = re.findall(r"(\w+)[,;]", struct)
+    assert tuple(names) == operands._MATRIX.names
+    assert operands._MATRIX.itemsize == 8 * len(names)

@@ -39,8 +39,12 @@ def plan_of(name: str, shape: tuple[int, int], **options: Any) -> pair.PairPlan:
 def test_no_kernel_spills(name: str, rounding: str, arch: str) -> None:
     plan = plan_of(name, (256, 512), rounding=rounding, rbits=8)
     for out in ("codes", "values"):
-        for dtype, whole in (("bfloat16", True), ("float32", False)):
-            source = pair.pair_source(plan, dtype, out, whole, not whole)
+        for dtype, whole, stats in (
+            ("bfloat16", True, False),
+            ("bfloat16", True, True),
+            ("float32", False, True),
+        ):
+            source = pair.pair_source(plan, dtype, out, whole, stats)
             code, log = jit.compile_cubin(source, arch)
             assert "warning" not in log, log
             for numbers in properties(code).values():

@@ -383,3 +383,54 @@ def test_loss_curves_with_activations_in_bfloat16(cuda: Any, run: Any, recipe: s
     ours, theirs = (run(recipe, device, 12, "bfloat16") for device in ("cuda", "cpu"))
     assert ours[-1] < 0.99 * ours[0]
     np.testing.assert_allclose(ours, theirs, rtol=2e-2 if recipe == "mxfp4" else 4e-3)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("length", [40, 1500])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_gradients_of_norms_are_added_to_what_is_there(
+    trainer: Any, name: str, length: int, narrow: bool
+) -> None:
+    rng, here = np.random.default_rng(length), trainer.xp
+    x, g, there = (rng.standard_normal((9, length)).astype(np.float32) for _ in range(3))
+    weight = rng.standard_normal(length).astype(np.float32)
+    g = g.astype(ml_dtypes.bfloat16) if narrow else g
+    x, g, weight, there = map(here.asarray, (x, g, weight, there))
+    bias = [weight] if name == "layer_norm" else []
+    _, *kept = getattr(trainer, name)(x, weight, *bias, 1e-5)
+    apart = getattr(trainer, f"{name}_grad")(g, x, weight, *kept)
+    added = getattr(trainer, f"{name}_grad")(g, x, weight, *kept, addend=there)
+    same_bytes("gx", added[0].get(), (there + apart[0]).get())
+    for one, other in zip(added[1:], apart[1:], strict=True):
+        same_bytes("others", one.get(), other.get())
+
+
+def test_the_tape_has_a_norms_gradient_added_where_it_meets_another(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from extensor.autograd.apply import wrap
+
+    rng = np.random.default_rng(0)
+    given, factor = (rng.standard_normal((6, 48)).astype(np.float32) for _ in range(2))
+    added: list[Any] = []
+    add = type(trainer).add
+    monkeypatch.setattr(
+        type(trainer), "add", lambda self, a, b: added.append(a.shape) or add(self, a, b)
+    )
+    found = []
+    for adding in (type(trainer).adding, ()):
+        monkeypatch.setattr(type(trainer), "adding", adding)
+        x = wrap(trainer.xp.asarray(given), trainer)
+        weight, bias = (wrap(trainer.xp.asarray(factor[i]), trainer) for i in range(2))
+        x.requires_grad = weight.requires_grad = True
+        stream = x * 2.0
+        out = stream + et.layer_norm(stream, weight, bias) * wrap(
+            trainer.xp.asarray(factor), trainer
+        )
+        added.clear()
+        out.sum().backward()
+        assert x.grad is not None and weight.grad is not None
+        found.append([x.grad.data.get().copy(), weight.grad.data.get().copy(), len(added)])
+    same_bytes("x", found[0][0], found[1][0])
+    same_bytes("weight", found[0][1], found[1][1])
+    assert (found[0][2], found[1][2]) == (0, 1)

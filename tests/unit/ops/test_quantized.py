@@ -280,10 +280,10 @@ def test_planted_wrong_axis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
     honest = operands.of_products
 
-    def planted(backend: Any, x: Any, context: Any, slots: Any, sizes: Any) -> list[Any]:
+    def planted(backend: Any, x: Any, context: Any, slots: Any, *more: Any) -> list[Any]:
         if slots == [("wgrad.x", -2)]:
-            return [honest(backend, x, context, [("wgrad.x", -1)], sizes)[0].T]
-        return honest(backend, x, context, slots, sizes)
+            return [honest(backend, x, context, [("wgrad.x", -1)], *more)[0].T]
+        return honest(backend, x, context, slots, *more)
 
     monkeypatch.setattr(operands, "of_products", planted)
     with pytest.raises(AssertionError):

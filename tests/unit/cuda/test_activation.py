@@ -1,0 +1,117 @@
+"""Activations that are quantized as they are made: the bytes of two kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor.quant.spec import Hadamard, QuantSpec
+from extensor_cuda.counts import Counts
+from extensor_cuda.kernels import elementwise, pair
+from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.quantize import SLOTS
+from tests.oracle.compare import same_bytes
+from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.test_compile import check_compiles
+
+HALF = ml_dtypes.bfloat16
+NAMES = ("mxfp4", "mxfp8_e4m3")
+WHOLE, RAGGED = SHAPES = ((128, 256), (37, 70))
+CASES = (
+    ("relu", QuantSpec("mxfp4"), WHOLE),
+    ("gelu", QuantSpec("mxfp4", axis=0), RAGGED),
+    ("gelu", QuantSpec("mxfp8_e4m3"), RAGGED),
+    ("relu", QuantSpec("nvfp4", axis=0), WHOLE),  # the tensor's maximum is the activation's
+    ("gelu", QuantSpec("mxfp6_e2m3", transform=Hadamard(16)), WHOLE),
+    ("gelu", QuantSpec("mxfp8_e4m3", tile=(32, 32)), RAGGED),
+    ("relu", QuantSpec("mxfp8_e4m3", axis=0, tile=(32, 32)), RAGGED),
+)
+
+
+@pytest.fixture(params=PLACES)
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    quantizing = (kernels, pair)
+    return place(request, monkeypatch, (elementwise,), hopper=False, quantizing=quantizing)
+
+
+def values(shape: tuple[int, int]) -> np.ndarray:
+    """Of every size, with numbers that are not."""
+    rng = np.random.default_rng(shape[1])
+    x = (rng.standard_normal(shape) * np.exp2(rng.integers(-6, 4, shape))).astype(HALF)
+    x[3, 5], x[7, 40:], x[9, 2], x[11, 3] = np.nan, 0, np.inf, -np.inf
+    return np.asarray(x)
+
+
+def same_parts(q: Any, want: Any, context: str) -> None:
+    for name, part in want.parts.items():
+        got = q.parts[name]
+        if hasattr(got, "get"):  # the emulator's scale of a tensor is a number
+            got, part = got.get(), part.get()
+        same_bytes(name, got, part, context)
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("name", NAMES)
+def test_no_kernel_spills(name: str) -> None:
+    for axis in (0, 1):
+        for shape in SHAPES:
+            plan = kernels.plan_of(QuantSpec(name, axis=axis), shape, False, "gelu")
+            assert isinstance(plan, kernels.Plan)
+            whole = kernels.is_whole(plan, 0, "bfloat16")
+            source = kernels.quantize_source(plan, "bfloat16", "codes", whole, True)
+            check_compiles(source, "sm_80", "sm_89", "sm_90a")
+    for whole in (True, False):
+        source = pair.pair_source(
+            both_of(name, (256, 512), "gelu"), "bfloat16", "codes", whole, True
+        )
+        check_compiles(source, "sm_80", "sm_89", "sm_90a")
+
+
+def both_of(name: str, shape: tuple[int, int], activation: str) -> pair.PairPlan:
+    specs = (QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2))
+    plan = pair.pair_plan(specs, shape, activation)
+    assert isinstance(plan, pair.PairPlan)
+    return plan
+
+
+@pytest.mark.parametrize(("activation", "spec", "shape"), CASES, ids=str)
+def test_bytes_are_those_of_two_kernels(
+    xp: Any, activation: str, spec: QuantSpec, shape: tuple[int, int]
+) -> None:
+    x, made = xp.asarray(values(shape)), []
+    for given, before in ((x, activation), (elementwise.unary(activation, x, xp), "")):
+        plan = kernels.plan_of(spec, shape, False, before)
+        assert isinstance(plan, kernels.Plan)
+        made.append(kernels.quantize(given, plan, None, xp))
+    (q, stats), (want, wanted) = made
+    same_parts(q, want, f"{activation}, {spec} of {shape}")
+    assert stats == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_and_columns_in_one_reading(xp: Any, name: str) -> None:
+    for shape in ((64, 512), (37, 70)):
+        x = xp.asarray(values(shape))
+        y = elementwise.unary("gelu", x, xp)
+        made = []
+        for given, activation in ((x, "gelu"), (y, "")):
+            plan = both_of(name, shape, activation)
+            made.append(pair.quantize_raw(given, plan, (None, None), xp))
+        (both, counters), (wanted, others) = made
+        for q, want in zip(both, wanted, strict=True):
+            same_parts(q, want, f"{name} of {shape}")
+        for c in (0, 2 * SLOTS):
+            part = (c, c + 2 * SLOTS)
+            assert Counts(counters, part, x.size)() == Counts(others, part, x.size)()
+
+
+def test_what_has_no_kernel_is_said() -> None:
+    found = kernels.plan_of(QuantSpec("mxfp4"), (64, 64), False, "tanh")
+    assert isinstance(found, str) and "tanh" in found and "gelu" in found
+    plan = kernels.plan_of(QuantSpec("mxfp4"), (64, 64), False, "relu")
+    assert isinstance(plan, kernels.Plan)
+    with pytest.raises(ValueError, match="relu .* bfloat16 arrays, not float32"):
+        kernels.quantize_source(plan, "float32", "codes", True, True)

@@ -1,0 +1,43 @@
+"""Pairs of bfloat16 to e2m1: every value under every scale of a few, counted and not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor.quant import reference
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.kernels import quantize as kernels
+from tests.oracle.compare import same_bytes
+from tests.unit.cuda.places import PLACES, place
+
+
+@pytest.fixture(params=PLACES)
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return place(request, monkeypatch, (), hopper=False, quantizing=(kernels,))
+
+
+@pytest.mark.parametrize("stats", [True, False])
+@pytest.mark.parametrize("axis", [1, 0])
+def test_every_bfloat16(xp: Any, axis: int, stats: bool) -> None:
+    """In blocks of neighbours, and beside a largest that is up to 2**9 as large."""
+    bits = np.arange(1 << 16, dtype=np.uint16).reshape(-1, 32)
+    near, apart = bits.copy(), bits.copy()
+    apart[:, 7] = np.minimum((apart[:, 7] & 0x7FFF) + (np.arange(2048) % 9 << 7), 0x7F7F)
+    x = np.concatenate([near, apart]).astype(np.uint16).view(ml_dtypes.bfloat16)
+    x = x.reshape(-1, 256) if axis else x.reshape(-1, 256, 32).swapaxes(1, 2).reshape(-1, 256)
+    x = np.ascontiguousarray(x)
+    for rule in ("floor", "one"):
+        spec = QuantSpec("mxfp4", axis=axis, scale_rule=rule).resolve(2)
+        plan = kernels.plan_of(spec, x.shape)
+        assert isinstance(plan, kernels.Plan)
+        done = kernels.quantize_raw(xp.asarray(x), plan, None, xp, stats=stats)
+        want, counts = reference.quantize(x, spec)
+        assert done.q is not None
+        for name in ("codes", "scales"):
+            same_bytes(name, done.q.parts[name].get(), want.parts[name], f"{rule}, axis {axis}")
+        if stats:
+            assert done.stats(plan.count)() == counts

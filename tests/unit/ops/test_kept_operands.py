@@ -1,0 +1,250 @@
+"""A weight's operands: made once for all uses of the same values, and never used for others."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor import nn, optim
+from extensor.backends import registry
+from extensor.backends.generic import GenericBackend
+from extensor.ops import operands
+from extensor.ops.quantized import quantized_matmul
+from extensor.quant.recipe import LayerRecipe
+from extensor.quant.spec import QuantSpec
+
+RECIPES = ["mxfp4_all", "nvfp4_nvidia", "mxfp8_nvidia", "mxfp4_tseng", "bf16"]
+STOCHASTIC = QuantSpec("mxfp4", rounding="stochastic")
+
+
+def build(recipe: str) -> tuple[nn.Sequential, Any]:
+    model = nn.Sequential(nn.Linear(64, 96, rng=0), nn.ReLU(), nn.Linear(96, 32, rng=1))
+    return model, nn.apply_recipe(model, recipe, seed=3)
+
+
+def batch(number: int, rows: int = 24) -> et.ExTensor:
+    rng = np.random.default_rng(number)
+    return et.from_numpy(rng.standard_normal((rows, 64)).astype(np.float32))
+
+
+class Made(list[Any]):
+    """Shapes of the matrices that were quantized or rounded, in order."""
+
+    def of(self, layer: Any) -> int:
+        """How often the layer's weight was."""
+        return sum(shape == layer.weight.shape for shape in self)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    found = Made()
+    for name in ("product_operands", "dense_operands"):
+        honest = getattr(GenericBackend, name)
+
+        def counted(self: Any, x: Any, *more: Any, honest: Any = honest) -> Any:
+            found.append(x.shape)
+            return honest(self, x, *more)
+
+        monkeypatch.setattr(type(registry.get("cpu")), name, counted)
+    return found
+
+
+def accumulate(recipe: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Two steps of three micro-batches, an evaluation between them."""
+    with monkeypatch.context() as patch:
+        if not kept:
+            patch.setattr(operands.Version, "of", classmethod(lambda cls, tensor: None))
+        model, state = build(recipe)
+        by = optim.SGD(model.named_parameters(), lr=0.1)
+        found: list[Any] = []
+        for step in range(2):
+            state.step = step
+            by.zero_grad()
+            for number in range(3):
+                model(batch(number)).square().mean().backward()
+            found += [param.grad.numpy().copy() for param in model.parameters()]
+            by.step()
+            with et.no_grad():
+                found.append(model(batch(9)).numpy().copy())
+        return [*found, dict(state.telemetry)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_micro_batches_reuse_them_to_the_bit_and_the_count(
+    recipe: str, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = accumulate(recipe, True, monkeypatch)
+    ours_made = list(made)
+    made.clear()
+    theirs = accumulate(recipe, False, monkeypatch)
+    for a, b in zip(ours, theirs, strict=True):
+        if isinstance(a, np.ndarray):
+            np.testing.assert_array_equal(a, b)
+        else:
+            assert a == b
+    # The first layer's in forward passes: of the first step, and of each evaluation, whose the
+    # second step finds. The second layer's also in a backward pass of each step.
+    weights = [(96, 64), (32, 96)]
+    assert [ours_made.count(shape) for shape in weights] == [3, 5]
+    assert [made.count(shape) for shape in weights] == [8, 14]
+    assert len(made) - len(ours_made) == 5 + 9
+
+
+def _rewrite(model: nn.Sequential) -> dict[str, Callable[[], object]]:
+    layer = model[0]
+    weight = layer.weight
+    fresh = np.random.default_rng(5).standard_normal(weight.shape).astype(np.float32)
+
+    def update(kind: Any, **options: Any) -> Callable[[], object]:
+        def step() -> None:
+            matrices = [(n, p) for n, p in model.named_parameters() if p.ndim > 1]
+            by = kind(matrices, lr=0.1, **options)
+            by.step()
+
+        return step
+
+    def quiet(write: Callable[[], object]) -> Callable[[], object]:
+        def call() -> None:
+            with et.no_grad():
+                write()
+
+        return call
+
+    return {
+        "SGD": update(optim.SGD),
+        "AdamW": update(optim.AdamW),
+        "states in blocks": update(optim.AdamW, states="bfloat16"),
+        "Muon": update(optim.Muon),
+        "assign_": quiet(lambda: weight.assign_(fresh)),
+        "copy_": quiet(lambda: weight.copy_(et.from_numpy(fresh))),
+        "an index": quiet(lambda: weight.__setitem__((0, slice(4)), 3.0)),
+        "a view": quiet(lambda: weight.detach().reshape(-1).__setitem__(5, 3.0)),
+        "loading": lambda: model.load_state_dict(
+            {name: a + 1 for name, a in model.state_dict().items()}
+        ),
+        "a move": lambda: model.to("cpu"),
+        "other memory": lambda: setattr(weight, "data", fresh),
+        "another parameter": lambda: setattr(layer, "weight", nn.Parameter(fresh)),
+        "another recipe": lambda: setattr(
+            layer.quant, "layer", LayerRecipe.uniform(QuantSpec("mxfp8_e4m3"))
+        ),
+    }
+
+
+@pytest.mark.parametrize("way", _rewrite(build("mxfp4_all")[0]))
+def test_whatever_changes_a_weight_makes_them_anew(
+    way: str, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = build("mxfp4_all")
+    model(batch(0)).square().mean().backward()
+    made.clear()
+    _rewrite(model)[way]()
+    ours = model(batch(1))
+    assert made.of(model[0]) == 1
+    monkeypatch.setattr(operands.Version, "of", classmethod(lambda cls, tensor: None))
+    np.testing.assert_array_equal(ours.numpy(), model(batch(1)).numpy())
+
+
+def test_random_weights_are_drawn_anew_with_each_step_and_use(made: Made) -> None:
+    layer = nn.Linear(64, 96, rng=0)
+    state = nn.apply_recipe(layer, "mxfp4_all")
+    assert layer.quant is not None
+    layer.quant.layer = layer.quant.layer.with_slot("fprop.w", STOCHASTIC)
+    found = []
+    with et.no_grad():
+        for step, call in ((0, 0), (0, 0), (0, 1), (1, 0), (1, 0)):
+            state.step = step
+            found.append(layer(batch(0), call).numpy())
+    assert made.of(layer) == 3
+    for a, b, equal in ((0, 1, True), (0, 2, False), (0, 3, False), (3, 4, True)):
+        assert np.array_equal(found[a], found[b]) == equal
+
+
+def test_weights_that_are_results_are_not_kept(made: Made) -> None:
+    layer = nn.Linear(64, 96, rng=0)
+    state = nn.apply_recipe(layer, "mxfp4_all")
+    assert layer.quant is not None
+    for _ in range(2):
+        quantized_matmul(batch(0), layer.weight * 2.0, layer.quant)
+    assert made.of(layer) == 2
+    assert not state._operands
+
+
+def test_other_sizes_make_them_anew(made: Made) -> None:
+    """How a product is made depends on its size, and so do its operands."""
+    model, _ = build("mxfp4_all")
+    with et.no_grad():
+        for rows in (24, 8, 8):
+            model(batch(0, rows))
+    assert made.of(model[0]) == 2
+
+
+def test_nothing_is_held_of_a_weight_that_is_gone() -> None:
+    import gc
+    import weakref
+
+    model, _ = build("mxfp4_all")
+    model(batch(0))
+    old = weakref.ref(model[0].weight.data)
+    with et.no_grad():
+        model[0].weight.assign_(model[0].weight.data + 1)
+    gc.collect()
+    assert old() is None
+
+
+def test_copies_begin_without_them(made: Made) -> None:
+    model, state = build("mxfp4_all")
+    with et.no_grad():
+        wanted = model(batch(0)).numpy()
+        assert state._operands
+        made.clear()
+        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert not again[0].quant.state._operands
+            assert np.array_equal(again(batch(0)).numpy(), wanted)
+    assert len(made) == 2 * 4
+
+
+@pytest.fixture
+def joining(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """The CPU as a device that makes operands of several matrices at once; shapes of each call."""
+    calls: list[list[Any]] = []
+    kind = type(registry.get("cpu"))
+
+    def each(self: Any, xs: Any, specs: Any, memories: Any) -> Any:
+        calls.append([x.shape for x in xs])
+        assert len({id(memory) for memory in memories}) == len(xs)
+        return [list(self.product_operands(x, specs, [None] * len(specs), 0)) for x in xs]
+
+    monkeypatch.setattr(kind, "product_operands_each", each)
+    monkeypatch.setattr(kind, "joins_operands", lambda self, specs: True)
+    monkeypatch.setattr(kind, "keeps_operands", lambda self, *given: given[0].ndim == 2)
+    return calls
+
+
+def test_weights_that_changed_are_made_with_the_first_that_is_asked_for(
+    joining: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = accumulate("mxfp4_all", True, monkeypatch)
+    # The first forward pass meets them one by one. Evaluation asks for rows alone, then the next
+    # step for columns too. (Then this optimizer has given them other memory.)
+    assert joining == [[(96, 64), (32, 96)]] * 2
+    theirs = accumulate("mxfp4_all", False, monkeypatch)
+    for a, b in zip(ours, theirs, strict=True):
+        assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+
+
+def test_weights_that_did_not_change_are_not_made_again(joining: list[list[Any]]) -> None:
+    model, _ = build("mxfp4_all")
+    with et.no_grad():
+        model(batch(0))
+        model[2].weight.copy_(model[2].weight + 1)
+        model(batch(0))
+        model[0].weight.copy_(model[0].weight + 1)
+        model(batch(0))
+    assert joining == []
