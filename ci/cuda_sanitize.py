@@ -164,7 +164,9 @@ def stored_products(backend: Any, rng: Any) -> int:
         half = shape[0] // 2
         offsets = grouped.offsets_of(xp.asarray([half - 5, shape[0] - half + 5]), xp)
         grouped.matmul(rows, rows, offsets, xp)
-        count += 3
+        for name in ("mxfp8_e4m3", "mxfp4"):
+            gemm.matmul(rows, rows, xp, out_dtype=QuantSpec(name, axis=1))
+        count += 5
     return count
 
 

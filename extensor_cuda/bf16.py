@@ -36,10 +36,10 @@ from extensor_cuda.expansion import (
 )
 from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.gemm import (
-    BEYOND,
     STAGE_OF_BF16,
     TILE_M,
     Packed,
+    block_scales,
     configure,
     empty_rows,
     gemm,
@@ -52,7 +52,7 @@ Array = Any
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 _TALL = 16
 """Rows of tiles that take their columns together: 132 blocks begin with nine columns."""
-_PARTS, _PART = 4, 512
+_PARTS, _PART = 1, 512
 """Of K, the first of which is expanded before; a multiple of so many elements."""
 _FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 """Whether bfloat16 holds all of a stored matrix as it is."""
@@ -80,22 +80,17 @@ def _begin(
     """Expand the first rows, or all; and what the others are expanded from."""
     lines, k = q.shape[0], coded_length(q.spec, q.shape)
     every, scaled = _every(q), is_float_scaled(q.spec)
-    packed, factor = Packed(aligned(q.codes, xp)), q.tensor_scale
+    packed, factor, scales = Packed(aligned(q.codes, xp)), q.tensor_scale, None
     if scaled:
-        floats = xp.ascontiguousarray(q.scales.astype(np.float32, copy=False))
         zeros = None if q.zero_points is None else xp.ascontiguousarray(q.zero_points)
-        packed = replace(packed, floats=floats, zeros=zeros)
-        each, _ = tile_extent(q.spec, q.shape)
-        factor = (
-            floats[:, 0] if each == 1 or len(floats) == 1 else floats[:, 0].repeat(each)[:lines]
-        )
+        packed, (each, _) = replace(packed, zeros=zeros), tile_extent(q.spec, q.shape)
     else:
         packed = replace(packed, scales=aligned(q.scales, xp))
     if every:
-        groups, at_once = floats.shape[1], max(STAGE_OF_BF16 // every, 1)
-        make = xp.zeros if groups % at_once else xp.empty  # what a stage reads beyond the last
-        shape = -(-groups // at_once) * at_once, -(-lines // 4) * 4 + BEYOND
-        packed = replace(packed, factors=make(shape, dtype=np.float32))
+        scales = block_scales(q.scales, lines, each, xp, max(STAGE_OF_BF16 // every, 1))
+    elif scaled:
+        factor = q.scales[:, 0].astype(np.float32)
+        factor = factor if each == 1 or len(factor) == 1 else factor.repeat(each)[:lines]
     chunks, rows = -(-k // 16), lines
     if ready is not None:
         rows, part = ready, min(-(-k // _PARTS // _PART) * _PART, 16 * chunks)
@@ -105,9 +100,7 @@ def _begin(
     made = None, None, flag, None, None
     threads = rows * ((packed.part or 16 * chunks) // 16)
     launch_expand(_source(q), threads, packed, out, rows, made=made)
-    if every:
-        return Expansion(out[:, :k], "bf16", scales=packed.factors, every=every), packed
-    return Expansion(out[:, :k], "bf16", factor=factor), packed
+    return Expansion(out[:, :k], "bf16", factor=factor, scales=scales, every=every), packed
 
 
 def as_bf16(q: QuantArray, xp: Any, flag: Array | None = None) -> Expansion:

@@ -187,18 +187,18 @@ def launch_expand(
         heads: the largest scale, and the tensor's scale.
         made: what becomes of exponent, factor and flag; two guards.
     """
-    null, counts, factors = np.uint64(0), packed.counts, packed.factors
+    null, counts = np.uint64(0), packed.counts
     chunks = (packed.part or out.shape[1]) // 16
-    scales = packed.scales if packed.floats is None else packed.floats
-    sizes = (rows, out.shape[1], packed.codes.shape[1], scales.shape[1])
-    parts = packed.codes, packed.scales, *heads, out, *made, packed.floats, packed.zeros, factors
+    blocks = packed.zeros if packed.scales is None else packed.scales
+    pitches = out.shape[1], packed.codes.shape[1], 0 if blocks is None else blocks.shape[1]
+    parts = packed.codes, packed.scales, *heads, out, *made, packed.zeros
     launch(
         source,
         "expand",
         _blocks(threads, made[-1] is not None),
         _THREADS,
         *(null if part is None else part for part in parts),
-        *(np.int64(n) for n in (*sizes, 0 if factors is None else factors.shape[1])),
+        *(np.int64(n) for n in (rows, *pitches)),
         null if counts is None else counts,
         *(np.int64(n) for n in (0 if counts is None else counts.size, chunks)),
     )

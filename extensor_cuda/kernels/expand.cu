@@ -10,7 +10,7 @@
 // the values are whole; what bfloat16 does not hold is NaN and raises the flag, if there is one.
 //
 // SCALED (FIXED, rows): INT4, INT8 and FP8 under float scales. What is written are the codes less their zero
-// points, which bfloat16 holds; scales go beside them, each row's below one another.
+// points, which bfloat16 holds.
 //
 // A thread has 16 elements of a row, or of four neighbouring columns, which it turns: no block size, no
 // tail divides its work, since stored blocks are whole (SCALED: or not WHOLE, read byte by byte). No headers, no inline assembly; macros: BITS,
@@ -33,14 +33,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 expand(const u8* __restrict__ codes, const u8* __restrict__ scales, const u32* __restrict__ largest,
        const float* __restrict__ tensor_scale, u8* __restrict__ out, int* __restrict__ exponent,
        float* __restrict__ factor, u32* __restrict__ flag, const u32* __restrict__ guard,
-       const u32* __restrict__ other_guard, const float* __restrict__ floats,
-       const signed char* __restrict__ zeros, float* __restrict__ factors, i64 lines, i64 pitch, i64 octets,
-       i64 scale_pitch, i64 factor_pitch, u32* __restrict__ counts, i64 counted, i64 part) {
+       const u32* __restrict__ other_guard, const signed char* __restrict__ zeros,
+       i64 lines, i64 pitch, i64 octets, i64 scale_pitch, u32* __restrict__ counts, i64 counted, i64 part) {
     if (blockIdx.x == 0)
         for (i64 i = threadIdx.x; i < counted; i += kThreads) counts[i] = 0;
     if (guard && !(*guard | *other_guard)) return;
     const int anchor = UE4M3 ? 0 : FIXED ? 127 : static_cast<int>(*largest);
-    [[maybe_unused]] const Stored stored = {codes, scales, floats, zeros, factors, octets, scale_pitch, factor_pitch};
+    [[maybe_unused]] const Stored stored = {codes, scales, zeros, octets, scale_pitch};
     if (!FIXED && blockIdx.x == 0 && threadIdx.x == 0) {
         if (exponent) *exponent = anchor - 127 - LIFT;
         const int half = (anchor - 127 - LIFT) / 2;  // in two steps: 2^-140 is a subnormal
@@ -94,7 +93,7 @@ expand(const u8* __restrict__ codes, const u8* __restrict__ scales, const u32* _
         const u32 at = first + threadIdx.x;
         uint4 units[kOctets] = {};
         if (at < count) {
-            const Chunk from = read_chunk(stored, at / some, at % some);
+            const Chunk from = read_chunk(row_of(stored, at / some), at % some);
             convert(from.words, from.scale, anchor, units, beyond);
         }
 #if OUT == 0

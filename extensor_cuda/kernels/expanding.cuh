@@ -10,6 +10,10 @@ __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
     return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
 }
 
+// Whether all of MXFP4's values under a scale are normal numbers, as almost always.
+constexpr bool kMostlyPlain = BITS == 4 && !SCALED && !UE4M3 && FIXED;
+__device__ __forceinline__ bool is_plain(u32 scale) { return scale - 2 <= 250; }
+
 // What a code's magnitude bits mean.
 __device__ __forceinline__ float grid(u32 magnitude, int mantissa, int least) {
     const u32 field = magnitude >> mantissa, part = magnitude & ((1u << mantissa) - 1);
@@ -53,16 +57,17 @@ __device__ __forceinline__ u32 encoded(float v, bool& lost) {
 #endif
 }
 
-#if BITS == 4
+#if BITS == 4 && !SCALED
 // Bytes of the eight magnitudes; of bfloat16 the upper ones too.
 struct Table {
     u32 low[2], high[2];
 };
 
+template <bool kPlain>
 __device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& lost) {
     Table t = {{0, 0}, {0, 0}};
 #if FIXED && !UE4M3
-    if (scale - 2 <= 250) {  // all normal: 0, 0.5; 1, 1.5; 2, 3; 4, 6, the scale added to their exponents
+    if (kPlain || is_plain(scale)) {  // 0, 0.5; 1, 1.5; 2, 3; 4, 6, the scale added to their exponents
         const u32 both = scale * 0x00800080u;
         const u32 pairs[4] = {(scale - 1) << 23, both + 0x00400000u, both + 0x00C00080u, both + 0x01400100u};
 #pragma unroll
@@ -70,14 +75,15 @@ __device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& los
             t.low[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x6420);
             t.high[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x7531);
         }
-        return t;
-    }
+    } else
 #endif
+    {
 #pragma unroll
-    for (u32 n = 0; n < 8; ++n) {
-        const u32 code = unit.live ? encoded(grid(n, MANTISSA, MIN_EXPONENT) * unit.value, lost) : kOutNaN;
-        t.low[n / 4] |= (code & 0xFFu) << (8 * (n % 4));
-        t.high[n / 4] |= code >> 8 << (8 * (n % 4));
+        for (u32 n = 0; n < 8; ++n) {
+            const u32 code = unit.live ? encoded(grid(n, MANTISSA, MIN_EXPONENT) * unit.value, lost) : kOutNaN;
+            t.low[n / 4] |= (code & 0xFFu) << (8 * (n % 4));
+            t.high[n / 4] |= code >> 8 << (8 * (n % 4));
+        }
     }
     return t;
 }
@@ -88,7 +94,8 @@ __device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& los
 __device__ __forceinline__ u32 number_of(u32 code, float zero) {
 #if IS_FLOAT
     const u32 magnitude = code & 0x7Fu;
-    float v = grid(magnitude, MANTISSA, MIN_EXPONENT);
+    // A float's bits with other widths: shifted into place, it is off by a power of two, subnormals too.
+    float v = __uint_as_float(magnitude << (23 - MANTISSA)) * __uint_as_float(static_cast<u32>(253 + (MIN_EXPONENT)) << 23);
     if (magnitude > MAX_CODE) v = __uint_as_float(magnitude == 0x7Cu ? 0x7F800000u : 0x7FC00000u);  // of E5M2
     return __float_as_uint(v) | code >> 7 << 31;
 #else
@@ -96,6 +103,7 @@ __device__ __forceinline__ u32 number_of(u32 code, float zero) {
 #endif
 }
 
+template <bool kPlain = false>
 __device__ __forceinline__ void convert(const u32 (&words)[kWords], int zero_point, int, uint4 (&units)[2],
                                         u32&) {
     const float zero = static_cast<float>((1 << 23) + (1 << (BITS - 1)) + zero_point);
@@ -108,14 +116,15 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], int zero_poi
     units[0] = uint4{out[0], out[1], out[2], out[3]}, units[1] = uint4{out[4], out[5], out[6], out[7]};
 }
 #else
-// 16 codes of one block -> 16-byte units.
+// 16 codes of one block -> 16-byte units. kPlain: the scale is known to be.
+template <bool kPlain = false>
 __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, int anchor,
                                         uint4 (&units)[kOctets], u32& beyond) {
     const Unit unit = unit_of(scale, anchor);
     bool lost = false;
     u32 any = 0, out[4 * kOctets];
 #if BITS == 4
-    const Table t = table_of(scale, unit, lost);
+    const Table t = table_of<kPlain>(scale, unit, lost);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 four = words[i / 2] >> (16 * (i % 2)), pick = four & 0x7777u;
@@ -164,36 +173,43 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, i
 // A stored matrix, in blocks along its rows.
 struct Stored {
     const u8 *codes, *scales;
-    const float* floats;        // SCALED: the scales,
-    const signed char* zeros;   // zero points or null,
-    float* factors;             // and where each row's scales go, (blocks, pitch), or null
-    i64 octets, scale_pitch, factor_pitch;
+    const signed char* zeros;  // SCALED: zero points or null; scales are left to others
+    i64 octets, scale_pitch;   // of a row
 };
 
-// 16 codes of a row, and what they are converted with.
+// A row of it, and 16 codes of a row with what they are converted with.
+struct Row {
+    const u8 *codes, *scales;
+    const signed char* zeros;
+    i64 octets;
+};
 struct Chunk {
     u32 words[kWords];
     int scale;  // SCALED: the zero point
 };
 
-__device__ __forceinline__ Chunk read_chunk(const Stored& from, u32 row, u32 chunk) {
+__device__ __forceinline__ Row row_of(const Stored& from, u32 row) {
+    const i64 blocks = static_cast<i64>(row / TILE_ROWS) * from.scale_pitch;
+    return {from.codes + row * from.octets, SCALED ? nullptr : from.scales + blocks,
+            SCALED && from.zeros ? from.zeros + blocks : nullptr, from.octets};
+}
+
+__device__ __forceinline__ Chunk read_chunk(const Row& row, u32 chunk) {
     Chunk out;
-    const i64 block = static_cast<i64>(row / TILE_ROWS) * from.scale_pitch + chunk * kChunk / BLOCK;
-    const u8* at = from.codes + row * from.octets + static_cast<i64>(chunk) * (4 * kWords);
+    const u32 block = chunk * kChunk / BLOCK;
+    const u8* at = row.codes + chunk * (4 * kWords);
 #if SCALED
-    out.scale = from.zeros ? from.zeros[block] : 0;
-    if (from.factors && chunk * kChunk % BLOCK == 0)
-        from.factors[chunk * kChunk / BLOCK * from.factor_pitch + row] = from.floats[block];
+    out.scale = row.zeros ? row.zeros[block] : 0;
 #if !WHOLE
 #pragma unroll
     for (int w = 0; w < kWords; ++w) out.words[w] = 0;
 #pragma unroll
     for (int b = 0; b < 4 * kWords; ++b)
-        if (chunk * (4 * kWords) + b < from.octets) out.words[b / 4] |= static_cast<u32>(at[b]) << 8 * (b % 4);
+        if (chunk * (4 * kWords) + b < row.octets) out.words[b / 4] |= static_cast<u32>(at[b]) << 8 * (b % 4);
     return out;
 #endif
 #else
-    out.scale = from.scales[block];
+    out.scale = row.scales[block];
 #endif
 #if BITS == 4
     const uint2 two = *reinterpret_cast<const uint2*>(at);
@@ -218,8 +234,8 @@ __device__ __forceinline__ void store(u8* out, i64 chunk, const uint4 (&units)[k
 __device__ __forceinline__ u32 neighbours(u32 mine) { return __shfl_xor_sync(0xFFFFFFFFu, mine, 1); }
 
 // The same by a whole warp, whose lanes have chunks in order: two lanes write 32 bytes, a whole sector.
-__device__ __forceinline__ void store_together(u8* out, i64 chunk, i64 count, const uint4 (&units)[2]) {
-    const bool odd = threadIdx.x % 2;
+__device__ __forceinline__ void store_together(u8* out, u32 chunk, u32 count, const uint4 (&units)[2]) {
+    const u32 odd = threadIdx.x % 2;
     uint4 theirs = odd ? units[0] : units[1];
     const uint4 own = odd ? units[1] : units[0];
     theirs = uint4{neighbours(theirs.x), neighbours(theirs.y), neighbours(theirs.z), neighbours(theirs.w)};

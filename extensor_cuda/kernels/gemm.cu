@@ -25,7 +25,7 @@
 //
 // GROUPED: the rows of A are in groups, each with a B of its own; where they begin is read on the
 // device. ZEROS: 8-bit integers whose zero points are taken off the exact sum. REQUANTIZED: C as codes
-// and scales.
+// and scales, which three idle warps make (gemm_requantize.cuh).
 //
 // No headers; macros and the wgmma function come from gemm.py. TMA fills what lies outside A and B
 // with zeros, which add nothing; what lies outside C is not written.
@@ -68,11 +68,9 @@ struct Epilogue {
     u8* scales;                 // REQUANTIZED: of the codes' blocks
     const void* tensor;         // null, or what the whole tensor decides of them
     int ready;                  // EXPANDS: rows of B of which there is a part before; whole tiles
-    const u8 *codes, *code_scales;   // as Stored in expanding.cuh
-    const float* floats;
+    const u8 *codes, *code_scales;  // as Stored in expanding.cuh
     const signed char* zeros;
-    float* factors;
-    i64 octets, scale_pitch, factor_pitch;
+    i64 octets, scale_pitch;
     u8* expanded;  // B
     i64 chunks;    // of 16 elements, of a row of B
     i64 part;      // of these, whole stages: what is there of the first rows, and what comes together
@@ -89,6 +87,8 @@ constexpr int kTable = 64 + kTileN;           // exponents of a warpgroup's rows
 constexpr int kTables = ZEROS ? 3 * kTable : kTable;  // with zero points and sums behind them
 constexpr int kLines = EVERY && EVERY < 64 ? 64 / EVERY : 1;  // EVERY: scales of a column in a stage
 constexpr int kScales = BLOCKS ? kTileM + kTileN : EVERY ? kLines * kTileN : 0;  // of a stage
+// Registers of a thread beside those that multiply, and of these: three warpgroups have 504.
+constexpr int kBeside = EXPANDS ? 72 : !REQUANTIZED ? 40 : kTileN > 128 ? 72 : 104, kMultiplying = (504 - kBeside) / 2;
 constexpr int kGroup = GROUP / kCluster;      // rows of tiles that are walked together
 constexpr int kBox = 64, kBoxBytes = kBox * kRowBytes;  // A_DOWN, B_DOWN: of K, and all of a box
 static_assert(!(A_DOWN || B_DOWN) || KIND == 1, "wgmma reads 16-bit elements alone either way");
@@ -190,6 +190,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
     float* scales = reinterpret_cast<float*>(tables);  // 16 bytes aligned
     if (BLOCKS || EVERY) tables = reinterpret_cast<int*>(scales + kStages * kScales);
     const u32 full = shared_address(tables + (VECTORS ? 4 * kTables : 0)), empty = full + 8 * kStages;
+    const u32 handed = empty + 8 * kStages;  // REQUANTIZED: two barriers a patch, of all lanes
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
     const int rank = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
 
@@ -198,6 +199,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, kWarps * kCluster);
         }
+        for (int p = 0; REQUANTIZED && p < 2 * kWarps * kPatches; ++p) barrier_init(handed + 8 * p, 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (kCluster > 1)
@@ -239,7 +241,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
     u32 parity = 0;
 
     if (warpgroup == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(EXPANDS ? 56 : 40));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kBeside));
         if (threadIdx.x == 256) {
             for (int index = blockIdx.x / kCluster; TILES; index += step) {
                 const Tile tile = TILE;
@@ -283,10 +285,21 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #if EXPANDS
         if (threadIdx.x >= 288) expanding::expand_rows(e, lane);
 #endif
+#if REQUANTIZED
+        if (threadIdx.x >= 288) {
+            u32 turn = 0;
+            for (int index = blockIdx.x / kCluster; TILES; index += step) {
+                const Tile tile = TILE;
+                quantize_tile(patches, handed, e, start + (tile.row * kCluster + rank) * kTileM, end_of_rows,
+                              tile.column * kTileN, turn, threadIdx.x / 32 - 9, lane);
+            }
+        }
+#endif
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(EXPANDS ? 224 : 232));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplying));
         const int warp = threadIdx.x / 32;
         u8* patch = patches + warp * kPatches * kPatch;
+        const u32 mine = handed + 16 * warp * kPatches;
         u32 turn = 0;
         int* table = tables + warpgroup * 2 * kTables;
         Factors factors = {1.0f, 1.0f, table};
@@ -375,13 +388,13 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
             await_tables(warpgroup);
             factors.table = table;
             if (VECTORS == 2 || are_near(table, lane))
-                write_rows<true>(TOTAL, e, &c_map, factors, first, end_of_rows, column, group, patch, turn, lane);
+                write_rows<true>(TOTAL, e, &c_map, factors, first, end_of_rows, column, group, patch, mine, turn, lane);
             else
-                write_rows<false>(TOTAL, e, &c_map, factors, first, end_of_rows, column, group, patch, turn, lane);
+                write_rows<false>(TOTAL, e, &c_map, factors, first, end_of_rows, column, group, patch, mine, turn, lane);
             // The other table next: slower warps may still read this one.
             table = table == tables + warpgroup * 2 * kTables ? table + kTables : table - kTables;
 #else
-            write_rows<true>(TOTAL, e, &c_map, factors, first, end_of_rows, column, group, patch, turn, lane);
+            write_rows<true>(TOTAL, e, &c_map, factors, first, end_of_rows, column, group, patch, mine, turn, lane);
 #endif
         }
         if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

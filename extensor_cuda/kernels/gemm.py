@@ -25,7 +25,6 @@ from extensor_cuda.kernels.gemm_program import (
 from extensor_cuda.kernels.requantize import Requantized, type_of
 
 __all__ = [
-    "BEYOND",
     "MOST_TERMS",
     "STAGE_OF_BF16",
     "TILE_M",
@@ -45,7 +44,7 @@ __all__ = [
 
 MOST_TERMS = (1 << 17) - 1
 """K of a product of 8-bit integers: 128 * 128 * K stays below 2**31."""
-BEYOND = 256  # scales that may be read behind a row of them: a tile's width
+_BEYOND = 256  # scales that may be read behind a row of them: a tile's width
 
 
 class _Epilogue(ctypes.Structure):
@@ -86,12 +85,9 @@ class _Epilogue(ctypes.Structure):
         ("ready", ctypes.c_int),
         ("codes", ctypes.c_void_p),
         ("code_scales", ctypes.c_void_p),
-        ("floats", ctypes.c_void_p),
         ("zeros", ctypes.c_void_p),
-        ("factors", ctypes.c_void_p),
         ("octets", ctypes.c_longlong),
         ("scale_pitch", ctypes.c_longlong),
-        ("factor_pitch", ctypes.c_longlong),
         ("expanded", ctypes.c_void_p),
         ("chunks", ctypes.c_longlong),
         ("part", ctypes.c_longlong),
@@ -137,9 +133,7 @@ class Packed:
     Attributes:
         codes: uint8 (N, bytes).
         scales: uint8 (tiles of rows, blocks), or None.
-        floats: float32 likewise, or None.
         zeros: int8 likewise, zero points, or None.
-        factors: float32 (blocks, pitch), where float scales go; or None.
         ready: rows whose first part is expanded already, a multiple of the tile's columns.
         part: elements along K, a multiple of 64.
         counts: uint32 (1 + parts of K times tiles of columns,), at first 0.
@@ -147,9 +141,7 @@ class Packed:
 
     codes: Any
     scales: Any = None
-    floats: Any = None
     zeros: Any = None
-    factors: Any = None
     ready: int = 0
     part: int = 0
     counts: Any = None
@@ -175,21 +167,22 @@ def _pointer(array: Any) -> int | None:
     return None if array is None else int(array.data.ptr)
 
 
-def block_scales(scales: Any, rows: int, each: int, xp: Any) -> Any:
-    """Float scales of 128 elements along K, as the kernel reads them.
+def block_scales(scales: Any, rows: int, each: int, xp: Any, whole: int = 1) -> Any:
+    """Float scales of elements along K, as the kernel reads them.
 
     Args:
-        scales: float32 (ceil(rows / each), K / 128).
+        scales: floats (ceil(rows / each), blocks along K).
         rows: of the operand.
         each: rows that share a scale.
         xp: cupy.
+        whole: a multiple of so many blocks is made.
 
     Returns:
-        float32 (blocks, pitch); what lies beyond the rows is 0.
+        float32 (blocks, pitch); what lies beyond the rows and blocks is 0.
     """
-    pitch = -(-rows // 4) * 4 + BEYOND
-    out = xp.zeros((scales.shape[1], pitch), dtype=np.float32)
-    out[:, :rows] = scales.T if each == 1 else scales.T.repeat(each, axis=1)[:, :rows]
+    blocks, pitch = scales.shape[1], -(-rows // 4) * 4 + _BEYOND
+    out = xp.zeros((-(-blocks // whole) * whole, pitch), dtype=np.float32)
+    out[:blocks, :rows] = scales.T if each == 1 else scales.T.repeat(each, axis=1)[:, :rows]
     return out
 
 
@@ -290,7 +283,7 @@ def gemm(
         zeros: zero points, with 8-bit integers and factors.
         scales: from `block_scales`, of a and of b: float32 for each 128 elements along K, with FP8.
             With bf16 and a config that says for how many, b's alone: float32 (whole stages of
-            groups, pitch), readable `BEYOND` the last.
+            groups, pitch), readable a tile beyond the last.
         offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
             to the next are multiplied by a b of their own; b is (groups N, K), what belongs to
             columns (groups N,).
@@ -367,13 +360,12 @@ def gemm(
             0 if x is None else x.shape[1] for x in scales
         )
     if packed is not None:
-        sources = packed.scales if packed.floats is None else packed.floats
+        blocks_of = packed.zeros if packed.scales is None else packed.scales
         epilogue.ready, epilogue.counts = packed.ready, _pointer(packed.counts)
         epilogue.codes, epilogue.code_scales = _pointer(packed.codes), _pointer(packed.scales)
-        epilogue.floats, epilogue.zeros = _pointer(packed.floats), _pointer(packed.zeros)
-        epilogue.factors, epilogue.expanded = _pointer(packed.factors), _pointer(b)
-        epilogue.octets, epilogue.scale_pitch = packed.codes.shape[1], sources.shape[1]
-        epilogue.factor_pitch = 0 if packed.factors is None else packed.factors.shape[1]
+        epilogue.zeros, epilogue.expanded = _pointer(packed.zeros), _pointer(b)
+        epilogue.octets = packed.codes.shape[1]
+        epilogue.scale_pitch = 0 if blocks_of is None else blocks_of.shape[1]
         epilogue.chunks, epilogue.part = b.strides[0] // (16 * size), packed.part // 16
     tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
     tiles = tall * -(-n // config.tile_n)
@@ -423,7 +415,7 @@ def _with(
                 f"gemm: K = {a.shape[1]} has {-(-a.shape[1] // ROW_BYTES)} blocks of 128, got "
                 f"scales of {[x if x is None else len(x) for x in scales]}"
             )
-    if offsets is not None and extras and config.promote:
+    if (offsets is not None or not isinstance(config.out, str)) and extras and config.promote:
         config = replace(config, tile_n=min(config.tile_n, 128))  # wider ones spill
     return replace(
         config,

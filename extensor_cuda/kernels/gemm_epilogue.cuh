@@ -33,6 +33,7 @@ typedef u16 Out;
 typedef float Out;
 #endif
 constexpr int kPatchColumns = 128 / sizeof(Out);
+constexpr int kTurns = REQUANTIZED ? 2 * kPatches : kPatches;  // the patches, and the parity of their barriers
 
 #if REQUANTIZED
 #include "gemm_requantize.cuh"
@@ -107,7 +108,7 @@ template <bool kNear>
 __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const Epilogue& e,
                                            const TensorMap* map, const Factors& factors, int row0,
                                            int end_of_rows, int column0, int group, u8* patches,
-                                           u32& turn, int lane) {
+                                           u32 handed, u32& turn, int lane) {
     const int row = lane / 4, pair = lane % 4;
     const int* columns = factors.table + 64;
     int row_exponent[2];
@@ -130,11 +131,14 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #pragma unroll
     for (int from = 0; from < kTileN; from += kPatchColumns) {
         const int start = min(from, kTileN - kPatchColumns);  // the last patch may write columns again
-        u8* patch = patches + turn * kPatch;
-#if !REQUANTIZED
+        u8* patch = patches + turn % kPatches * kPatch;
+#if REQUANTIZED
+        const u32 barrier = handed + 16 * (turn % kPatches);
+        wait(barrier + 8, turn / kPatches ^ 1);
+#else
         if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPatches - 1) : "memory");
-#endif
         __syncwarp();
+#endif
 #pragma unroll
         for (int j = 0; j < kPatchColumns / 8; ++j) {
             const int within = start + 8 * j + 2 * pair;
@@ -186,8 +190,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
             }
         }
 #if REQUANTIZED
-        __syncwarp();
-        quantize_patch(patch, e, row0, end_of_rows, column0 + start, lane);
+        arrive(barrier);
 #else
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
@@ -211,7 +214,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
         }
 #endif
 #endif
-        turn = turn + 1 == kPatches ? 0 : turn + 1;
+        turn = turn + 1 == kTurns ? 0 : turn + 1;
     }
 #if EXTRAS
     if (e.amax) {

@@ -4,31 +4,39 @@ namespace expanding {
 #include "expanding.cuh"
 
 constexpr u32 kTaken = 2;  // rows that a warp takes together: they divide a tile
-constexpr u32 kAhead = 2;  // chunks that are read before the one that is converted
 
-__device__ __forceinline__ void expand_row(const Stored& stored, u32 row, u8* out, u32 begin, u32 end, int lane) {
-    Chunk held[kAhead];
-    u32 beyond = 0;
-#pragma unroll
-    for (u32 i = 0; i < kAhead; ++i)
-        if (begin + 32 * i + lane < end) held[i] = read_chunk(stored, row, begin + 32 * i + lane);
-    for (u32 first = begin; first < end; first += 32 * kAhead) {
-#pragma unroll
-        for (u32 i = 0; i < kAhead; ++i) {
-            const u32 chunk = first + 32 * i + lane, later = chunk + 32 * kAhead;
-            if (first + 32 * i >= end) return;
-            uint4 units[kOctets];
-            convert(held[i].words, held[i].scale, 127, units, beyond);
-            if (later < end) held[i] = read_chunk(stored, row, later);
-            store_together(out, chunk, end, units);
+// A lane has 16 elements of every 512, two such at once while it can, which hides latencies.
+__device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 begin, u32 end, int lane) {
+    const u32 pairs = begin + (end - begin) / 64 * 64;
+    u32 beyond = 0, chunk = begin + lane;
+    if (begin < pairs) {
+        Chunk next[2] = {read_chunk(row, chunk), read_chunk(row, chunk + 32)};
+        for (u32 first = begin; first < pairs; first += 64, chunk += 64) {
+            const Chunk now[2] = {next[0], next[1]};
+            if (first + 64 < pairs) next[0] = read_chunk(row, chunk + 64), next[1] = read_chunk(row, chunk + 96);
+            uint4 units[2][kOctets];
+            if (kMostlyPlain && __all_sync(~0u, is_plain(now[0].scale) && is_plain(now[1].scale))) {
+                convert<true>(now[0].words, now[0].scale, 127, units[0], beyond);
+                convert<true>(now[1].words, now[1].scale, 127, units[1], beyond);
+            } else {
+                convert(now[0].words, now[0].scale, 127, units[0], beyond);
+                convert(now[1].words, now[1].scale, 127, units[1], beyond);
+            }
+            store(out, chunk, units[0]);
+            store(out, chunk + 32, units[1]);
         }
+    }
+    for (; chunk < end; chunk += 32) {
+        const Chunk now = read_chunk(row, chunk);
+        uint4 units[kOctets];
+        convert(now.words, now.scale, 127, units, beyond);
+        store(out, chunk, units);
     }
 }
 
 // First what is left of the rows that are begun, part by part, then the other rows.
 __device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
-    const Stored stored = {e.codes,   e.code_scales, e.floats,      e.zeros,
-                           e.factors, e.octets,      e.scale_pitch, e.factor_pitch};
+    const Stored stored = {e.codes, e.code_scales, e.zeros, e.octets, e.scale_pitch};
     const u32 columns = e.columns, tiles = (columns + kTileN - 1) / kTileN, ready = e.ready;
     const u32 chunks = static_cast<u32>(e.chunks), part = static_cast<u32>(e.part);
     const u32 some = ready / kTaken, begun = some * ((chunks + part - 1) / part - 1);
@@ -42,7 +50,7 @@ __device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
         const u32 rows = min(kTaken, columns - row), begin = of_row * part;
         const u32 end = of_row ? min(begin + part, chunks) : chunks;
         for (u32 r = row; r < row + rows; ++r)
-            expand_row(stored, r, e.expanded + r * e.chunks * (2 * kChunk), begin, end, lane);
+            expand_row(row_of(stored, r), e.expanded + r * e.chunks * (2 * kChunk), begin, end, lane);
         show_to_copies();
         __syncwarp();
         if (lane == 0) add_released(e.counts + 1 + of_row * tiles + row / kTileN, rows);

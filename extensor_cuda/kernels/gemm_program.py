@@ -105,7 +105,8 @@ class Config:
         """Bytes of shared memory beside the ring."""
         tables = 4 * 4 * (64 + self.tile_n) * (3 if self.zeros else 1)
         tables = tables if self.vectors or self.factors else 0
-        return _WARPS * self.patches * _PATCH + tables + _SLACK
+        handed = 0 if isinstance(self.out, str) else 16  # two barriers a patch
+        return _WARPS * self.patches * (_PATCH + handed) + tables + _SLACK
 
     @property
     def shared(self) -> int:
@@ -113,8 +114,10 @@ class Config:
         return self.depth * self._stage + self._beside
 
 
-# (columns of a tile, patches, what a column costs) as measured on an H100; and with no promotion.
+# (columns of a tile, patches, what a column costs) as measured on an H100; under scales of groups
+# along K; and with no promotion.
 _TILES = ((128, 2, 1.08), (176, 3, 1.05), (192, 3, 1.0))
+_SCALED_TILES = ((128, 2, 1.1), (176, 2, 1.02), (192, 2, 1.0))
 _WIDE_TILES = ((192, 3, 1.05), (256, 1, 1.0))
 
 
@@ -151,9 +154,9 @@ def configure(
         return -(-tiles // blocks) * tile[0] * tile[2]
 
     tiles: tuple[tuple[int, int, float], ...] = _TILES if promote else _WIDE_TILES
-    if isinstance(out, QuantSpec):  # one patch: nothing leaves it by itself
-        tiles = tiles if promote else (_TILES[0], *tiles)
-        tiles = tuple((tile, 1, each) for tile, _, each in tiles if quantizes(tile, out))
+    tiles = _SCALED_TILES if every else tiles
+    if isinstance(out, QuantSpec):
+        tiles = tuple(tile for tile in _TILES if quantizes(tile[0], out))
     tile_n, patches, _ = min(tiles, key=cost)
     return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, every=every)
 
@@ -161,7 +164,7 @@ def configure(
 def quantizes(tile_n: int, spec: QuantSpec) -> bool:
     """Whether a tile of so many columns leaves quantized: in patches that begin where blocks do.
 
-    Rules that try several scales on a block's values need the registers that 128 columns leave.
+    Rules that try several scales on a block's values need registers that wider tiles do not leave.
     """
     assert isinstance(spec.tile, tuple)
     whole = tile_n % spec.tile[1] == 0 and PATCH_COLUMNS % spec.tile[1] == 0

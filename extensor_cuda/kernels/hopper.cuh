@@ -15,6 +15,10 @@ __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
                  : "memory");
 }
 
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
 #if GUARD
     for (u32 spins = 0;; ++spins) {
@@ -37,7 +41,7 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
 __device__ __forceinline__ void release(u32 barrier, int lane) {
     if (lane >= kCluster) return;
     if (kCluster == 1) {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+        arrive(barrier);
     } else {
         asm volatile(
             "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"

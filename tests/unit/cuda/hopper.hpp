@@ -27,6 +27,7 @@ inline void arrive(u32 barrier, int bytes) {
     --a.pending, a.bytes += bytes;
     settle(a);
 }
+inline void arrive(u32 barrier) { arrive(barrier, 0); }
 inline void expect_bytes(u32 barrier, u32 bytes) { arrive(barrier, static_cast<int>(bytes)); }
 inline void brought(u32 barrier, int bytes) {
     Arrivals& a = arrivals_at(barrier);
