@@ -92,6 +92,30 @@ def test_rows_are_added_in_order(trainer: Any, width: int) -> None:
         same_bytes("rows", there[0].get(), out + in_order)
 
 
+def test_positions_may_be_met_in_any_order(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As threads of a GPU meet them; the emulator's go in order."""
+    rng, real = np.random.default_rng(0), scatter.launch
+
+    def launch(source: Any, kernel: str, blocks: int, threads: int, *arrays: Any) -> None:
+        if kernel == "add_rows":
+            found, kept = (a.get() for a in arrays[1:3])
+            for row, (positions, _) in enumerate(found):
+                most = min(positions, 32)
+                kept[row, :most] = rng.permutation(kept[row, :most])
+            arrays[2][...] = trainer.xp.asarray(kept)
+        real(source, kernel, blocks, threads, *arrays)
+
+    monkeypatch.setattr(scatter, "launch", launch)
+    index = rng.integers(0, 3, 50)
+    rows = rng.standard_normal((50, 40)).astype(np.float32)
+    out = np.zeros((3, 40), np.float32)
+    there = trainer.xp.asarray(out)
+    trainer.add_rows(there, trainer.xp.asarray(index), trainer.xp.asarray(rows))
+    for at, row in zip(index, rows, strict=True):
+        out[at] += row
+    same_bytes("rows", there.get(), out)
+
+
 WINDOWS = (
     Window((2, 2), (2, 2)),
     Window((3, 3), (2, 2), (1, 1)),
