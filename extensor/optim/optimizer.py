@@ -23,6 +23,7 @@ from extensor.autograd.tensor import ExTensor
 from extensor.backends.protocol import Finite
 from extensor.backends.recording import Mirrors
 from extensor.backends.registry import get as get_backend
+from extensor.dtypes import float32
 from extensor.errors import layout_error, unknown_name
 from extensor.optim.states import STATES, Stored, state_stream
 from extensor.optim.together import step_recorded, step_together
@@ -54,6 +55,8 @@ class _Member:
     step: int = 0
     whole: Array = None
     """The parameter's array, once it was seen to be contiguous float32 of its shape."""
+    strides: tuple[int, ...] = ()
+    """Of that array, and of most gradients."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"whole": None}
@@ -286,7 +289,8 @@ class Optimizer(ABC):
                     "start; make a new optimizer with these options"
                 )
         for member, grad in parts:
-            if grad.data.shape != member.shape or not grad.dtype.is_float:
+            known = grad.dtype is float32 or grad.dtype.is_float
+            if not known or grad.data.shape != member.shape:
                 raise ValueError(
                     f"step: wanted a float gradient of shape {member.shape} for "
                     f"{member.name}, got {grad.dtype.name} of shape {grad.shape}"

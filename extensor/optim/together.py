@@ -64,8 +64,10 @@ def _fits(member: _Member, grad: ExTensor) -> bool:
             return False
         if not data.flags.c_contiguous:
             return False
-        member.whole = data
-    return grad.dtype is float32 and bool(grad.data.flags.c_contiguous)
+        member.whole, member.strides = data, data.strides
+    if grad.dtype is not float32:
+        return False
+    return bool(grad.data.strides == member.strides or grad.data.flags.c_contiguous)
 
 
 def step_together(

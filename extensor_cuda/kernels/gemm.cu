@@ -86,7 +86,9 @@ constexpr int kTables = ZEROS ? 3 * kTable : kTable;  // with zero points and su
 constexpr int kLines = EVERY && EVERY < 64 ? 64 / EVERY : 1;  // EVERY: scales of a column in a stage
 constexpr int kScales = BLOCKS ? kTileM + kTileN : EVERY ? kLines * kTileN : 0;  // of a stage
 // Registers of a thread beside those that multiply, and of these: three warpgroups have 504.
-constexpr int kBeside = EXPANDS ? 72 : !REQUANTIZED ? 40 : kTileN > 128 ? 72 : 104, kMultiplying = (504 - kBeside) / 2;
+constexpr int kBeside = EXPANDS || (REQUANTIZED && kTileN > 128) ? 72 : REQUANTIZED ? 104 : 40;
+constexpr int kMultiplying = (504 - kBeside) / 2;
+static_assert(!(EXPANDS && REQUANTIZED), "the warps beside the one that loads do one thing");
 constexpr int kGroup = GROUP / kCluster;      // rows of tiles that are walked together
 constexpr int kBox = 64, kBoxBytes = kBox * kRowBytes;  // A_DOWN, B_DOWN: of K, and all of a box
 static_assert(!(A_DOWN || B_DOWN) || KIND == 1, "wgmma reads 16-bit elements alone either way");
@@ -279,8 +281,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
         }
 #if EXPANDS
         if (threadIdx.x >= 288) expanding::expand_rows(e, lane);
-#endif
-#if REQUANTIZED
+#elif REQUANTIZED
         if (threadIdx.x >= 288) {
             u32 turn = 0;
             for (int index = blockIdx.x / kCluster; TILES; index += step) {

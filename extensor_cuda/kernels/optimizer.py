@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def _table(
         memory: keeps the rows with the arrays that are no gradients, until these are others.
     """
     # Column by column: there are hundreds of tensors, and a GPU waits for this.
-    stay = [a for name, arrays in columns.items() if name != "grad" for a in arrays]
+    stay = list(chain.from_iterable(a for name, a in columns.items() if name != "grad"))
     held = [] if memory is None else memory.get("arrays", [])
     if not stay or len(held) != len(stay) or not all(map(operator.is_, held, stay)):
         table = np.zeros(len(columns["grad"]), _TENSOR)
@@ -104,7 +105,7 @@ def _step(
     table, blocks = _table(dict(zip(names, zip(*parts, strict=True), strict=False)), memory)
     if not blocks:
         return lambda: [True] * len(parts)
-    same = all(mine is factors[0] for mine in factors)
+    same = factors.count(factors[0]) == len(factors)
     for name in _STATIC:
         if name in factors[0]:
             table[name] = factors[0][name] if same else [mine[name] for mine in factors]
