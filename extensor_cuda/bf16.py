@@ -52,8 +52,6 @@ Array = Any
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 _TALL = 16
 """Rows of tiles that take their columns together: 132 blocks begin with nine columns."""
-_PARTS, _PART = 1, 512
-"""Of K, the first of which is expanded before; a multiple of so many elements."""
 _FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 """Whether bfloat16 holds all of a stored matrix as it is."""
 
@@ -93,13 +91,11 @@ def _begin(
         factor = factor if each == 1 or len(factor) == 1 else factor.repeat(each)[:lines]
     chunks, rows = -(-k // 16), lines
     if ready is not None:
-        rows, part = ready, min(-(-k // _PARTS // _PART) * _PART, 16 * chunks)
-        counts = xp.empty(1 + -(-16 * chunks // part) * tiles, dtype=np.uint32)
-        packed = replace(packed, ready=ready, part=part, counts=counts)
+        rows = ready
+        packed = replace(packed, ready=ready, counts=xp.empty(1 + tiles, dtype=np.uint32))
     out = xp.empty((lines, 16 * chunks), dtype=np.uint16)
     made = None, None, flag, None, None
-    threads = rows * ((packed.part or 16 * chunks) // 16)
-    launch_expand(_source(q), threads, packed, out, rows, made=made)
+    launch_expand(_source(q), rows * chunks, packed, out, rows, made=made)
     return Expansion(out[:, :k], "bf16", factor=factor, scales=scales, every=every), packed
 
 

@@ -176,7 +176,7 @@ def launch_expand(
     heads: Sequence[Array | None] = (None, None),
     made: Sequence[Array | None] = (None,) * 5,
 ) -> None:
-    """Launch expand.cu on so many rows of ``out``, or on a part of them; does not wait.
+    """Launch expand.cu on so many rows of ``out``; does not wait.
 
     Args:
         source: from `expand_source`.
@@ -188,7 +188,6 @@ def launch_expand(
         made: what becomes of exponent, factor and flag; two guards.
     """
     null, counts = np.uint64(0), packed.counts
-    chunks = (packed.part or out.shape[1]) // 16
     blocks = packed.zeros if packed.scales is None else packed.scales
     pitches = out.shape[1], packed.codes.shape[1], 0 if blocks is None else blocks.shape[1]
     parts = packed.codes, packed.scales, *heads, out, *made, packed.zeros
@@ -200,7 +199,7 @@ def launch_expand(
         *(null if part is None else part for part in parts),
         *(np.int64(n) for n in (rows, *pitches)),
         null if counts is None else counts,
-        *(np.int64(n) for n in (0 if counts is None else counts.size, chunks)),
+        np.int64(0 if counts is None else counts.size),
     )
 
 

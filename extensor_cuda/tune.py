@@ -287,10 +287,12 @@ def _rows(xp: Any, rng: np.random.Generator, rows: int, columns: int) -> Any:
     return xp.tile(xp.asarray(some), (-(-rows // 256), 1))[:rows].view(ml_dtypes.bfloat16)
 
 
-def draw(to: Path, timings: Sequence[Timing], title: str, ticks: Sequence[float]) -> None:
-    """Write the curve, and its numbers to a JSON file of the same name."""
-    to.write_text(curve(timings, title, ticks), encoding="utf-8")
-    record = {"title": title, "timings": [asdict(t) | {"ratio": t.ratio} for t in timings]}
+def draw(
+    to: Path, timings: Sequence[Timing], about: dict[str, Any], what: str, ticks: Sequence[float]
+) -> None:
+    """Write the curve, and its numbers with what they are about to a JSON file of the same name."""
+    to.write_text(curve(timings, f"{about['gpu']}: {what}", ticks), encoding="utf-8")
+    record = about | {"what": what, "timings": [asdict(t) | {"ratio": t.ratio} for t in timings]}
     to.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -326,21 +328,16 @@ def tune(
     clock = _clock(xp)
     timings = measure(clock, _works(backend), sizes=sizes)
     path = tuned.path_of(gpu, driver)
-    about = {
-        "gpu": gpu,
-        "driver": driver,
-        "date": str(date.today()),
-        "timings": [asdict(t) for t in timings],
-    }
-    tuned.save(path, crossovers(timings), about)
+    about = {"gpu": gpu, "driver": driver, "date": str(date.today())}
+    tuned.save(path, crossovers(timings), about | {"timings": [asdict(t) for t in timings]})
     if plot is not None:
-        draw(plot, timings, f"{gpu}: our kernels against cupy", (0.5, 1, 2, 4, 8, 16, 32))
+        draw(plot, timings, about, "our kernels against cupy", (0.5, 1, 2, 4, 8, 16, 32))
 
     def graphs(*works: Work) -> Sequence[float]:
         return clock(*(_captured(xp, work) for work in works))
 
     costs = [] if hadamard is None else overheads(backend, graphs, WIDTHS)
     if hadamard is not None:
-        title = f"{gpu}: a linear layer's step with Hadamard transforms, of one without, by width"
-        draw(hadamard, costs, title, (1, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5))
+        what = "a linear layer's step with Hadamard transforms, of one without, by width"
+        draw(hadamard, costs, about, what, (1, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5))
     return path, timings, costs

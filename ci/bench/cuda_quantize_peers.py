@@ -30,6 +30,8 @@ from extensor_cuda.kernels import quantize as kernels
 
 FORMATS = ("mxfp8_e4m3", "mxfp4", "nvfp4")
 SIZE, SMALL = 16384, 4096
+WAIT = 2_000_000
+"""Clock cycles, about a millisecond."""
 Call = Callable[[], Any]
 
 
@@ -39,6 +41,7 @@ def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     for turn in range(rounds + 3):
         for name, call in calls.items():
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(WAIT)  # launches are not timed
             start.record()
             call()
             stop.record()

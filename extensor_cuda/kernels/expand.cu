@@ -27,14 +27,14 @@ constexpr int kThreads = 256;
 #include "expanding.cuh"
 
 // codes (rows, bytes), scales (tiles of rows, blocks) -> out (rows, pitch); DOWN: codes (bytes,
-// columns), scales (blocks, tiles of columns) -> out (columns, pitch). `lines` are out's rows, of each
-// of which `part` chunks are written (DOWN, OUT: all). Sets counts to 0 for a kernel that expands the others.
+// columns), scales (blocks, tiles of columns) -> out (columns, pitch). `lines` are out's rows. Sets counts
+// to 0 for a kernel that expands the rows after these.
 extern "C" __global__ void __launch_bounds__(kThreads)
 expand(const u8* __restrict__ codes, const u8* __restrict__ scales, const u32* __restrict__ largest,
        const float* __restrict__ tensor_scale, u8* __restrict__ out, int* __restrict__ exponent,
        float* __restrict__ factor, u32* __restrict__ flag, const u32* __restrict__ guard,
        const u32* __restrict__ other_guard, const signed char* __restrict__ zeros,
-       i64 lines, i64 pitch, i64 octets, i64 scale_pitch, u32* __restrict__ counts, i64 counted, i64 part) {
+       i64 lines, i64 pitch, i64 octets, i64 scale_pitch, u32* __restrict__ counts, i64 counted) {
     if (blockIdx.x == 0)
         for (i64 i = threadIdx.x; i < counted; i += kThreads) counts[i] = 0;
     if (guard && !(*guard | *other_guard)) return;
@@ -88,16 +88,16 @@ expand(const u8* __restrict__ codes, const u8* __restrict__ scales, const u32* _
         }
     }
 #else
-    const u32 some = static_cast<u32>(part), count = static_cast<u32>(lines) * some, step = gridDim.x * kThreads;
+    const u32 count = static_cast<u32>(lines) * chunks, step = gridDim.x * kThreads;
     for (u32 first = blockIdx.x * kThreads; first < count; first += step) {  // whole warps go together
         const u32 at = first + threadIdx.x;
         uint4 units[kOctets] = {};
         if (at < count) {
-            const Chunk from = read_chunk(row_of(stored, at / some), at % some);
+            const Chunk from = read_chunk(row_of(stored, at / chunks), at % chunks);
             convert(from.words, from.scale, anchor, units, beyond);
         }
 #if OUT == 0
-        store_together(out, at / some * chunks + at % some, static_cast<u32>(lines) * chunks, units);
+        store_together(out, at, count, units);
 #else
         if (at < count) store(out, at, units);
 #endif

@@ -16,9 +16,8 @@
 // EVERY: float scales of so many elements along K for each row of B: every PROMOTE stages, or several times
 // in a stage, the sum since the last of them is multiplied by its column's and added to float32 registers.
 //
-// EXPANDS: B is expanded from packed storage by the warps beside the one that loads; of what a tile needs first,
-// the first part along K is there before. Rows are taken from a counter, so that no block waits for one that
-// is not running.
+// EXPANDS: B is expanded from packed storage by the warps beside the one that loads; what the first tiles
+// need is there before. Rows are taken from a counter, so that no block waits for one that is not running.
 //
 // SPLIT: K in parts, each multiplied as a tile of its own and written to rows of its own, for another
 // kernel to add in order: the work of a small C of a long K for all multiprocessors.
@@ -67,14 +66,13 @@ struct Epilogue {
     int parts, stages_of_part;  // SPLIT: of K
     u8* scales;                 // REQUANTIZED: of the codes' blocks
     const void* tensor;         // null, or what the whole tensor decides of them
-    int ready;                  // EXPANDS: rows of B of which there is a part before; whole tiles
+    int ready;                  // EXPANDS: rows of B that are there before; whole tiles
     const u8 *codes, *code_scales;  // as Stored in expanding.cuh
     const signed char* zeros;
     i64 octets, scale_pitch;
     u8* expanded;  // B
     i64 chunks;    // of 16 elements, of a row of B
-    i64 part;      // of these, whole stages: what is there of the first rows, and what comes together
-    u32* counts;   // what is taken, then the rows that are done of a part of a tile's width; at first 0
+    u32* counts;   // what is taken, then the rows that are done of each tile's width; at first 0
 };
 
 constexpr int kTileM = 128, kTileN = TILE_N, kRowBytes = 128;
@@ -88,7 +86,9 @@ constexpr int kTables = ZEROS ? 3 * kTable : kTable;  // with zero points and su
 constexpr int kLines = EVERY && EVERY < 64 ? 64 / EVERY : 1;  // EVERY: scales of a column in a stage
 constexpr int kScales = BLOCKS ? kTileM + kTileN : EVERY ? kLines * kTileN : 0;  // of a stage
 // Registers of a thread beside those that multiply, and of these: three warpgroups have 504.
-constexpr int kBeside = EXPANDS ? 72 : !REQUANTIZED ? 40 : kTileN > 128 ? 72 : 104, kMultiplying = (504 - kBeside) / 2;
+constexpr int kBeside = EXPANDS || (REQUANTIZED && kTileN > 128) ? 72 : REQUANTIZED ? 104 : 40;
+constexpr int kMultiplying = (504 - kBeside) / 2;
+static_assert(!(EXPANDS && REQUANTIZED), "the warps beside the one that loads do one thing");
 constexpr int kGroup = GROUP / kCluster;      // rows of tiles that are walked together
 constexpr int kBox = 64, kBoxBytes = kBox * kRowBytes;  // A_DOWN, B_DOWN: of K, and all of a box
 static_assert(!(A_DOWN || B_DOWN) || KIND == 1, "wgmma reads 16-bit elements alone either way");
@@ -248,12 +248,9 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 const int row = start + (tile.row * kCluster + rank) * kTileM;
                 const int column = group * e.columns + tile.column * kTileN;
 #if EXPANDS
-                Awaited await(e, column);
+                await_rows(e, column);
 #endif
                 for (int k = FIRST_STAGE; k < END_STAGE; ++k) {
-#if EXPANDS
-                    await(k);
-#endif
                     wait(empty + 8 * stage, parity ^ 1);
                     const u32 to = base + stage * kStage, barrier = full + 8 * stage;
                     expect_bytes(barrier, kStage + 4 * kScales);
@@ -284,8 +281,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
         }
 #if EXPANDS
         if (threadIdx.x >= 288) expanding::expand_rows(e, lane);
-#endif
-#if REQUANTIZED
+#elif REQUANTIZED
         if (threadIdx.x >= 288) {
             u32 turn = 0;
             for (int index = blockIdx.x / kCluster; TILES; index += step) {

@@ -90,7 +90,6 @@ class _Epilogue(ctypes.Structure):
         ("scale_pitch", ctypes.c_longlong),
         ("expanded", ctypes.c_void_p),
         ("chunks", ctypes.c_longlong),
-        ("part", ctypes.c_longlong),
         ("counts", ctypes.c_void_p),
     )
 
@@ -134,16 +133,14 @@ class Packed:
         codes: uint8 (N, bytes).
         scales: uint8 (tiles of rows, blocks), or None.
         zeros: int8 likewise, zero points, or None.
-        ready: rows whose first part is expanded already, a multiple of the tile's columns.
-        part: elements along K, a multiple of 64.
-        counts: uint32 (1 + parts of K times tiles of columns,), at first 0.
+        ready: rows that are expanded already, a multiple of the tile's columns.
+        counts: uint32 (1 + tiles of columns,), at first 0.
     """
 
     codes: Any
     scales: Any = None
     zeros: Any = None
     ready: int = 0
-    part: int = 0
     counts: Any = None
 
 
@@ -366,7 +363,7 @@ def gemm(
         epilogue.zeros, epilogue.expanded = _pointer(packed.zeros), _pointer(b)
         epilogue.octets = packed.codes.shape[1]
         epilogue.scale_pitch = 0 if blocks_of is None else blocks_of.shape[1]
-        epilogue.chunks, epilogue.part = b.strides[0] // (16 * size), packed.part // 16
+        epilogue.chunks = b.strides[0] // (16 * size)
     tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
     tiles = tall * -(-n // config.tile_n)
     if split is not None:
@@ -399,7 +396,8 @@ def _with(
     if config.every:
         stages, at_once = -(-a.shape[1] // STAGE_OF_BF16), max(STAGE_OF_BF16 // config.every, 1)
         groups = stages * at_once if at_once > 1 else -(-a.shape[1] // config.every)
-        others = factors or zeros or offsets is not None or extras or given
+        others: Any = factors or zeros or offsets is not None or extras or given
+        others = others or not isinstance(config.out, str)
         if config.a != "bf16" or others or scales is None or len(scales[1]) != groups:
             raise ValueError(
                 f"gemm: scales of {config.every} along K are b's, {groups} of them here, with bf16 "
@@ -415,12 +413,17 @@ def _with(
                 f"gemm: K = {a.shape[1]} has {-(-a.shape[1] // ROW_BYTES)} blocks of 128, got "
                 f"scales of {[x if x is None else len(x) for x in scales]}"
             )
-    if (offsets is not None or not isinstance(config.out, str)) and extras and config.promote:
-        config = replace(config, tile_n=min(config.tile_n, 128))  # wider ones spill
+    vectors = any(x.size > 1 for x in given)
+    out = config.out
+    if extras and config.promote and (offsets is not None or not isinstance(out, str)):
+        fits = not (isinstance(out, str) or vectors or offsets is not None) and quantizes(160, out)
+        config = replace(
+            config, tile_n=min(config.tile_n, 160 if fits else 128)
+        )  # wider ones spill
     return replace(
         config,
         extras=extras,
-        vectors=any(x.size > 1 for x in given),
+        vectors=vectors,
         factors=factors is not None,
         zeros=zeros is not None,
         blocks=scales is not None and not config.every,

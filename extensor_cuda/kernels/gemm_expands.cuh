@@ -6,12 +6,12 @@ namespace expanding {
 constexpr u32 kTaken = 2;  // rows that a warp takes together: they divide a tile
 
 // A lane has 16 elements of every 512, two such at once while it can, which hides latencies.
-__device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 begin, u32 end, int lane) {
-    const u32 pairs = begin + (end - begin) / 64 * 64;
-    u32 beyond = 0, chunk = begin + lane;
-    if (begin < pairs) {
+__device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 chunks, int lane) {
+    const u32 pairs = chunks / 64 * 64;
+    u32 beyond = 0, chunk = lane;
+    if (pairs) {
         Chunk next[2] = {read_chunk(row, chunk), read_chunk(row, chunk + 32)};
-        for (u32 first = begin; first < pairs; first += 64, chunk += 64) {
+        for (u32 first = 0; first < pairs; first += 64, chunk += 64) {
             const Chunk now[2] = {next[0], next[1]};
             if (first + 64 < pairs) next[0] = read_chunk(row, chunk + 64), next[1] = read_chunk(row, chunk + 96);
             uint4 units[2][kOctets];
@@ -26,7 +26,7 @@ __device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 begin, u
             store(out, chunk + 32, units[1]);
         }
     }
-    for (; chunk < end; chunk += 32) {
+    for (; chunk < chunks; chunk += 32) {
         const Chunk now = read_chunk(row, chunk);
         uint4 units[kOctets];
         convert(now.words, now.scale, 127, units, beyond);
@@ -34,46 +34,27 @@ __device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 begin, u
     }
 }
 
-// First what is left of the rows that are begun, part by part, then the other rows.
 __device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
     const Stored stored = {e.codes, e.code_scales, e.zeros, e.octets, e.scale_pitch};
-    const u32 columns = e.columns, tiles = (columns + kTileN - 1) / kTileN, ready = e.ready;
-    const u32 chunks = static_cast<u32>(e.chunks), part = static_cast<u32>(e.part);
-    const u32 some = ready / kTaken, begun = some * ((chunks + part - 1) / part - 1);
+    const u32 columns = e.columns, chunks = static_cast<u32>(e.chunks);
     u32 taken = lane == 0 ? atomicAdd(e.counts, 1u) : 0;
     for (;;) {
-        const u32 index = __shfl_sync(~0u, taken, 0);
-        const u32 of_row = index < begun ? 1 + index / some : 0;
-        const u32 row = index < begun ? index % some * kTaken : ready + (index - begun) * kTaken;
+        const u32 row = e.ready + kTaken * __shfl_sync(~0u, taken, 0);
         if (row >= columns) return;
         if (lane == 0) taken = atomicAdd(e.counts, 1u);  // comes meanwhile
-        const u32 rows = min(kTaken, columns - row), begin = of_row * part;
-        const u32 end = of_row ? min(begin + part, chunks) : chunks;
+        const u32 rows = min(kTaken, columns - row);
         for (u32 r = row; r < row + rows; ++r)
-            expand_row(row_of(stored, r), e.expanded + r * e.chunks * (2 * kChunk), begin, end, lane);
+            expand_row(row_of(stored, r), e.expanded + r * e.chunks * (2 * kChunk), chunks, lane);
         show_to_copies();
         __syncwarp();
-        if (lane == 0) add_released(e.counts + 1 + of_row * tiles + row / kTileN, rows);
+        if (lane == 0) add_released(e.counts + 1 + row / kTileN, rows);
     }
 }
 }  // namespace expanding
 
-// Lets the loads of a tile's columns go on, stage by stage.
-struct Awaited {
-    const u32* count;
-    u32 rows;
-    int stage, tiles, stages;
-    __device__ __forceinline__ Awaited(const Epilogue& e, int column) {
-        rows = min(kTileN, e.columns - column), tiles = (e.columns + kTileN - 1) / kTileN;
-        stages = (static_cast<int>(e.part) + 3) / 4;  // of four chunks
-        stage = column < e.ready ? stages : 0;
-        count = e.counts + 1 + column / kTileN + (column < e.ready ? tiles : 0);
-        if (stage == 0) stages = 1 << 30;
-    }
-    __device__ __forceinline__ void operator()(int k) {
-        if (k != stage) return;
-        while (acquired(count) < rows) continue;
-        show_to_copies();
-        count += tiles, stage += stages;
-    }
-};
+__device__ __forceinline__ void await_rows(const Epilogue& e, int column) {
+    const u32 wanted = min(kTileN, e.columns - column);
+    if (column < e.ready) return;
+    while (acquired(e.counts + 1 + column / kTileN) < wanted) continue;
+    show_to_copies();
+}

@@ -46,6 +46,7 @@ COMPILED = (
     Config(out=spec_of("mxfp8_e5m2"), tile_n=128, extras=True, vectors=True, activation="gelu"),
     Config("e4m3", "e5m2", out=spec_of("mxfp4"), tile_n=160),
     Config(out=spec_of("mxfp4"), vectors=True, tile_n=128, extras=True, activation="gelu_tanh"),
+    Config(out=spec_of("mxfp4"), tile_n=160, factors=True, extras=True, activation="gelu"),
     Config("bf16", "bf16", out=spec_of("mxfp4"), promote=0, extras=True, activation="silu"),
     Config("e4m3", "e4m3", out=spec_of("mxfp6_e3m2"), factors=True),
     Config("s8", "s8", out=spec_of("mxint8"), promote=0, zeros=True, factors=True),
