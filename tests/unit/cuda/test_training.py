@@ -38,7 +38,6 @@ from tests.unit.cuda.test_compile import properties
 CPU = GenericBackend("cpu", np)
 
 
-@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("shape", [(0,), (1,), (8,), (7, 9), (3, 5, 320)], ids=str)
 def test_dropout_draws_the_cpus_masks(trainer: Any, shape: Any) -> None:
     for seed, calls, p in ((0, 0, 0.5), (2**62 - 1, 3, 0.1), (12345678901234, 2**40, 0.999)):
@@ -49,6 +48,7 @@ def test_dropout_draws_the_cpus_masks(trainer: Any, shape: Any) -> None:
         np.testing.assert_array_equal(got, CPU.dropout_mask(draws, shape, p))
 
 
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
     sources = [optimizer.source(), recording.source(), scatter.source(), window.source()]
