@@ -13,9 +13,9 @@
 // points, which bfloat16 holds.
 //
 // A thread has 16 elements of a row, or of four neighbouring columns, which it turns: no block size, no
-// tail divides its work, since stored blocks are whole (SCALED: or not WHOLE, read byte by byte). No headers, no inline assembly; macros: BITS,
-// MANTISSA, MIN_EXPONENT, IS_FLOAT, UE4M3, BLOCK, TILE_ROWS, DOWN, OUT (0: bfloat16, 1: e5m2, 2: e4m3),
-// LIFT, FIXED, SCALED, MAX_CODE, WHOLE.
+// tail divides its work, since stored blocks are whole (SCALED: or not WHOLE, read byte by byte). No headers,
+// no inline assembly; macros: BITS, MANTISSA, MIN_EXPONENT, MAX_CODE, IS_FLOAT, UE4M3, BLOCK, TILE_ROWS, DOWN,
+// OUT (0: bfloat16, 1: e5m2, 2: e4m3), LIFT, FIXED, SCALED, WHOLE.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

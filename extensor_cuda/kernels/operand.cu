@@ -19,6 +19,7 @@
 #include "pairs.cuh"
 #include "halves.cuh"
 #include "rebased.cuh"
+#include "history.cuh"
 
 constexpr int kRows = sizeof(Raw) == 2 && !WIDE ? 128 : 64, kColumns = 128, kTileThreads = 2 * kRows;
 constexpr int kRowWords = kColumns * sizeof(Raw) / 4;  // of the tile in shared memory
@@ -26,18 +27,6 @@ constexpr int kOut = WIDE ? 2 : 1, kUnits = kOut;      // bytes a value; 16-byte
 constexpr int kTurnedUnits = kRows * kOut / 16;        // units of a column of the tile
 constexpr int kMask = kTurnedUnits < 8 ? kTurnedUnits - 1 : 7;
 constexpr int kRead = sizeof(Raw) * kChunk / 4;        // words of a chunk of a row
-
-struct Place {
-    int anchor;
-    u32 beyond;   // whether a block of numbers lies outside the window
-    u32 largest;  // magnitude of the blocks of numbers seen
-};
-
-struct History {
-    u32 before, now;  // largest magnitudes, as float bits
-    u32 done;         // blocks of threads that have finished
-    u32 beyond[2];    // the flags so far, of rows and of columns
-};
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
@@ -95,10 +84,6 @@ __device__ __forceinline__ void make(float (&v)[kChunk], u32 amax, u32 block, u3
     u32 packed[kWords];
     encode(v, s, is_far(amax, s), tensor, block, part, stream, packed, tally);
     finish(packed, v, s, amax, table_of(s, place), place, units);
-}
-
-__device__ __forceinline__ void report(const Place& place, u32* flag) {
-    if (flag && __any_sync(~0u, place.beyond) && threadIdx.x % 32 == 0) atomicOr(flag, 1u);
 }
 
 __device__ __forceinline__ void add_counts(const Tally& tally, u64* counters) {
@@ -300,36 +285,8 @@ __device__ __forceinline__ void store_turned(const uint4 (*turned)[kTurnedUnits]
     }
 }
 
-// A matrix (rows, columns) and where its operands go; `start`: the first of its tiles among several's.
-struct Matrix {
-    const Raw* x;
-    History* history;
-    u8 *along, *down;
-    int* exponent;
-    u32 *along_flag, *down_flag;
-    u64 *along_counts, *down_counts;
-    i64 rows, columns, start;
-};
-
 __device__ __forceinline__ i64 tiles_of(const Matrix& m) {
     return (m.rows + kRows - 1) / kRows * ((m.columns + kColumns - 1) / kColumns);
-}
-
-// Leaves the largest magnitude found now for the next time, and the flags, once all blocks of
-// threads have reported: so nothing has to be cleared before.
-__device__ __forceinline__ void remember(const Matrix& m, u32 blocks, u32 largest) {
-    History* history = m.history;
-    const u32 most = __reduce_max_sync(~0u, largest);
-    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(&history->now))
-        atomicMax(&history->now, most);
-    __syncthreads();
-    if (threadIdx.x) return;
-    __threadfence();
-    if (atomicAdd(&history->done, 1u) + 1 < blocks) return;
-    history->before = atomicExch(&history->now, 0u);
-    if (m.along_flag) *m.along_flag = atomicExch(&history->beyond[0], 0u);
-    if (m.down_flag) *m.down_flag = atomicExch(&history->beyond[1], 0u);
-    history->done = 0;
 }
 
 // A block of threads' share of the tiles: from `first` on, as many apart as `blocks` there are.

@@ -1,4 +1,4 @@
-"""Rows added to rows of a table, in one launch and in order: the gradient of an embedding.
+"""Rows added to rows of a table, in two launches and in order: the gradient of an embedding.
 
 Positions that repeat are summed one after the other, so a sum of n terms is off by up to
 n 2**-24 of the sum of magnitudes, and is the same in each run.
@@ -18,7 +18,7 @@ from extensor_cuda.jit import Source, launch
 __all__ = ["add_rows", "source"]
 
 Array = Any
-_THREADS, _COLUMNS = 256, 1024  # as in scatter.cu
+_THREADS, _COLUMNS, _MOST = 256, 1024, 32  # as in scatter.cu
 
 
 @cache
@@ -40,7 +40,10 @@ def add_rows(out: Array, index: Array, rows: Array, xp: Any) -> None:
     if not index.size or not width:
         return
     index = xp.ascontiguousarray(index.astype(np.int64, copy=False))
-    panels = -(-width // _COLUMNS)
-    sizes = (np.int64(size) for size in (index.size, len(out), width))
-    arrays = index, xp.ascontiguousarray(rows), out
-    launch(source(), "add_rows", index.size * panels, _THREADS, *arrays, *sizes)
+    panels, length = -(-width // _COLUMNS), len(out)
+    found = xp.zeros((length, 2), dtype=np.uint32)
+    kept = xp.empty((length, _MOST), dtype=np.uint32)
+    sizes = np.int64(index.size), np.int64(length)
+    launch(source(), "collect", -(-index.size // _THREADS), _THREADS, index, found, kept, *sizes)
+    arrays = index, found, kept, xp.ascontiguousarray(rows), out
+    launch(source(), "add_rows", index.size * panels, _THREADS, *arrays, *sizes, np.int64(width))

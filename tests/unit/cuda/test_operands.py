@@ -371,7 +371,8 @@ def test_small_or_odd_products_are_left_to_cupy(cuda: Any) -> None:
 def test_the_table_of_several_matrices_lies_as_the_kernel_reads_it() -> None:
     """Fields of eight bytes each, in one order."""
     text = operands.operand_source(spec_of(1), "float32", True, True, False, many=True).text
-    struct = re.sub("//.*", "", text[text.index("struct Matrix {") : text.index("tiles_of(")])
+    struct = text[text.index("struct Matrix {") :]
+    struct = struct[: struct.index("};")]
     names = re.findall(r"(\w+)[,;]", struct)
     assert tuple(names) == operands._MATRIX.names
     assert operands._MATRIX.itemsize == 8 * len(names)

@@ -38,7 +38,6 @@ from tests.unit.cuda.test_compile import properties
 CPU = GenericBackend("cpu", np)
 
 
-@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("shape", [(0,), (1,), (8,), (7, 9), (3, 5, 320)], ids=str)
 def test_dropout_draws_the_cpus_masks(trainer: Any, shape: Any) -> None:
     for seed, calls, p in ((0, 0, 0.5), (2**62 - 1, 3, 0.1), (12345678901234, 2**40, 0.999)):
@@ -49,6 +48,7 @@ def test_dropout_draws_the_cpus_masks(trainer: Any, shape: Any) -> None:
         np.testing.assert_array_equal(got, CPU.dropout_mask(draws, shape, p))
 
 
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
     sources = [optimizer.source(), recording.source(), scatter.source(), window.source()]
@@ -90,6 +90,30 @@ def test_rows_are_added_in_order(trainer: Any, width: int) -> None:
         for at, row in zip(index % 7, rows, strict=True):
             in_order[at] += row
         same_bytes("rows", there[0].get(), out + in_order)
+
+
+def test_positions_may_be_met_in_any_order(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As threads of a GPU meet them; the emulator's go in order."""
+    rng, real = np.random.default_rng(0), scatter.launch
+
+    def launch(source: Any, kernel: str, blocks: int, threads: int, *arrays: Any) -> None:
+        if kernel == "add_rows":
+            found, kept = (a.get() for a in arrays[1:3])
+            for row, (positions, _) in enumerate(found):
+                most = min(positions, 32)
+                kept[row, :most] = rng.permutation(kept[row, :most])
+            arrays[2][...] = trainer.xp.asarray(kept)
+        real(source, kernel, blocks, threads, *arrays)
+
+    monkeypatch.setattr(scatter, "launch", launch)
+    index = rng.integers(0, 3, 50)
+    rows = rng.standard_normal((50, 40)).astype(np.float32)
+    out = np.zeros((3, 40), np.float32)
+    there = trainer.xp.asarray(out)
+    trainer.add_rows(there, trainer.xp.asarray(index), trainer.xp.asarray(rows))
+    for at, row in zip(index, rows, strict=True):
+        out[at] += row
+    same_bytes("rows", there.get(), out)
 
 
 WINDOWS = (
