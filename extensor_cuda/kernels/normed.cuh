@@ -7,7 +7,7 @@
 // What the first kRowThreads threads have left of a tile, the others encode down its columns meanwhile.
 
 #include "barriers.cuh"
-// ---- after barriers ----
+// ---- after barriers ----  (the emulator has its own)
 
 #if XIN == 0
 typedef u32 Given;
@@ -21,10 +21,8 @@ constexpr int kRowThreads = ROW_THREADS, kColumnThreads = kThreads - kRowThreads
 constexpr int kRowWarps = kRowThreads / 32, kLastWarps = (ONLY_ROWS ? kRowThreads : kColumnThreads) / 32;
 constexpr int kEach = TALL * kSide / kRowThreads;    // rows of a thread: a power of two
 constexpr int kShare = 32 / kEach;                   // of a warp that have the sum of one of its rows
-#ifndef SUMS_AT
-#define SUMS_AT (ONLY_ROWS ? 0 : kEach / 2)
-#endif
-constexpr int kSumsAt = SUMS_AT;  // when the next tile is summed: its copy began late where columns come after
+// Before which of them the next tile is summed: its copy begins late where columns are encoded too.
+constexpr int kSumsAt = ONLY_ROWS ? 0 : kEach / 2;
 constexpr bool kHeld = ONLY_ROWS || !BIAS;           // whether weights and bias stay in registers
 constexpr int kTerms = (CLUSTER * kSlices + 31) / 32 * 32;  // sums of warps that make a row's
 
