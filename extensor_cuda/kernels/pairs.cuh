@@ -39,7 +39,8 @@ __device__ __forceinline__ u32 high_float(u32 pair) { return pair & 0xFFFF0000u;
 // multiples of 64: 0.5 is subnormal. Integers take twice the time of floats, which is why all but two
 // steps are of floats.
 __device__ __forceinline__ u32 codes64(u32 x, u32 scale, bool far) {
-    u32 y = pair_fma(pair_abs(x), scale, kPairSign);  // plus -0: the product itself
+    // Plus -0: the product itself. The scale of a block with NaN is -inf, and must not pass the clamp.
+    u32 y = pair_fma(pair_abs(x), scale & kPairMagnitude, kPairSign);
 #if STATS
     if (far) y = pair_min(y, CLAMP_BITS >> 16 | CLAMP_BITS);
 #else

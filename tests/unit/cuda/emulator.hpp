@@ -163,7 +163,7 @@ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
         const double v = static_cast<double>(of_bfloat16(a >> h & 0xFFFF)) * of_bfloat16(b >> h & 0xFFFF) +
                          of_bfloat16(c >> h & 0xFFFF);  // exact, as all but far apart terms are
         const unsigned bits = __float_as_uint(static_cast<float>(v));
-        const unsigned rounded = v != v ? 0x7FC0u : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+        const unsigned rounded = v != v ? 0x7FFFu : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
         out |= rounded << h;
     }
     return out;

@@ -172,7 +172,7 @@ def data(shape: tuple[int, int], dtype: str, kind: str) -> np.ndarray:
     elif kind == "special":
         x[x < -1] = 0
         x[0, 0] = -0.0
-        x[-1, -1] = np.nan
+        x[-1, -1] = x[-1, 2] = np.nan  # in either half of a pair
         x[shape[0] // 2] = 0
     return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
 
