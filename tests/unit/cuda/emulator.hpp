@@ -168,14 +168,15 @@ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
     }
     return out;
 }
-// The larger ones, NaN if one is, or the smaller ones.
+// The larger ones, NaN if one is, or the smaller ones, the other one if one is NaN.
 template <bool kLarger>
 unsigned choose_pair(unsigned a, unsigned b) {
     unsigned out = 0;
     for (int h = 0; h < 32; h += 16) {
         const unsigned halves[2] = {a >> h & 0xFFFF, b >> h & 0xFFFF};
         const float x = of_bfloat16(halves[0]), y = of_bfloat16(halves[1]);
-        out |= (x != x || y != y ? 0x7FFFu : halves[(x < y) == kLarger]) << h;
+        const bool nan = kLarger ? x != x || y != y : x != x && y != y;
+        out |= (nan ? 0x7FFFu : halves[kLarger ? x < y : !(x < y || y != y)]) << h;
     }
     return out;
 }

@@ -23,14 +23,16 @@ def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("stats", [True, False])
 @pytest.mark.parametrize("axis", [1, 0])
 def test_every_bfloat16(xp: Any, axis: int, stats: bool) -> None:
-    """In blocks of neighbours, and beside a largest that is up to 2**9 as large."""
+    """In blocks of neighbours, beside a largest that is up to 2**9 as large, and beside NaN."""
     bits = np.arange(1 << 16, dtype=np.uint16).reshape(-1, 32)
     near, apart = bits.copy(), bits.copy()
     apart[:, 7] = np.minimum((apart[:, 7] & 0x7FFF) + (np.arange(2048) % 9 << 7), 0x7F7F)
-    x = np.concatenate([near, apart]).astype(np.uint16).view(ml_dtypes.bfloat16)
+    poisoned = 0x3F00 + (bits % 0x300)  # 0.5 to 2**5; NaN in a third of the blocks, in every half
+    poisoned[::3, 3] = 0x7FC0
+    x = np.concatenate([near, apart, poisoned]).astype(np.uint16).view(ml_dtypes.bfloat16)
     x = x.reshape(-1, 256) if axis else x.reshape(-1, 256, 32).swapaxes(1, 2).reshape(-1, 256)
     x = np.ascontiguousarray(x)
-    for rule in ("floor", "one"):
+    for rule in ("floor", "one", "rceil"):
         spec = QuantSpec("mxfp4", axis=axis, scale_rule=rule).resolve(2)
         plan = kernels.plan_of(spec, x.shape)
         assert isinstance(plan, kernels.Plan)
