@@ -13,8 +13,8 @@ FULL, SMS = 227 * 1024 - 1024, 132
 BASE = dict(UE4M3=0, BLOCK=32, WARPS=8, CHUNK=512, STAGES=3, TILES=1, PARTS=1, IN=1, OUT=1, COPY=0, PREFETCH=0, PDL=0, LOADS=0, DECODES=0, ACCS=1, NOSUM=0)
 def v(text):
     names = {"w": "WARPS", "c": "CHUNK", "s": "STAGES", "b": "COPY", "p": "PREFETCH", "d": "PDL", "l": "LOADS", "x": "DECODES", "a": "ACCS", "n": "NOSUM"}
-    return {names[p[0]]: int(p[1:]) for p in text.split()}
-V = ["", "s4", "s2", "c1024 s2", "c1024 s2 b1", "c1024 s2 b1 p1", "c1024 s2 b1 p2", "c512 s3 b1 p1", "p1", "p2", "p3", "s2 p2", "d1", "p1 d1", "p2 d1", "p3 d1", "s2 p2 d1", "c1024 s2 b1 d1", "c1024 s2 b1 p1 d1", "c1024 s2 b1 p2 d1",
+    return {names[p[0]]: int(p[1:]) for p in text.split() if p != "g1"}
+V = ["", "g1", "g1 d1", "g1 p1 d1", "s4", "s2", "c1024 s2", "c1024 s2 b1", "c1024 s2 b1 p1", "c1024 s2 b1 p2", "c512 s3 b1 p1", "p1", "p2", "p3", "s2 p2", "d1", "p1 d1", "p2 d1", "p3 d1", "s2 p2 d1", "c1024 s2 b1 d1", "c1024 s2 b1 p1 d1", "c1024 s2 b1 p2 d1",
      "w16 s2", "w16 s2 d1", "w16 s2 p1 d1", "w12 s2", "w12 s2 d1", "w12 s2 p1 d1", "w14 s2 p1 d1", "a2", "a2 p1 d1", "w4 c1024 s4 p1 d1", "n1", "n1 p1 d1", "n1 d1",
      "l1", "l1 s2", "l1 c1024 s2", "l1 c1024 s2 b1", "l1 p1", "l1 p2", "l1 s2 p2", "l1 d1", "l1 p1 d1", "l1 p2 d1", "l1 c1024 s2 b1 p1 d1", "l1 w16 s2 d1", "l1 w4 c2048 s2", "l1 w4 c2048 s2 b1", "l1 w2 c4096 s2 b1", "l1 w2 c4096 s2 b1 d1",
      "x1", "x1 w16 s2", "x1 w12 s2", "x1 a2", "x1 s2 w8"]
@@ -27,15 +27,19 @@ def plan(text, n, k, rows):
     stage = 16 * m["CHUNK"] // 2 + 512 + 16 * m["CHUNK"] // m["BLOCK"]
     ring, tiles, best = m["WARPS"] * m["STAGES"] * stage, -(-n // 16), None
     for slices in range(1, 65):
+      for parts in (1, 2, 4, 8, 16):
+        if m["WARPS"] % parts or slices > 1 < parts or ("g1" in text and slices == 1): continue
         stretch = -(-k // slices // m["CHUNK"]) * m["CHUNK"]
-        shared = ring + (rows + 1) * (stretch * 2 + 64)
+        of_part = -(-stretch // m["CHUNK"] // parts) * m["CHUNK"]
+        mine = -(-tiles // (SMS // slices))
+        shared = ring + (rows + 1) * (stretch * 2 + 64) + (mine * 16 * rows * parts * 4 if slices == 1 else 0)
         if (slices - 1) * stretch >= k or shared > FULL: continue
-        cost = -(-(-(-tiles // (SMS // slices))) // m["WARPS"]) * stretch
-        if best is None or cost * 1.02 < best[0]: best = cost, slices, stretch, shared
+        cost = -(-mine // (m["WARPS"] // parts)) * of_part * (1 if slices == 1 else 1.04)
+        if best is None or cost * 1.02 < best[0]: best = cost, slices, stretch, shared, parts
     if best is None: return None
-    cost, slices, stretch, shared = best
+    cost, slices, stretch, shared, parts = best
     ideal = tiles * k / SMS / m["WARPS"]
-    return jit.Source.read(Path("scratch/stream.cu"), m), shared, slices, stretch, SMS // slices, 32 * m["WARPS"], ideal / cost
+    return jit.Source.read(Path("scratch/stream.cu"), m), shared, slices, stretch, SMS // slices, 32 * m["WARPS"], ideal / cost, parts
 def build(source):
     try:
         return jit.compile_cubin(source, "sm_90a")
@@ -55,7 +59,7 @@ if __name__ == "__main__":
     for (n, k, rows, t), p in plans.items():
         got = built[p[0]]
         if isinstance(got, str): print("DOES NOT COMPILE", t, got)
-        elif (n, k) == SHAPES[0] and rows in (1, 16): print(f"rows {rows} {t}: regs {re.search(r'Used (.*?) reg', got[1])[1]} stack {re.search(r'([0-9]*) bytes stack', got[1])[1]} shared {p[1]} slices {p[2]} x {p[3]} groups {p[4]} balance {p[6]:.2f}")
+        elif (n, k) == SHAPES[0] and rows in (1, 16): print(f"rows {rows} {t}: regs {re.search(r'Used (.*?) reg', got[1])[1]} stack {re.search(r'([0-9]*) bytes stack', got[1])[1]} shared {p[1]} slices {p[2]} x {p[3]} groups {p[4]} parts {p[7]} balance {p[6]:.2f}")
     print("compiled", len(sources), round(time.time() - T0, 1), flush=True)
     if "--compile" in sys.argv: sys.exit()
     import cupy as cp, torch
@@ -122,10 +126,10 @@ if __name__ == "__main__":
                 [(view, q.codes, q.scales, null, null, partial, done, out, i32(rows), i32(n), i32(k), i64(k // 2), i64(k // 32), i32(splits), i32(stretch)) for q in w], False)
             for (n_, k_, rows_, t) in plans:
                 if (n_, k_, rows_) != (n, k, rows): continue
-                source, shared, slices, stretch, groups, threads, balance = plans[n_, k_, rows_, t]
+                source, shared, slices, stretch, groups, threads, balance, parts = plans[n_, k_, rows_, t]
                 if source not in functions: continue
                 calls[t or "base"] = launcher(functions[source][1], groups * slices, threads, shared,
-                    [(view, q.codes, q.scales, null, null, partial, done, out, i32(rows), i32(n), i32(k), i32(k // 2), i32(k // 32), i32(0), i32(slices), i32(stretch)) for q in w], "d1" in t)
+                    [(view, q.codes, q.scales, null, null, partial, done, out, i32(rows), i32(n), i32(k), i32(k // 2), i32(k // 32), i32(0), i32(slices), i32(stretch), i32(parts)) for q in w], "d1" in t)
             for name in list(calls):
                 if name in ("torch", "clone"): continue
                 try:

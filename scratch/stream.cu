@@ -152,28 +152,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
                const signed char* __restrict__ zeros, const float* __restrict__ tensor_scale,
                float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out, int rows,
-               int lines, int columns, int octets, int blocks, int points, int slices, int stretch) {
+               int lines, int columns, int octets, int blocks, int points, int slices, int stretch, int parts) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ u32 last;
     __shared__ __align__(8) u64 full[WARPS * STAGES];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
     const int groups = gridDim.x / slices, slice = blockIdx.x % slices, group = blockIdx.x / slices;
     const int tiles = (lines + 15) / 16, low = static_cast<i64>(tiles) * group / groups, high = static_cast<i64>(tiles) * (group + 1) / groups;
-    const int begin = slice * stretch, end = min(columns, begin + stretch), count = rows * PARTS;
+    // A block's part of K and this warp's, which begins at a multiple of CHUNK.
+    const int first = slice * stretch, count = rows * PARTS, part = warp % parts;
+    const int of_part = (stretch / CHUNK + parts - 1) / parts * CHUNK, begin = first + part * of_part;
+    const int end = min(min(columns, first + stretch), begin + of_part), step = WARPS / parts;
+    const int from = low * 16, of_mine = min(high * 16, lines) - from;
     u8* const ring = memory + warp * STAGES * kStage;
 #if COPY == 1
     const u32 ring_at = shared_address(ring), full_at = shared_address(full + warp * STAGES);
 #endif
     u8* const tokens = memory + kRing;
     const int pitch = stretch * 2 + 64;
+    // Sums of parts of K, by token: in shared memory, or of slices in global memory.
+    const i64 pitch_of_sums = slices > 1 ? lines : of_mine;
+    volatile float* sums = slices > 1 ? partial + static_cast<i64>(slice) * count * lines
+                                      : reinterpret_cast<float*>(tokens + (count + 1) * pitch) - from;
 #if PREFETCH
     const auto fetch = [&](int tile) {
-        if (tile >= high) return;
+        if (tile >= high || begin >= end) return;
         const i64 line = min(tile * 16 + lane % 16, lines - 1);
         if (lane < 16) prefetch(codes + line * octets + begin / 2, (end - begin) / 2);
         else prefetch(scales + line * blocks + begin / BLOCK, (end - begin) / BLOCK);
     };
-    for (int n = 0; n < PREFETCH; ++n) fetch(low + warp + n * WARPS);
+    for (int n = 0; n < PREFETCH; ++n) fetch(low + warp / parts + n * step);
 #endif
 #if COPY == 1
     if (lane < STAGES) barrier_init(full_at + lane * 8, 1);
@@ -185,9 +193,9 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    int ahead_tile = low + warp, ahead = begin;
+    int ahead_tile = low + warp / parts, ahead = begin;
     const auto send = [&](int slot) {
-        const bool there = ahead_tile < high;
+        const bool there = ahead_tile < high && begin < end;
 #if COPY == 0
         const int rest = lines - 1 - ahead_tile * 16;
         u8* const to = ring + slot * kStage;
@@ -224,23 +232,23 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
 #endif
         ahead += CHUNK;
         if (ahead >= end) {
-            ahead = begin, ahead_tile += WARPS;
+            ahead = begin, ahead_tile += step;
 #if PREFETCH
-            fetch(ahead_tile + (PREFETCH - 1) * WARPS);
+            fetch(ahead_tile + (PREFETCH - 1) * step);
 #endif
         }
     };
 #pragma unroll 1
     for (int d = 0; d < STAGES; ++d) send(d);
-    load_x(tokens, pitch, x, begin, stretch, rows, columns);
+    load_x(tokens, pitch, x, first, stretch, rows, columns);
     __syncthreads();
     const u8* of_x[TILES];
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) of_x[t] = tokens + min(t * 8 + row, count) * pitch + quarter * 16;
+    for (int t = 0; t < TILES; ++t) of_x[t] = tokens + min(t * 8 + row, count) * pitch + (begin - first) * 2 + quarter * 16;
     int slot = 0;
     u32 parity = 0;
 #pragma unroll 1
-    for (int tile = low + warp; tile < high; tile += WARPS) {
+    for (int tile = low + warp / parts; tile < high; tile += step) {
         float sum[ACCS][TILES][4];
 #pragma unroll
         for (int a = 0; a < ACCS; ++a)
@@ -316,29 +324,29 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
             for (int c = 0; c < 4; ++c) {
                 const int line = tile * 16 + row + c / 2 * 8, token = t * 8 + quarter * 2 + c % 2;
                 const float total = ACCS == 2 ? sum[0][t][c] + sum[ACCS - 1][t][c] : sum[0][t][c];
-                if (line >= lines || token >= count) continue;
-                if (slices * PARTS == 1) finish(out, total, static_cast<i64>(token) * lines + line, tensor_scale);
-                else partial[(static_cast<i64>(slice) * count + token) * lines + line] = total;
+                if (line < lines && token < count) sums[(part * count + token) * pitch_of_sums + line] = total;
             }
     }
-    if (NOSUM || slices * PARTS == 1) return;
-    __threadfence();
+    if (NOSUM) return;
+    if (slices > 1) __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(done + group, 1u) + 1 == static_cast<u32>(slices);
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    if (threadIdx.x == 0) done[group] = 0;
-    const int from = low * 16, of_mine = min(high * 16, lines) - from;
+    if (slices > 1) {
+        if (threadIdx.x == 0) last = atomicAdd(done + group, 1u) + 1 == static_cast<u32>(slices);
+        __syncthreads();
+        if (!last) return;
+        __threadfence();
+        if (threadIdx.x == 0) done[group] = 0;
+    }
+    const int cuts = slices * parts;
+    sums -= static_cast<i64>(slice) * count * pitch_of_sums;
     for (int i = threadIdx.x; i < rows * of_mine; i += kThreads) {
         const int m = i / of_mine, line = from + i - m * of_mine;
         float total = 0.0f;
-        for (int p = PARTS - 1; p >= 0; --p) {
-            float of_part = 0.0f;
+        for (int p = PARTS - 1; p >= 0; --p) {  // the smallest first
+            float of_x = 0.0f;
 #pragma unroll 4
-            for (int s = 0; s < slices; ++s)
-                of_part += __ldcg(partial + (static_cast<i64>(s) * count + p * rows + m) * lines + line);
-            total += of_part;
+            for (int s = 0; s < cuts; ++s) of_x += sums[(static_cast<i64>(s) * count + p * rows + m) * pitch_of_sums + line];
+            total += of_x;
         }
         finish(out, total, static_cast<i64>(m) * lines + line, tensor_scale);
     }
