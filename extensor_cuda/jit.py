@@ -162,9 +162,7 @@ def _early(blocks: int, threads: int, shared: int, stream: int) -> Any:
     from cuda.bindings import driver
 
     config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
-    attribute.id = (
-        driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    )
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1

@@ -23,6 +23,16 @@ __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_gro
 // All but the newest DEPTH - 1 groups of copies of this thread have arrived.
 __device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
 
+#if __CUDA_ARCH__ >= 900
+// Asks the second-level cache for so many bytes: a multiple of 16, at such an address.
+__device__ __forceinline__ void prefetch(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+// The stream's next kernel may start, and wait for this one; this one waits for the last.
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void await_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#endif
+
 // d += a b with a (16, 16) and b (16, 8) of bfloat16 pairs, float32 sums.
 __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "

@@ -194,6 +194,9 @@ void copy_ahead(void* to, const void* from, bool there) {
 }
 inline void end_copies() {}
 inline void arrived() {}
+inline void prefetch(const void*, unsigned) {}
+inline void let_next_start() {}
+inline void await_last() {}
 // mma.sync m16n8k16 of bfloat16: the fragments of the PTX ISA; the sum is rounded once.
 inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x - lane;

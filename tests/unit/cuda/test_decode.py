@@ -63,6 +63,14 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
             check_compiles(source, arch)
 
 
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", WEIGHTS[:4], ids=name)
+def test_no_kernel_for_few_tokens_spills(spec: QuantSpec) -> None:
+    w = weights(spec, (16, 8192))
+    for rows, dtype in ((1, "float32"), (5, "float32"), (1, "bfloat16"), (16, "bfloat16")):
+        check_compiles(decode.few_source(w, rows, dtype, dtype), "sm_90a")
+
+
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     decode._counters.cache_clear()
@@ -125,6 +133,24 @@ def test_more_tokens(xp: Any, rows: int) -> None:
     )
     if rows < 22:
         check(activations((rows, 160), "float32"), weights(INT4, (20, 160)), "float32", xp)
+
+
+@pytest.mark.parametrize("spec", WEIGHTS[:5], ids=name)
+def test_few_tokens(xp: Any, spec: QuantSpec) -> None:
+    """K of a block and in slices; ends of chunks, tiles and tokens; both ways to copy scales."""
+    for m, n, k, dtype, slices in (
+        (1, 150, 1024, "bfloat16", 1),
+        (5, 17, 640, "float32", 1),
+        (16, 20, 1536, "bfloat16", 1),
+    ):
+        w = weights(spec, (n, k))
+        tokens = m * (3 if dtype == "float32" else 1)
+        made = decode._few(w, tokens)
+        if made is None:
+            assert k // tile_extent(w.spec, w.shape)[1] % 4
+            continue
+        assert made.slices == slices
+        check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
 
 
 def test_stretches_of_k_are_added_in_order_and_leave_the_counters_at_zero(xp: Any) -> None:

@@ -1,0 +1,209 @@
+// out = x w^T for up to 16 rows of x, for Hopper: packed E2M1 weights under E8M0 or E4M3 scales, read once, decoded to
+// bfloat16 on the way to mma.sync (m16n8k16; weights on the side of 16).
+//
+// Warps are on their own. Each has 16 rows of w (a tile) at a time, and a part of K, of which it copies CHUNK elements
+// of each row to shared memory, DEPTH times ahead; the second-level cache is asked for the next tile before. x of the
+// block's part of K (a slice) lies in shared memory in the order in which decoding leaves the elements, so that no
+// element moves between lanes: a lane has 32 neighbouring elements of two rows, a segment is four lanes' worth.
+// float32 x is three bfloat16 matrices, which together are exactly x: its rows are three tokens (PARTS).
+//
+// If a block has all of K, its warps share it, and their sums meet in shared memory. If there are slices, they meet in
+// `partial`, and the last block of a group of rows adds them. Both add in the order of K, so that the result depends
+// on nothing but shapes. No headers. Macros: WARPS, CHUNK, BLOCK (of a scale), GRAIN (bytes
+// of scales that are copied at a time), TILES (of 8 tokens), PARTS; decode.cuh.
+
+#include "decode.cuh"
+
+constexpr int kThreads = 32 * WARPS, kSegment = 128;
+constexpr int kBytes = CHUNK / 2, kScales = CHUNK / BLOCK;  // of a row of a chunk
+constexpr int kCodes = 16 * kBytes + 512, kStage = kCodes + 16 * kScales;
+
+// Where a row's codes begin: two rows lie in different banks.
+__device__ __forceinline__ int place(int row) { return row * kBytes + (row + 1) / 2 * 64; }
+
+// x from element `first` of K on, and zeros: beyond `columns`, and for tokens that there are not.
+__device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int first, int stretch, int rows, int columns) {
+    constexpr int kBatch = 8;  // on their way at a time
+    const int of_token = stretch / 8, count = (rows * PARTS + 1) * of_token;
+    for (int start = threadIdx.x; start < count; start += kBatch * kThreads) {
+        uint4 got[kBatch];
+#pragma unroll
+        for (int n = 0; n < kBatch; ++n) {
+            const int u = start + n * kThreads, token = u / of_token, k = first + (u - token * of_token) * 8;
+            got[n] = uint4{0, 0, 0, 0};
+            if (token >= rows * PARTS || k >= columns) continue;
+            const int part = PARTS == 1 ? 0 : token / rows;
+            const Raw* const from = x + static_cast<i64>(token - part * rows) * columns + k;
+#if IN == 1
+            got[n] = *reinterpret_cast<const uint4*>(from);
+#else
+            u32 v[8];
+            for (int e = 0; e < 8; ++e) v[e] = part_of(from[e], part);
+            got[n] = uint4{v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16};
+#endif
+        }
+#pragma unroll
+        for (int n = 0; n < kBatch; ++n) {
+            const int u = start + n * kThreads, token = u / of_token, i = u - token * of_token;
+            if (u >= count) continue;
+            const uint4 w = got[n];
+            const int at = i / 16 * 16 + i % 4 * 4 + i / 4 % 4;  // four lanes' eights together
+            *reinterpret_cast<uint4*>(to + token * pitch + at * 16) =
+                uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632),
+                      __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+decode_few(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
+           const float* __restrict__ tensor_scale, float* __restrict__ partial, u32* __restrict__ done,
+           void* __restrict__ out, int rows, int lines, int columns, int slices, int stretch, int parts) {
+    extern __shared__ __align__(128) u8 memory[];
+    __shared__ u32 last;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
+    const int octets = columns / 2, blocks = columns / BLOCK, count = rows * PARTS;
+    // The tiles of this group of blocks.
+    const int slice = blockIdx.x % slices, group = blockIdx.x / slices, groups = gridDim.x / slices;
+    const i64 tiles = (lines + 15) / 16;
+    const int low = tiles * group / groups, high = tiles * (group + 1) / groups, step = WARPS / parts;
+    // K of this block, and of this warp.
+    const int first = slice * stretch, part = warp % parts, of_part = (stretch / CHUNK + parts - 1) / parts * CHUNK;
+    const int begin = first + part * of_part, end = min(min(columns, first + stretch), begin + of_part);
+    u8* const ring = memory + warp * DEPTH * kStage;
+    u8* const tokens = memory + WARPS * DEPTH * kStage;
+    const int pitch = stretch * 2 + 64;  // of a token: no bank conflicts
+    // Rows that there are not are the last one.
+    const auto fetch = [&](int tile) {
+        if (tile >= high || begin >= end) return;
+        const i64 line = min(tile * 16 + lane % 16, lines - 1);
+        if (lane < 16)
+            prefetch(codes + line * octets + begin / 2, (end - begin) / 2);
+        else if (GRAIN == 16)
+            prefetch(scales + line * blocks + begin / BLOCK, (end - begin) / BLOCK);
+    };
+    fetch(low + warp / parts);
+    let_next_start();
+    await_last();  // which may have written what is read here
+    int ahead_tile = low + warp / parts, ahead = begin;
+    const auto send = [&](int slot) {
+        u8* const to = ring + slot * kStage;
+        constexpr int kGrains = kBytes / 16, kOfRow = kScales / GRAIN;
+        const int byte = lane % kGrains * 16;
+        if (ahead_tile < high && begin < end) {
+            const int rest = lines - 1 - ahead_tile * 16;
+            const i64 line = static_cast<i64>(ahead_tile) * 16;
+            const u8* const from = codes + line * octets + ahead / 2 + byte;
+#pragma unroll
+            for (int r = lane / kGrains; r < 16; r += 32 / kGrains)
+                copy_ahead<16>(to + place(r) + byte, from + min(r, rest) * octets, ahead / 2 + byte < octets);
+#pragma unroll
+            for (int i = lane; i < 16 * kOfRow; i += 32) {
+                const int r = i / kOfRow, at = i % kOfRow * GRAIN, b = ahead / BLOCK + at;
+                copy_ahead<GRAIN>(to + kCodes + r * kScales + at, scales + (line + min(r, rest)) * blocks + b, b < blocks);
+            }
+        }
+        end_copies();
+        ahead += CHUNK;
+        if (ahead >= end) ahead = begin, ahead_tile += step, fetch(ahead_tile);
+    };
+#pragma unroll 1
+    for (int d = 0; d < DEPTH; ++d) send(d);
+    load_x(tokens, pitch, x, first, stretch, rows, columns);
+    __syncthreads();
+    const u8* of_x[TILES];
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) of_x[t] = tokens + min(t * 8 + row, count) * pitch + (begin - first) * 2 + quarter * 16;
+    // Sums of slices in global memory, or of parts of K in shared memory.
+    const int from = low * 16, mine = min(high * 16, lines) - from;
+    const i64 line_pitch = slices > 1 ? lines : mine;
+    volatile float* sums = slices > 1 ? partial : reinterpret_cast<float*>(tokens + (count + 1) * pitch) - from;
+    int slot = 0;
+#pragma unroll 1
+    for (int tile = low + warp / parts; tile < high; tile += step) {
+        float sum[TILES][4];
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) sum[t][c] = 0.0f;
+#pragma unroll 1
+        for (int k = 0; k < end - begin; k += CHUNK) {
+            arrived();
+            __syncwarp();
+            const u8* const stage = ring + slot * kStage;
+            const u8* const of_scales = stage + kCodes + row * kScales;
+            const auto multiply = [&](bool folded) {
+#pragma unroll
+                for (int s = 0; s < CHUNK / kSegment; ++s) {
+                    uint4 words[2];
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+                        words[h] = *reinterpret_cast<const uint4*>(stage + place(row + 8 * h) + s * 64 + quarter * 16);
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        u32 pairs[2][4];
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            const u8 byte = of_scales[h * 8 * kScales + (s * 128 + quarter * 32 + j * 8) / BLOCK];
+                            const u32 word[4] = {words[h].x, words[h].y, words[h].z, words[h].w};
+                            decode(word + j, scale_pair(byte, folded), folded, 0, pairs[h]);
+                        }
+                        const u32 even[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
+                        const u32 odd[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
+#pragma unroll
+                        for (int t = 0; t < TILES; ++t) {
+                            const uint4 b = *reinterpret_cast<const uint4*>(of_x[t] + k * 2 + s * 256 + j * 64);
+                            mma(sum[t], even, b.x, b.y);
+                            mma(sum[t], odd, b.z, b.w);
+                        }
+                    }
+                }
+            };
+            bool folded = true;
+#if !UE4M3
+            u32 large = 0;  // scales above 2^9, four at a time
+#pragma unroll
+            for (int i = lane; i < 4 * kScales; i += 32) {
+                const u32 four = reinterpret_cast<const u32*>(stage + kCodes)[i];
+                large |= (four & 0x7F7F7F7Fu) + 0x77777777u & four & 0x80808080u;
+            }
+            folded = !__any_sync(0xFFFFFFFFu, large != 0);
+#endif
+            if (UE4M3 || folded)
+                multiply(true);
+            else
+                multiply(false);
+            __syncwarp();
+            send(slot);  // the codes that lay there are used
+            slot = slot + 1 == DEPTH ? 0 : slot + 1;
+        }
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const int line = tile * 16 + row + c / 2 * 8, token = t * 8 + quarter * 2 + c % 2;
+                if (line < lines && token < count) sums[((slice + part) * count + token) * line_pitch + line] = sum[t][c];
+            }
+    }
+    if (slices > 1) __threadfence();
+    __syncthreads();
+    if (slices > 1) {
+        if (threadIdx.x == 0) last = atomicAdd(done + group, 1u) + 1 == static_cast<u32>(slices);
+        __syncthreads();
+        if (!last) return;
+        __threadfence();
+        if (threadIdx.x == 0) done[group] = 0;
+    }
+    const float factor = tensor_scale ? *tensor_scale : 1.0f;
+    for (int i = threadIdx.x; i < rows * mine; i += kThreads) {
+        const int m = i / mine, line = from + i - m * mine;
+        float total = 0.0f;
+        for (int p = PARTS - 1; p >= 0; --p) {  // the smallest first
+            float of_x = 0.0f;
+#pragma unroll 4
+            for (int s = 0; s < slices * parts; ++s) of_x += sums[(s * count + p * rows + m) * line_pitch + line];
+            total += of_x;
+        }
+        finish(out, static_cast<i64>(m) * lines + line, total * 256.0f * factor);  // the scales were times 2^-8
+    }
+}
