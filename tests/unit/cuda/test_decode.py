@@ -139,9 +139,11 @@ def test_more_tokens(xp: Any, rows: int) -> None:
 def test_few_tokens(xp: Any, spec: QuantSpec) -> None:
     """K of a block and in slices; ends of chunks, tiles and tokens; both ways to copy scales."""
     for m, n, k, dtype, slices in (
-        (1, 150, 1024, "bfloat16", 1),
-        (5, 17, 640, "float32", 1),
-        (16, 20, 1536, "bfloat16", 1),
+        (1, 200, 1024, "bfloat16", 1),
+        (5, 33, 2560, "float32", 1),
+        (16, 40, 4608, "bfloat16", 9),
+        (3, 16, 640, "float32", 1),
+        (9, 50, 2176, "bfloat16", 1),
     ):
         w = weights(spec, (n, k))
         tokens = m * (3 if dtype == "float32" else 1)
