@@ -9,7 +9,7 @@ typedef long long i64;
 
 constexpr int kThreads = 32 * WARPS, kTokens = 8 * TILES, kSegment = 128;
 constexpr int kBytes = CHUNK / 2, kScales = CHUNK / BLOCK;      // of a row in a stage
-constexpr int kCodes = 16 * kBytes + 512, kStage = kCodes + 16 * kScales;
+constexpr int kTall = 16 * R, kCodes = kTall * (kBytes + 32), kStage = kCodes + kTall * kScales;
 constexpr int kRing = WARPS * STAGES * kStage;
 
 #ifdef __CUDA_ARCH__
@@ -101,17 +101,17 @@ __device__ __forceinline__ u32 part_of(Raw raw, int part) {
 #endif
 }
 
-// x of a slice, zeros beyond `columns` and in one more row, as decoding leaves the weights.
-__device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int begin, int stretch, int rows, int columns) {
-    constexpr int kBatch = 8;
-    const int of_token = stretch / 8, count = (rows * PARTS + 1) * of_token;
+template <class Then>
+__device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int begin, int stretch, int rows, int columns, Then then) {
+    constexpr int kBatch = BATCH;
+    const int of_token = stretch / 8, count = rows * PARTS * of_token;
     for (int first = threadIdx.x; first < count; first += kBatch * kThreads) {
         uint4 got[kBatch];
 #pragma unroll
         for (int n = 0; n < kBatch; ++n) {
             const int u = first + n * kThreads, token = u / of_token, k = begin + (u - token * of_token) * 8;
             got[n] = uint4{0, 0, 0, 0};
-            if (token < rows * PARTS && k < columns) {
+            if (u < count && k < columns) {
 #if IN == 1
                 got[n] = *reinterpret_cast<const uint4*>(x + static_cast<i64>(token) * columns + k);
 #else
@@ -123,6 +123,7 @@ __device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int begi
 #endif
             }
         }
+        if (first == threadIdx.x) then();
 #pragma unroll
         for (int n = 0; n < kBatch; ++n) {
             const int u = first + n * kThreads, token = u / of_token, i = u - token * of_token;
@@ -158,12 +159,12 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
     __shared__ __align__(8) u64 full[WARPS * STAGES];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
     const int groups = gridDim.x / slices, slice = blockIdx.x % slices, group = blockIdx.x / slices;
-    const int tiles = (lines + 15) / 16, low = static_cast<i64>(tiles) * group / groups, high = static_cast<i64>(tiles) * (group + 1) / groups;
+    const int tiles = (lines + kTall - 1) / kTall, low = static_cast<i64>(tiles) * group / groups, high = static_cast<i64>(tiles) * (group + 1) / groups;
     // A block's part of K and this warp's, which begins at a multiple of CHUNK.
     const int first = slice * stretch, count = rows * PARTS, part = warp % parts;
     const int of_part = (stretch / CHUNK + parts - 1) / parts * CHUNK, begin = first + part * of_part;
     const int end = min(min(columns, first + stretch), begin + of_part), step = WARPS / parts;
-    const int from = low * 16, of_mine = min(high * 16, lines) - from;
+    const int from = low * kTall, of_mine = min(high * kTall, lines) - from;
     u8* const ring = memory + warp * STAGES * kStage;
 #if COPY == 1
     const u32 ring_at = shared_address(ring), full_at = shared_address(full + warp * STAGES);
@@ -171,9 +172,9 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
     u8* const tokens = memory + kRing;
     const int pitch = stretch * 2 + 64;
     // Sums of parts of K, by token: in shared memory, or of slices in global memory.
-    const i64 pitch_of_sums = slices > 1 ? lines : of_mine;
-    volatile float* sums = slices > 1 ? partial + static_cast<i64>(slice) * count * lines
-                                      : reinterpret_cast<float*>(tokens + (count + 1) * pitch) - from;
+    const i64 pitch_of_sums = ((slices > 1 ? lines : of_mine) + 3) / 4 * 4;
+    float* sums = slices > 1 ? partial + static_cast<i64>(slice) * count * pitch_of_sums
+                                      : reinterpret_cast<float*>(tokens + count * pitch) - from;
 #if PREFETCH
     const auto fetch = [&](int tile) {
         if (tile >= high || begin >= end) return;
@@ -197,25 +198,25 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
     const auto send = [&](int slot) {
         const bool there = ahead_tile < high && begin < end;
 #if COPY == 0
-        const int rest = lines - 1 - ahead_tile * 16;
+        const int rest = lines - 1 - ahead_tile * kTall;
         u8* const to = ring + slot * kStage;
         constexpr int kGrains = kBytes / 16, kStep = 32 / kGrains ? 32 / kGrains : 1, kOf = kGrains / 32 ? kGrains / 32 : 1;
         const int mine = kGrains >= 32 ? 0 : lane / kGrains, byte = kGrains >= 32 ? lane * 16 : lane % kGrains * 16;
         if (there) {
-            const u8* const from = codes + (static_cast<i64>(ahead_tile) * 16) * octets + ahead / 2 + byte;
+            const u8* const from = codes + (static_cast<i64>(ahead_tile) * kTall) * octets + ahead / 2 + byte;
 #pragma unroll
-            for (int r = 0; r < 16; r += kStep) {
+            for (int r = 0; r < kTall; r += kStep) {
                 const int of = r + mine;
                 const u8* const of_row = from + min(of, rest) * octets;
 #pragma unroll
                 for (int b = 0; b < kOf; ++b)
                     copy_ahead<16>(to + of * kBytes + (of + 1) / 2 * 64 + byte + b * 512, of_row + b * 512, ahead / 2 + byte + b * 512 < columns / 2);
             }
-            constexpr int kWords = kScales / 16;
+            constexpr int kWords = kScales / GRAIN;
 #pragma unroll
-            for (int i = lane; i < 16 * kWords; i += 32) {
-                const int of = i / kWords, b = i % kWords * 16;
-                copy_ahead<16>(to + kCodes + of * kScales + b, scales + (static_cast<i64>(ahead_tile) * 16 + min(of, rest)) * blocks + ahead / BLOCK + b, ahead / BLOCK + b < blocks);
+            for (int i = lane; i < kTall * kWords; i += 32) {
+                const int of = i / kWords, b = i % kWords * GRAIN;
+                copy_ahead<GRAIN>(to + kCodes + of * kScales + b, scales + (static_cast<i64>(ahead_tile) * kTall + min(of, rest)) * blocks + ahead / BLOCK + b, ahead / BLOCK + b < blocks);
             }
         }
         end_copies();
@@ -239,23 +240,22 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
         }
     };
 #pragma unroll 1
-    for (int d = 0; d < STAGES; ++d) send(d);
-    load_x(tokens, pitch, x, first, stretch, rows, columns);
+    for (int d = 0; d < EARLY; ++d) send(d);
+    load_x(tokens, pitch, x, first, stretch, rows, columns, [&] {
+#pragma unroll 1
+        for (int d = EARLY; d < STAGES; ++d) send(d);
+    });
     __syncthreads();
     const u8* of_x[TILES];
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) of_x[t] = tokens + min(t * 8 + row, count) * pitch + (begin - first) * 2 + quarter * 16;
+    for (int t = 0; t < TILES; ++t) of_x[t] = tokens + min(t * 8 + row, count - 1) * pitch + (begin - first) * 2 + quarter * 16;
     int slot = 0;
     u32 parity = 0;
 #pragma unroll 1
     for (int tile = low + warp / parts; tile < high; tile += step) {
-        float sum[ACCS][TILES][4];
+        float sum[ACCS][R][TILES][4];
 #pragma unroll
-        for (int a = 0; a < ACCS; ++a)
-#pragma unroll
-            for (int t = 0; t < TILES; ++t)
-#pragma unroll
-                for (int c = 0; c < 4; ++c) sum[a][t][c] = 0.0f;
+        for (int a = 0; a < ACCS * R * TILES * 4; ++a) (&sum[0][0][0][0])[a] = 0.0f;
 #pragma unroll 1
         for (int k = 0; k < end - begin; k += CHUNK) {
 #if COPY == 0
@@ -269,39 +269,44 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
             const auto multiply = [&](bool folded) {
 #pragma unroll
                 for (int s = 0; s < CHUNK / kSegment; ++s) {
-                    u32 words[2][4], pairs[2][4];
+                    u32 words[2 * R][4], pairs[2][4];
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
+                    for (int h = 0; h < 2 * R; ++h) {
                         const int r = row + 8 * h;
                         const uint4 four = *reinterpret_cast<const uint4*>(stage + r * kBytes + (r + 1) / 2 * 64 + s * 64 + quarter * 16);
                         words[h][0] = four.x, words[h][1] = four.y, words[h][2] = four.z, words[h][3] = four.w;
                     }
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
+                        uint4 b[TILES];
 #pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            const u32 scale = scale_pair(of_scales[h * 8 * kScales + (s * 128 + quarter * 32 + j * 8) / BLOCK], folded);
-                            decode(words[h][j], scale, folded, pairs[h]);
-                        }
-                        const u32 even[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
-                        const u32 odd[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
+                        for (int t = 0; t < TILES; ++t) b[t] = *reinterpret_cast<const uint4*>(of_x[t] + k * 2 + s * 256 + j * 64);
 #pragma unroll
-                        for (int t = 0; t < TILES; ++t) {
-                            const uint4 b = *reinterpret_cast<const uint4*>(of_x[t] + k * 2 + s * 256 + j * 64);
-                            mma(sum[0][t], even, b.x, b.y);
-                            mma(sum[ACCS - 1][t], odd, b.z, b.w);
+                        for (int g = 0; g < R; ++g) {
+#pragma unroll
+                            for (int h = 0; h < 2; ++h) {
+                                const u32 scale = scale_pair(of_scales[(g * 2 + h) * 8 * kScales + (s * 128 + quarter * 32 + j * 8) / BLOCK], folded);
+                                decode(words[2 * g + h][j], scale, folded, pairs[h]);
+                            }
+                            const u32 even[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
+                            const u32 odd[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
+#pragma unroll
+                            for (int t = 0; t < TILES; ++t) {
+                                mma(sum[0][g][t], even, b[t].x, b[t].y);
+                                mma(sum[ACCS - 1][g][t], odd, b[t].z, b[t].w);
+                            }
                         }
                     }
                 }
             };
 #if LOADS
-            sum[0][0][0] += stage[lane * 4];
+            sum[0][0][0][0] += stage[lane * 4];
 #elif UE4M3
             multiply(true);
 #else
             u32 large = 0;
 #pragma unroll
-            for (int i = lane; i < 4 * kScales; i += 32) {
+            for (int i = lane; i < kTall / 4 * kScales; i += 32) {
                 const u32 four = reinterpret_cast<const u32*>(stage + kCodes)[i];
                 large |= (four & 0x7F7F7F7Fu) + 0x77777777u & four & 0x80808080u;
             }
@@ -319,11 +324,13 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
             if (++slot == STAGES) slot = 0, parity ^= !DECODES;
         }
 #pragma unroll
+        for (int g = 0; g < R; ++g)
+#pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                const int line = tile * 16 + row + c / 2 * 8, token = t * 8 + quarter * 2 + c % 2;
-                const float total = ACCS == 2 ? sum[0][t][c] + sum[ACCS - 1][t][c] : sum[0][t][c];
+                const int line = tile * kTall + g * 16 + row + c / 2 * 8, token = t * 8 + quarter * 2 + c % 2;
+                const float total = ACCS == 2 ? sum[0][g][t][c] + sum[ACCS - 1][g][t][c] : sum[0][g][t][c];
                 if (line < lines && token < count) sums[(part * count + token) * pitch_of_sums + line] = total;
             }
     }
@@ -337,17 +344,41 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
         __threadfence();
         if (threadIdx.x == 0) done[group] = 0;
     }
-    const int cuts = slices * parts;
+    const int cuts = slices * parts, quads = (of_mine + 3) / 4;
     sums -= static_cast<i64>(slice) * count * pitch_of_sums;
-    for (int i = threadIdx.x; i < rows * of_mine; i += kThreads) {
-        const int m = i / of_mine, line = from + i - m * of_mine;
-        float total = 0.0f;
-        for (int p = PARTS - 1; p >= 0; --p) {  // the smallest first
-            float of_x = 0.0f;
-#pragma unroll 4
-            for (int s = 0; s < cuts; ++s) of_x += sums[(static_cast<i64>(s) * count + p * rows + m) * pitch_of_sums + line];
-            total += of_x;
+    constexpr int kAt = 4;  // sums of four lines at a time
+    for (int start = threadIdx.x; start < rows * quads; start += kAt * kThreads) {
+        float total[kAt][4];
+        int m[kAt], line[kAt];
+#pragma unroll
+        for (int n = 0; n < kAt; ++n) {
+            const int i = start + n * kThreads;
+            m[n] = i / quads, line[n] = from + (i - m[n] * quads) * 4;
+            if (m[n] >= rows) m[n] = 0, line[n] = lines;
+#pragma unroll
+            for (int c = 0; c < 4; ++c) total[n][c] = 0.0f;
         }
-        finish(out, total, static_cast<i64>(m) * lines + line, tensor_scale);
+        for (int p = PARTS - 1; p >= 0; --p) {  // the smallest first
+            float of_x[kAt][4] = {};
+#pragma unroll 4
+            for (int s = 0; s < cuts; ++s) {
+#pragma unroll
+                for (int n = 0; n < kAt; ++n) {
+                    if (line[n] >= lines) continue;
+                    const float4* const at = reinterpret_cast<const float4*>(const_cast<const float*>(sums) + (static_cast<i64>(s) * count + p * rows + m[n]) * pitch_of_sums + line[n]);
+                    const float4 v = slices > 1 ? __ldcg(at) : *at;
+                    of_x[n][0] += v.x, of_x[n][1] += v.y, of_x[n][2] += v.z, of_x[n][3] += v.w;
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < kAt; ++n)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) total[n][c] += of_x[n][c];
+        }
+#pragma unroll
+        for (int n = 0; n < kAt; ++n)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                if (line[n] + c < lines) finish(out, total[n][c], static_cast<i64>(m[n]) * lines + line[n] + c, tensor_scale);
     }
 }
