@@ -18,10 +18,10 @@ def v(text):
     if m.get("CHUNK") == 256: m["GRAIN"] = 8
     return m
 def given(text): return {OTHER[p[0]]: int(p[1:]) for p in text.split() if p[0] in OTHER}
-V = ["s2", "s2 d0", "s2 e1", "s2 e2", "s2 b4", "s2 b16", "s2 y120", "s3", "s3 e1", "s3 e3", "s2 a2", "s2 w16", "s2 w12", "c256 s2", "c256 s3", "c256 s4", "c256 s5", "c256 s3 a2", "c256 s3 w12", "c256 s3 w16", "c256 s2 w16", "c1024 s2",
-     "r2 c256 s2", "r2 c256 s3", "r2 c256 s2 w4", "r2 c256 s2 w7", "r2 c256 s2 w16", "r2 c512 s2", "s2 w7", "c256 s4 w7", "c256 s2 w14", "s2 w14",
-     "s2 n1", "s2 l1", "s2 x1", "s2 e2 l1", "c256 s3 n1", "c256 s3 l1", "c256 s3 x1", "r2 c256 s2 n1", "r2 c256 s2 x1",
-     "s2 g2", "s2 g4", "s2 g8", "c256 s3 g2", "c256 s3 g4", "c256 s3 g8", "r2 c256 s2 g2", "r2 c256 s2 g4", "r2 c256 s2 g8", "r2 c256 s2 w4 g2"]
+V = ["s2", "s2 d0", "s2 e1", "s2 e2", "s2 b4", "s2 b4 a2", "s2 b4 e1", "s2 y120", "s3 b4", "s3 e3", "s2 a2", "s2 w16 b4", "s2 w16 b4 a2", "c256 s3 b4", "c256 s4 b4", "c256 s4 b4 a2", "c256 s5 b4", "c256 s6 b4", "c256 s4 w16 b4", "c256 s3 w16 b4", "c256 s2 w16 b4", "c1024 s2 b4",
+     "r2 c256 s2 b4", "r2 c256 s3 b4", "r2 c256 s3 w4 b4", "r2 c256 s2 w7 b4", "r2 c256 s2 w12 b4", "s2 w7 b4", "c256 s4 w7 b4", "c256 s2 w14 b4", "c256 s3 w14 b4",
+     "s2 n1", "s2 l1", "s2 x1", "s2 b4 n1", "s2 b4 l1", "s2 b4 x1", "s2 e2 l1", "c256 s4 b4 n1", "c256 s4 b4 l1", "c256 s4 b4 x1", "c256 s4 b4 a2 x1", "r2 c256 s2 b4 n1", "r2 c256 s2 b4 x1", "s2 w16 b4 x1",
+     "s2 b4 g2", "s2 b4 g4", "s2 b4 g8", "c256 s4 b4 g2", "c256 s4 b4 g4", "c256 s4 b4 g8", "r2 c256 s2 b4 g2", "r2 c256 s2 b4 g4", "r2 c256 s2 b4 g8", "r2 c256 s2 w4 b4 g2", "r2 c256 s3 w4 b4 g4"]
 SHAPES = ((28672, 8192), (8192, 8192), (8192, 28672))
 SPEC = QuantSpec("mxfp4").replace(axis=1).resolve(2)
 class Shape:
@@ -135,7 +135,7 @@ if __name__ == "__main__":
                 source, shared, slices, stretch, groups, threads, balance, parts = plans[n_, k_, rows_, t]
                 if source not in functions: continue
                 calls[t or "base"] = launcher(functions[source][1], groups * slices, threads, shared,
-                    [(view, q.codes, q.scales, null, null, partial, done, out, i32(rows), i32(n), i32(k), i32(k // 2), i32(k // 32), i32(0), i32(slices), i32(stretch), i32(parts)) for q in w], "d0" not in t)
+                    [(view, q.codes, q.scales, null, null, partial, done, out, i32(rows), i32(n), i32(k), i32(k // 2), i32(k // 32), i32(0), i32(slices), i32(stretch), i32(parts.bit_length() - 1)) for q in w], "d0" not in t)
             for name in list(calls):
                 if name in ("torch", "clone"): continue
                 try:

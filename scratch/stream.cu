@@ -101,21 +101,27 @@ __device__ __forceinline__ u32 part_of(Raw raw, int part) {
 #endif
 }
 
+// u / n of small numbers, given 1 / n.
+__device__ __forceinline__ int quotient(int u, float inverse) { return static_cast<int>((static_cast<float>(u) + 0.5f) * inverse); }
+
+__device__ __forceinline__ int place(int row) { return row * kBytes + (row + 1) / 2 * 64; }
+
 template <class Then>
 __device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int begin, int stretch, int rows, int columns, Then then) {
     constexpr int kBatch = BATCH;
     const int of_token = stretch / 8, count = rows * PARTS * of_token;
+    const float inverse = 1.0f / of_token;
     for (int first = threadIdx.x; first < count; first += kBatch * kThreads) {
         uint4 got[kBatch];
 #pragma unroll
         for (int n = 0; n < kBatch; ++n) {
-            const int u = first + n * kThreads, token = u / of_token, k = begin + (u - token * of_token) * 8;
+            const int u = first + n * kThreads, token = quotient(u, inverse), k = begin + (u - token * of_token) * 8;
             got[n] = uint4{0, 0, 0, 0};
             if (u < count && k < columns) {
 #if IN == 1
                 got[n] = *reinterpret_cast<const uint4*>(x + static_cast<i64>(token) * columns + k);
 #else
-                const int part = token / rows;
+                const int part = quotient(token, 1.0f / rows);
                 const Raw* from = x + static_cast<i64>(token - part * rows) * columns + k;
                 u32 v[8];
                 for (int e = 0; e < 8; ++e) v[e] = part_of(from[e], part);
@@ -126,7 +132,7 @@ __device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int begi
         if (first == threadIdx.x) then();
 #pragma unroll
         for (int n = 0; n < kBatch; ++n) {
-            const int u = first + n * kThreads, token = u / of_token, i = u - token * of_token;
+            const int u = first + n * kThreads, token = quotient(u, inverse), i = u - token * of_token;
             if (u >= count) continue;
             const uint4 w = got[n];
             const int at = i / 16 * 16 + i % 4 * 4 + i / 4 % 4;  // of a segment: eights of a lane apart
@@ -153,91 +159,54 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
                const signed char* __restrict__ zeros, const float* __restrict__ tensor_scale,
                float* __restrict__ partial, u32* __restrict__ done, void* __restrict__ out, int rows,
-               int lines, int columns, int octets, int blocks, int points, int slices, int stretch, int parts) {
+               int lines, int columns, int octets, int blocks, int points, int slices, int stretch, int log_parts) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ u32 last;
-    __shared__ __align__(8) u64 full[WARPS * STAGES];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
-    const int groups = gridDim.x / slices, slice = blockIdx.x % slices, group = blockIdx.x / slices;
-    const int tiles = (lines + kTall - 1) / kTall, low = static_cast<i64>(tiles) * group / groups, high = static_cast<i64>(tiles) * (group + 1) / groups;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
+    const u32 groups = slices == 1 ? gridDim.x : gridDim.x / slices, group = slices == 1 ? blockIdx.x : blockIdx.x / slices;
+    const int slice = blockIdx.x - group * slices, parts = 1 << log_parts;
+    const int tiles = (lines + kTall - 1) / kTall, low = static_cast<u32>(tiles * group) / groups, high = static_cast<u32>(tiles * (group + 1)) / groups;
     // A block's part of K and this warp's, which begins at a multiple of CHUNK.
-    const int first = slice * stretch, count = rows * PARTS, part = warp % parts;
-    const int of_part = (stretch / CHUNK + parts - 1) / parts * CHUNK, begin = first + part * of_part;
-    const int end = min(min(columns, first + stretch), begin + of_part), step = WARPS / parts;
+    const int first = slice * stretch, count = rows * PARTS, part = warp & (parts - 1);
+    const int of_part = (stretch / CHUNK + parts - 1 >> log_parts) * CHUNK, begin = first + part * of_part;
+    const int end = min(min(columns, first + stretch), begin + of_part), step = WARPS >> log_parts;
     const int from = low * kTall, of_mine = min(high * kTall, lines) - from;
     u8* const ring = memory + warp * STAGES * kStage;
-#if COPY == 1
-    const u32 ring_at = shared_address(ring), full_at = shared_address(full + warp * STAGES);
-#endif
     u8* const tokens = memory + kRing;
     const int pitch = stretch * 2 + 64;
     // Sums of parts of K, by token: in shared memory, or of slices in global memory.
     const i64 pitch_of_sums = ((slices > 1 ? lines : of_mine) + 3) / 4 * 4;
     float* sums = slices > 1 ? partial + static_cast<i64>(slice) * count * pitch_of_sums
                                       : reinterpret_cast<float*>(tokens + count * pitch) - from;
-#if PREFETCH
-    const auto fetch = [&](int tile) {
-        if (tile >= high || begin >= end) return;
-        const i64 line = min(tile * 16 + lane % 16, lines - 1);
-        if (lane < 16) prefetch(codes + line * octets + begin / 2, (end - begin) / 2);
-        else prefetch(scales + line * blocks + begin / BLOCK, (end - begin) / BLOCK);
-    };
-    for (int n = 0; n < PREFETCH; ++n) fetch(low + warp / parts + n * step);
-#endif
-#if COPY == 1
-    if (lane < STAGES) barrier_init(full_at + lane * 8, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncwarp();
-#endif
 #if PDL
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    int ahead_tile = low + warp / parts, ahead = begin;
+    // The last tile's rows are the last ones.
+    constexpr int kGrains = kBytes / 16, kStep = 32 / kGrains, kOfRow = kScales / GRAIN, kOfWarp = 32 / kOfRow;
+    static_assert(kGrains <= 32 && kOfRow <= 32);
+    int ahead_tile = low + (warp >> log_parts), ahead = begin;
+    const i64 lane_code = static_cast<i64>(lane / kGrains) * octets + lane % kGrains * 16;
+    const i64 lane_scale = static_cast<i64>(lane / kOfRow) * blocks + lane % kOfRow * GRAIN;
+    u8* const lane_to = ring + place(lane / kGrains) + lane % kGrains * 16;
     const auto send = [&](int slot) {
-        const bool there = ahead_tile < high && begin < end;
-#if COPY == 0
-        const int rest = lines - 1 - ahead_tile * kTall;
-        u8* const to = ring + slot * kStage;
-        constexpr int kGrains = kBytes / 16, kStep = 32 / kGrains ? 32 / kGrains : 1, kOf = kGrains / 32 ? kGrains / 32 : 1;
-        const int mine = kGrains >= 32 ? 0 : lane / kGrains, byte = kGrains >= 32 ? lane * 16 : lane % kGrains * 16;
-        if (there) {
-            const u8* const from = codes + (static_cast<i64>(ahead_tile) * kTall) * octets + ahead / 2 + byte;
+        if (ahead_tile < high && begin < end) {
+            const i64 line = min(ahead_tile * kTall, lines - kTall);
+            const u8* from = codes + line * octets + ahead / 2 + lane_code;
+            const bool there = ahead / 2 + lane % kGrains * 16 < octets;
 #pragma unroll
-            for (int r = 0; r < kTall; r += kStep) {
-                const int of = r + mine;
-                const u8* const of_row = from + min(of, rest) * octets;
+            for (int r = 0; r < kTall; r += kStep, from += kStep * octets)
+                copy_ahead<16>(lane_to + slot * kStage + place(r), from, there);
+            const u8* from_scales = scales + line * blocks + ahead / BLOCK + lane_scale;
+            const bool scale_there = ahead / BLOCK + lane % kOfRow * GRAIN < blocks;
 #pragma unroll
-                for (int b = 0; b < kOf; ++b)
-                    copy_ahead<16>(to + of * kBytes + (of + 1) / 2 * 64 + byte + b * 512, of_row + b * 512, ahead / 2 + byte + b * 512 < columns / 2);
-            }
-            constexpr int kWords = kScales / GRAIN;
-#pragma unroll
-            for (int i = lane; i < kTall * kWords; i += 32) {
-                const int of = i / kWords, b = i % kWords * GRAIN;
-                copy_ahead<GRAIN>(to + kCodes + of * kScales + b, scales + (static_cast<i64>(ahead_tile) * kTall + min(of, rest)) * blocks + ahead / BLOCK + b, ahead / BLOCK + b < blocks);
-            }
+            for (int r = 0; r < kTall; r += kOfWarp, from_scales += kOfWarp * blocks)
+                if (r + lane / kOfRow < kTall)
+                    copy_ahead<GRAIN>(ring + slot * kStage + kCodes + r * kScales + lane * GRAIN, from_scales, scale_there);
         }
         end_copies();
-#else
-        if (there) {
-            const u32 to = ring_at + slot * kStage, barrier = full_at + slot * 8;
-            if (lane == 0) expect_bytes(barrier, 16 * (kBytes + kScales));
-            __syncwarp();
-            const int of = lane % 16;
-            const i64 line = min(ahead_tile * 16 + of, lines - 1);
-            if (lane < 16) load_line(to + of * kBytes + (of + 1) / 2 * 64, codes + line * octets + ahead / 2, kBytes, barrier);
-            else load_line(to + kCodes + of * kScales, scales + line * blocks + ahead / BLOCK, kScales, barrier);
-        }
-#endif
         ahead += CHUNK;
-        if (ahead >= end) {
-            ahead = begin, ahead_tile += step;
-#if PREFETCH
-            fetch(ahead_tile + (PREFETCH - 1) * step);
-#endif
-        }
+        if (ahead >= end) ahead = begin, ahead_tile += step;
     };
 #pragma unroll 1
     for (int d = 0; d < EARLY; ++d) send(d);
@@ -250,20 +219,15 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
 #pragma unroll
     for (int t = 0; t < TILES; ++t) of_x[t] = tokens + min(t * 8 + row, count - 1) * pitch + (begin - first) * 2 + quarter * 16;
     int slot = 0;
-    u32 parity = 0;
 #pragma unroll 1
-    for (int tile = low + warp / parts; tile < high; tile += step) {
+    for (int tile = low + (warp >> log_parts); tile < high; tile += step) {
         float sum[ACCS][R][TILES][4];
 #pragma unroll
         for (int a = 0; a < ACCS * R * TILES * 4; ++a) (&sum[0][0][0][0])[a] = 0.0f;
 #pragma unroll 1
         for (int k = 0; k < end - begin; k += CHUNK) {
-#if COPY == 0
             arrived();
             __syncwarp();
-#else
-            wait(full_at + slot * 8, parity);
-#endif
             const u8* const stage = ring + slot * kStage;
             const u8* const of_scales = stage + kCodes + row * kScales;
             const auto multiply = [&](bool folded) {
@@ -321,7 +285,7 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
 #else
             end_copies();
 #endif
-            if (++slot == STAGES) slot = 0, parity ^= !DECODES;
+            slot = slot + 1 == STAGES ? 0 : slot + 1;
         }
 #pragma unroll
         for (int g = 0; g < R; ++g)
@@ -329,9 +293,9 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                const int line = tile * kTall + g * 16 + row + c / 2 * 8, token = t * 8 + quarter * 2 + c % 2;
+                const int line = min(tile * kTall, lines - kTall) + g * 16 + row + c / 2 * 8, token = t * 8 + quarter * 2 + c % 2;
                 const float total = ACCS == 2 ? sum[0][g][t][c] + sum[ACCS - 1][g][t][c] : sum[0][g][t][c];
-                if (line < lines && token < count) sums[(part * count + token) * pitch_of_sums + line] = total;
+                if (line >= from && line < lines && token < count) sums[(part * count + token) * pitch_of_sums + line] = total;
             }
     }
     if (NOSUM) return;
@@ -345,6 +309,7 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
         if (threadIdx.x == 0) done[group] = 0;
     }
     const int cuts = slices * parts, quads = (of_mine + 3) / 4;
+    const float inverse = 1.0f / quads;
     sums -= static_cast<i64>(slice) * count * pitch_of_sums;
     constexpr int kAt = 4;  // sums of four lines at a time
     for (int start = threadIdx.x; start < rows * quads; start += kAt * kThreads) {
@@ -353,7 +318,7 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8
 #pragma unroll
         for (int n = 0; n < kAt; ++n) {
             const int i = start + n * kThreads;
-            m[n] = i / quads, line[n] = from + (i - m[n] * quads) * 4;
+            m[n] = quotient(i, inverse), line[n] = from + (i - m[n] * quads) * 4;
             if (m[n] >= rows) m[n] = 0, line[n] = lines;
 #pragma unroll
             for (int c = 0; c < 4; ++c) total[n][c] = 0.0f;
