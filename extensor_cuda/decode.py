@@ -52,7 +52,7 @@ _DEPTH = {1: 4, 2: 4, 4: 4, 8: 2}
 _RESIDENT = {1: 8, 2: 6, 4: 3, 8: 2}
 _SOURCE = Path(__file__).parent / "kernels" / "decode.cu"
 # Of decode_few.cu: tokens at most, warps of a block, elements of K in a copy, copies ahead, blocks.
-_FEW, _WARPS, _CHUNK, _AHEAD, _PROCESSORS = 16, 8, 512, 3, 132
+_FEW, _WARPS, _CHUNK, _AHEAD, _PROCESSORS = 16, 8, 512, 2, 132
 _FEW_SOURCE = Path(__file__).parent / "kernels" / "decode_few.cu"
 _FLOATS = ("float32", "bfloat16")
 _PARTS = {"float32": 3, "bfloat16": 1}
@@ -195,7 +195,7 @@ def cut(lines: int, columns: int, tokens: int, block: int) -> Cut | None:
         most = -(-tiles // groups)  # of a block
         for parts in (1, 2, 4, 8) if slices == 1 else (1,):
             sums = 64 * most * tokens * parts if slices == 1 else 0
-            shared = ring + (tokens + 1) * (2 * each * _CHUNK + 64) + sums
+            shared = ring + tokens * (2 * each * _CHUNK + 64) + sums
             if (slices - 1) * each >= chunks or shared > SHARED - 64:
                 continue
             chunks_of_warp = -(-most // (_WARPS // parts)) * -(-each // parts)
@@ -206,7 +206,7 @@ def cut(lines: int, columns: int, tokens: int, block: int) -> Cut | None:
 
 def _few(w: QuantArray, tokens: int) -> Cut | None:
     """The cut, if `decode_few.cu` takes such weights and tokens."""
-    if _is_scaled(w) or tokens > _FEW or w.shape[1] % 128:
+    if _is_scaled(w) or tokens > _FEW or w.shape[1] % 128 or w.shape[0] < 16:
         return None
     _, length = tile_extent(w.spec, w.shape)
     if w.shape[1] // length % 4 or w.shape[0] * w.shape[1] >= 1 << 40:
@@ -279,7 +279,8 @@ def _launch_few(
     null = np.uint64(0)
     partial, done = null, null
     if made.slices > 1:
-        partial = xp.empty((made.slices, rows * _PARTS[dtype], lines), dtype=np.float32)
+        pitch = -(-lines // 4) * 4
+        partial = xp.empty((made.slices, rows * _PARTS[dtype], pitch), dtype=np.float32)
         done = _zeros(xp, made.groups)
     launch(
         few_source(w, rows, dtype, out.dtype.name),
@@ -293,7 +294,8 @@ def _launch_few(
         partial,
         done,
         out,
-        *(np.int32(n) for n in (rows, lines, columns, made.slices, made.stretch, made.parts)),
+        *(np.int32(n) for n in (rows, lines, columns, made.slices, made.stretch)),
+        np.int32(made.parts.bit_length() - 1),
         shared=made.shared,
         early=True,
     )

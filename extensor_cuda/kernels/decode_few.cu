@@ -2,36 +2,45 @@
 // bfloat16 on the way to mma.sync (m16n8k16; weights on the side of 16).
 //
 // Warps are on their own. Each has 16 rows of w (a tile) at a time, and a part of K, of which it copies CHUNK elements
-// of each row to shared memory, DEPTH times ahead; the second-level cache is asked for the next tile before. x of the
-// block's part of K (a slice) lies in shared memory in the order in which decoding leaves the elements, so that no
-// element moves between lanes: a lane has 32 neighbouring elements of two rows, a segment is four lanes' worth.
-// float32 x is three bfloat16 matrices, which together are exactly x: its rows are three tokens (PARTS).
+// of each row to shared memory, DEPTH times ahead. x of the block's part of K (a slice) lies in shared memory in the
+// order in which decoding leaves the elements, so that no element moves between lanes: a lane has 32 neighbouring
+// elements of two rows, a segment is four lanes' worth. float32 x is three bfloat16 matrices, which together are
+// exactly x: its rows are three tokens (PARTS).
 //
 // If a block has all of K, its warps share it, and their sums meet in shared memory. If there are slices, they meet in
-// `partial`, and the last block of a group of rows adds them. Both add in the order of K, so that the result depends
-// on nothing but shapes. No headers. Macros: WARPS, CHUNK, BLOCK (of a scale), GRAIN (bytes
-// of scales that are copied at a time), TILES (of 8 tokens), PARTS; decode.cuh.
+// `partial`, and the last block of a group of tiles adds them. Both add in the order of K, so that the result depends
+// on nothing but shapes. No headers. Macros: WARPS, CHUNK, BLOCK (of a scale), GRAIN (bytes of scales that are copied
+// at a time), TILES (of 8 tokens), PARTS; those of decode.cuh.
 
 #include "decode.cuh"
 
-constexpr int kThreads = 32 * WARPS, kSegment = 128;
+constexpr int kThreads = 32 * WARPS, kSegment = 128, kTall = 16;
 constexpr int kBytes = CHUNK / 2, kScales = CHUNK / BLOCK;  // of a row of a chunk
-constexpr int kCodes = 16 * kBytes + 512, kStage = kCodes + 16 * kScales;
+constexpr int kCodes = kTall * (kBytes + 32), kStage = kCodes + kTall * kScales;
+// Copies of 16 bytes of a row, and rows that a warp copies at a time; the same of scales.
+constexpr int kOfRow = kBytes / 16, kAtOnce = 32 / kOfRow, kScalesOfRow = kScales / GRAIN, kScalesAtOnce = 32 / kScalesOfRow;
 
 // Where a row's codes begin: two rows lie in different banks.
 __device__ __forceinline__ int place(int row) { return row * kBytes + (row + 1) / 2 * 64; }
 
-// x from element `first` of K on, and zeros: beyond `columns`, and for tokens that there are not.
-__device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int first, int stretch, int rows, int columns) {
-    constexpr int kBatch = 8;  // on their way at a time
-    const int of_token = stretch / 8, count = (rows * PARTS + 1) * of_token;
+// u / n of small numbers, given 1 / n.
+__device__ __forceinline__ int quotient(int u, float inverse) {
+    return static_cast<int>((static_cast<float>(u) + 0.5f) * inverse);
+}
+
+// x from element `first` of K on, zeros beyond `columns`. `then` is done while the first values are on their way.
+template <class Then>
+__device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int first, int stretch, int rows, int columns, Then then) {
+    constexpr int kBatch = 4;
+    const int of_token = stretch / 8, count = rows * PARTS * of_token;
+    const float inverse = 1.0f / of_token;
     for (int start = threadIdx.x; start < count; start += kBatch * kThreads) {
         uint4 got[kBatch];
 #pragma unroll
         for (int n = 0; n < kBatch; ++n) {
-            const int u = start + n * kThreads, token = u / of_token, k = first + (u - token * of_token) * 8;
+            const int u = start + n * kThreads, token = quotient(u, inverse), k = first + (u - token * of_token) * 8;
             got[n] = uint4{0, 0, 0, 0};
-            if (token >= rows * PARTS || k >= columns) continue;
+            if (u >= count || k >= columns) continue;
             const int part = PARTS == 1 ? 0 : token / rows;
             const Raw* const from = x + static_cast<i64>(token - part * rows) * columns + k;
 #if IN == 1
@@ -42,9 +51,10 @@ __device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int firs
             got[n] = uint4{v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16};
 #endif
         }
+        if (start == threadIdx.x) then();
 #pragma unroll
         for (int n = 0; n < kBatch; ++n) {
-            const int u = start + n * kThreads, token = u / of_token, i = u - token * of_token;
+            const int u = start + n * kThreads, token = quotient(u, inverse), i = u - token * of_token;
             if (u >= count) continue;
             const uint4 w = got[n];
             const int at = i / 16 * 16 + i % 4 * 4 + i / 4 % 4;  // four lanes' eights together
@@ -58,69 +68,63 @@ __device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int firs
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 decode_few(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
            const float* __restrict__ tensor_scale, float* __restrict__ partial, u32* __restrict__ done,
-           void* __restrict__ out, int rows, int lines, int columns, int slices, int stretch, int parts) {
+           void* __restrict__ out, int rows, int lines, int columns, int slices, int stretch, int log_parts) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ u32 last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
     const int octets = columns / 2, blocks = columns / BLOCK, count = rows * PARTS;
-    // The tiles of this group of blocks.
-    const int slice = blockIdx.x % slices, group = blockIdx.x / slices, groups = gridDim.x / slices;
-    const i64 tiles = (lines + 15) / 16;
-    const int low = tiles * group / groups, high = tiles * (group + 1) / groups, step = WARPS / parts;
+    // The tiles of this group of blocks, and their rows; if rows are missing in the last tile, it begins before.
+    const u32 groups = slices == 1 ? gridDim.x : gridDim.x / slices, group = slices == 1 ? blockIdx.x : blockIdx.x / slices;
+    const u32 tiles = (lines + kTall - 1) / kTall;
+    const int low = tiles * group / groups, high = tiles * (group + 1) / groups;
+    const int from = low * kTall, mine = min(high * kTall, lines) - from;
     // K of this block, and of this warp.
-    const int first = slice * stretch, part = warp % parts, of_part = (stretch / CHUNK + parts - 1) / parts * CHUNK;
+    const int slice = blockIdx.x - group * slices, first = slice * stretch;
+    const int part = warp & ((1 << log_parts) - 1), of_part = (stretch / CHUNK + (1 << log_parts) - 1 >> log_parts) * CHUNK;
     const int begin = first + part * of_part, end = min(min(columns, first + stretch), begin + of_part);
+    const int start = low + (warp >> log_parts), step = WARPS >> log_parts;
     u8* const ring = memory + warp * DEPTH * kStage;
     u8* const tokens = memory + WARPS * DEPTH * kStage;
     const int pitch = stretch * 2 + 64;  // of a token: no bank conflicts
-    // Rows that there are not are the last one.
-    const auto fetch = [&](int tile) {
-        if (tile >= high || begin >= end) return;
-        const i64 line = min(tile * 16 + lane % 16, lines - 1);
-        if (lane < 16)
-            prefetch(codes + line * octets + begin / 2, (end - begin) / 2);
-        else if (GRAIN == 16)
-            prefetch(scales + line * blocks + begin / BLOCK, (end - begin) / BLOCK);
-    };
-    fetch(low + warp / parts);
-    let_next_start();
-    await_last();  // which may have written what is read here
-    int ahead_tile = low + warp / parts, ahead = begin;
+    int ahead_tile = start, ahead = begin;
+    const i64 lane_code = static_cast<i64>(lane / kOfRow) * octets + lane % kOfRow * 16;
+    const i64 lane_scale = static_cast<i64>(lane / kScalesOfRow) * blocks + lane % kScalesOfRow * GRAIN;
+    u8* const lane_to = ring + place(lane / kOfRow) + lane % kOfRow * 16;
     const auto send = [&](int slot) {
-        u8* const to = ring + slot * kStage;
-        constexpr int kGrains = kBytes / 16, kOfRow = kScales / GRAIN;
-        const int byte = lane % kGrains * 16;
         if (ahead_tile < high && begin < end) {
-            const int rest = lines - 1 - ahead_tile * 16;
-            const i64 line = static_cast<i64>(ahead_tile) * 16;
-            const u8* const from = codes + line * octets + ahead / 2 + byte;
+            const i64 line = min(ahead_tile * kTall, lines - kTall);
+            const u8* code = codes + line * octets + ahead / 2 + lane_code;
+            const bool there = ahead / 2 + lane % kOfRow * 16 < octets;
 #pragma unroll
-            for (int r = lane / kGrains; r < 16; r += 32 / kGrains)
-                copy_ahead<16>(to + place(r) + byte, from + min(r, rest) * octets, ahead / 2 + byte < octets);
+            for (int r = 0; r < kTall; r += kAtOnce, code += kAtOnce * octets)
+                copy_ahead<16>(lane_to + slot * kStage + place(r), code, there);
+            const u8* scale = scales + line * blocks + ahead / BLOCK + lane_scale;
+            const bool scale_there = ahead / BLOCK + lane % kScalesOfRow * GRAIN < blocks;
 #pragma unroll
-            for (int i = lane; i < 16 * kOfRow; i += 32) {
-                const int r = i / kOfRow, at = i % kOfRow * GRAIN, b = ahead / BLOCK + at;
-                copy_ahead<GRAIN>(to + kCodes + r * kScales + at, scales + (line + min(r, rest)) * blocks + b, b < blocks);
-            }
+            for (int r = 0; r < kTall; r += kScalesAtOnce, scale += kScalesAtOnce * blocks)
+                if (r + lane / kScalesOfRow < kTall)
+                    copy_ahead<GRAIN>(ring + slot * kStage + kCodes + r * kScales + lane * GRAIN, scale, scale_there);
         }
         end_copies();
         ahead += CHUNK;
-        if (ahead >= end) ahead = begin, ahead_tile += step, fetch(ahead_tile);
+        if (ahead >= end) ahead = begin, ahead_tile += step;
     };
+    let_next_start();
+    await_last();  // which may have written what is read from here on
+    load_x(tokens, pitch, x, first, stretch, rows, columns, [&] {
 #pragma unroll 1
-    for (int d = 0; d < DEPTH; ++d) send(d);
-    load_x(tokens, pitch, x, first, stretch, rows, columns);
+        for (int d = 0; d < DEPTH; ++d) send(d);
+    });
     __syncthreads();
-    const u8* of_x[TILES];
+    const u8* of_x[TILES];  // of tokens that there are not, another's
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) of_x[t] = tokens + min(t * 8 + row, count) * pitch + (begin - first) * 2 + quarter * 16;
+    for (int t = 0; t < TILES; ++t) of_x[t] = tokens + min(t * 8 + row, count - 1) * pitch + (begin - first) * 2 + quarter * 16;
     // Sums of slices in global memory, or of parts of K in shared memory.
-    const int from = low * 16, mine = min(high * 16, lines) - from;
-    const i64 line_pitch = slices > 1 ? lines : mine;
-    volatile float* sums = slices > 1 ? partial : reinterpret_cast<float*>(tokens + (count + 1) * pitch) - from;
+    const i64 line_pitch = ((slices > 1 ? lines : mine) + 3) / 4 * 4;
+    float* const sums = slices > 1 ? partial : reinterpret_cast<float*>(tokens + count * pitch) - from;
     int slot = 0;
 #pragma unroll 1
-    for (int tile = low + warp / parts; tile < high; tile += step) {
+    for (int tile = start; tile < high; tile += step) {
         float sum[TILES][4];
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
@@ -163,7 +167,7 @@ decode_few(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __
 #if !UE4M3
             u32 large = 0;  // scales above 2^9, four at a time
 #pragma unroll
-            for (int i = lane; i < 4 * kScales; i += 32) {
+            for (int i = lane; i < kTall * kScales / 4; i += 32) {
                 const u32 four = reinterpret_cast<const u32*>(stage + kCodes)[i];
                 large |= (four & 0x7F7F7F7Fu) + 0x77777777u & four & 0x80808080u;
             }
@@ -181,8 +185,8 @@ decode_few(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                const int line = tile * 16 + row + c / 2 * 8, token = t * 8 + quarter * 2 + c % 2;
-                if (line < lines && token < count) sums[((slice + part) * count + token) * line_pitch + line] = sum[t][c];
+                const int line = min(tile * kTall, lines - kTall) + row + c / 2 * 8, token = t * 8 + quarter * 2 + c % 2;
+                if (line >= from && token < count) sums[((slice + part) * count + token) * line_pitch + line] = sum[t][c];
             }
     }
     if (slices > 1) __threadfence();
@@ -195,15 +199,39 @@ decode_few(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __
         if (threadIdx.x == 0) done[group] = 0;
     }
     const float factor = tensor_scale ? *tensor_scale : 1.0f;
-    for (int i = threadIdx.x; i < rows * mine; i += kThreads) {
-        const int m = i / mine, line = from + i - m * mine;
-        float total = 0.0f;
-        for (int p = PARTS - 1; p >= 0; --p) {  // the smallest first
-            float of_x = 0.0f;
-#pragma unroll 4
-            for (int s = 0; s < slices * parts; ++s) of_x += sums[(s * count + p * rows + m) * line_pitch + line];
-            total += of_x;
+    const int fours = (mine + 3) / 4, cuts = slices << log_parts;
+    const float inverse = 1.0f / fours;
+    constexpr int kBatch = 4;  // sums of four lines, on their way at a time
+    for (int u = threadIdx.x; u < rows * fours; u += kBatch * kThreads) {
+        int m[kBatch], line[kBatch];
+        float total[kBatch][4] = {};
+#pragma unroll
+        for (int n = 0; n < kBatch; ++n) {
+            const int i = u + n * kThreads;
+            m[n] = quotient(i, inverse), line[n] = from + (i - m[n] * fours) * 4;
+            if (m[n] >= rows) line[n] = lines;
         }
-        finish(out, static_cast<i64>(m) * lines + line, total * 256.0f * factor);  // the scales were times 2^-8
+        for (int p = PARTS - 1; p >= 0; --p) {  // the smallest first
+            float of_x[kBatch][4] = {};
+#pragma unroll 4
+            for (int s = 0; s < cuts; ++s)
+#pragma unroll
+                for (int n = 0; n < kBatch; ++n) {
+                    if (line[n] >= lines) continue;
+                    const auto at = reinterpret_cast<const float4*>(sums + (s * count + p * rows + m[n]) * line_pitch + line[n]);
+                    const float4 v = slices > 1 ? __ldcg(at) : *at;
+                    of_x[n][0] += v.x, of_x[n][1] += v.y, of_x[n][2] += v.z, of_x[n][3] += v.w;
+                }
+#pragma unroll
+            for (int n = 0; n < kBatch; ++n)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) total[n][c] += of_x[n][c];
+        }
+#pragma unroll
+        for (int n = 0; n < kBatch; ++n)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                if (line[n] + c < lines)  // the scales were times 2^-8
+                    finish(out, static_cast<i64>(m[n]) * lines + line[n] + c, total[n][c] * 256.0f * factor);
     }
 }
