@@ -11,7 +11,7 @@ from tests.product_cases import exact
 T0 = time.time()
 FULL, SMS = 227 * 1024 - 1024, 132
 BASE = dict(UE4M3=0, BLOCK=32, WARPS=8, CHUNK=512, STAGES=2, TILES=1, PARTS=1, IN=1, OUT=1, COPY=0, PREFETCH=0, PDL=1, LOADS=0, DECODES=0, ACCS=1, NOSUM=0, R=1, EARLY=0, BATCH=8, GRAIN=16)
-OTHER = {"g": "slices", "y": "pad", "q": "parts"}
+OTHER = {"g": "slices", "y": "pad", "q": "parts", "z": "resident", "k": "carve"}
 def v(text):
     names = {"w": "WARPS", "c": "CHUNK", "s": "STAGES", "b": "BATCH", "p": "PREFETCH", "d": "PDL", "l": "LOADS", "x": "DECODES", "a": "ACCS", "n": "NOSUM", "r": "R", "e": "EARLY"}
     m = {names[p[0]]: int(p[1:]) for p in text.split() if p[0] in names}
@@ -21,7 +21,7 @@ def given(text): return {OTHER[p[0]]: int(p[1:]) for p in text.split() if p[0] i
 V = ["s2", "s2 d0", "s2 e1", "s2 e2", "s2 b4", "s2 b4 a2", "s2 b4 e1", "s2 y120", "s3 b4", "s3 e3", "s2 a2", "s2 w16 b4", "s2 w16 b4 a2", "c256 s3 b4", "c256 s4 b4", "c256 s4 b4 a2", "c256 s5 b4", "c256 s6 b4", "c256 s4 w16 b4", "c256 s3 w16 b4", "c256 s2 w16 b4", "c1024 s2 b4",
      "r2 c256 s2 b4", "r2 c256 s3 b4", "r2 c256 s3 w4 b4", "r2 c256 s2 w7 b4", "r2 c256 s2 w12 b4", "s2 w7 b4", "c256 s4 w7 b4", "c256 s2 w14 b4", "c256 s3 w14 b4",
      "s2 n1", "s2 l1", "s2 x1", "s2 b4 n1", "s2 b4 l1", "s2 b4 x1", "s2 e2 l1", "c256 s4 b4 n1", "c256 s4 b4 l1", "c256 s4 b4 x1", "c256 s4 b4 a2 x1", "r2 c256 s2 b4 n1", "r2 c256 s2 b4 x1", "s2 w16 b4 x1",
-     "s2 b4 g2", "s2 b4 g4", "s2 b4 g8", "c256 s4 b4 g2", "c256 s4 b4 g4", "c256 s4 b4 g8", "r2 c256 s2 b4 g2", "r2 c256 s2 b4 g4", "r2 c256 s2 b4 g8", "r2 c256 s2 w4 b4 g2", "r2 c256 s3 w4 b4 g4"]
+     "s2 b4 k1", "s2 k1", "s2 b4 z2", "c256 s3 b4 z2", "c256 s4 b4 z2", "s2 w7 b4 z2", "s2 b4 g2", "s2 b4 g4", "s2 b4 g8", "c256 s4 b4 g2", "c256 s4 b4 g4", "c256 s4 b4 g8", "r2 c256 s2 b4 g2", "r2 c256 s2 b4 g4", "r2 c256 s2 b4 g8", "r2 c256 s2 w4 b4 g2", "r2 c256 s3 w4 b4 g4"]
 SHAPES = ((28672, 8192), (8192, 8192), (8192, 28672))
 SPEC = QuantSpec("mxfp4").replace(axis=1).resolve(2)
 class Shape:
@@ -29,6 +29,8 @@ class Shape:
 def plan(text, n, k, rows):
     m = {**BASE, **v(text), "TILES": 1 if rows <= 8 else 2}
     tall, want = 16 * m["R"], given(text)
+    each = want.get("resident", 1)
+    SMS, FULL = 132 * each, (228 * 1024 // each - 1024) - 1024
     stage = tall * (m["CHUNK"] // 2 + 32 + m["CHUNK"] // m["BLOCK"])
     ring, tiles, best = m["WARPS"] * m["STAGES"] * stage, -(-n // tall), None
     for slices in range(1, 65):
@@ -38,13 +40,13 @@ def plan(text, n, k, rows):
         of_part = -(-stretch // m["CHUNK"] // parts) * m["CHUNK"]
         mine = -(-tiles // (SMS // slices))
         shared = ring + rows * (stretch * 2 + 64) + (mine * tall * rows * parts * 4 if slices == 1 else 0)
-        if (slices - 1) * stretch >= k or shared > FULL: continue
+        if (slices - 1) * stretch >= k or shared > FULL or slices > SMS: continue
         cost = -(-mine // (m["WARPS"] // parts)) * of_part + (400 + 30 * rows) * (slices > 1)
         if best is None or cost * 1.01 < best[0]: best = cost, slices, stretch, max(shared, want.get("pad", 0) * 1024), parts
     if best is None: return None
     cost, slices, stretch, shared, parts = best
     ideal = tiles * k / SMS / m["WARPS"]
-    return jit.Source.read(Path("scratch/stream.cu"), m), shared, slices, stretch, SMS // slices, 32 * m["WARPS"], ideal / cost, parts
+    return jit.Source.read(Path("scratch/stream.cu"), m), shared, slices, stretch, SMS // slices, 32 * m["WARPS"], ideal / cost, parts, want
 def build(source):
     try:
         return jit.compile_cubin(source, "sm_90a")
@@ -79,7 +81,8 @@ if __name__ == "__main__":
     stream = torch.cuda.current_stream().cuda_stream
     i32, i64 = np.int32, np.int64
     null = np.uint64(0)
-    def launcher(f, grid, threads, shared, arguments, early):
+    def launcher(f, grid, threads, shared, arguments, early, carve=False):
+        cp.cuda.driver.funcSetAttribute(f.ptr, 9, 100 if carve else -1)
         if shared: cp.cuda.driver.funcSetAttribute(f.ptr, 8, 232448 - 2048)
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -132,10 +135,10 @@ if __name__ == "__main__":
                 [(view, q.codes, q.scales, null, null, partial, done, out, i32(rows), i32(n), i32(k), i64(k // 2), i64(k // 32), i32(splits), i32(stretch)) for q in w], False)
             for (n_, k_, rows_, t) in plans:
                 if (n_, k_, rows_) != (n, k, rows): continue
-                source, shared, slices, stretch, groups, threads, balance, parts = plans[n_, k_, rows_, t]
+                source, shared, slices, stretch, groups, threads, balance, parts, want_ = plans[n_, k_, rows_, t]
                 if source not in functions: continue
                 calls[t or "base"] = launcher(functions[source][1], groups * slices, threads, shared,
-                    [(view, q.codes, q.scales, null, null, partial, done, out, i32(rows), i32(n), i32(k), i32(k // 2), i32(k // 32), i32(0), i32(slices), i32(stretch), i32(parts.bit_length() - 1)) for q in w], "d0" not in t)
+                    [(view, q.codes, q.scales, null, null, partial, done, out, i32(rows), i32(n), i32(k), i32(k // 2), i32(k // 32), i32(0), i32(slices), i32(stretch), i32(parts.bit_length() - 1)) for q in w], "d0" not in t, "carve" in want_ or "resident" in want_)
             for name in list(calls):
                 if name in ("torch", "clone"): continue
                 try:
