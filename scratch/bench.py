@@ -73,7 +73,7 @@ if __name__ == "__main__":
     import cupy as cp, torch
     from cuda.bindings import driver
     print(torch.cuda.get_device_name(), cp.__version__, round(time.time() - T0, 1), flush=True)
-    functions = {}
+    functions, kept = {}, []
     for s, got in built.items():
         if isinstance(got, str): continue
         module = cp.cuda.function.Module(); module.load(got[0]); functions[s] = (module, module.get_function("decode_product"))
@@ -82,7 +82,9 @@ if __name__ == "__main__":
     i32, i64 = np.int32, np.int64
     null = np.uint64(0)
     def launcher(f, grid, threads, shared, arguments, early, carve=False):
-        cp.cuda.driver.funcSetAttribute(f.ptr, 9, 100 if carve else -1)
+        if carve:
+            module = cp.cuda.function.Module(); module.load(carve); f = module.get_function("decode_product"); kept.append(module)
+            cp.cuda.driver.funcSetAttribute(f.ptr, 9, 100)
         if shared: cp.cuda.driver.funcSetAttribute(f.ptr, 8, 232448 - 2048)
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -138,7 +140,7 @@ if __name__ == "__main__":
                 source, shared, slices, stretch, groups, threads, balance, parts, want_ = plans[n_, k_, rows_, t]
                 if source not in functions: continue
                 calls[t or "base"] = launcher(functions[source][1], groups * slices, threads, shared,
-                    [(view, q.codes, q.scales, null, null, partial, done, out, i32(rows), i32(n), i32(k), i32(k // 2), i32(k // 32), i32(0), i32(slices), i32(stretch), i32(parts.bit_length() - 1)) for q in w], "d0" not in t, "carve" in want_ or "resident" in want_)
+                    [(view, q.codes, q.scales, null, null, partial, done, out, i32(rows), i32(n), i32(k), i32(k // 2), i32(k // 32), i32(0), i32(slices), i32(stretch), i32(parts.bit_length() - 1)) for q in w], "d0" not in t, built[source][0] if "carve" in want_ or "resident" in want_ else None)
             for name in list(calls):
                 if name in ("torch", "clone"): continue
                 try:
