@@ -34,6 +34,7 @@ __all__ = [
     "MOST_TOKENS",
     "Cut",
     "cut",
+    "cuts",
     "decode_source",
     "few_source",
     "product",
@@ -180,15 +181,15 @@ class Cut:
     shared: int
 
 
-@lru_cache(maxsize=1024)
-def cut(lines: int, columns: int, tokens: int, block: int) -> Cut | None:
-    """The cut of N = lines and K = columns whose busiest warp has least to do; None if none fits.
+def cuts(lines: int, columns: int, tokens: int, block: int) -> list[tuple[float, Cut]]:
+    """Ways to divide N = lines and K = columns that fit, and what the busiest warp has to do.
 
-    It does not ask how many multiprocessors there are, so that sums are the same on any GPU.
+    In copies of a chunk, each about 1.5 us where memory is the bound. No way asks how many
+    multiprocessors there are, so that sums are the same on any GPU.
     """
     chunks, tiles = -(-columns // _CHUNK), -(-lines // 16)
-    ring = _WARPS * _AHEAD * (16 * (_CHUNK // 2 + _CHUNK // block) + 512)
-    found: list[tuple[float, int, int, Cut]] = []
+    ring = _WARPS * _AHEAD * 16 * (_CHUNK // 2 + 32 + _CHUNK // block)
+    found = []
     for slices in range(1, min(chunks, _PROCESSORS) + 1):
         each = -(-chunks // slices)
         groups = min(_PROCESSORS // slices, tiles)
@@ -198,10 +199,18 @@ def cut(lines: int, columns: int, tokens: int, block: int) -> Cut | None:
             shared = ring + tokens * (2 * each * _CHUNK + 64) + sums
             if (slices - 1) * each >= chunks or shared > SHARED - 64:
                 continue
-            chunks_of_warp = -(-most // (_WARPS // parts)) * -(-each // parts)
-            cost = chunks_of_warp + (slices > 1) * 1.5  # the last block adds what others left
-            found.append((cost, slices, parts, Cut(slices, each * _CHUNK, parts, groups, shared)))
-    return min(found, key=lambda one: one[:3])[3] if found else None
+            cost = -(-most // (_WARPS // parts)) * -(-each // parts) + tokens * each / 40
+            if slices > 1:  # the last block adds what others left
+                cost += 1.3 + tokens * most * slices / 1900
+            found.append((cost, Cut(slices, each * _CHUNK, parts, groups, shared)))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def cut(lines: int, columns: int, tokens: int, block: int) -> Cut | None:
+    """The quickest of `cuts`; None if there is none."""
+    found = cuts(lines, columns, tokens, block)
+    return min(found, key=lambda way: way[0])[1] if found else None
 
 
 def _few(w: QuantArray, tokens: int) -> Cut | None:

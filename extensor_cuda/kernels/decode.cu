@@ -161,7 +161,7 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const St
     // A segment from `k` on, of the piece from `k0` on.
     const auto multiply = [&](int k, int k0, bool folded) {
         u32 words[2][kCodeWords];
-        arrived();
+        arrived<DEPTH - 1>();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const u8* from = mine + slot * kStage + h * (kStage / 2);

@@ -20,14 +20,10 @@ __device__ __forceinline__ void copy_ahead(void* to, const void* from, bool ther
                      : "memory");
 }
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All but the newest DEPTH - 1 groups of copies of this thread have arrived.
-__device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
-
+// All but the newest groups of copies of this thread have arrived.
+template <int kNewest>
+__device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory"); }
 #if __CUDA_ARCH__ >= 900
-// Asks the second-level cache for so many bytes: a multiple of 16, at such an address.
-__device__ __forceinline__ void prefetch(const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 // The stream's next kernel may start, and wait for this one; this one waits for the last.
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void await_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -28,40 +28,37 @@ __device__ __forceinline__ int quotient(int u, float inverse) {
     return static_cast<int>((static_cast<float>(u) + 0.5f) * inverse);
 }
 
-// x from element `first` of K on, zeros beyond `columns`. `then` is done while the first values are on their way.
-template <class Then>
-__device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int first, int stretch, int rows, int columns, Then then) {
-    constexpr int kBatch = 4;
-    const int of_token = stretch / 8, count = rows * PARTS * of_token;
+// Where eight values of x lie that are the i-th of a token: four lanes' eights together.
+__device__ __forceinline__ int place_of_x(int i) { return (i / 16 * 16 + i % 4 * 4 + i / 4 % 4) * 16; }
+
+// Sends for x from element `first` of K on, zeros beyond `columns`; float32 is there at once.
+__device__ __forceinline__ void send_x(u8* to, int pitch, const Raw* x, int first, int of_token, int rows, int columns) {
     const float inverse = 1.0f / of_token;
-    for (int start = threadIdx.x; start < count; start += kBatch * kThreads) {
-        uint4 got[kBatch];
-#pragma unroll
-        for (int n = 0; n < kBatch; ++n) {
-            const int u = start + n * kThreads, token = quotient(u, inverse), k = first + (u - token * of_token) * 8;
-            got[n] = uint4{0, 0, 0, 0};
-            if (u >= count || k >= columns) continue;
-            const int part = PARTS == 1 ? 0 : token / rows;
-            const Raw* const from = x + static_cast<i64>(token - part * rows) * columns + k;
+    for (int u = threadIdx.x; u < rows * PARTS * of_token; u += kThreads) {
+        const int token = quotient(u, inverse), i = u - token * of_token, k = first + i * 8;
+        const int part = PARTS == 1 ? 0 : token / rows;
+        const Raw* const from = x + static_cast<i64>(token - part * rows) * columns + (k < columns ? k : 0);
+        u8* const at = to + token * pitch + place_of_x(i);
 #if IN == 1
-            got[n] = *reinterpret_cast<const uint4*>(from);
+        copy_ahead<16>(at, from, k < columns);
 #else
-            u32 v[8];
-            for (int e = 0; e < 8; ++e) v[e] = part_of(from[e], part);
-            got[n] = uint4{v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16};
+        u32 v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        for (int e = 0; e < 8; ++e)
+            if (k < columns) v[e] = part_of(from[e], part);
+        *reinterpret_cast<uint4*>(at) = uint4{v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16};
 #endif
-        }
-        if (start == threadIdx.x) then();
-#pragma unroll
-        for (int n = 0; n < kBatch; ++n) {
-            const int u = start + n * kThreads, token = quotient(u, inverse), i = u - token * of_token;
-            if (u >= count) continue;
-            const uint4 w = got[n];
-            const int at = i / 16 * 16 + i % 4 * 4 + i / 4 % 4;  // four lanes' eights together
-            *reinterpret_cast<uint4*>(to + token * pitch + at * 16) =
-                uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632),
-                      __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
-        }
+    }
+    end_copies();
+}
+// Pairs as decoding leaves those of weights, of what this thread has sent for.
+__device__ __forceinline__ void pair_x(u8* x, int pitch, int of_token, int rows) {
+    const float inverse = 1.0f / of_token;
+    for (int u = threadIdx.x; u < rows * PARTS * of_token; u += kThreads) {
+        const int token = quotient(u, inverse);
+        uint4* const at = reinterpret_cast<uint4*>(x + token * pitch + place_of_x(u - token * of_token));
+        const uint4 w = *at;
+        *at = uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632), __byte_perm(w.y, w.w, 0x5410),
+                    __byte_perm(w.y, w.w, 0x7632)};
     }
 }
 
@@ -111,10 +108,11 @@ decode_few(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __
     };
     let_next_start();
     await_last();  // which may have written what is read from here on
-    load_x(tokens, pitch, x, first, stretch, rows, columns, [&] {
+    send_x(tokens, pitch, x, first, stretch / 8, rows, columns);
 #pragma unroll 1
-        for (int d = 0; d < DEPTH; ++d) send(d);
-    });
+    for (int d = 0; d < DEPTH; ++d) send(d);
+    arrived<DEPTH>();
+    pair_x(tokens, pitch, stretch / 8, rows);
     __syncthreads();
     const u8* of_x[TILES];  // of tokens that there are not, another's
 #pragma unroll
@@ -125,14 +123,10 @@ decode_few(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __
     int slot = 0;
 #pragma unroll 1
     for (int tile = start; tile < high; tile += step) {
-        float sum[TILES][4];
-#pragma unroll
-        for (int t = 0; t < TILES; ++t)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) sum[t][c] = 0.0f;
+        float sum[2][TILES][4] = {};  // two, so that fewer wait for the last
 #pragma unroll 1
         for (int k = 0; k < end - begin; k += CHUNK) {
-            arrived();
+            arrived<DEPTH - 1>();
             __syncwarp();
             const u8* const stage = ring + slot * kStage;
             const u8* const of_scales = stage + kCodes + row * kScales;
@@ -157,8 +151,8 @@ decode_few(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __
 #pragma unroll
                         for (int t = 0; t < TILES; ++t) {
                             const uint4 b = *reinterpret_cast<const uint4*>(of_x[t] + k * 2 + s * 256 + j * 64);
-                            mma(sum[t], even, b.x, b.y);
-                            mma(sum[t], odd, b.z, b.w);
+                            mma(sum[0][t], even, b.x, b.y);
+                            mma(sum[1][t], odd, b.z, b.w);
                         }
                     }
                 }
@@ -186,52 +180,60 @@ decode_few(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 const int line = min(tile * kTall, lines - kTall) + row + c / 2 * 8, token = t * 8 + quarter * 2 + c % 2;
-                if (line >= from && token < count) sums[((slice + part) * count + token) * line_pitch + line] = sum[t][c];
+                if (line >= from && token < count)
+                    sums[((slice + part) * count + token) * line_pitch + line] = sum[0][t][c] + sum[1][t][c];
             }
     }
-    if (slices > 1) __threadfence();
     __syncthreads();
     if (slices > 1) {
-        if (threadIdx.x == 0) last = atomicAdd(done + group, 1u) + 1 == static_cast<u32>(slices);
+        if (threadIdx.x == 0) {
+            __threadfence();
+            last = atomicAdd(done + group, 1u) + 1 == static_cast<u32>(slices);
+            if (last) done[group] = 0;
+            __threadfence();
+        }
         __syncthreads();
         if (!last) return;
-        __threadfence();
-        if (threadIdx.x == 0) done[group] = 0;
     }
-    const float factor = tensor_scale ? *tensor_scale : 1.0f;
+    const float factor = (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // the scales were times 2^-8
     const int fours = (mine + 3) / 4, cuts = slices << log_parts;
     const float inverse = 1.0f / fours;
-    constexpr int kBatch = 4;  // sums of four lines, on their way at a time
-    for (int u = threadIdx.x; u < rows * fours; u += kBatch * kThreads) {
-        int m[kBatch], line[kBatch];
-        float total[kBatch][4] = {};
+    const auto add = [&](bool of_slices) {
+        constexpr int kBatch = 4;  // sums of four lines, on their way at a time
+        for (int u = threadIdx.x; u < rows * fours; u += kBatch * kThreads) {
+            int m[kBatch], line[kBatch];
+            float total[kBatch][4] = {};
 #pragma unroll
-        for (int n = 0; n < kBatch; ++n) {
-            const int i = u + n * kThreads;
-            m[n] = quotient(i, inverse), line[n] = from + (i - m[n] * fours) * 4;
-            if (m[n] >= rows) line[n] = lines;
-        }
-        for (int p = PARTS - 1; p >= 0; --p) {  // the smallest first
-            float of_x[kBatch][4] = {};
+            for (int n = 0; n < kBatch; ++n) {
+                const int i = min(u + n * kThreads, rows * fours - 1);
+                m[n] = quotient(i, inverse), line[n] = from + (i - m[n] * fours) * 4;
+            }
+            for (int p = PARTS - 1; p >= 0; --p) {  // the smallest first
+                float of_x[kBatch][4] = {};
 #pragma unroll 4
-            for (int s = 0; s < cuts; ++s)
+                for (int s = 0; s < cuts; ++s)
 #pragma unroll
-                for (int n = 0; n < kBatch; ++n) {
-                    if (line[n] >= lines) continue;
-                    const auto at = reinterpret_cast<const float4*>(sums + (s * count + p * rows + m[n]) * line_pitch + line[n]);
-                    const float4 v = slices > 1 ? __ldcg(at) : *at;
-                    of_x[n][0] += v.x, of_x[n][1] += v.y, of_x[n][2] += v.z, of_x[n][3] += v.w;
-                }
+                    for (int n = 0; n < kBatch; ++n) {
+                        const float* const at = sums + (s * count + p * rows + m[n]) * line_pitch + line[n];
+                        const float4* const four = reinterpret_cast<const float4*>(at);
+                        const float4 v = of_slices ? __ldcg(four) : *four;
+                        of_x[n][0] += v.x, of_x[n][1] += v.y, of_x[n][2] += v.z, of_x[n][3] += v.w;
+                    }
+#pragma unroll
+                for (int n = 0; n < kBatch; ++n)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) total[n][c] += of_x[n][c];
+            }
 #pragma unroll
             for (int n = 0; n < kBatch; ++n)
 #pragma unroll
-                for (int c = 0; c < 4; ++c) total[n][c] += of_x[n][c];
+                for (int c = 0; c < 4; ++c)
+                    if (u + n * kThreads < rows * fours && line[n] + c < lines)
+                        finish(out, static_cast<i64>(m[n]) * lines + line[n] + c, total[n][c] * factor);
         }
-#pragma unroll
-        for (int n = 0; n < kBatch; ++n)
-#pragma unroll
-            for (int c = 0; c < 4; ++c)
-                if (line[n] + c < lines)  // the scales were times 2^-8
-                    finish(out, static_cast<i64>(m[n]) * lines + line[n] + c, total[n][c] * 256.0f * factor);
-    }
+    };
+    if (slices > 1)
+        add(true);
+    else
+        add(false);
 }

@@ -193,8 +193,8 @@ void copy_ahead(void* to, const void* from, bool there) {
         std::memset(to, 0, kBytes);
 }
 inline void end_copies() {}
-inline void arrived() {}
-inline void prefetch(const void*, unsigned) {}
+template <int kNewest>
+void arrived() {}
 inline void let_next_start() {}
 inline void await_last() {}
 // mma.sync m16n8k16 of bfloat16: the fragments of the PTX ISA; the sum is rounded once.
