@@ -34,7 +34,6 @@ __all__ = [
     "ACTIVATIONS",
     "Outputs",
     "Plan",
-    "dequantize",
     "element_macros",
     "exact_float",
     "is_whole",
@@ -296,17 +295,6 @@ def columns_of(plan: Plan, dtype: str) -> int:
     return 2 if dtype == "float32" or words or kept else 4
 
 
-@lru_cache(maxsize=4096)
-def dequantize_source(plan: Plan, whole: bool) -> Source:
-    """The decoder's program for one plan."""
-    macros = element_macros(plan.spec.row.element) | {
-        "WHOLE": int(whole),
-        "BLOCK": plan.block,
-        "UE4M3": int(not plan.spec.is_mx),
-    }
-    return Source.read(_FOLDER / "dequantize.cu", macros)
-
-
 def is_whole(plan: Plan, pointer: int, dtype: str) -> bool:
     """Whether every vector access is in bounds and aligned."""
     if plan.length != plan.coded or (plan.rows > 1 and not plan.columns):
@@ -445,30 +433,3 @@ def operand(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[Array
     """The decoded values and counts, without waiting."""
     done = quantize_raw(x, plan, stream, xp, values=True)
     return done.values, done.stats(plan.count)
-
-
-def dequantize(q: QuantArray, plan: Plan, xp: Any) -> Array:
-    """Codes and scales -> float32 of the plan's shape, without waiting."""
-    values = xp.empty(plan.shape, dtype=xp.float32)
-    codes, scales = xp.ascontiguousarray(q.codes), xp.ascontiguousarray(q.scales)
-    aligned = codes.data.ptr % 4 == 0 and scales.data.ptr % 4 == 0
-    whole = aligned and plan.length % plan.block == 0
-    threads = plan.outer * plan.scales_shape[plan.spec.axis] * (plan.block // 4)
-    sizes: tuple[int, ...] = (plan.outer, plan.length)
-    if plan.columns:
-        whole = whole and plan.inner % 4 == 0
-        threads *= -(-plan.inner // 4)
-        sizes = (*sizes, plan.inner)
-    tensor = np.uint64(0) if q.tensor_scale is None else q.tensor_scale
-    launch(
-        dequantize_source(plan, whole),
-        "dequantize_columns" if plan.columns else "dequantize_rows",
-        -(-threads // THREADS),
-        THREADS,
-        codes,
-        scales,
-        tensor,
-        values,
-        *(np.int64(size) for size in sizes),
-    )
-    return values
