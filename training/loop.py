@@ -28,8 +28,8 @@ from extensor.inspect import SlotHealth
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.nn import apply_recipe
 from extensor.optim import MXGradScaler, clip_grad_norm
-from extensor.quant.recipes import get_recipe
 from extensor.quant import QuantArray, QuantStats
+from extensor.quant.recipes import get_recipe
 from training.batch import Batch
 from training.callbacks import (
     LAST,
