@@ -103,15 +103,14 @@ class CudaGraph:
         xp = self.xp
         with self._aside():
             recording = Recording(xp)
-            xp.cuda.set_pinned_memory_allocator(_no_copies)
-            self._stream.begin_capture()
             try:
+                xp.cuda.set_pinned_memory_allocator(_no_copies)
+                self._stream.begin_capture()
                 recording.begin()
                 out = step()
                 graph = self._stream.end_capture()
             except BaseException as error:
                 self._abandon()
-                xp.cuda.set_pinned_memory_allocator(xp.get_default_pinned_memory_pool().malloc)
                 recording.end(failed=True)
                 if not isinstance(error, Exception):
                     raise
@@ -119,7 +118,8 @@ class CudaGraph:
                     f"capture: the step cannot be recorded: at {_where(error)}: "
                     f"{type(error).__name__}: {error}; {_RULES}"
                 ) from error
-            xp.cuda.set_pinned_memory_allocator(xp.get_default_pinned_memory_pool().malloc)
+            finally:
+                xp.cuda.set_pinned_memory_allocator(xp.get_default_pinned_memory_pool().malloc)
             recording.end(failed=False)
         self._graph, self._recording = graph, recording
         return out
