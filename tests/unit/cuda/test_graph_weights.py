@@ -1,4 +1,4 @@
-"""Captured steps that write weights: products before, within and after take what is there."""
+"""Captured steps, and weights and gradients that others write: what is there is what counts."""
 
 from __future__ import annotations
 
@@ -91,3 +91,32 @@ def test_what_a_broken_recording_made_is_not_used(gpu: Any) -> None:
                 train(batch(0))
         gc.collect()  # the recording, but not what it made
         np.testing.assert_array_equal(model(batch(0)).numpy(), wanted)
+
+
+def test_gradients_from_before_a_step_are_not_added_to(gpu: Any) -> None:
+    """Each repetition would add to what was there when it was recorded."""
+    model, _ = build("fp32")
+
+    def backward(x: et.ExTensor) -> None:
+        model(x).square().mean().backward()
+
+    train = et.capture(backward)
+    train(batch(0))
+    before = [param.grad for param in model.parameters()]
+    with pytest.raises(RuntimeError, match="forget them in the step, by optimizer.zero_grad"):
+        train(batch(1))
+    assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+    model.zero_grad()
+    train(batch(0))
+
+    def sums(x: et.ExTensor) -> None:
+        model.zero_grad()
+        for row in range(2):  # gradients of the step itself are
+            backward(x[4 * row : 4 * row + 4])
+
+    train = et.capture(sums)
+    for _ in range(4):
+        train(batch(1))
+    found = [p.grad.numpy().copy() for p in model.parameters()]
+    sums(batch(1))
+    same(found, [p.grad.numpy() for p in model.parameters()])
