@@ -216,7 +216,7 @@ def _of_weight(backend: Backend, slots: Slots, weight: _Weight) -> list[Made]:
     kept, recording = weight.context.state._operands, backend.recording
     found = _found(weight, slots, recording)
     if found is None:
-        weights = [weight, *_changed(backend, slots, weight)]
+        found, weights = [], [weight, *_changed(backend, slots, weight)]
         for one in weights:  # first, so that the new ones may lie where these were
             for slot, _ in slots:
                 kept.pop((one.context.path, slot), None)
@@ -228,8 +228,8 @@ def _of_weight(backend: Backend, slots: Slots, weight: _Weight) -> list[Made]:
                 layer = one.context.layer
                 mine = _Kept(operand, counts, *source, layer, stream, one.sizes)
                 kept[one.context.path, slot] = mine
-        found = _found(weight, slots, recording)
-        assert found is not None
+                if one is weight:
+                    found.append(mine)
     return [(one.operand, _again(one.counts)) for one in found]
 
 

@@ -191,6 +191,18 @@ def test_memory_that_others_write_to_is_asked_each_time() -> None:
         )
 
 
+def test_what_another_thread_forgets_meanwhile_is_not_missed() -> None:
+    class Forgetful(dict[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            """Gone as soon as it is there."""
+
+    model, state = build("mxfp4_all")
+    with et.no_grad():
+        wanted = model(batch(0)).numpy()
+        state._operands = Forgetful()
+        np.testing.assert_array_equal(model(batch(0)).numpy(), wanted)
+
+
 def test_other_sizes_make_them_anew(made: Made) -> None:
     """How a product is made depends on its size, and so do its operands."""
     model, _ = build("mxfp4_all")
