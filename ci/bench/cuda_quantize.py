@@ -28,7 +28,7 @@ from extensor.backends import registry
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import operands
-from extensor_cuda.kernels import elementwise, norm, pair
+from extensor_cuda.kernels import dequantize, elementwise, norm, pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.norm_quantize import norm_quantize
 
@@ -78,7 +78,7 @@ def inputs(xp: Any) -> list[tuple[torch.Tensor, Any]]:
 
 
 def decode(xp: Any, plan: kernels.Plan, q: Any, turn: int) -> Any:
-    return kernels.dequantize(q, plan, xp)
+    return dequantize.dequantize(q, plan, xp)
 
 
 Wanted = Callable[[str], bool]
