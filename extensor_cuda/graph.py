@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from extensor_cuda.memory import allocate
-from extensor_cuda.recording import Recording
+from extensor_cuda.recording import Recording, current
 
 __all__ = ["CudaGraph"]
 
@@ -32,8 +32,15 @@ class HostCopyError(RuntimeError):
     """A copy from the host while a step is recorded."""
 
 
-def _no_copies(size: int) -> Any:
-    raise HostCopyError(f"{size} bytes are copied from the host")
+def _no_copies(xp: Any) -> Callable[[int], Any]:
+    """An allocator of page-locked memory for all threads but the one that records."""
+
+    def allocate(size: int) -> Any:
+        if current() is not None:
+            raise HostCopyError(f"{size} bytes are copied from the host")
+        return xp.get_default_pinned_memory_pool().malloc(size)
+
+    return allocate
 
 
 def _where(error: BaseException) -> str:
@@ -104,7 +111,7 @@ class CudaGraph:
         with self._aside():
             recording = Recording(xp)
             try:
-                xp.cuda.set_pinned_memory_allocator(_no_copies)
+                xp.cuda.set_pinned_memory_allocator(_no_copies(xp))
                 self._stream.begin_capture()
                 recording.begin()
                 out = step()

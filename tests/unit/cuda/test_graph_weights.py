@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -120,3 +121,23 @@ def test_gradients_from_before_a_step_are_not_added_to(gpu: Any) -> None:
     found = [p.grad.numpy().copy() for p in model.parameters()]
     sums(batch(1))
     same(found, [p.grad.numpy() for p in model.parameters()])
+
+
+def test_other_threads_copy_from_the_host_meanwhile(gpu: Any) -> None:
+    model, _ = build("fp32")
+    copied: list[bool] = []
+
+    def copy() -> None:
+        et.from_numpy(np.ones((3, 3), np.float32), device="cuda")
+        copied.append(True)
+
+    def step(x: et.ExTensor) -> et.ExTensor:
+        thread = threading.Thread(target=copy)
+        thread.start()
+        thread.join()
+        return model(x).detach()
+
+    train = et.capture(step)
+    for _ in range(4):
+        train(batch(0))
+    assert len(copied) == 3
