@@ -99,18 +99,22 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) zero_inputs += x[k] == 0;
     }
-#if UE4M3
-    // A tiny tensor scale can make a nonzero code decode to zero: then the values are counted.
+#if UE4M3 || DIVIDES
+    // A tiny scale can make a nonzero code decode to zero: then the values are counted.
     const bool counts_values = __fmul_rn(__fmul_rn(LEAST, s.decode), tensor.scale) == 0;
     u32 zero_values = 0;
 #endif
 #endif
     float y[kChunk];
+#if DIVIDES
+    divide(x, s, y);
+#else
 #pragma unroll
-    for (int k = 0; k < kChunk; ++k) {
-        y[k] = __fmul_rn(x[k], s.apply);
+    for (int k = 0; k < kChunk; ++k) y[k] = __fmul_rn(x[k], s.apply);
+#endif
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k)
         if (ELEMENT_SCALE != 1.0f) y[k] = __fmul_rn(y[k], ELEMENT_SCALE);
-    }
 #if !(CONVERTS && CODES)
     if (far) {
 #pragma unroll
@@ -133,7 +137,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #else
 #pragma unroll
     for (int w = 0; w < kWords; ++w) codes[w] = 0;
-    // Of 4 bits: magnitudes first (up to 10: bit 3 says that it saturates), then eight at a time.
+    // Of E2M1: magnitudes first (up to 10: bit 3 says that it saturates), then eight at a time.
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) {
         float value;
@@ -156,7 +160,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         zero_values += value == 0 && x[k] != 0;
 #endif
         x[k] = s.live ? value : float_of(kNaN);
-#elif BITS == 4
+#elif BITS == 4 && IS_FLOAT
         codes[k / 8] |= n << (k % 8 * 4);
 #else
 #if STATS
@@ -170,7 +174,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         if (at % 32 + BITS > 32) codes[at / 32 + 1] |= n >> (32 - at % 32);
 #endif
     }
-#if CODES && BITS == 4
+#if CODES && BITS == 4 && IS_FLOAT
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
         const u32 over = codes[w] & 0x88888888u;
@@ -199,7 +203,14 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #endif
 #if STATS
     u32 flushed = zeros - zero_inputs;
-#if UE4M3
+#if DIVIDES
+    if (counts_values) {
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k)
+            zero_values += __fmul_rn(magnitude_of(codes[k * BITS / 32] >> (k * BITS % 32)), s.decode) == 0;
+        flushed = zero_values - zero_inputs;
+    }
+#elif UE4M3
     if (counts_values) flushed = OUT == 1 ? zero_values : zero_values - zero_inputs;
 #endif
     tally.saturated += s.live ? saturated : 0;

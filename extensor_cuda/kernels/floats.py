@@ -21,6 +21,7 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels import float_lines
 from extensor_cuda.kernels.quantize import INPUTS, SLOTS, THREADS, element_macros, exact_float
 from extensor_cuda.recording import clock_of
 
@@ -57,6 +58,13 @@ class FloatPlan:
     fast: int
     codes_shape: tuple[int, ...]
     scales_shape: tuple[int, ...]
+
+    @property
+    def lines(self) -> float_lines.Lines | None:
+        """How the faster kernels take blocks along rows, where they do."""
+        if self.fast != _COLUMNS:
+            return None
+        return float_lines.lines_of(self.spec, self.sizes, self.each, self.grid)
 
     @property
     def per(self) -> int:
@@ -167,16 +175,21 @@ def _quantized(
 ) -> tuple[QuantArray, Counts]:
     """Codes, scales and counts, without waiting."""
     spec, dtype, (outer, rows, inner, columns) = plan.spec, x.dtype.name, plan.sizes
+    codes = xp.empty(plan.codes_shape, dtype=np.uint8)
+    scales = xp.empty(plan.scales_shape, dtype=spec.scale_name)
+    zeros = None if spec.symmetric else xp.empty(plan.scales_shape, dtype=np.int8)
+    counters = Counters(2 * SLOTS, xp)
+    counts = Counts(counters, (0, 2 * SLOTS), x.size)
+    q = QuantArray(codes, scales, spec, plan.shape, zero_points=zeros)
+    if plan.lines and x.data.ptr % 16 == 0:
+        float_lines.quantize(x, plan.lines, stream, codes, scales, counters, xp)
+        return q, counts
     groups = -(-(columns, inner, rows)[plan.fast] // 4)
     lines = outer * (1 if plan.fast == _ROWS else rows)
     deep = 1 if plan.fast == _COLUMNS else -(-columns // _DEEP)
     of_block = 1 if spec.symmetric else 2
     most = xp.zeros((of_block * math.prod(plan.scales_shape),), dtype=np.uint32)
     _launch(plan, dtype, x.data.ptr, "extremes", groups * lines * deep, x, most)
-    codes = xp.empty(plan.codes_shape, dtype=np.uint8)
-    scales = xp.empty(plan.scales_shape, dtype=spec.scale_name)
-    zeros = None if spec.symmetric else xp.empty(plan.scales_shape, dtype=np.int8)
-    counters = Counters(2 * SLOTS, xp)
     words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     _launch(
         plan,
@@ -194,8 +207,7 @@ def _quantized(
         *map(np.uint32, words),
         np.uint32(plan.bytes),
     )
-    counts = Counts(counters, (0, 2 * SLOTS), x.size)
-    return QuantArray(codes, scales, spec, plan.shape, zero_points=zeros), counts
+    return q, counts
 
 
 def quantize(
