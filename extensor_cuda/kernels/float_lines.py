@@ -21,7 +21,7 @@ from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.quantize import CHUNK, INPUTS, THREADS, encoding_macros
 from extensor_cuda.recording import clock_of
 
-__all__ = ["Lines", "lines_of", "lines_source", "quantize"]
+__all__ = ["Lines", "float_macros", "largest", "lines_of", "lines_source", "quantize"]
 
 Array = Any
 
@@ -93,9 +93,15 @@ def lines_of(
 @lru_cache(maxsize=1024)
 def lines_source(lines: Lines, dtype: str) -> Source:
     """The program for input of a dtype."""
-    spec = lines.spec
-    groups = lines.kernel == "quantize_groups"
-    macros = encoding_macros(spec) | {
+    macros = float_macros(lines.spec, dtype) | {"THREADS": lines.threads, "KEPT": lines.kept}
+    if lines.kernel == "quantize_groups":
+        macros["BLOCK"] = lines.chunks // lines.blocks * CHUNK
+    return Source.read(_SOURCE, macros)
+
+
+def float_macros(spec: QuantSpec, dtype: str) -> dict[str, object]:
+    """How values of a dtype become codes under float scales, for a resolved spec."""
+    return encoding_macros(spec) | {
         "IN": INPUTS.index(dtype),
         "OUT": 0,
         "STATS": 1,
@@ -103,18 +109,23 @@ def lines_source(lines: Lines, dtype: str) -> Source:
         "UE4M3": 0,
         "NEEDS_TENSOR": 0,
         "HADAMARD": 0,
-        "BLOCK": lines.chunks // lines.blocks * CHUNK if groups else CHUNK,
+        "BLOCK": CHUNK,
         "HALF": int(spec.scale_name == "float16"),
         "RULE_ONE": int(spec.rule == "one"),
-        "THREADS": lines.threads,
-        "KEPT": lines.kept,
     }
-    return Source.read(_SOURCE, macros)
+
+
+def largest(x: Array, spec: QuantSpec, xp: Any) -> Array:
+    """The bits of the largest magnitude of 16 n values from a multiple of 16 bytes on: uint32 ()."""
+    most, chunks = xp.zeros((), dtype=np.uint32), x.size // CHUNK
+    source = lines_source(Lines(spec, "quantize_all", 0, 1, (), THREADS, _KEPT), x.dtype.name)
+    launch(source, "largest", -(-chunks // (THREADS * _KEPT)), THREADS, x, most, np.int64(chunks))
+    return most
 
 
 def quantize(
-    x: Array,
     lines: Lines,
+    x: Array,
     stream: Stream | None,
     codes: Array,
     scales: Array,
@@ -124,8 +135,8 @@ def quantize(
     """Codes, scales and counts, without waiting.
 
     Args:
-        x: C-contiguous float32, bfloat16 or float16, from a multiple of 16 bytes on.
         lines: from `lines_of`.
+        x: C-contiguous float32, bfloat16 or float16, from a multiple of 16 bytes on.
         stream: names the random bits, given exactly under stochastic rounding.
         codes: uint8, to be written, from a multiple of 16 bytes on, as x lies.
         scales: float32 or float16, to be written, one for each block.
@@ -134,10 +145,7 @@ def quantize(
     """
     source = lines_source(lines, x.dtype.name)
     blocks = -(-lines.chunks // (lines.threads * lines.kept))
-    most: Array = np.uint64(0)
-    if lines.kernel == "quantize_all":
-        most = xp.zeros((), dtype=np.uint32)
-        launch(source, "largest", blocks, lines.threads, x, most, np.int64(lines.chunks))
+    most = largest(x, lines.spec, xp) if lines.kernel == "quantize_all" else np.uint64(0)
     words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     by_block = lines.kernel == "quantize_blocks"
     number = np.uint32 if by_block else np.int64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +13,7 @@ from extensor.formats import FORMATS
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels import float_lines, floats
+from extensor_cuda.kernels import float_lines, float_panels, floats
 from tests.oracle.compare import PARTS, same_bytes
 from tests.oracle.samples import KINDS, SHAPES, sample
 from tests.unit.cuda.emulator import Cupy
@@ -41,7 +42,9 @@ def name(value: object) -> str:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [floats], hopper=False, quantizing=[float_lines])
+    return place(
+        request, monkeypatch, [floats], hopper=False, quantizing=[float_lines, float_panels]
+    )
 
 
 def shapes_of(xp: Any) -> Any:
@@ -89,7 +92,7 @@ LINES = (  # kernel, shape, tile
     ("quantize_groups", (3, 40, 96), (1, 48 // 3)),
     ("quantize_blocks", (5, 768), "channel"),
     ("quantize_blocks", (2, 70_000), "channel"),  # more than its threads hold
-    ("quantize_blocks", (2, 70, 272), (32, 128)),  # cut below and at the right
+    ("quantize_blocks", (2, 70, 256), (32, 128)),  # cut below
     ("quantize_blocks", (3, 96), (1, 48)),
 )
 
@@ -103,6 +106,28 @@ def test_blocks_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], tile: A
         assert isinstance(plan, floats.FloatPlan) and plan.lines
         assert plan.lines.kernel == kernel
         x = sample(shape, len(shape) - 1, KINDS[number % len(KINDS)], seed=number)
+        with np.errstate(over="ignore"):
+            x = x.astype(list(DTYPES.values())[number % 3])
+        check(xp, x, spec)
+
+
+PANELS = (  # shape, tile
+    ((256, 148), (1, 32)),
+    ((128, 260), (1, 128)),
+    ((256, 200), (128, 128)),
+    ((150, 20), "channel"),
+    ((272, 132), "tensor"),
+)
+
+
+@pytest.mark.parametrize(("shape", "tile"), PANELS, ids=name)
+def test_blocks_down_columns(xp: Any, shape: tuple[int, ...], tile: Any) -> None:
+    for number, element in enumerate(NAMES):
+        rounding, rbits = ROUNDINGS[number % 3]
+        spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
+        plan = floats.plan_of(spec, shape)
+        assert isinstance(plan, floats.FloatPlan) and plan.panels
+        x = sample(shape, 0, KINDS[number % len(KINDS)], seed=number)
         with np.errstate(over="ignore"):
             x = x.astype(list(DTYPES.values())[number % 3])
         check(xp, x, spec)
@@ -206,6 +231,21 @@ def test_no_kernel_spills(element: str, zeros: bool) -> None:
         assert isinstance(plan, floats.FloatPlan)
         dtype, arch = (("float32", "sm_80"), ("bfloat16", "sm_90a"))[number // 2]
         check_compiles(floats.float_source(plan, dtype, True), arch)
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("element", NAMES)
+@pytest.mark.parametrize(("shape", "tile"), PANELS, ids=name)
+def test_no_kernel_down_columns_spills(element: str, shape: tuple[int, ...], tile: Any) -> None:
+    for number, (rounding, rbits) in enumerate(ROUNDINGS):
+        spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
+        plan = floats.plan_of(spec, shape)
+        assert isinstance(plan, floats.FloatPlan) and plan.panels
+        for dtype in DTYPES:
+            for turned in {False, plan.per == 1}:
+                panels = replace(plan.panels, turned=turned)
+                source = float_panels.panels_source(panels, dtype)
+                check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -1,0 +1,156 @@
+// A matrix -> codes under float scales, blocks down columns: of TALL neighbours, TALL x 128 (TILES), a whole
+// column or the matrix (GIVEN 1 and 2: their largest magnitudes were found before). Codes lie as the matrix
+// does, or TURNED: a column's codes side by side, `pitch` bytes from the next column's.
+//
+// A block of threads has 128 rows and columns; a warp 16 rows, a lane four neighbouring columns of them: four
+// chunks of 16 values. The number of columns is a multiple of 4, from multiples of 16 bytes on. No headers; macros:
+// those of float_lines.cu but KEPT, and the above.
+
+#include "input.cuh"
+#include "float_scale.cuh"
+#include "encode.cuh"
+#include "totals.cuh"
+
+#if HALF
+typedef u16 Stored;
+#else
+typedef u32 Stored;
+#endif
+constexpr int kSide = 128, kWarps = kThreads / 32, kLane = 4, kShare = TALL / kChunk;  // warps of a block of values
+
+struct Place {
+    i64 row, column;  // of the warp's first, of the lane's first
+};
+
+__device__ __forceinline__ Place place_of(i64 columns) {
+    const i64 across = (columns + kSide - 1) / kSide;
+    return {blockIdx.x / across * kSide + threadIdx.x / 32 * kChunk, blockIdx.x % across * kSide + threadIdx.x % 32 * kLane};
+}
+
+__device__ __forceinline__ void load_patch(u32 (&raw)[kChunk][sizeof(Raw)], const Raw* x, const Place& at, i64 rows,
+                                           i64 columns) {
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+        const bool there = at.row + k < rows && at.column < columns;
+        const Raw* from = x + (at.row + k) * columns + at.column;
+#if IN == 0
+        const uint4 four = there ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
+        raw[k][0] = four.x, raw[k][1] = four.y, raw[k][2] = four.z, raw[k][3] = four.w;
+#else
+        const uint2 two = there ? __ldg(reinterpret_cast<const uint2*>(from)) : uint2{0, 0};
+        raw[k][0] = two.x, raw[k][1] = two.y;
+#endif
+    }
+}
+
+__device__ __forceinline__ void column_of(const u32 (&raw)[kChunk][sizeof(Raw)], int c, float (&v)[kChunk]) {
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) v[k] = element(raw[k], c);
+}
+
+__device__ __forceinline__ void column_maxima(const u32 (&raw)[kChunk][sizeof(Raw)], u32 (&most)[kLane]) {
+#pragma unroll
+    for (int c = 0; c < kLane; ++c) {
+        float v[kChunk];
+        column_of(raw, c, v);
+        most[c] = chunk_maximum(v);
+    }
+}
+
+#if GIVEN == 1
+// The bits of each column's largest magnitude, at first 0.
+extern "C" __global__ void __launch_bounds__(kThreads)
+largest_of_columns(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns) {
+    __shared__ u32 found[kWarps][kSide];
+    const Place at = place_of(columns);
+    u32 raw[kChunk][sizeof(Raw)], mine[kLane];
+    load_patch(raw, x, at, rows, columns);
+    column_maxima(raw, mine);
+    *reinterpret_cast<uint4*>(&found[threadIdx.x / 32][threadIdx.x % 32 * kLane]) = uint4{mine[0], mine[1], mine[2], mine[3]};
+    __syncthreads();
+    const i64 column = at.column - threadIdx.x % 32 * kLane + threadIdx.x;
+    if (threadIdx.x >= kSide || column >= columns) return;
+    u32 all = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) all = larger(all, found[w][threadIdx.x]);
+    if (all > *static_cast<volatile u32*>(most + column)) atomicMax(most + column, all);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __restrict__ scales,
+                const u32* __restrict__ most, u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0,
+                u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 pitch) {
+    [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Place at = place_of(columns);
+    u32 raw[kChunk][sizeof(Raw)], amax[kLane];
+    load_patch(raw, x, at, rows, columns);
+#if GIVEN
+#pragma unroll
+    for (int c = 0; c < kLane; ++c) amax[c] = at.column < columns ? most[GIVEN == 1 ? at.column + c : 0] : 0;
+#else
+    __shared__ u32 found[kWarps][kSide];
+    column_maxima(raw, amax);
+#if TILES
+    const u32 all = __reduce_max_sync(~0u, larger(larger(amax[0], amax[1]), larger(amax[2], amax[3])));
+#pragma unroll
+    for (int c = 0; c < kLane; ++c) amax[c] = all;
+#endif
+    *reinterpret_cast<uint4*>(&found[warp][lane * kLane]) = uint4{amax[0], amax[1], amax[2], amax[3]};
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kShare; ++w) {
+        const uint4 four = *reinterpret_cast<const uint4*>(&found[warp / kShare * kShare + w][lane * kLane]);
+        amax[0] = larger(amax[0], four.x), amax[1] = larger(amax[1], four.y);
+        amax[2] = larger(amax[2], four.z), amax[3] = larger(amax[3], four.w);
+    }
+#endif
+    Tally tally = {0, 0};
+    u32 packed[kLane][kWords];
+    const bool there = at.row < rows && at.column < columns;
+    const i64 first = GIVEN ? at.row : at.row % TALL;  // of the rows, in a block of values
+    const i64 strip = GIVEN ? 0 : at.row / TALL;
+#pragma unroll
+    for (int c = 0; c < kLane; ++c) {
+        const i64 column = at.column + c;
+        const Scale s = block_scale(amax[c]);
+        float v[kChunk];
+        column_of(raw, c, v);
+        const i64 across = TILES ? (columns + kSide - 1) / kSide : GIVEN == 2 ? 1 : columns;
+        const i64 of_row = TILES ? column / kSide : GIVEN == 2 ? 0 : column;
+        const i64 inside = TILES ? column % kSide * TALL : GIVEN == 2 ? column * rows : 0;  // neighbours lie down
+        const u32 block = static_cast<u32>(strip * across + of_row), part = static_cast<u32>((inside + first) / kChunk);
+        const Tensor tensor = {1, 1, 0, 1};
+        encode(v, s, is_far(amax[c], s), tensor, block, part, stream, packed[c], tally);
+        if (there && inside + first == 0) scales[block] = static_cast<Stored>(s.stored);
+    }
+    add_counts(tally, counters);
+#if TURNED
+    __shared__ uint4 turned[kSide][kSide / kChunk];  // of each column, in an order without bank conflicts
+#pragma unroll
+    for (int c = 0; c < kLane; ++c)
+        turned[lane * kLane + c][warp ^ lane % 8] =
+            uint4{packed[c][0], packed[c][1], packed[c][2 % kWords], packed[c][3 % kWords]};
+    __syncthreads();
+    const i64 left = at.column - lane * kLane, top = at.row - warp * kChunk;
+#pragma unroll
+    for (int i = 0; i < kSide * kWarps / kThreads; ++i) {
+        const int column = (i * kThreads + threadIdx.x) / kWarps, piece = threadIdx.x % kWarps;
+        if (left + column < columns && top + piece * kChunk < pitch)
+            *reinterpret_cast<uint4*>(codes + (left + column) * pitch + top + piece * kChunk) =
+                turned[column][piece ^ column / kLane % 8];
+    }
+#else
+    // Bytes of codes are of one row, or of two: those of the lane's columns, side by side.
+    constexpr int kOf = 8 / BITS;
+#pragma unroll
+    for (int b = 0; b < kChunk / kOf; ++b) {
+        const u32 pick = 0x0040u + b % 4 * 0x11;
+        const u32 low = __byte_perm(packed[0][b / 4], packed[1][b / 4], pick);
+        const u32 high = __byte_perm(packed[2][b / 4], packed[3][b / 4], pick);
+        if (at.row + b * kOf < rows && at.column < columns)
+            *reinterpret_cast<u32*>(codes + (at.row / kOf + b) * columns + at.column) = __byte_perm(low, high, 0x5410);
+    }
+#endif
+}
