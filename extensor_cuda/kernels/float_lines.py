@@ -116,7 +116,7 @@ def float_macros(spec: QuantSpec, dtype: str) -> dict[str, object]:
 
 
 def largest(x: Array, spec: QuantSpec, xp: Any) -> Array:
-    """The bits of the largest magnitude of 16 n values from a multiple of 16 bytes on: uint32 ()."""
+    """The bits of the largest magnitude, uint32 (), of 16 n values, 16-byte aligned."""
     most, chunks = xp.zeros((), dtype=np.uint32), x.size // CHUNK
     source = lines_source(Lines(spec, "quantize_all", 0, 1, (), THREADS, _KEPT), x.dtype.name)
     launch(source, "largest", -(-chunks // (THREADS * _KEPT)), THREADS, x, most, np.int64(chunks))

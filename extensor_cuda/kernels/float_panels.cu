@@ -27,20 +27,18 @@ __device__ __forceinline__ Place place_of(i64 columns) {
     return {blockIdx.x / across * kSide + threadIdx.x / 32 * kChunk, blockIdx.x % across * kSide + threadIdx.x % 32 * kLane};
 }
 
-__device__ __forceinline__ void load_patch(u32 (&raw)[kChunk][sizeof(Raw)], const Raw* x, const Place& at, i64 rows,
-                                           i64 columns) {
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) {
-        const bool there = at.row + k < rows && at.column < columns;
-        const Raw* from = x + (at.row + k) * columns + at.column;
+// Four neighbours of the warp's row k.
+__device__ __forceinline__ void load_four(u32 (&raw)[sizeof(Raw)], const Raw* x, const Place& at, int k, i64 rows,
+                                          i64 columns) {
+    const bool there = at.row + k < rows && at.column < columns;
+    const Raw* from = x + (at.row + k) * columns + at.column;
 #if IN == 0
-        const uint4 four = there ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
-        raw[k][0] = four.x, raw[k][1] = four.y, raw[k][2] = four.z, raw[k][3] = four.w;
+    const uint4 four = there ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
+    raw[0] = four.x, raw[1] = four.y, raw[2] = four.z, raw[3] = four.w;
 #else
-        const uint2 two = there ? __ldg(reinterpret_cast<const uint2*>(from)) : uint2{0, 0};
-        raw[k][0] = two.x, raw[k][1] = two.y;
+    const uint2 two = there ? __ldg(reinterpret_cast<const uint2*>(from)) : uint2{0, 0};
+    raw[0] = two.x, raw[1] = two.y;
 #endif
-    }
 }
 
 __device__ __forceinline__ void column_of(const u32 (&raw)[kChunk][sizeof(Raw)], int c, float (&v)[kChunk]) {
@@ -63,10 +61,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 largest_of_columns(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns) {
     __shared__ u32 found[kWarps][kSide];
     const Place at = place_of(columns);
-    u32 raw[kChunk][sizeof(Raw)], mine[kLane];
-    load_patch(raw, x, at, rows, columns);
-    column_maxima(raw, mine);
-    *reinterpret_cast<uint4*>(&found[threadIdx.x / 32][threadIdx.x % 32 * kLane]) = uint4{mine[0], mine[1], mine[2], mine[3]};
+    u32 mine[kLane] = {};
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+        u32 raw[sizeof(Raw)];
+        load_four(raw, x, at, k, rows, columns);
+#pragma unroll
+        for (int c = 0; c < kLane; ++c) mine[c] = larger(mine[c], bits_of(element(raw, c)) & kMagnitude);
+    }
+#pragma unroll
+    for (int c = 0; c < kLane; ++c) found[threadIdx.x / 32][threadIdx.x % 32 * kLane + c] = mine[c];
     __syncthreads();
     const i64 column = at.column - threadIdx.x % 32 * kLane + threadIdx.x;
     if (threadIdx.x >= kSide || column >= columns) return;
@@ -77,7 +81,7 @@ largest_of_columns(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
 quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __restrict__ scales,
                 const u32* __restrict__ most, u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0,
                 u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 pitch) {
@@ -85,7 +89,8 @@ quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __res
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Place at = place_of(columns);
     u32 raw[kChunk][sizeof(Raw)], amax[kLane];
-    load_patch(raw, x, at, rows, columns);
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) load_four(raw[k], x, at, k, rows, columns);
 #if GIVEN
 #pragma unroll
     for (int c = 0; c < kLane; ++c) amax[c] = at.column < columns ? most[GIVEN == 1 ? at.column + c : 0] : 0;
@@ -109,21 +114,19 @@ quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __res
     Tally tally = {0, 0};
     u32 packed[kLane][kWords];
     const bool there = at.row < rows && at.column < columns;
-    const i64 first = GIVEN ? at.row : at.row % TALL;  // of the rows, in a block of values
-    const i64 strip = GIVEN ? 0 : at.row / TALL;
+    // Where the lane's chunks are: blocks of values are numbered along the matrix's rows, their values down.
+    const u32 row = static_cast<u32>(at.row), left = static_cast<u32>(at.column), high = static_cast<u32>(rows);
+    const u32 first = GIVEN ? row : row % TALL, across = static_cast<u32>(TILES ? (columns + kSide - 1) / kSide : columns);
 #pragma unroll
     for (int c = 0; c < kLane; ++c) {
-        const i64 column = at.column + c;
         const Scale s = block_scale(amax[c]);
         float v[kChunk];
         column_of(raw, c, v);
-        const i64 across = TILES ? (columns + kSide - 1) / kSide : GIVEN == 2 ? 1 : columns;
-        const i64 of_row = TILES ? column / kSide : GIVEN == 2 ? 0 : column;
-        const i64 inside = TILES ? column % kSide * TALL : GIVEN == 2 ? column * rows : 0;  // neighbours lie down
-        const u32 block = static_cast<u32>(strip * across + of_row), part = static_cast<u32>((inside + first) / kChunk);
+        const u32 block = GIVEN == 2 ? 0 : (GIVEN ? 0 : row / TALL) * across + (TILES ? left / kSide : left + c);
+        const u32 inside = first + (TILES ? (left + c) % kSide * TALL : GIVEN == 2 ? (left + c) * high : 0);
         const Tensor tensor = {1, 1, 0, 1};
-        encode(v, s, is_far(amax[c], s), tensor, block, part, stream, packed[c], tally);
-        if (there && inside + first == 0) scales[block] = static_cast<Stored>(s.stored);
+        encode(v, s, is_far(amax[c], s), tensor, block, inside / kChunk, stream, packed[c], tally);
+        if (there && inside == 0) scales[block] = static_cast<Stored>(s.stored);
     }
     add_counts(tally, counters);
 #if TURNED
@@ -133,12 +136,12 @@ quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __res
         turned[lane * kLane + c][warp ^ lane % 8] =
             uint4{packed[c][0], packed[c][1], packed[c][2 % kWords], packed[c][3 % kWords]};
     __syncthreads();
-    const i64 left = at.column - lane * kLane, top = at.row - warp * kChunk;
+    const i64 from = at.column - lane * kLane, top = at.row - warp * kChunk;
 #pragma unroll
     for (int i = 0; i < kSide * kWarps / kThreads; ++i) {
         const int column = (i * kThreads + threadIdx.x) / kWarps, piece = threadIdx.x % kWarps;
-        if (left + column < columns && top + piece * kChunk < pitch)
-            *reinterpret_cast<uint4*>(codes + (left + column) * pitch + top + piece * kChunk) =
+        if (from + column < columns && top + piece * kChunk < pitch)
+            *reinterpret_cast<uint4*>(codes + (from + column) * pitch + top + piece * kChunk) =
                 turned[column][piece ^ column / kLane % 8];
     }
 #else
