@@ -51,6 +51,7 @@ __device__ __forceinline__ u32 convert_pair(float low, float high) {
 #else
 #define CONVERTS 0
 #endif
+#define INTEGERS (CODES && !IS_FLOAT && !WORDS)
 
 #if WORDS
 // The 16 random words of a chunk, or the constant that rounds ties away from or towards zero.
@@ -115,7 +116,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #pragma unroll
     for (int k = 0; k < kChunk; ++k)
         if (ELEMENT_SCALE != 1.0f) y[k] = __fmul_rn(y[k], ELEMENT_SCALE);
-#if !(CONVERTS && CODES)
+#if !(CONVERTS && CODES) && !INTEGERS
     if (far) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
@@ -132,6 +133,40 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #pragma unroll
         for (int i = 0; i < 4; ++i) saturated += fabsf(y[k + i]) > TIE_AT_TOP;
         zeros += __popc(~((packed & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) & 0x80808080u);
+#endif
+    }
+#elif INTEGERS
+    // The sum's last place is the grid's spacing, and its low bits the integer, in two's complement.
+    constexpr u32 kAnchor = kLowest + (static_cast<u32>(23 - MANTISSA) << 23) + 0x400000u;
+    u32 n[kChunk];
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+#if ZEROS
+        constexpr int kTop = (1 << (BITS - 1)) - 1;
+        const float far = fminf(fmaxf(y[k], -65536.0f), 65536.0f);
+        const int whole = static_cast<int>(bits_of(__fadd_rn(far, float_of(kAnchor))) - kAnchor) + s.zero;
+        n[k] = static_cast<u32>(min(max(whole, -kTop - 1), kTop));
+        saturated += static_cast<int>(n[k]) != whole;
+        zeros += static_cast<int>(n[k]) == s.zero;
+#else
+        n[k] = bits_of(__fadd_rn(fminf(fmaxf(y[k], -TOP), TOP), float_of(kAnchor)));
+#if STATS
+        saturated += fabsf(y[k]) > TIE_AT_TOP;
+#endif
+#endif
+    }
+#if BITS == 4
+#pragma unroll
+    for (int k = 0; k < kChunk; k += 2) n[k / 2] = (n[k] & 15u) | (n[k + 1] << 4 & ~15u);
+#endif
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+        const u32 low = __byte_perm(n[4 * w], n[4 * w + 1], 0x0040), high = __byte_perm(n[4 * w + 2], n[4 * w + 3], 0x0040);
+        const u32 packed = __byte_perm(low, high, 0x5410);
+        codes[w] = packed & s.live;
+#if STATS && !ZEROS
+        constexpr u32 kTops = BITS == 4 ? 0x88888888u : 0x80808080u;
+        zeros += __popc(~(((packed & ~kTops) + ~kTops) | packed) & kTops);
 #endif
     }
 #else

@@ -5,7 +5,7 @@
 //
 // A thread has chunks of 16 neighbours: one Philox call at 8 random bits. Rows, and blocks of them, are
 // multiples of that, from multiples of 16 bytes on. No headers; macros: those of input.cuh and encode.cuh,
-// HALF (scales are float16), RULE_ONE, THREADS, KEPT. Other layouts: floats.cu.
+// HALF (scales are float16), RULE_ONE, ZEROS (zero points), THREADS, KEPT. Other layouts: floats.cu.
 
 #include "input.cuh"
 #include "float_scale.cuh"
@@ -32,10 +32,10 @@ __device__ __forceinline__ void widen_chunk(const u32 (&raw)[kRawWords], float (
     for (int k = 0; k < kChunk; ++k) v[k] = element(raw, k);
 }
 
-__device__ __forceinline__ u32 raw_maximum(const u32 (&raw)[kRawWords]) {
+__device__ __forceinline__ Most most_of_raw(const u32 (&raw)[kRawWords]) {
     float v[kChunk];
     widen_chunk(raw, v);
-    return chunk_maximum(v);
+    return most_of(v);
 }
 
 // A chunk's codes to where they belong.
@@ -53,9 +53,14 @@ __device__ __forceinline__ void store_chunk(const u32 (&raw)[kRawWords], const S
         *reinterpret_cast<uint2*>(to) = uint2{packed[0], packed[1]};
 }
 
+__device__ __forceinline__ void store_scale(const Scale& s, Stored* scales, signed char* zeros, u32 block) {
+    scales[block] = static_cast<Stored>(s.stored);
+    if (ZEROS) zeros[block] = static_cast<signed char>(s.zero);
+}
+
 #define ARGUMENTS                                                                                              \
-    const Raw *__restrict__ x, u8 *__restrict__ codes, Stored *__restrict__ scales, u32 *__restrict__ most,    \
-        u64 *__restrict__ counters, const u32 *__restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1
+    const Raw *__restrict__ x, u8 *__restrict__ codes, Stored *__restrict__ scales,                            \
+        signed char *__restrict__ zeros, const Most *__restrict__ found, u64 *__restrict__ counters, const u32 *__restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1
 
 // chunks: of the whole array; a block's are `kParts` neighbouring lanes'.
 extern "C" __global__ void __launch_bounds__(kThreads) quantize_groups(ARGUMENTS, i64 chunks) {
@@ -71,12 +76,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) quantize_groups(ARGUMENTS
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) {
         const i64 chunk = first + i * kThreads;
-        const u32 amax = across_lanes(raw_maximum(raw[i]));
-        const Scale s = block_scale(amax);
+        Most most = most_of_raw(raw[i]);
+        most.high = across_lanes(most.high);
+        if (ZEROS) most.low = across_lanes(most.low);
+        const Scale s = block_scale(most);
         if (chunk >= chunks) continue;
         const u32 block = static_cast<u32>(chunk / kParts), part = static_cast<u32>(chunk % kParts);
-        store_chunk(raw[i], s, is_far(amax, s), block, part, stream, codes, chunk, tally);
-        if (part == 0) scales[block] = static_cast<Stored>(s.stored);
+        store_chunk(raw[i], s, is_far(most, s), block, part, stream, codes, chunk, tally);
+        if (part == 0) store_scale(s, scales, zeros, block);
     }
     add_counts(tally, counters);
 }
@@ -89,27 +96,29 @@ quantize_blocks(ARGUMENTS, u32 rows, u32 columns, u32 tall, u32 wide, u32 down, 
     const u32 width = smaller(wide, columns - left), count = smaller(tall, rows - top) * width;
     const i64 corner = (static_cast<i64>(block / across / down) * rows + top) * columns + left;
     const auto place = [&](u32 chunk) { return corner + static_cast<i64>(chunk / width) * columns + chunk % width; };
-    u32 raw[KEPT][kRawWords], amax = 0;
+    u32 raw[KEPT][kRawWords];
+    Most most = {0, 0};
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) {
         const u32 chunk = threadIdx.x + i * kThreads;
         load_chunk(raw[i], x + place(chunk) * kChunk, chunk < count);
     }
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) amax = larger(amax, raw_maximum(raw[i]));
+    for (int i = 0; i < KEPT; ++i) join(most, most_of_raw(raw[i]));
     for (u32 chunk = threadIdx.x + KEPT * kThreads; chunk < count; chunk += kThreads) {
         u32 more[kRawWords];
         load_chunk(more, x + place(chunk) * kChunk, true);
-        amax = larger(amax, raw_maximum(more));
+        join(most, most_of_raw(more));
     }
-    __shared__ u32 of_warps[kWarps];
-    amax = __reduce_max_sync(~0u, amax);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = amax;
+    __shared__ Most of_warps[kWarps];
+    most.high = __reduce_max_sync(~0u, most.high);
+    if (ZEROS) most.low = __reduce_max_sync(~0u, most.low);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;
     __syncthreads();
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) amax = larger(amax, of_warps[w]);
-    const Scale s = block_scale(amax);
-    const bool far = is_far(amax, s);
+    for (int w = 0; w < kWarps; ++w) join(most, of_warps[w]);
+    const Scale s = block_scale(most);
+    const bool far = is_far(most, s);
     Tally tally = {0, 0};
     const auto store = [&](const u32 (&values)[kRawWords], u32 chunk) {
         const u32 part = chunk / width * wide + chunk % width;  // of a whole block
@@ -123,20 +132,22 @@ quantize_blocks(ARGUMENTS, u32 rows, u32 columns, u32 tall, u32 wide, u32 down, 
         load_chunk(more, x + place(chunk) * kChunk, true);
         store(more, chunk);
     }
-    if (threadIdx.x == 0) scales[block] = static_cast<Stored>(s.stored);
+    if (threadIdx.x == 0) store_scale(s, scales, zeros, block);
     add_counts(tally, counters);
 }
 
-// The bits of the largest magnitude of all, at first 0.
+// Of all, at first zeros.
 extern "C" __global__ void __launch_bounds__(kThreads)
-largest(const Raw* __restrict__ x, u32* __restrict__ most, i64 chunks) {
+largest(const Raw* __restrict__ x, Most* __restrict__ found, i64 chunks) {
     const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * KEPT) + threadIdx.x;
-    u32 raw[KEPT][kRawWords], amax = 0;
+    u32 raw[KEPT][kRawWords];
+    Most most = {0, 0};
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) load_chunk(raw[i], x + (first + i * kThreads) * kChunk, first + i * kThreads < chunks);
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) amax = larger(amax, raw_maximum(raw[i]));
-    add_maximum(amax, most);
+    for (int i = 0; i < KEPT; ++i) join(most, most_of_raw(raw[i]));
+    add_maximum(most.high, &found->high);
+    if (ZEROS) add_maximum(most.low, &found->low);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) quantize_all(ARGUMENTS, i64 chunks) {
@@ -146,13 +157,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) quantize_all(ARGUMENTS, i
     u32 raw[KEPT][kRawWords];
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) load_chunk(raw[i], x + (first + i * kThreads) * kChunk, first + i * kThreads < chunks);
-    const Scale s = block_scale(*most);
-    const bool far = is_far(*most, s);
+    const Most most = *found;
+    const Scale s = block_scale(most);
+    const bool far = is_far(most, s);
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) {
         const i64 chunk = first + i * kThreads;
         if (chunk < chunks) store_chunk(raw[i], s, far, 0, static_cast<u32>(chunk), stream, codes, chunk, tally);
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0) *scales = static_cast<Stored>(s.stored);
+    if (blockIdx.x == 0 && threadIdx.x == 0) store_scale(s, scales, zeros, 0);
     add_counts(tally, counters);
 }

@@ -1,6 +1,6 @@
 """FP8, INT8 and INT4 under float scales in blocks along rows: quantized in one reading.
 
-Groups, channels, tensors and tiles whose rows are multiples of 16, without zero points
+Groups, channels, tensors and tiles whose rows are multiples of 16
 (`kernels/float_lines.cu`); a tensor's own scale takes a reading before. `floats` covers the rest.
 """
 
@@ -71,7 +71,8 @@ def lines_of(
     """
     _, rows, inner, columns = sizes
     tall, wide, blocks = each[1], each[3], math.prod(grid)
-    if not spec.symmetric or inner > 1 or columns % CHUNK or wide % CHUNK:
+    nearest = spec.rounding == "nearest_even" and spec.ties == "even"
+    if not (spec.symmetric or nearest) or inner > 1 or columns % CHUNK or wide % CHUNK:
         return None
     chunks, lanes = math.prod(sizes) // CHUNK, wide // CHUNK
     if each == sizes:
@@ -112,12 +113,16 @@ def float_macros(spec: QuantSpec, dtype: str) -> dict[str, object]:
         "BLOCK": CHUNK,
         "HALF": int(spec.scale_name == "float16"),
         "RULE_ONE": int(spec.rule == "one"),
+        "ZEROS": int(not spec.symmetric),
     }
 
 
 def largest(x: Array, spec: QuantSpec, xp: Any) -> Array:
-    """The bits of the largest magnitude, uint32 (), of 16 n values, 16-byte aligned."""
-    most, chunks = xp.zeros((), dtype=np.uint32), x.size // CHUNK
+    """Of 16 n values, 16-byte aligned, uint32 (2,): bits of the largest magnitude.
+
+    For a spec with zero points those of the largest value above zero, and of that below it.
+    """
+    most, chunks = xp.zeros(2, dtype=np.uint32), x.size // CHUNK
     source = lines_source(Lines(spec, "quantize_all", 0, 1, (), THREADS, _KEPT), x.dtype.name)
     launch(source, "largest", -(-chunks // (THREADS * _KEPT)), THREADS, x, most, np.int64(chunks))
     return most
@@ -131,6 +136,7 @@ def quantize(
     scales: Array,
     counters: Counters,
     xp: Any,
+    zeros: Array | None = None,
 ) -> None:
     """Codes, scales and counts, without waiting.
 
@@ -142,6 +148,7 @@ def quantize(
         scales: float32 or float16, to be written, one for each block.
         counters: of counts.
         xp: cupy.
+        zeros: int8, to be written like scales where the spec has zero points.
     """
     source = lines_source(lines, x.dtype.name)
     blocks = -(-lines.chunks // (lines.threads * lines.kept))
@@ -157,6 +164,7 @@ def quantize(
         x,
         codes,
         scales,
+        np.uint64(0) if zeros is None else zeros,
         most,
         counters.array,
         clock_of([stream]),

@@ -81,7 +81,7 @@ largest_of_columns(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, TURNED && IN && !WORDS && !TILES ? 3 : 1)
 quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __restrict__ scales,
                 const u32* __restrict__ most, u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0,
                 u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 pitch) {
@@ -112,29 +112,36 @@ quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __res
     }
 #endif
     Tally tally = {0, 0};
-    u32 packed[kLane][kWords];
+#if TURNED
+    __shared__ uint4 turned[kSide][kSide / kChunk];  // of each column, in an order without bank conflicts
+#else
+    u32 of_columns[kLane][kWords];
+#endif
     const bool there = at.row < rows && at.column < columns;
     // Where the lane's chunks are: blocks of values are numbered along the matrix's rows, their values down.
     const u32 row = static_cast<u32>(at.row), left = static_cast<u32>(at.column), high = static_cast<u32>(rows);
     const u32 first = GIVEN ? row : row % TALL, across = static_cast<u32>(TILES ? (columns + kSide - 1) / kSide : columns);
 #pragma unroll
     for (int c = 0; c < kLane; ++c) {
-        const Scale s = block_scale(amax[c]);
+        const Most most_of_block = {amax[c], 0};
+        const Scale s = block_scale(most_of_block);
         float v[kChunk];
+        u32 packed[kWords];
         column_of(raw, c, v);
         const u32 block = GIVEN == 2 ? 0 : (GIVEN ? 0 : row / TALL) * across + (TILES ? left / kSide : left + c);
         const u32 inside = first + (TILES ? (left + c) % kSide * TALL : GIVEN == 2 ? (left + c) * high : 0);
         const Tensor tensor = {1, 1, 0, 1};
-        encode(v, s, is_far(amax[c], s), tensor, block, inside / kChunk, stream, packed[c], tally);
+        encode(v, s, is_far(most_of_block, s), tensor, block, inside / kChunk, stream, packed, tally);
         if (there && inside == 0) scales[block] = static_cast<Stored>(s.stored);
+#if TURNED
+        turned[lane * kLane + c][warp ^ lane % 8] = uint4{packed[0], packed[1], packed[2 % kWords], packed[3 % kWords]};
+#else
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) of_columns[c][w] = packed[w];
+#endif
     }
     add_counts(tally, counters);
 #if TURNED
-    __shared__ uint4 turned[kSide][kSide / kChunk];  // of each column, in an order without bank conflicts
-#pragma unroll
-    for (int c = 0; c < kLane; ++c)
-        turned[lane * kLane + c][warp ^ lane % 8] =
-            uint4{packed[c][0], packed[c][1], packed[c][2 % kWords], packed[c][3 % kWords]};
     __syncthreads();
     const i64 from = at.column - lane * kLane, top = at.row - warp * kChunk;
 #pragma unroll
@@ -150,8 +157,8 @@ quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __res
 #pragma unroll
     for (int b = 0; b < kChunk / kOf; ++b) {
         const u32 pick = 0x0040u + b % 4 * 0x11;
-        const u32 low = __byte_perm(packed[0][b / 4], packed[1][b / 4], pick);
-        const u32 high = __byte_perm(packed[2][b / 4], packed[3][b / 4], pick);
+        const u32 low = __byte_perm(of_columns[0][b / 4], of_columns[1][b / 4], pick);
+        const u32 high = __byte_perm(of_columns[2][b / 4], of_columns[3][b / 4], pick);
         if (at.row + b * kOf < rows && at.column < columns)
             *reinterpret_cast<u32*>(codes + (at.row / kOf + b) * columns + at.column) = __byte_perm(low, high, 0x5410);
     }

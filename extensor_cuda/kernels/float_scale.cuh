@@ -4,22 +4,57 @@
 
 #define DIVIDES 1  // for encode.cuh
 
+// Of some values: the bits of the largest magnitude; under ZEROS of the largest above 0 and that below it.
+struct Most {
+    u32 high, low;
+};
+
+__device__ __forceinline__ void join(Most& most, const Most& other) {
+    most.high = larger(most.high, other.high);
+    if (ZEROS) most.low = larger(most.low, other.low);
+}
+
+__device__ __forceinline__ Most most_of(const float (&x)[kChunk]) {
+#if ZEROS
+    float high = 0, low = 0;
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) high = max_with_nan(high, x[k]), low = max_with_nan(low, -x[k]);
+    return {bits_of(high) & kMagnitude, bits_of(low) & kMagnitude};
+#else
+    return {chunk_maximum(x), 0};
+#endif
+}
+
 struct Scale {
     float apply, decode;  // 1 / scale, and the scale
     u32 stored, live;     // the scale's bits as they are stored; all ones for a block of numbers
+    int zero;
 };
 
-__device__ __forceinline__ Scale block_scale(u32 amax) {
-    const bool finite = amax < kExponent;
-    float scale = RULE_ONE ? 1.0f : __fdiv_rn(float_of(finite ? amax : 0), TOP);
-    if (scale == 0) scale = 1;
+__device__ __forceinline__ Scale block_scale(const Most& most) {
+    const bool finite = most.high < kExponent && (!ZEROS || most.low < kExponent);
+    const float top = float_of(finite ? most.high : 0);
     Scale s;
+#if ZEROS
+    constexpr double kLeast = -(1 << (BITS - 1));
+    const double bottom = finite ? -static_cast<double>(float_of(most.low)) : 0.0;
+    const double steps = static_cast<double>((1 << BITS) - 1);
+    float scale = RULE_ONE ? 1.0f : static_cast<float>(__ddiv_rn(__dsub_rn(static_cast<double>(top), bottom), steps));
+#else
+    float scale = RULE_ONE ? 1.0f : __fdiv_rn(top, TOP);
+#endif
+    if (scale == 0) scale = 1;
 #if HALF
     const u16 half = half_scale(scale);
     scale = half_value(half);
     s.stored = finite ? half : 0x7E00u;
 #else
     s.stored = finite ? bits_of(scale) : kNaN;
+#endif
+    s.zero = 0;
+#if ZEROS
+    const double zero = rint(__dsub_rn(kLeast, __ddiv_rn(bottom, static_cast<double>(scale))));
+    s.zero = static_cast<int>(fmin(fmax(zero, kLeast), -kLeast - 1));
 #endif
     s.decode = scale;
     s.apply = __frcp_rn(scale);
@@ -28,8 +63,8 @@ __device__ __forceinline__ Scale block_scale(u32 amax) {
 }
 
 // Whether a block's largest value is so far beyond the grid that its code would not fit.
-__device__ __forceinline__ bool is_far(u32 amax, const Scale& s) {
-    return !(__fdiv_rn(float_of(amax), s.decode) < float_of(CLAMP_BITS));
+__device__ __forceinline__ bool is_far(const Most& most, const Scale& s) {
+    return !(__fdiv_rn(float_of(most.high), s.decode) < float_of(CLAMP_BITS));
 }
 
 // x / scale, as a division rounds it. With the nearest reciprocal two corrections give that too, unless

@@ -329,10 +329,11 @@ values(const u8* __restrict__ in, const Scale* __restrict__ scales, const signed
     const u32 packed = in[t];
 #endif
     float v[kElements];
+    u32 block = 0;
 #pragma unroll
     for (int n = 0; n < kElements; ++n) {
         const Element e = element_of(place, n / kPer, n % kPer);
-        const u32 block = block_of(grid, each, e.o, e.r, e.i, e.c < columns ? e.c : columns - 1);
+        if (!SAME || n == 0) block = block_of(grid, each, e.o, e.r, e.i, e.c < columns ? e.c : columns - 1);
 #if HALF
         const float scale = half_value(scales[block]);
 #else

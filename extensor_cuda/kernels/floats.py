@@ -189,7 +189,7 @@ def start(x: Array, plan: FloatPlan, stream: Stream | None, xp: Any) -> tuple[Qu
     q = QuantArray(codes, scales, spec, plan.shape, zero_points=zeros)
     written = x, stream, codes, scales, counters, xp
     if plan.lines and x.data.ptr % 16 == 0:
-        float_lines.quantize(plan.lines, *written)
+        float_lines.quantize(plan.lines, *written, zeros)
         return q, counts
     if plan.panels and x.data.ptr % 16 == 0:
         float_panels.quantize(plan.panels, *written)

@@ -133,6 +133,20 @@ def test_blocks_down_columns(xp: Any, shape: tuple[int, ...], tile: Any) -> None
         check(xp, x, spec)
 
 
+@pytest.mark.parametrize(("kernel", "shape", "tile"), LINES, ids=name)
+def test_zero_points_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], tile: Any) -> None:
+    for number, element in enumerate(("int8", "int4")):
+        scale = ("float32", "float16")[number]
+        spec = QuantSpec(element, axis=-1, tile=tile, symmetric=False, scale_dtype=scale)
+        plan = floats.plan_of(spec, shape)
+        assert isinstance(plan, floats.FloatPlan) and plan.lines
+        assert plan.lines.kernel == kernel
+        for kind in KINDS:
+            x = sample(shape, len(shape) - 1, kind, seed=number)
+            with np.errstate(over="ignore"):
+                check(xp, (x - np.float32(1)).astype(list(DTYPES.values())[number]), spec)
+
+
 @pytest.mark.parametrize("element", NAMES)
 def test_quotients_beside_ties(xp: Any, element: str) -> None:
     """Division by way of a reciprocal: scales of any mantissa, values a place from every tie."""
