@@ -12,6 +12,7 @@ from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import scaling
+from extensor_cuda.kernels import float_lines, float_panels
 from tests.unit.cuda import emulator
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
@@ -27,7 +28,7 @@ SPECS = (
     INT8.replace(rounding="stochastic"),
     E5M2.replace(tile=(1, 128), rounding="stochastic"),
 )
-SHAPES = ((64, 256), (70, 19), (1, 300), (300, 130), (129, 1))
+SHAPES = ((64, 256), (208, 272), (70, 19), (1, 300), (300, 130), (129, 1))
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -47,7 +48,8 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [scaling], hopper=False)
+    made = [float_lines, float_panels]
+    return place(request, monkeypatch, [scaling], hopper=False, quantizing=made)
 
 
 def data(shape: tuple[int, int], dtype: str, kind: str) -> np.ndarray:
