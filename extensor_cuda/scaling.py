@@ -107,10 +107,19 @@ def make(
         streams: one per spec, given exactly under stochastic rounding.
         xp: cupy.
     """
-    return [_make(x, spec, stream, xp) for spec, stream in zip(specs, streams, strict=True)]
+    of_all = all(tile_extent(spec, x.shape) == x.shape for spec in specs)
+    shared = len(specs) > 1 and of_all and _is_aligned(x) and x.size % 16 == 0
+    most = float_lines.largest(x, specs[0], xp) if shared else None
+    return [_make(x, spec, stream, most, xp) for spec, stream in zip(specs, streams, strict=True)]
 
 
-def _make(x: Array, spec: QuantSpec, stream: Stream | None, xp: Any) -> tuple[Side, Counts]:
+def _is_aligned(x: Array) -> bool:
+    return bool(x.data.ptr % 16 == 0)
+
+
+def _make(
+    x: Array, spec: QuantSpec, stream: Stream | None, most: Array | None, xp: Any
+) -> tuple[Side, Counts]:
     rows, columns = x.shape
     lines, k = (rows, columns) if spec.axis == 1 else (columns, rows)
     tall, wide = tile_extent(spec, x.shape)
@@ -123,10 +132,10 @@ def _make(x: Array, spec: QuantSpec, stream: Stream | None, xp: Any) -> tuple[Si
         spec, (1, rows, 1, columns), (1, tall, 1, wide), (1, grid[0], 1, grid[1])
     )
     by_panels = spec.axis == 0 and float_panels.panels_of(spec, x.shape, (tall, wide), turned=True)
-    if by_lines and x.data.ptr % 16 == 0:
-        float_lines.quantize(by_lines, *written)
-    elif by_panels and x.data.ptr % 16 == 0:
-        float_panels.quantize(by_panels, *written)
+    if by_lines and _is_aligned(x):
+        float_lines.quantize(by_lines, *written, most=most)
+    elif by_panels and _is_aligned(x):
+        float_panels.quantize(by_panels, *written, most=most)
     else:
         _any_shape(spec, (tall, wide), *written)
     element = spec.row.element

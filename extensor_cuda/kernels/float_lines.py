@@ -137,6 +137,7 @@ def quantize(
     counters: Counters,
     xp: Any,
     zeros: Array | None = None,
+    most: Array | None = None,
 ) -> None:
     """Codes, scales and counts, without waiting.
 
@@ -149,10 +150,12 @@ def quantize(
         counters: of counts.
         xp: cupy.
         zeros: int8, to be written like scales where the spec has zero points.
+        most: what `largest` finds, if it is known.
     """
     source = lines_source(lines, x.dtype.name)
     blocks = -(-lines.chunks // (lines.threads * lines.kept))
-    most = largest(x, lines.spec, xp) if lines.kernel == "quantize_all" else np.uint64(0)
+    if most is None and lines.kernel == "quantize_all":
+        most = largest(x, lines.spec, xp)
     words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     by_block = lines.kernel == "quantize_blocks"
     number = np.uint32 if by_block else np.int64
@@ -165,7 +168,7 @@ def quantize(
         codes,
         scales,
         np.uint64(0) if zeros is None else zeros,
-        most,
+        np.uint64(0) if most is None else most,
         counters.array,
         clock_of([stream]),
         *map(np.uint32, words),

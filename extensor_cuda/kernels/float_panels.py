@@ -99,6 +99,7 @@ def quantize(
     scales: Array,
     counters: Counters,
     xp: Any,
+    most: Array | None = None,
 ) -> None:
     """Codes, scales and counts, without waiting.
 
@@ -110,18 +111,19 @@ def quantize(
         scales: float32 or float16, to be written, one for each block of values.
         counters: of counts.
         xp: cupy.
+        most: what `largest` finds, if it is known.
     """
     source, (rows, columns) = panels_source(panels, x.dtype.name), x.shape
     sizes = np.int64(rows), np.int64(columns)
     blocks = -(-rows // _SIDE) * -(-columns // _SIDE)
-    most = np.uint64(0)
     if panels.given == _COLUMNS:
         most = xp.zeros(columns, dtype=np.uint32)
         launch(source, "largest_of_columns", blocks, THREADS, x, most, *sizes)
-    elif panels.given == _ALL:
+    elif panels.given == _ALL and most is None:
         most = largest(x, panels.spec, xp)
     words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     pitch = np.int64(codes.shape[1])
-    arrays = x, codes, scales, most, counters.array, clock_of([stream])
+    null = np.uint64(0)
+    arrays = x, codes, scales, null if most is None else most, counters.array, clock_of([stream])
     numbers = map(np.uint32, words)
     launch(source, "quantize_panels", blocks, THREADS, *arrays, *numbers, *sizes, pitch)

@@ -93,6 +93,17 @@ def test_operands_are_the_references(xp: Any, spec: QuantSpec, axis: int, dtype:
             np.testing.assert_array_equal(values, decoded)
 
 
+@pytest.mark.parametrize("spec", [E4M3, E4M3.replace(tile="channel")], ids=name)
+def test_both_ways_at_once(xp: Any, spec: QuantSpec) -> None:
+    """The scale of a tensor is found once."""
+    x = xp.asarray(data((208, 272), "bfloat16", "normal"))
+    ways = [spec.replace(axis=axis).resolve(2) for axis in (1, 0)]
+    for (side, _), way in zip(scaling.make(x, ways, [None, None], xp), ways, strict=True):
+        ((alone, _),) = scaling.make(x, [way], [None], xp)
+        np.testing.assert_array_equal(side.codes.get(), alone.codes.get())
+        np.testing.assert_array_equal(side.scales.get(), alone.scales.get())
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
