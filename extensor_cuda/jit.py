@@ -136,11 +136,11 @@ def cubin(source: Source, arch: str) -> bytes:
     return code
 
 
-@lru_cache(maxsize=1024)
+@cache
 def _function(source: Source, kernel: str, device: int, shared: int) -> Any:
-    """A kernel loaded on one device, and allowed its dynamic shared memory.
+    """A kernel loaded on one device, for good: a graph may hold it, which does not keep it.
 
-    Modules stay loaded as long as their kernels are kept.
+    It is allowed so many bytes of dynamic shared memory.
     """
     import cupy
 
