@@ -28,7 +28,7 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels.hopper import SHARED
+from extensor_cuda.kernels import hopper
 
 __all__ = [
     "MOST_TOKENS",
@@ -197,7 +197,7 @@ def cuts(lines: int, columns: int, tokens: int, block: int) -> list[tuple[float,
         for parts in (1, 2, 4, 8) if slices == 1 else (1,):
             sums = 64 * most * tokens * parts if slices == 1 else 0
             shared = ring + tokens * (2 * each * _CHUNK + 64) + sums
-            if (slices - 1) * each >= chunks or shared > SHARED - 64:
+            if (slices - 1) * each >= chunks or shared > hopper.SHARED - 64:
                 continue
             cost = -(-most // (_WARPS // parts)) * -(-each // parts) + tokens * each / 40
             if slices > 1:  # the last block adds what others left
@@ -223,26 +223,33 @@ def _few(w: QuantArray, tokens: int) -> Cut | None:
     return cut(*w.shape, tokens, length)
 
 
-def few_source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
-    """The program for few tokens on Hopper."""
-    _, block = tile_extent(w.spec, w.shape)
+@lru_cache(maxsize=256)
+def _few_source(ue4m3: bool, block: int, grain: int, tiles: int, dtype: str, out: str) -> Source:
     macros = {
         "BITS": 4,
         "IS_FLOAT": 1,
         "SCALED": 0,
         "HALF": 0,
-        "UE4M3": int(w.spec.row.tensor_scale),
+        "UE4M3": int(ue4m3),
         "BLOCK": block,
-        "GRAIN": 4 if w.shape[1] // block % 16 or _CHUNK // block % 16 else 16,
+        "GRAIN": grain,
         "WARPS": _WARPS,
         "CHUNK": _CHUNK,
         "DEPTH": _AHEAD,
-        "TILES": -(-rows * _PARTS[dtype] // 8),
+        "TILES": tiles,
         "PARTS": _PARTS[dtype],
         "IN": _FLOATS.index(dtype),
         "OUT": _FLOATS.index(out),
     }
     return Source.read(_FEW_SOURCE, macros)
+
+
+def few_source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
+    """The program for few tokens on Hopper."""
+    _, block = tile_extent(w.spec, w.shape)
+    grain = 4 if w.shape[1] // block % 16 or _CHUNK // block % 16 else 16
+    tiles = -(-rows * _PARTS[dtype] // 8)
+    return _few_source(w.spec.row.tensor_scale, block, grain, tiles, dtype, out)
 
 
 @lru_cache(maxsize=256)
@@ -274,7 +281,7 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> Array:
         (len(x), w.shape[0]), dtype=ml_dtypes.bfloat16 if out_dtype == "bfloat16" else "float32"
     )
     made = _few(w, len(x) * _PARTS[x.dtype.name])
-    if made is not None and xp.cuda.Device().compute_capability == "90":
+    if made is not None and hopper.capability(xp.cuda.runtime.getDevice()) == "90":
         _launch_few(x, w, codes, scales, out, made, xp)
     else:
         _launch(x, w, codes, scales, out, xp)

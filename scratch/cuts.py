@@ -15,6 +15,7 @@ def build(key):
     mode, rows, k = key
     chunk, ahead = mode
     decode._CHUNK, decode._AHEAD = chunk, ahead
+    decode._few_source.cache_clear()
     return jit.cubin(decode.few_source(Shape((8192, k)), rows, "bfloat16", "bfloat16"), "sm_90a")
 MODES = ((512, 2), (512, 3))
 ROWS = (1, 2, 4, 8, 12, 16)
@@ -54,6 +55,7 @@ if __name__ == "__main__":
                 for cost, way in ways:
                     name = f"{mode} S{way.slices} P{way.parts} cost {cost:.1f}"
                     def call(i, way=way, mode=mode):
+                        if (decode._CHUNK, decode._AHEAD) != mode: decode._few_source.cache_clear()
                         decode._CHUNK, decode._AHEAD = mode
                         decode.cut = lambda *shape: way
                         return decode.product(view, w[i % turns], "bfloat16", cp)
@@ -61,7 +63,7 @@ if __name__ == "__main__":
                     e = np.linalg.norm(got - want) / np.linalg.norm(want)
                     err[name] = f"{e:.1e}" + (" WRONG" if not e < 3e-3 else "")
                     calls[name] = call
-            decode._CHUNK, decode._AHEAD = MODES[0]
+            decode._CHUNK, decode._AHEAD = MODES[0]; decode._few_source.cache_clear()
             def old(i):
                 decode.cut = lambda *shape: None
                 return decode.product(view, w[i % turns], "bfloat16", cp)
