@@ -185,7 +185,8 @@ def cuts(lines: int, columns: int, tokens: int, block: int) -> list[tuple[float,
     """Ways to divide N = lines and K = columns that fit, and what the busiest warp has to do.
 
     In copies of a chunk, each about 1.5 us where memory is the bound. No way asks how many
-    multiprocessors there are, so that sums are the same on any GPU.
+    multiprocessors there are, so that sums are the same on any GPU. A block takes so much shared
+    memory that a multiprocessor has one: early starts put two on those that were done first.
     """
     chunks, tiles = -(-columns // _CHUNK), -(-lines // 16)
     ring = _WARPS * _AHEAD * 16 * (_CHUNK // 2 + 32 + _CHUNK // block)
@@ -202,6 +203,7 @@ def cuts(lines: int, columns: int, tokens: int, block: int) -> list[tuple[float,
             cost = -(-most // (_WARPS // parts)) * -(-each // parts) + tokens * each / 40
             if slices > 1:  # the last block adds what others left
                 cost += 1.3 + tokens * most * slices / 1900
+            shared = max(shared, hopper.SHARED // 2)
             found.append((cost, Cut(slices, each * _CHUNK, parts, groups, shared)))
     return found
 

@@ -28,37 +28,42 @@ __device__ __forceinline__ int quotient(int u, float inverse) {
     return static_cast<int>((static_cast<float>(u) + 0.5f) * inverse);
 }
 
-// Where eight values of x lie that are the i-th of a token: four lanes' eights together.
-__device__ __forceinline__ int place_of_x(int i) { return (i / 16 * 16 + i % 4 * 4 + i / 4 % 4) * 16; }
-
-// Sends for x from element `first` of K on, zeros beyond `columns`; float32 is there at once.
-__device__ __forceinline__ void send_x(u8* to, int pitch, const Raw* x, int first, int of_token, int rows, int columns) {
+// x from element `first` of K on, zeros beyond `columns`. `then` is done while the first values are on their way: those
+// wait for what is asked of memory before them.
+template <class Then>
+__device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int first, int of_token, int rows, int columns, Then then) {
+    constexpr int kBatch = 8;
+    const int count = rows * PARTS * of_token;
     const float inverse = 1.0f / of_token;
-    for (int u = threadIdx.x; u < rows * PARTS * of_token; u += kThreads) {
-        const int token = quotient(u, inverse), i = u - token * of_token, k = first + i * 8;
-        const int part = PARTS == 1 ? 0 : token / rows;
-        const Raw* const from = x + static_cast<i64>(token - part * rows) * columns + (k < columns ? k : 0);
-        u8* const at = to + token * pitch + place_of_x(i);
+    for (int start = threadIdx.x; start < count; start += kBatch * kThreads) {
+        uint4 got[kBatch];
+#pragma unroll
+        for (int n = 0; n < kBatch; ++n) {
+            const int u = start + n * kThreads, token = quotient(u, inverse), k = first + (u - token * of_token) * 8;
+            got[n] = uint4{0, 0, 0, 0};
+            if (u < count && k < columns) {
+                const int part = PARTS == 1 ? 0 : token / rows;
+                const Raw* const from = x + static_cast<i64>(token - part * rows) * columns + k;
 #if IN == 1
-        copy_ahead<16>(at, from, k < columns);
+                got[n] = *reinterpret_cast<const uint4*>(from);
 #else
-        u32 v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        for (int e = 0; e < 8; ++e)
-            if (k < columns) v[e] = part_of(from[e], part);
-        *reinterpret_cast<uint4*>(at) = uint4{v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16};
+                u32 v[8];
+                for (int e = 0; e < 8; ++e) v[e] = part_of(from[e], part);
+                got[n] = uint4{v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16};
 #endif
-    }
-    end_copies();
-}
-// Pairs as decoding leaves those of weights, of what this thread has sent for.
-__device__ __forceinline__ void pair_x(u8* x, int pitch, int of_token, int rows) {
-    const float inverse = 1.0f / of_token;
-    for (int u = threadIdx.x; u < rows * PARTS * of_token; u += kThreads) {
-        const int token = quotient(u, inverse);
-        uint4* const at = reinterpret_cast<uint4*>(x + token * pitch + place_of_x(u - token * of_token));
-        const uint4 w = *at;
-        *at = uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632), __byte_perm(w.y, w.w, 0x5410),
-                    __byte_perm(w.y, w.w, 0x7632)};
+            }
+        }
+        if (start == threadIdx.x) then();
+#pragma unroll
+        for (int n = 0; n < kBatch; ++n) {
+            const int u = start + n * kThreads, token = quotient(u, inverse), i = u - token * of_token;
+            if (u >= count) continue;
+            const uint4 w = got[n];
+            const int at = i / 16 * 16 + i % 4 * 4 + i / 4 % 4;  // four lanes' eights together
+            *reinterpret_cast<uint4*>(to + token * pitch + at * 16) =
+                uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632),
+                      __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
+        }
     }
 }
 
@@ -108,11 +113,10 @@ decode_few(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __
     };
     let_next_start();
     await_last();  // which may have written what is read from here on
-    send_x(tokens, pitch, x, first, stretch / 8, rows, columns);
+    load_x(tokens, pitch, x, first, stretch / 8, rows, columns, [&] {
 #pragma unroll 1
-    for (int d = 0; d < DEPTH; ++d) send(d);
-    arrived<DEPTH>();
-    pair_x(tokens, pitch, stretch / 8, rows);
+        for (int d = 0; d < DEPTH; ++d) send(d);
+    });
     __syncthreads();
     const u8* of_x[TILES];  // of tokens that there are not, another's
 #pragma unroll
