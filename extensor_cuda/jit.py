@@ -11,6 +11,7 @@ never see half a file; each file carries its own digest, so that a damaged one i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import re
@@ -205,10 +206,15 @@ def launch(
         return
     from cuda.bindings import driver
 
-    values = [a if isinstance(a, np.generic) else np.uint64(a.data.ptr) for a in arguments]
-    boxes = [np.array(value) for value in values]
-    addresses = np.array([box.ctypes.data for box in boxes], np.uint64)
+    # Numbers and addresses, each in eight bytes of its own, and where these lie.
+    slots = [
+        int.from_bytes(a.tobytes(), "little") if isinstance(a, np.generic) else a.data.ptr
+        for a in arguments
+    ]
+    values = (ctypes.c_uint64 * len(slots))(*slots)
+    first = ctypes.addressof(values)
+    addresses = (ctypes.c_uint64 * len(slots))(*range(first, first + 8 * len(slots), 8))
     config = _early(blocks, threads, shared, stream)
-    (error,) = driver.cuLaunchKernelEx(config, function.ptr, addresses.ctypes.data, 0)
+    (error,) = driver.cuLaunchKernelEx(config, function.ptr, ctypes.addressof(addresses), 0)
     if int(error):
         raise RuntimeError(f"cuLaunchKernelEx of {kernel} failed: {error.name}")
