@@ -11,7 +11,7 @@ import pytest
 
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
-from extensor.quant.near import is_mxfp8, near_exact
+from extensor.quant.near import near_exact
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense, expansion, gemm, near
 from extensor_cuda.kernels.gemm import configure, gemm_source
@@ -162,7 +162,7 @@ def test_products_are_within_the_bound(xp: Any, pair: tuple[QuantSpec, ...], out
     values, off = [], []
     for q, inexact in zip((a, b), done.inexact, strict=True):
         stored = reference.dequantize(q, np).astype(np.float64)
-        assert (inexact is not None) == is_mxfp8(q.spec)
+        assert (inexact is not None) == q.spec.is_mxfp8
         if inexact is None:
             values.append(stored)
             off.append(np.zeros_like(stored))
