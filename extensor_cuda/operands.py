@@ -173,7 +173,7 @@ def operand_source(
         "LIFT": TOP,  # TOP is the element's largest value here
         "SPAN": SPAN,
         "MARGIN": _MARGIN,
-        "RESIDENT": 4 if wide else 5 if dtype == "float32" else 3,
+        "RESIDENT": 4 if wide else 5 if dtype == "float32" and not spec.near else 3,
     }
     return Source.read(_FOLDER / "operand.cu", macros)
 

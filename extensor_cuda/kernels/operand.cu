@@ -37,10 +37,6 @@ constexpr int kRead = sizeof(Raw) * kChunk / 4;        // words of a chunk of a 
 constexpr int kSide = 128, kTogether = NEAR ? kSide / kRows : 1;  // NEAR: of a square; tiles that make one
 constexpr int kShared = 4, kBehind = 64;  // NEAR: lines of a float, and floats behind the last
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return static_cast<u32>(__cvta_generic_to_shared(p));
-}
-
 // The E5M2 codes of a block's eight magnitudes.
 __device__ __forceinline__ uint2 table_of(const Scale& s, const Place& place) {
     if (!s.live) return uint2{0x7F7F7F7Fu, 0x7F7F7F7Fu};
@@ -136,7 +132,8 @@ __device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int 
         const int column = column0 + word * 4 / static_cast<int>(sizeof(Raw));
         const bool inside = row0 + row < rows && column < columns;
         const Raw* from = inside ? x + static_cast<i64>(row0 + row) * columns + column : x;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(&tile[row][swizzled(row, word)])),
+        u32* to = &tile[row][swizzled(row, word)];
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))),
                      "l"(from), "r"(inside ? 16 : 0)
                      : "memory");
     }
@@ -196,8 +193,8 @@ __device__ __forceinline__ void survey(const u32 (*tile)[kRowWords], u32* scratc
                 amax = larger(amax, bits_of(value_at(tile, way ? row + k : row, way ? column : column + k)) & kMagnitude);
             if (amax < kExponent) most = larger(most, amax);
         }
-        u32& of_way = way ? down : along;
-        of_way = larger(of_way, over_threads(most, scratch));
+        most = over_threads(most, scratch);
+        along = way ? along : larger(along, most), down = way ? larger(down, most) : down;
     }
 }
 

@@ -9,11 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from extensor.backends import registry
+from extensor.backends.generic import GenericBackend
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.near import near_exact
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import dense, expansion, gemm, near
+from extensor_cuda import dense, expansion, gemm, near, operands
 from extensor_cuda.kernels.gemm import configure, gemm_source
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
@@ -49,9 +51,29 @@ def test_no_gemm_of_it_spills(n: int) -> None:
     check_compiles(gemm_source(config), "sm_90a")
 
 
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_no_kernel_of_squares_spills(rounding: str, dtype: str) -> None:
+    for spec in (E4M3, E5M2):
+        spec = spec.replace(near=True, rounding=rounding).resolve(2)
+        for along, down in ((True, True), (True, False), (False, True)):
+            source = operands.operand_source(spec, dtype, along, down, False)
+            check_compiles(source, "sm_90a")
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("tile", [128, 176, 192])
+def test_no_gemm_of_squares_spills(tile: int, extras: bool) -> None:
+    config = configure("e4m3", 4096, 4096, "bfloat16", 1)
+    config = replace(config, tile_n=tile, blocks=near.LINES, extras=extras)
+    check_compiles(gemm_source(config), "sm_90a")
+
+
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [near, expansion, dense])
+    return place(request, monkeypatch, [near, expansion, dense], quantizing=[operands])
 
 
 def made(
@@ -143,6 +165,90 @@ def test_what_the_reference_does_not_cover_is_named() -> None:
     for spec, words in ((QuantSpec("mxfp4", axis=1), "MXFP8"), (E4M3.replace(axis=0), "axis 0")):
         with pytest.raises(ValueError, match=words):
             near_exact(reference.quantize(x, spec.resolve(2))[0])
+
+
+def matrix(shape: tuple[int, int], dtype: str, odd: bool = True) -> np.ndarray:
+    """Rows, columns and blocks over many binades; odd: zeros, and what is no number."""
+    rng = np.random.default_rng(shape[0])
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 5, shape) + rng.integers(-9, 9, (shape[0], 1)))
+    if odd:
+        x[x > 2] = 0
+        x[-1, :] = 0
+        x[0, -1], x[shape[0] // 2, 3] = np.nan, -np.inf
+    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+
+
+def squares_of(x: np.ndarray, spec: QuantSpec) -> Any:
+    """The definition, in float64, of what a spec with ``near`` gives along rows or columns."""
+    along = spec.replace(near=False, axis=1)
+    q, stats = reference.quantize(np.ascontiguousarray(x if spec.axis else x.T), along)
+    held = near_exact(q, squares=True)
+    exponents = held.exponents.repeat(128, axis=1)[:, : q.shape[1]]
+    changed, gone = int(held.changed.sum()), int(held.flushed.sum())
+    stats = replace(stats, changed=changed, flushed=stats.flushed + gone)
+    return np.ldexp(held.values, exponents), stats
+
+
+SQUARE_SHAPES = ((1, 16), (130, 136), (256, 128), (200, 392))
+
+
+@pytest.mark.parametrize("spec", [E4M3, E5M2, E4M3.replace(scale_rule="floor")], ids=name)
+@pytest.mark.parametrize("shape", SQUARE_SHAPES, ids=str)
+def test_the_cpu_settles_squares_as_defined(shape: tuple[int, int], spec: QuantSpec) -> None:
+    x, cpu = matrix(shape, "float32"), registry.get("cpu")
+    for axis in (0, 1):
+        each = spec.replace(near=True, axis=axis).resolve(2)
+        want, stats = squares_of(x, each)
+        want = want if axis else want.T
+        for backend in (GenericBackend("generic", np), cpu):
+            q, counted = backend.quantize(x, each)
+            values, same = backend.operand(x, each)
+            assert counted == same == stats
+            np.testing.assert_array_equal(values, want)
+            np.testing.assert_array_equal(backend.dequantize(q), want)
+            assert q.spec == each
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["numbers", "odd"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("spec", [E4M3, E5M2, E4M3.replace(scale_rule="floor")], ids=name)
+def test_squares_are_the_references(xp: Any, spec: QuantSpec, dtype: str, odd: bool) -> None:
+    specs = [spec.replace(near=True, axis=axis).resolve(2) for axis in (1, 0)]
+    for shape in SQUARE_SHAPES:
+        x = matrix(shape, dtype, odd)
+        there = xp.asarray(x)
+        pair = operands.make(there, specs, [None, None], xp)
+        for i, (both, each) in enumerate(zip(pair, specs, strict=True)):
+            (single,) = operands.make(there, [each], [None], xp)
+            want, stats = squares_of(x.astype(np.float32), each)
+            for operand, counts in (both, single):
+                assert isinstance(operand, near.Square)
+                got = np.asarray(operand.values(xp).get())
+                np.testing.assert_array_equal(got, want, err_msg=f"{shape} {i}")
+                numbers = ~np.isnan(want)
+                np.testing.assert_array_equal(np.signbit(got[numbers]), np.signbit(want[numbers]))
+                assert counts() == stats
+
+
+@pytest.mark.parametrize("out", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tile", [128, 176, 192])
+def test_products_of_squares_are_within_the_bound(
+    xp: Any, monkeypatch: pytest.MonkeyPatch, tile: int, out: str
+) -> None:
+    m, n, k = 136, 400, 392
+    monkeypatch.setattr(near, "configure", lambda *a, **b: replace(configure(*a, **b), tile_n=tile))
+    values, sides = [], []
+    for rows, spec in ((m, E4M3), (n, E5M2)):
+        x, each = matrix((rows, k), "float32", False), spec.replace(near=True).resolve(2)
+        sides.append(operands.make(xp.asarray(x), [each], [None], xp)[0][0])
+        values.append(squares_of(x, each)[0])
+    bias = np.random.default_rng(0).standard_normal(n).astype(np.float32)
+    got = near.multiply(*sides, out, xp, xp.asarray(bias)).get().astype(np.float64)
+    want, size = values[0] @ values[1].T + bias, np.abs(values[0]) @ np.abs(values[1]).T
+    bound = (128 * 34 / 32 * 2.0**-13 + (k / 128 + 2) * 2.0**-24) * size + 2.0**-22 * np.abs(bias)
+    if out == "bfloat16":
+        bound = 2 * bound + 2.0**-8 * np.abs(want)
+    assert (np.abs(got - want) <= bound).all()
 
 
 PAIRS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, QuantSpec("mxfp4", axis=1)))
