@@ -1,10 +1,10 @@
 """MXFP8 as operands of FP8 tensor cores, near-exactly: asked for by name, and what it lost counted.
 
-Of a stored matrix each row has one power of two, its largest scale; elements under smaller scales move down in their
-own format and are rounded to nearest even where they become subnormal (`kernels/near.cu`; the
-rule, and the same on the CPU: `extensor.quant.near`). A value is off by up to 2**-10 (E4M3) or
-2**-17 (E5M2) times its row's largest scale, and most are not changed at all: how many were is
-counted by row, on the device.
+Of a stored matrix each row has one power of two, its largest scale; elements under smaller scales
+move down in their own format and are rounded to nearest even where they become subnormal
+(`kernels/near.cu`; the rule, and the same on the CPU: `extensor.quant.near`). A value is off by up
+to 2**-10 (E4M3) or 2**-17 (E5M2) times its row's largest scale, and most are not changed at all:
+how many were is counted by row, on the device.
 
 What training quantizes under a spec with ``near`` (`extensor_cuda.operands`) has a power of two for
 each square of 128 x 128 instead, known when the square is read, so that the codes are written at
@@ -27,10 +27,14 @@ import numpy as np
 
 from extensor.formats import ELEMENTS
 from extensor.quant.array import QuantArray, coded_length
+from extensor.quant.near import settled
 from extensor.quant.rounding import decode
 from extensor.quant.spec import NEAR_SIDE, QuantSpec
+from extensor.random import Stream
+from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.expansion import Expansion
 from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import configure, empty_rows, gemm
 
 __all__ = ["LINES", "Inexact", "Square", "multiply", "near", "near_source", "squares"]
@@ -100,9 +104,28 @@ def squares(x: Array, spec: QuantSpec, xp: Any) -> Array:
     return xp.empty((-(-k // NEAR_SIDE), pitch), dtype=np.float32)
 
 
-def multiply(
-    a: Square, b: Square, dtype: str, xp: Any, bias: Array | None = None
-) -> Array:
+def operand(x: Array, spec: QuantSpec, stream: Stream | None, xp: Any) -> tuple[Array, Counts]:
+    """The decoded float32 values under a spec with ``near``, and counts, without waiting.
+
+    Args:
+        x: C-contiguous array in a dtype that the quantizers read, and a shape that they cover.
+        spec: resolved.
+        stream: given exactly under stochastic rounding.
+        xp: cupy.
+    """
+    plan = kernels.plan_of(spec.replace(near=False), tuple(x.shape))
+    assert isinstance(plan, kernels.Plan), plan
+    done = kernels.quantize_raw(x, plan, stream, xp)
+    assert done.q is not None and done.counters is not None
+    q, changed, gone = settled(done.q, xp)
+    lost = Counters(2, xp)
+    lost.array[0] += changed.astype(np.uint64)
+    lost.array[1] += gone.astype(np.uint64)
+    counts = Counts(done.counters, (0, 2 * kernels.SLOTS), plan.count, near=(lost, (0, 2)))
+    return kernels.dequantize(q, plan, xp), counts
+
+
+def multiply(a: Square, b: Square, dtype: str, xp: Any, bias: Array | None = None) -> Array:
     """The product a b^T + bias of (M, K) and (N, K) as "float32" or "bfloat16", without waiting.
 
     Args:

@@ -12,8 +12,9 @@ the same values with the same random bits to bfloat16, which holds them exactly.
 on what was known of the tensor, only the way. Nothing here waits for the GPU.
 
 MXFP8 under a spec with ``near`` is written as its own FP8 codes, a power of two for each square of
-128 x 128 (`extensor_cuda.near`). Other MX formats are quantized to bfloat16 at once. It holds their values exactly but for those
-below 2**-126 or so; that one was cut is warned of when the counts are read.
+128 x 128 (`extensor_cuda.near`). Other MX formats are quantized to bfloat16 at once. It holds their
+values exactly but for those below 2**-126 or so; that one was cut is warned of when the counts are
+read.
 """
 
 from __future__ import annotations
@@ -173,9 +174,16 @@ def operand_source(
         "LIFT": TOP,  # TOP is the element's largest value here
         "SPAN": SPAN,
         "MARGIN": _MARGIN,
-        "RESIDENT": 4 if wide else 5 if dtype == "float32" and not spec.near else 3,
+        "RESIDENT": _resident(spec, dtype, wide),
     }
     return Source.read(_FOLDER / "operand.cu", macros)
+
+
+def _resident(spec: QuantSpec, dtype: str, wide: bool) -> int:
+    """Blocks of threads of a multiprocessor: as many as leave them registers without spilling."""
+    if spec.near:
+        return 2 if spec.rounding == "stochastic" else 3
+    return 4 if wide else 5 if dtype == "float32" else 3
 
 
 def _tile_rows(x: Array, wide: bool) -> int:

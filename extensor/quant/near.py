@@ -124,7 +124,9 @@ def settled(q: QuantArray, xp: Any = np) -> tuple[QuantArray, Array, Array]:
     assert isinstance(q.spec.tile, tuple)
     block = q.spec.tile[1]
     (rows, blocks), side = scales.shape[-2:], (NEAR_SIDE, NEAR_SIDE // block)
-    pads = [(0, 0)] * (scales.ndim - 2) + [(0, -n % s) for n, s in ((rows, side[0]), (blocks, side[1]))]
+    pads = [(0, 0)] * (scales.ndim - 2) + [
+        (0, -n % s) for n, s in ((rows, side[0]), (blocks, side[1]))
+    ]
     least = xp.pad(xp.where(scales == E8M0_NAN, xp.uint8(0), scales), pads)
     squares = least.reshape(*least.shape[:-2], -1, side[0], least.shape[-1] // side[1], side[1])
     top = squares.max(axis=(-3, -1)).repeat(side[0], axis=-2).repeat(side[1], axis=-1)

@@ -6,6 +6,8 @@ struct Place {
     u32 largest;  // magnitude of the blocks of numbers seen
 #if NEAR
     Changed changed;
+    float apply;  // the scale's inverse
+    u32 limit;    // SWIFT: one less than the bfloat16 from which on values are normal codes
 #endif
 };
 

@@ -139,6 +139,7 @@ __device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int 
     }
 }
 
+#define SWIFT 0
 #if NEAR
 // The largest float bits that a block of threads has.
 __device__ __forceinline__ u32 over_threads(u32 mine, u32* scratch) {
@@ -152,14 +153,44 @@ __device__ __forceinline__ u32 over_threads(u32 mine, u32* scratch) {
     return all;
 }
 
+// What bfloat16 rounds to under the square's scale alone: a normal code is the same under its block's.
+#undef SWIFT
+#define SWIFT (IN == 1 && RULE == 1 && !WORDS)
+#if SWIFT
+// The least magnitude in pairs, zeros left out, less one.
+template <int N>
+__device__ __forceinline__ u32 least_of(const u32 (&pairs)[N]) {
+    u32 least = ~0u;
+#pragma unroll
+    for (int k = 0; k < N; ++k) least = __viaddmin_u16x2(pairs[k] & kPairMagnitude, ~0u, least);
+    return smaller(least & 0xFFFFu, least >> 16);
+}
+
+// Four values on the grid, not beyond its top.
+__device__ __forceinline__ u32 four_codes(u32 a, u32 b, u32 c, u32 d, float scale) {
+    const float y[4] = {float_of(a) * scale, float_of(b) * scale, float_of(c) * scale, float_of(d) * scale};
+#if CONVERTS
+    return __byte_perm(convert_pair(y[0], y[1]), convert_pair(y[2], y[3]), 0x5410);
+#else
+    u32 codes = 0;
+    for (int i = 0; i < 4; ++i) {
+        float value;
+        codes |= (round_magnitude(y[i], 0, value) | bits_of(y[i]) >> 31 << 7) << (8 * i);
+    }
+    return codes;
+#endif
+}
+#endif
+
 __device__ __forceinline__ float value_at(const u32 (*tile)[kRowWords], int row, int column) {
     constexpr int kEach = 4 / sizeof(Raw);
     const u32 word = tile[row][swizzled(row, column / kEach)];
     return widen(kEach == 1 ? word : column % 2 ? word >> 16 : word & 0xFFFFu);
 }
 
-// Raises `along` and `down` to the largest magnitudes of the tile's blocks of numbers either way.
-__device__ __forceinline__ void survey(const u32 (*tile)[kRowWords], u32* scratch, u32& along, u32& down) {
+// Raises `along` and `down` to the largest magnitudes of the tile's blocks of numbers either way; whether
+// all are.
+__device__ __forceinline__ bool survey(const u32 (*tile)[kRowWords], u32* scratch, u32& along, u32& down) {
     const uint4* units = reinterpret_cast<const uint4*>(tile);
     u32 most = 0, pairs = 0;
 #pragma unroll
@@ -177,7 +208,7 @@ __device__ __forceinline__ void survey(const u32 (*tile)[kRowWords], u32* scratc
     most = over_threads(larger(most, larger(low_float(pairs), high_float(pairs))), scratch);
     if (most < kExponent) {
         along = larger(along, most), down = larger(down, most);
-        return;
+        return true;
     }
     // What is no number takes its block with it, along rows another one than down columns.
 #pragma unroll 1
@@ -196,13 +227,20 @@ __device__ __forceinline__ void survey(const u32 (*tile)[kRowWords], u32* scratc
         most = over_threads(most, scratch);
         along = way ? along : larger(along, most), down = way ? larger(down, most) : down;
     }
+    return false;
 }
 
-// A square's scale, for its 128 lines.
-__device__ __forceinline__ void store_scale(float* scales, u32 byte, int along, int across, i64 lines) {
+// All of a square's blocks are under the scale of a magnitude, which is stored for its 128 lines.
+__device__ __forceinline__ void place_square(Place& place, u32 most, bool numbers, float* scales, int along,
+                                             int across, i64 lines) {
+    const Scale s = block_scale(most, Tensor{1, 1, 0, 1});
+    place.anchor = static_cast<int>(s.stored);
+    place.apply = s.apply;
+    const int least = place.anchor + MIN_EXPONENT;  // the exponent field of the least normal value
+    place.limit = !numbers || ELEMENT_SCALE != 1.0f ? 0x10000u : least > 0 ? (least << 7) - 1 : 0xFFFFu;
     const i64 pitch = (lines + kSide - 1) / kSide * (kSide / kShared) + kBehind;
-    if (threadIdx.x < kSide / kShared)
-        scales[along / kSide * pitch + across / kShared + threadIdx.x] = float_of(byte ? byte << 23 : 0x400000u);
+    if (scales && threadIdx.x < kSide / kShared)
+        scales[along / kSide * pitch + across / kShared + threadIdx.x] = s.decode;
 }
 #endif
 
@@ -271,12 +309,23 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
         }
         uint4 units[kUnits];
         const int column = column0 + start;
+#if SWIFT
+        const auto four = [&](int k) {
+            const u32 a = raw[2 * k], b = raw[2 * k + 1];
+            return four_codes(low_float(a), high_float(a), low_float(b), high_float(b), place.apply);
+        };
+        units[0] = uint4{four(0), four(1), four(2), four(3)};
+        if (__any_sync(~0u, least_of(raw) < place.limit)) {
+#else
+        {
+#endif
         float v[kChunk];
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) v[k] = element(raw, k);
         const u32 amax = across_lanes(chunk_maximum(v));
         make(v, amax, static_cast<u32>((row0 + row) * blocks + column / BLOCK),
              static_cast<u32>(start % BLOCK / kChunk), stream, place, units, tally);
+        }
         if (row0 + row < rows && column < columns) {
             uint4* to = reinterpret_cast<uint4*>(out + ((row0 + row) * pitch + column) * kOut);
 #pragma unroll
@@ -338,25 +387,46 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
         const u32 word = tile[top + k][swizzled(k, pair)];
         return widen(c ? word >> 16 : word & 0xFFFFu);
     };
+    const auto amax_of = [&](int c) {
+        float most = 0;
+#pragma unroll(SWIFT ? 1 : NEAR ? 4 : BLOCK)
+        for (int k = 0; k < BLOCK; ++k) most = max_with_nan(most, fabsf(value(k, c)));
+        return bits_of(most) & kMagnitude;
+    };
+    const auto make_one = [&](int c, int h, u32 amax) {
+        float v[kChunk];
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) v[k] = value(kChunk * h + k, c);
+        make(v, amax, number + c, h, stream, place, units, tally);
+        put(c, h, units);
+    };
+#if SWIFT
 #pragma unroll 1
-    for (int c = 0; c < 2; ++c) {
-        u32 amax = 0;
+    for (int h = 0; h < 2; ++h) {
+        u32 both[kChunk];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float v[kChunk];
-#pragma unroll
-            for (int k = 0; k < kChunk; ++k) v[k] = value(kChunk * h + k, c);
-            amax = larger(amax, chunk_maximum(v));
+        for (int k = 0; k < kChunk; ++k) both[k] = tile[top + kChunk * h + k][swizzled(k, pair)];
+        if (__any_sync(~0u, least_of(both) < place.limit)) {
+#pragma unroll 1
+            for (int c = 0; c < 2; ++c) make_one(c, h, amax_of(c));
+            continue;
         }
-#pragma unroll 1
-        for (int h = 0; h < 2; ++h) {
-            float v[kChunk];
 #pragma unroll
-            for (int k = 0; k < kChunk; ++k) v[k] = value(kChunk * h + k, c);
-            make(v, amax, number + c, h, stream, place, units, tally);
+        for (int c = 0; c < 2; ++c) {
+            const auto of = [&](int k) { return c ? high_float(both[k]) : low_float(both[k]); };
+            const auto four = [&](int k) { return four_codes(of(k), of(k + 1), of(k + 2), of(k + 3), place.apply); };
+            units[0] = uint4{four(0), four(4), four(8), four(12)};
             put(c, h, units);
         }
     }
+#else
+#pragma unroll 1
+    for (int c = 0; c < 2; ++c) {
+        const u32 amax = amax_of(c);
+#pragma unroll 1
+        for (int h = 0; h < 2; ++h) make_one(c, h, amax);
+    }
+#endif
 #endif
 }
 
@@ -406,21 +476,14 @@ __device__ __forceinline__ void work(const Matrix& m, i64 first, u32 blocks, con
         };
 #if NEAR
         u32 along_most = 0, down_most = 0;
+        bool numbers = true;
 #pragma unroll 1
         for (int part = 0; part < kTogether; ++part) {
             bring(square + part * kRows);
-            survey(tile, reinterpret_cast<u32*>(turned), along_most, down_most);
+            numbers &= survey(tile, reinterpret_cast<u32*>(turned), along_most, down_most);
         }
-        const Scale along_scale = block_scale(along_most, Tensor{1, 1, 0, 1});
-        const Scale down_scale = block_scale(down_most, Tensor{1, 1, 0, 1});
-        along_place.anchor = static_cast<int>(along_scale.stored);
-        down_place.anchor = static_cast<int>(down_scale.stored);
-#if ALONG
-        store_scale(m.along_scales, along_scale.stored, column0, square, m.rows);
-#endif
-#if DOWN_TOO
-        store_scale(m.down_scales, down_scale.stored, square, column0, m.columns);
-#endif
+        place_square(along_place, along_most, numbers, m.along_scales, column0, square, m.rows);
+        place_square(down_place, down_most, numbers, m.down_scales, square, column0, m.columns);
 #endif
 #pragma unroll 1
         for (int part = kTogether - 1; part >= 0; --part) {

@@ -64,7 +64,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [elementwise, expansion, scaling])
+    return place(request, monkeypatch, [elementwise, expansion, scaling], quantizing=[operands])
 
 
 def made(shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
@@ -263,7 +263,7 @@ EXPANDED = (
 SCALED = ("int8", "fp8_tensor", "fp8_block")
 
 
-@pytest.mark.parametrize("recipe", [*EXPANDED, *SCALED])
+@pytest.mark.parametrize("recipe", [*EXPANDED, *SCALED, "mxfp8_near"])
 def test_a_layers_three_products_are_the_cpus(xp: Any, backend: Any, recipe: str) -> None:
     """The same random bits, so that the operands are the same and the products within bounds."""
     rng = np.random.default_rng(6)

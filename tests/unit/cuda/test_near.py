@@ -30,12 +30,15 @@ SPECS = (
     E4M3.replace(tile=(1, 128)),
     E5M2.replace(tile=(32, 32)),
 )
+SQUARES = (E4M3.replace(scale_rule="rceil"), E5M2.replace(scale_rule="rceil"), E4M3)
 SHAPES = ((1, 16), (7, 100), (40, 33), (3, 2200))
 DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
 def name(value: object) -> str:
-    return f"{value.format}-{value.tile}" if isinstance(value, QuantSpec) else str(value)
+    return (
+        f"{value.format}-{value.tile}-{value.rule}" if isinstance(value, QuantSpec) else str(value)
+    )
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -55,7 +58,7 @@ def test_no_gemm_of_it_spills(n: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 def test_no_kernel_of_squares_spills(rounding: str, dtype: str) -> None:
-    for spec in (E4M3, E5M2):
+    for spec in SQUARES:
         spec = spec.replace(near=True, rounding=rounding).resolve(2)
         for along, down in ((True, True), (True, False), (False, True)):
             source = operands.operand_source(spec, dtype, along, down, False)
@@ -170,7 +173,9 @@ def test_what_the_reference_does_not_cover_is_named() -> None:
 def matrix(shape: tuple[int, int], dtype: str, odd: bool = True) -> np.ndarray:
     """Rows, columns and blocks over many binades; odd: zeros, and what is no number."""
     rng = np.random.default_rng(shape[0])
-    x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 5, shape) + rng.integers(-9, 9, (shape[0], 1)))
+    x = rng.standard_normal(shape) * np.exp2(
+        rng.integers(-4, 5, shape) + rng.integers(-9, 9, (shape[0], 1))
+    )
     if odd:
         x[x > 2] = 0
         x[-1, :] = 0
@@ -192,7 +197,7 @@ def squares_of(x: np.ndarray, spec: QuantSpec) -> Any:
 SQUARE_SHAPES = ((1, 16), (130, 136), (256, 128), (200, 392))
 
 
-@pytest.mark.parametrize("spec", [E4M3, E5M2, E4M3.replace(scale_rule="floor")], ids=name)
+@pytest.mark.parametrize("spec", SQUARES, ids=name)
 @pytest.mark.parametrize("shape", SQUARE_SHAPES, ids=str)
 def test_the_cpu_settles_squares_as_defined(shape: tuple[int, int], spec: QuantSpec) -> None:
     x, cpu = matrix(shape, "float32"), registry.get("cpu")
@@ -211,7 +216,7 @@ def test_the_cpu_settles_squares_as_defined(shape: tuple[int, int], spec: QuantS
 
 @pytest.mark.parametrize("odd", [False, True], ids=["numbers", "odd"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("spec", [E4M3, E5M2, E4M3.replace(scale_rule="floor")], ids=name)
+@pytest.mark.parametrize("spec", SQUARES, ids=name)
 def test_squares_are_the_references(xp: Any, spec: QuantSpec, dtype: str, odd: bool) -> None:
     specs = [spec.replace(near=True, axis=axis).resolve(2) for axis in (1, 0)]
     for shape in SQUARE_SHAPES:
@@ -230,6 +235,18 @@ def test_squares_are_the_references(xp: Any, spec: QuantSpec, dtype: str, odd: b
                 assert counts() == stats
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (3, 40, 70)], ids=str)
+def test_small_operands_of_squares_are_the_cpus(cuda: Any, shape: tuple[int, ...]) -> None:
+    x, cpu = np.random.default_rng(0).standard_normal(shape).astype(np.float32), registry.get("cpu")
+    x = x * np.exp2(np.arange(-20, 20)).astype(np.float32).repeat(2)[: shape[-1]]
+    for axis in (-1, -2):
+        spec = SQUARES[0].replace(near=True, axis=axis).resolve(len(shape))
+        values, counts = cuda.operand(cuda.xp.asarray(x), spec)
+        want, stats = cpu.operand(x, spec)
+        np.testing.assert_array_equal(values.get(), want)
+        assert counts() == stats and stats.changed > 0
+
+
 @pytest.mark.parametrize("out", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tile", [128, 176, 192])
 def test_products_of_squares_are_within_the_bound(
@@ -238,7 +255,7 @@ def test_products_of_squares_are_within_the_bound(
     m, n, k = 136, 400, 392
     monkeypatch.setattr(near, "configure", lambda *a, **b: replace(configure(*a, **b), tile_n=tile))
     values, sides = [], []
-    for rows, spec in ((m, E4M3), (n, E5M2)):
+    for rows, spec in ((m, SQUARES[0]), (n, SQUARES[1])):
         x, each = matrix((rows, k), "float32", False), spec.replace(near=True).resolve(2)
         sides.append(operands.make(xp.asarray(x), [each], [None], xp)[0][0])
         values.append(squares_of(x, each)[0])
