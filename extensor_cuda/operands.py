@@ -294,7 +294,7 @@ def make(
 
 def _make_near(
     x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any
-) -> list[tuple[Square, Counts]]:
+) -> list[tuple[Operand | Dense | Square, Counts]]:
     """The same of MXFP8 near-exactly, as FP8 and counts that include what changed."""
     slots, sides = 2 * kernels.SLOTS, range(len(specs))
     counters = Counters(2 * len(specs) * slots, xp)  # saturated and flushed; changed and flushed

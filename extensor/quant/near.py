@@ -37,7 +37,8 @@ class NearExact:
 
     Attributes:
         values: float64 (rows, K): the codes' values, without the row's power of two.
-        exponents: int32 (rows,), or as `near_exact` says: the power of two; 0 of a row without a number.
+        exponents: int32 (rows,), or as `near_exact` says: the power of two; 0 of a row, or a
+            square, without a number.
         changed: int64 (rows,): how many values are not those that are stored.
         flushed: int64 (rows,): how many of these are zero now.
     """

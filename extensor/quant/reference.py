@@ -25,7 +25,8 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
 __all__ = [
-    "FLOATS", "RunningAmax", "check_previous", "dequantize", "narrow", "near", "operand", "quantize",
+    "FLOATS", "RunningAmax", "check_previous", "dequantize",
+    "narrow", "near", "operand", "quantize",
 ]  # fmt: skip
 
 Array = Any

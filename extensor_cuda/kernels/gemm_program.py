@@ -52,8 +52,8 @@ class Config:
         vectors: exponents of each row or column; else one for all of an operand.
         factors: float32 factors instead of exponents, for both operands.
         zeros: zero points, with s8 and factors.
-        blocks: float32 scales of 128 elements along K on both sides, with FP8 and promote=1: one for
-            so many rows of an operand, 1, or 4 where those of 128 rows are the same. 0: none.
+        blocks: float32 scales of 128 elements along K on both sides, with FP8 and promote=1: one
+            for so many rows of an operand: 1, or 4 where 128 rows have the same. 0: none.
         every: elements of K for which B's rows have float32 scales, with bf16: 32 or a multiple
             of 64; promote is then what it takes. 0: none.
         grouped: rows of A in groups, each with a B of its own.
