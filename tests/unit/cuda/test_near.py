@@ -15,6 +15,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.near import near_exact
 from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
 from extensor_cuda import dense, expansion, gemm, near, operands
 from extensor_cuda.kernels.gemm import configure, gemm_source
 from tests.unit.cuda import emulator as emulation
@@ -180,6 +181,7 @@ def matrix(shape: tuple[int, int], dtype: str, odd: bool = True) -> np.ndarray:
         x[x > 2] = 0
         x[-1, :] = 0
         x[0, -1], x[shape[0] // 2, 3] = np.nan, -np.inf
+        x[0, -2] = 2.0**20  # goes with NaN along the row, and not down its column
     return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
 
 
@@ -233,6 +235,19 @@ def test_squares_are_the_references(xp: Any, spec: QuantSpec, dtype: str, odd: b
                 numbers = ~np.isnan(want)
                 np.testing.assert_array_equal(np.signbit(got[numbers]), np.signbit(want[numbers]))
                 assert counts() == stats
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_squares_rounded_by_chance_are_the_cpus(xp: Any, dtype: str) -> None:
+    x = matrix((130, 136), dtype)
+    spec = SQUARES[0].replace(near=True, rounding="stochastic")
+    specs = [spec.replace(axis=axis).resolve(2) for axis in (1, 0)]
+    streams = [Stream(1, 2, 3, i, bool(i)) for i in (0, 1)]
+    pair = operands.make(xp.asarray(x), specs, streams, xp)
+    for i, (operand, counts) in enumerate(pair):
+        want, stats = registry.get("cpu").operand(x, specs[i], streams[i])
+        assert isinstance(operand, near.Square) and counts() == stats
+        np.testing.assert_array_equal(operand.values(xp).get(), want.T if i else want)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (3, 40, 70)], ids=str)
