@@ -29,6 +29,7 @@ __all__ = ["NearExact", "near_exact", "settled"]
 Array = Any
 
 _MOST = 63  # binades: all of FP8 is zero so far down
+_CHANGED = 256  # beside a code
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,46 +117,42 @@ def settled(q: QuantArray, xp: Any = np) -> tuple[QuantArray, Array, Array]:
         The array, and how many values changed and became zero, integers of shape ().
     """
     axis, ndim = q.spec.axis, len(q.shape)
-    codes, scales = q.codes, q.scales
-    if ndim == 1:
-        codes, scales = codes[None], scales[None]
-    across = -1 if ndim > 1 and axis < ndim - 1 else -2
-    axes = (across, axis - ndim), (-2, -1)
-    codes, scales = (xp.moveaxis(part, *axes) for part in (codes, scales))
     assert isinstance(q.spec.tile, tuple)
     block = q.spec.tile[1]
-    (rows, blocks), side = scales.shape[-2:], (NEAR_SIDE, NEAR_SIDE // block)
-    pads = [(0, 0)] * (scales.ndim - 2) + [
+    across = -1 if axis < ndim - 1 else -2
+    axes = (across, axis - ndim), (-2, -1)
+    lines = q.scales[None] if ndim == 1 else xp.moveaxis(q.scales, *axes)
+    (rows, blocks), side = lines.shape[-2:], (NEAR_SIDE, NEAR_SIDE // block)
+    pads = [(0, 0)] * (lines.ndim - 2) + [
         (0, -n % s) for n, s in ((rows, side[0]), (blocks, side[1]))
     ]
-    least = xp.pad(xp.where(scales == E8M0_NAN, xp.uint8(0), scales), pads)
+    least = xp.pad(xp.where(lines == E8M0_NAN, xp.uint8(0), lines), pads)
     squares = least.reshape(*least.shape[:-2], -1, side[0], least.shape[-1] // side[1], side[1])
-    top = squares.max(axis=(-3, -1)).repeat(side[0], axis=-2).repeat(side[1], axis=-1)
-    top = top[..., :rows, :blocks]
-    shift = xp.where(scales == E8M0_NAN, xp.uint8(0), xp.minimum(top - scales, xp.uint8(_MOST)))
-    table, moved = _table(q.spec.row.element.name, xp)
-    place = shift.repeat(block, axis=-1).astype(xp.uint16) << 8 | codes
-    made, changed = table[place], moved[place]
-    scales = xp.where(scales == E8M0_NAN, scales, top)
-    codes, scales = (
-        xp.ascontiguousarray(xp.moveaxis(part, *reversed(axes)).reshape(was.shape))
-        for part, was in ((made, q.codes), (scales, q.scales))
-    )
+    tops = squares.max(axis=(-3, -1)).repeat(side[0], axis=-2).repeat(side[1], axis=-1)
+    top = tops[..., :rows, :blocks]
+    top = top[0] if ndim == 1 else xp.moveaxis(top, *reversed(axes))
+    numbers = q.scales != E8M0_NAN
+    shift = xp.where(numbers, xp.minimum(top - q.scales, xp.uint8(_MOST)), xp.uint8(0))
+    # Byte by byte as they lie: blocks beside the values of each.
+    place = q.codes.reshape(*shift.shape[: axis + 1], block, *shift.shape[axis + 1 :])
+    place = place.astype(xp.uint16) + xp.expand_dims(shift.astype(xp.uint16) << 8, axis + 1)
+    found = _table(q.spec.row.element.name, xp).take(place)
+    codes = found.astype(xp.uint8).reshape(q.codes.shape)
+    scales = xp.ascontiguousarray(xp.where(numbers, top, q.scales))
     spec = q.spec.replace(near=True)
-    gone = changed & (made & xp.uint8(0x7F) == 0)
+    changed, gone = found >= _CHANGED, found & (_CHANGED | 0x7F) == _CHANGED
     return replace(q, codes=codes, scales=scales, spec=spec), changed.sum(), gone.sum()
 
 
 @lru_cache(maxsize=8)
-def _table(name: str, xp: Any) -> tuple[Array, Array]:
-    """Codes of 8 bits times 2**-shift, at 256 shift + code; and whether they are not that."""
+def _table(name: str, xp: Any) -> Array:
+    """Codes of 8 bits times 2**-shift, at 256 shift + code; `_CHANGED` more if rounded."""
     element = ELEMENTS[name]
     codes = np.arange(256, dtype=np.uint8)
     held = decode(codes, element)
-    shifts = np.arange(_MOST + 1)[:, None]
-    exact = np.ldexp(held.astype(np.float64), -shifts)
+    exact = np.ldexp(held.astype(np.float64), -np.arange(_MOST + 1)[:, None])
     numbers = np.isfinite(held)
     made = encode(np.where(numbers, exact, 0).astype(np.float32), element)[0]
     made = np.where(numbers, made, codes)
     changed = numbers & (decode(made, element) != exact)
-    return xp.asarray(made.reshape(-1)), xp.asarray(changed.reshape(-1))
+    return xp.asarray((made + _CHANGED * changed).astype(np.uint16).reshape(-1))
