@@ -151,6 +151,8 @@ def plan_of(
         return f"{spec.scale_name} scales"
     if spec.rule not in _RULES and not decoding:
         return f"the {spec.rule} scale rule"
+    if spec.near and not decoding:
+        return "near-exact squares"
     if spec.statistic != "amax" and not decoding:
         return f"the {spec.statistic} statistic"
     if spec.transform and decoding:

@@ -87,6 +87,8 @@ inline int __syncthreads_or(int vote) {
     block.wait();
     return any;
 }
+template <class T>
+T atomicExch(T* to, T value) { const T before = *to; *to = value; return before; }
 inline void atomicOr(unsigned* to, unsigned bits) { *to |= bits; }
 
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {

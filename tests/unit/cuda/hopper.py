@@ -29,6 +29,8 @@ STATEMENTS = {
     '"=r"(raw[k / 2])': "raw[k / 2] = rounded_pair(y[1], y[0]);",
     "prmt.b32": "bytes = sign_bytes(a, b);",
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
+    "cp.async.cg.shared.global [": "copy_ahead<16>(to, from, inside);",
+    '"cp.async.wait_all;"': ";",
     "cp.async.wait_all": "named_barrier(warpgroup + 1, 128);",
     "cvt.rn.bf16x2.f32": "packed = rounded_pair(v[2 * h + 1], v[2 * h]);",
     "ex2.approx": "y = std::exp2(x);",
