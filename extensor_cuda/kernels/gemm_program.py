@@ -49,6 +49,8 @@ class Config:
         patches: of 16 rows of 128 bytes, in which a warp's results leave while it goes on.
         group: rows of blocks that are walked together, for the second-level cache.
         skew: stages by which the second warpgroup starts late, so that they promote in turn.
+        turns: of the four instructions of a stage, with promote=1, after how many a warpgroup lets
+            the other one multiply, so that it promotes meanwhile; 0: they do not take turns.
         vectors: exponents of each row or column; else one for all of an operand.
         factors: float32 factors instead of exponents, for both operands.
         zeros: zero points, with s8 and factors.
@@ -75,6 +77,7 @@ class Config:
     patches: int = 1
     group: int = 8
     skew: int = 0
+    turns: int = 0
     vectors: bool = False
     factors: bool = False
     zeros: bool = False
@@ -116,9 +119,10 @@ class Config:
 
 
 # (columns of a tile, patches, what a column costs) as measured on an H100; under scales of groups
-# along K; and with no promotion.
+# along K; of squares; and with no promotion.
 _TILES = ((128, 2, 1.08), (176, 3, 1.05), (192, 3, 1.0))
 _SCALED_TILES = ((128, 2, 1.1), (176, 2, 1.02), (192, 2, 1.0))
+_SQUARE_TILES = ((128, 2, 1.02), (176, 3, 1.005), (192, 3, 1.0))
 _WIDE_TILES = ((192, 3, 1.05), (256, 1, 1.0))
 
 
@@ -132,6 +136,7 @@ def configure(
     blocks: int = 132,
     b: str | None = None,
     every: int = 0,
+    squares: int = 0,
 ) -> Config:
     """The program for a product's size: the tile that fills the last round of blocks best.
 
@@ -144,7 +149,10 @@ def configure(
         blocks: multiprocessors of the GPU.
         b: element type of b, where it is another.
         every: as in `Config`.
+        squares: `Config.blocks` above 1, or 0; promote is then 1.
     """
+    if squares:
+        promote = 1
     if every:
         promote = max(every // STAGE_OF_BF16, 1)
     if promote is None:
@@ -155,11 +163,12 @@ def configure(
         return -(-tiles // blocks) * tile[0] * tile[2]
 
     tiles: tuple[tuple[int, int, float], ...] = _TILES if promote else _WIDE_TILES
-    tiles = _SCALED_TILES if every else tiles
+    tiles = _SCALED_TILES if every else _SQUARE_TILES if squares else tiles
     if isinstance(out, QuantSpec):
         tiles = tuple(tile for tile in _TILES if quantizes(tile[0], out))
     tile_n, patches, _ = min(tiles, key=cost)
-    return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, every=every)
+    config = Config(kind, b or kind, tile_n, promote, out=out, patches=patches, every=every)
+    return replace(config, blocks=squares) if squares else config
 
 
 def quantizes(tile_n: int, spec: QuantSpec) -> bool:
@@ -255,6 +264,7 @@ def gemm_source(config: Config) -> jit.Source:
         "PATCHES": config.patches,
         "GROUP": config.group,
         "SKEW": config.skew,
+        "TURNS": config.turns,
         "VECTORS": 2 if config.factors else int(config.vectors),
         "ZEROS": int(config.zeros),
         "BLOCKS": config.blocks,
