@@ -14,8 +14,8 @@
 // 128 elements along K on both sides, by which each stage's sum is multiplied when it is promoted; one
 // for so many rows of A and of B, and if that is not 1, 128 rows from the first on have the same.
 //
-// TURNS: the warpgroups multiply in turns, each promoting meanwhile: after so many of a stage's four
-// instructions one lets the other begin.
+// TURNS: a warpgroup issues a stage when the other one has: their products end one after the other, and
+// each promotes while the other's run.
 //
 // EVERY: float scales of so many elements along K for each row of B: every PROMOTE stages, or several times
 // in a stage, the sum since the last of them is multiplied by its column's and added to float32 registers.
@@ -352,9 +352,6 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     for (int i = 0; i < 4; ++i) {
                         wgmma(part, a + kAStep * i, b + kBStep * i, more);
                         more = 1;
-#if TURNS && TURNS < 4
-                        if (i + 1 == TURNS) end_products();
-#endif
 #if EVERY && EVERY < 64
                         if ((i + 1) % (EVERY / 16)) continue;
                         end_products();
@@ -370,10 +367,10 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                         asm volatile("bar.arrive 3, 256;" ::: "memory");
                         ahead = false;
                     }
-                    finish<1>(part);
 #if TURNS
                     asm volatile("bar.arrive %0, 256;" ::"r"(5 - warpgroup) : "memory");
 #endif
+                    finish<1>(part);
                     if (last >= 0) release(empty + 8 * last, lane);
                     last = stage;
                     if (++stage == kStages) stage = 0, parity ^= 1;
