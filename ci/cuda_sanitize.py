@@ -128,10 +128,11 @@ def products(backend: Any, rng: Any) -> int:
     from extensor_cuda import dense, operands
 
     xp, count = backend.xp, 0
-    for name, rounding in (("mxfp4", "nearest_even"), ("mxfp4", "stochastic"), ("mxfp8_e4m3", "")):
-        spec = QuantSpec(name, axis=1).replace(rounding=rounding or "nearest_even").resolve(2)
-        specs, stream = [spec, spec.replace(axis=0)], Stream(1, 2, 3, 4)
-        streams = [stream if rounding == "stochastic" else None] * 2
+    wanted = [QuantSpec("mxfp4"), QuantSpec("mxfp4", rounding="stochastic")]
+    wanted += [QuantSpec("mxfp8_e4m3"), QuantSpec("mxfp8_e4m3", scale_rule="rceil", near=True)]
+    for each in wanted:
+        specs, stream = [each.replace(axis=axis).resolve(2) for axis in (1, 0)], Stream(1, 2, 3, 4)
+        streams = [stream if each.rounding == "stochastic" else None] * 2
         for shape in ((256, 256), (72, 200)):
             for dtype in ("float32", "bfloat16"):
                 for power in (0, -40):

@@ -158,6 +158,7 @@ inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) {
     }
     return out;
 }
+inline unsigned __viaddmin_u32(unsigned a, unsigned b, unsigned c) { return a + b < c ? a + b : c; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 inline float of_float16(unsigned half) {
