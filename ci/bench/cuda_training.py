@@ -4,7 +4,8 @@
 
 AdamW is one step on the shapes of GPT-2 small (124 million float32 parameters in 148 tensors):
 the whole of ``optimizer.step()``, its check for finite gradients included, and the update alone,
-beside ``torch.optim.AdamW(fused=True).step()``. Norms are of 16384 rows of 4096 float32 values,
+beside ``torch.optim.AdamW(fused=True).step()``; the same with states in bfloat16 and in 8 bits, and
+torchao's optimizer with 8-bit states where torchao is installed. Norms are of 16384 rows of 4096 float32 values,
 forward and backward; cross-entropy is of 2048 rows of 50257. "elements" are kernels that compute
 value by value, and cross-entropy, on 16384 x 8192 of float32 and of bfloat16, beside torch's clone
 of the same: bytes moved a second are what counts. CUDA events around single calls, the
@@ -19,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import ml_dtypes
@@ -67,7 +69,8 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
         ours.append(mine)
         moments = (xp.zeros(mine.size, np.float32) for _ in range(2))
         parts.append((mine.data.reshape(-1), mine.grad.data.reshape(-1), *moments))
-    step = AdamW(ours, lr=1e-3, weight_decay=0.1)
+    options = {"lr": 1e-3, "weight_decay": 0.1}
+    step = AdamW(ours, **options)
     count = sum(p.numel() for p in theirs)
     factors = [step._factors({**step.groups[0].options}, 5)] * len(parts)
     moved = 28 * count
@@ -77,7 +80,31 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
         "AdamW, update alone": (moved, lambda turn: kernels.adam(parts, factors, xp)),
         "AdamW step": (moved + 4 * count, lambda turn: step.step()),
     }
-    return calls, {"torch AdamW fused, seen": fused.step, "AdamW step, seen": step.step}
+    clocked: dict[str, Callable[[], Any]] = {
+        "torch AdamW fused, seen": fused.step,
+        "AdamW step, seen": step.step,
+    }
+    for states in ("bfloat16", "mxfp8_e4m3"):
+        narrow = AdamW(ours, **options, states=states)
+        narrow.step()
+        kept = [m.arrays for m in narrow.groups[0].members]
+        stored = [
+            (*part[:2], *arrays.values()) for part, arrays in zip(parts, kept, strict=True)
+        ]
+        moved = 12 * count + 2 * narrow.nbytes
+        name = f"AdamW {states}"
+        alone = partial(kernels.adam, stored, factors, xp)
+        calls[f"{name}, update alone"] = (moved, partial(_again, alone))
+        calls[f"{name} step"] = (moved + 4 * count, partial(_again, narrow.step))
+        clocked[f"{name} step, seen"] = narrow.step
+    if find_spec("torchao"):
+        from torchao.optim import AdamW8bit
+
+        eight = AdamW8bit(theirs, **options)
+        moved = 12 * count + 2 * (2 * count + 2 * count // 64)
+        calls["torchao AdamW8bit"] = (moved, lambda turn: eight.step())
+        clocked["torchao AdamW8bit, seen"] = eight.step
+    return calls, clocked
 
 
 def norms(xp: Any) -> dict[str, tuple[int, Call]]:

@@ -137,13 +137,16 @@ inline void __threadfence_block() {}
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 template <class T>
 T __ldcg(const T* from) { return *from; }
-inline float __fadd_ru(float a, float b) {
-    std::fesetround(FE_UPWARD);
+inline float add_rounded(float a, float b, int how) {
+    std::fesetround(how);
     volatile float x = a, y = b;
     volatile float sum = x + y;
     std::fesetround(FE_TONEAREST);
     return sum;
 }
+inline float __fadd_ru(float a, float b) { return add_rounded(a, b, FE_UPWARD); }
+inline float __fadd_rz(float a, float b) { return add_rounded(a, b, FE_TOWARDZERO); }
+inline float __uint2float_rn(unsigned v) { return static_cast<float>(v); }
 inline unsigned __float2uint_ru(float v) { return v <= 0 ? 0u : static_cast<unsigned>(std::ceil(static_cast<double>(v))); }
 inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) {
     unsigned out = 0;

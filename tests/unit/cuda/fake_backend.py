@@ -88,6 +88,13 @@ def fake_operand(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
     return counted(x, plan.spec, stream, Counters(SLOTS, xp), (0, SLOTS))
 
 
+def fake_quantize(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
+    """What is stored; of what is recorded, nothing yet."""
+    recording.clock_of([stream])
+    q, stats = reference.quantize(fake.plain(x), plan.spec, stream)
+    return replace(q, **{name: fake.made(part) for name, part in q.parts.items()}), stats
+
+
 def fake_pair(x: Any, plan: Any, streams: Any, xp: Any) -> Any:
     counters, streams = Counters(2 * SLOTS, xp), plan.ordered(streams)
     sides = (plan.along.spec, 0), (plan.down.spec, 1)
@@ -102,6 +109,7 @@ def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBac
     for module in (*TRAINING, recording):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(kernels, "operand", fake_operand)
+    monkeypatch.setattr(kernels, "quantize", fake_quantize)
     monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
     monkeypatch.setattr(pair, "operand", fake_pair)
     monkeypatch.setattr("extensor_cuda.kernels.hopper.multiprocessors", lambda device: 2)

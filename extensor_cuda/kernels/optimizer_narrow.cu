@@ -1,0 +1,276 @@
+// One step of Adam or of gradient descent on all parameters in one launch, whose states are bfloat16 or
+// (BLOCKS) MXFP8: read, decoded, moved in float32 and rounded stochastically again, all in registers;
+// bit by bit as extensor/optim/states.py has it.
+//
+// A thread owns four neighbours: one Philox call of a block of 32, whose largest 8 lanes find. Macros:
+// those of the quantizer of the blocks. Compiled with --fmad=false.
+
+#include "optimizer.cuh"
+#include "philox.cuh"
+
+constexpr u32 kMagnitude = 0x7FFFFFFFu, kExponent = 0x7F800000u, kMantissa = 0x007FFFFFu;
+constexpr u32 kSigns = 0x80808080u;
+constexpr int kStride = 4 * kThreads;
+constexpr int kDrawn = BLOCKS ? BLOCK : 8192;  // values whose random words are one block of these
+
+__device__ __forceinline__ u32 bits_of(float v) { return __float_as_uint(v); }
+__device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+__device__ __forceinline__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
+
+#include "element.cuh"
+
+// ---- four states as they are stored ----
+
+#if BLOCKS
+#include "exponent.cuh"
+#include "rounding.cuh"
+
+static_assert(BITS == 8 && IS_FLOAT && RULE == 1 && INF_BYTE == 255, "scales are 0 to 253, or 255");
+typedef u32 Four;  // codes
+constexpr u32 kNormal = 1u << MANTISSA;  // the first code that is a normal number of the grid
+constexpr int kBelow = 23 - MANTISSA;
+constexpr u32 kBias = 127 + MIN_EXPONENT - 1;  // a float's exponent less that of the same code
+
+__device__ __forceinline__ Four load(const void* from, bool, int left) {
+    return left > 0 ? *static_cast<const u32*>(from) : 0;  // whole blocks are stored
+}
+
+__device__ __forceinline__ void store(void* to, Four codes, bool, int left) {
+    if (left > 0) *static_cast<u32*>(to) = codes;
+}
+
+// Codes -> values. A code's bits are a float's with another exponent, subnormals included.
+template <bool kRoot>
+__device__ __forceinline__ void decode(Four codes, u32 scale, float (&out)[4]) {
+    constexpr u32 kMost = 254 - kBias;  // scales above are not lifted in one multiplication
+    const bool nan = ((codes & ~kSigns) + (0x7F - MAX_CODE) * 0x01010101u) & kSigns;
+    if (scale > kMost || nan) {
+        const float factor = scale == 255 ? nan_value() : float_of(scale ? scale << 23 : 0x400000u);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) out[k] = __fmul_rn(element_value(codes >> (8 * k) & 0xFFu), factor);
+    } else {
+        const float factor = float_of((scale + kBias) << 23);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int top = static_cast<int>(codes << (24 - 8 * k));  // the code; below, what is masked
+            constexpr u32 kKept = 0x7Fu << kBelow;
+            const u32 bits = static_cast<u32>(top >> (24 - kBelow)) & (kRoot ? kKept : kKept | ~kMagnitude);
+            out[k] = __fmul_rn(float_of(bits), factor);
+        }
+    }
+    if (kRoot) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) out[k] = __fmul_rn(out[k], out[k]);
+    }
+}
+
+// Values -> codes, and the byte of the scale of their block, whose others the neighbouring lanes have.
+// A root above zero never becomes zero.
+template <bool kRoot>
+__device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4], u32& scale) {
+    u32 most = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) most = larger(most, bits_of(v[k]) & kMagnitude);
+#pragma unroll
+    for (int lane = 1; lane < BLOCK / 4; lane *= 2) most = larger(most, __shfl_xor_sync(~0u, most, lane));
+    const bool finite = most < kExponent;
+    scale = finite ? static_cast<u32>(exponent_byte(most)) : 255u;
+    // A normal number of the grid is the float's own bits less an offset, and what is cut decides.
+    const bool plain = finite && scale > 127 - kBias;  // else subnormals of float32 could be among them
+    const int offset = most == 0 ? 0 : plain ? static_cast<int>((scale + kBias - 127) << MANTISSA) : 1 << 12;
+    int code[4], least = 1 << 12;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        code[k] = static_cast<int>((bits_of(v[k]) & kMagnitude) >> kBelow) - offset;
+        least = min(least, code[k]);
+    }
+    u32 codes = 0, signs = 0;
+    if (least < static_cast<int>(kNormal) && most != 0) {
+        const float factor = float_of((254u - scale) << 23);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            float value;
+            u32 n = finite ? smaller(round_magnitude(__fmul_rn(v[k], factor), word[k], value), MAX_CODE) : 0;
+            if (kRoot && n == 0 && v[k] > 0) n = 1;
+            codes |= n << (8 * k);
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const u32 up = bits_of(v[k]) << (32 - kBelow) > word[k];
+            codes |= (static_cast<u32>(code[k]) + up) << (8 * k);
+        }
+    }
+    if (!kRoot && finite) {
+        const u32 low = __byte_perm(bits_of(v[0]), bits_of(v[1]), 0x73);
+        signs = __byte_perm(low, __byte_perm(bits_of(v[2]), bits_of(v[3]), 0x73), 0x5410) & kSigns;
+    }
+    return codes | signs;
+}
+#else
+typedef uint2 Four;
+
+__device__ __forceinline__ Four load(const void* from, bool four, int left) {
+    const u16* halves = static_cast<const u16*>(from);
+    if (four) return *reinterpret_cast<const uint2*>(halves);
+    u32 half[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) half[k] = k < left ? halves[k] : 0;
+    return uint2{half[0] | half[1] << 16, half[2] | half[3] << 16};
+}
+
+__device__ __forceinline__ void store(void* to, Four pairs, bool four, int left) {
+    u16* halves = static_cast<u16*>(to);
+    if (four) {
+        *reinterpret_cast<uint2*>(halves) = pairs;
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        if (k < left) halves[k] = static_cast<u16>((k < 2 ? pairs.x : pairs.y) >> (k % 2 * 16));
+}
+
+__device__ __forceinline__ void decode(Four pairs, float (&out)[4]) {
+    out[0] = float_of(pairs.x << 16), out[1] = float_of(pairs.x & 0xFFFF0000u);
+    out[2] = float_of(pairs.y << 16), out[3] = float_of(pairs.y & 0xFFFF0000u);
+}
+
+// The 16 bits that are cut carry one up so often; those of two values are the halves of a word.
+__device__ __forceinline__ u32 encode(float low, float high, u32 word) {
+    u32 a = bits_of(low), b = bits_of(high);
+    if ((a & kExponent) != kExponent) a += word & 0xFFFFu;
+    if ((b & kExponent) != kExponent) b += word >> 16;
+    return __byte_perm(a, b, 0x7632);
+}
+#endif
+
+// ---- the step ----
+
+__device__ __forceinline__ void load(const float* from, bool four, int left, float (&to)[4]) {
+    if (four) {
+        const float4 v = *reinterpret_cast<const float4*>(from);
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) to[k] = k < left ? from[k] : 0;
+}
+
+struct Fetched {
+    float weight[4], grad[4];
+    Four first, second;
+    u32 first_scale, second_scale;
+};
+
+template <class Rule>
+__device__ __forceinline__ void step(const Tensor* tensors, int number, const Pace& pace) {
+    if (pace.bad && (*pace.bad | *pace.stop)) return;
+    const Tensor t = tensor_of(tensors, number);
+    const Rule rule(t, pace);
+    const u32 now = static_cast<u32>(pace.row(t).step), high = t.number << 8;
+    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
+    const i64 rest = t.count - begin;
+    const int count = rest < kPart ? static_cast<int>(rest) : kPart;
+    float* weight = t.weight + begin;
+    const float* grad = t.grad + begin;
+    char* first = static_cast<char*>(t.first) + begin * (sizeof(Four) / 4);
+    char* second = static_cast<char*>(t.second) + begin * (sizeof(Four) / 4);
+    const bool keeps = Rule::kSquare || t.first;
+    [[maybe_unused]] u8* const first_scales = t.first_scales + begin / BLOCK;
+    [[maybe_unused]] u8* const second_scales = t.second_scales + begin / BLOCK;
+    const u32 base = static_cast<u32>(begin / kDrawn);
+    const bool vectors = aligned(weight) && aligned(grad) && aligned(t.first, 8) && aligned(t.second, 8);
+
+    const auto fetch = [&](int i) {
+        const int left = count - i;
+        const bool four = vectors && left >= 4;
+        Fetched f = {};
+        load(weight + i, four, left, f.weight);
+        load(grad + i, four, left, f.grad);
+        if (keeps) f.first = load(first + i * (sizeof(Four) / 4), four, left);
+        if (Rule::kSquare) f.second = load(second + i * (sizeof(Four) / 4), four, left);
+#if BLOCKS
+        if (left > 0) {
+            if (keeps) f.first_scale = first_scales[i / BLOCK];
+            if (Rule::kSquare) f.second_scale = second_scales[i / BLOCK];
+        }
+#endif
+        return f;
+    };
+
+    // Whole warps stay: a block's lanes ask each other. What lies beyond the end is and stays zero.
+    const int end = (count + 127) / 128 * 128;
+#if AHEAD
+    Fetched next = fetch(threadIdx.x * 4);
+#endif
+#pragma unroll 1
+    for (int i = threadIdx.x * 4; i < end; i += kStride) {
+#if AHEAD
+        Fetched f = next;
+        next = fetch(i + kStride);
+#else
+        Fetched f = fetch(i);
+#endif
+        const u32 drawn = base + i / kDrawn;
+        const int left = count - i;
+        const bool four = vectors && left >= 4;
+        float mean[4] = {}, square[4] = {};
+#if BLOCKS
+        float root[4];
+        if (keeps) decode<false>(f.first, f.first_scale, mean);
+        if (Rule::kSquare) decode<true>(f.second, f.second_scale, square);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) root[k] = rule(f.weight[k], f.grad[k], mean[k], square[k]);
+        const u32 call = threadIdx.x % (BLOCK / 4);
+        u32 word[4], scale;
+        if (keeps) {
+            philox(call, drawn, Stream{0, 0, now, high}, word);
+            f.first = encode<false>(mean, word, scale);
+            if (call == 0 && left > 0) first_scales[i / BLOCK] = static_cast<u8>(scale);
+        }
+        if (Rule::kSquare) {
+            philox(call, drawn, Stream{0, 0, now, high | 2}, word);
+            f.second = encode<true>(root, word, scale);
+            if (call == 0 && left > 0) second_scales[i / BLOCK] = static_cast<u8>(scale);
+        }
+#else
+        if (keeps) decode(f.first, mean);
+        if (Rule::kSquare) decode(f.second, square);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) rule(f.weight[k], f.grad[k], mean[k], square[k]);
+        // A call's words are the noise of eight values: a lane's and its neighbour's. The even lane
+        // draws the first state's, the odd one the second's.
+        const u32 odd = threadIdx.x % 2;
+        u32 word[4];
+        philox(i % kDrawn / 8, drawn, Stream{0, 0, now, high | odd << 1}, word);
+        const u32 low = __shfl_xor_sync(~0u, odd ? word[0] : word[2], 1);
+        const u32 top = __shfl_xor_sync(~0u, odd ? word[1] : word[3], 1);
+        if (keeps)
+            f.first = uint2{encode(mean[0], mean[1], odd ? low : word[0]),
+                            encode(mean[2], mean[3], odd ? top : word[1])};
+        if (Rule::kSquare)
+            f.second = uint2{encode(square[0], square[1], odd ? word[2] : low),
+                             encode(square[2], square[3], odd ? word[3] : top)};
+#endif
+        if (keeps) store(first + i * (sizeof(Four) / 4), f.first, four, left);
+        if (Rule::kSquare) store(second + i * (sizeof(Four) / 4), f.second, four, left);
+        if (four) {
+            *reinterpret_cast<float4*>(weight + i) =
+                float4{f.weight[0], f.weight[1], f.weight[2], f.weight[3]};
+        } else {
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                if (k < left) weight[i + k] = f.weight[k];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
+adam(const Tensor* tensors, int number, PACE) {
+    step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
+sgd(const Tensor* tensors, int number, PACE) {
+    step<Descent>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
+}
