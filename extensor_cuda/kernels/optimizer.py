@@ -55,7 +55,7 @@ def source(states: str = "float32") -> Source:
     plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
     assert isinstance(plan, Plan)
     of_blocks = dict(quantize_source(plan, "float32", "codes", True, False).macros)
-    more = {"BLOCKS": int(states != bfloat16.name), "RESIDENT": 4, "AHEAD": 0}
+    more = {"BLOCKS": int(states != bfloat16.name), "RESIDENT": 4, "AHEAD": 1}
     return Source.read(folder / "optimizer_narrow.cu", of_blocks | more)
 
 

@@ -148,12 +148,24 @@ __device__ __forceinline__ u32 encode(float low, float high, u32 word) {
 
 __device__ __forceinline__ void load(const float* from, bool four, int left, float (&to)[4]) {
     if (four) {
-        const float4 v = *reinterpret_cast<const float4*>(from);
+        const float4 v = __ldcs(reinterpret_cast<const float4*>(from));
         to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
         return;
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) to[k] = k < left ? from[k] : 0;
+}
+
+__device__ __forceinline__ void store(float* to, bool four, int left, const float (&from)[4]) {
+    if (four) {
+        float4 v;
+        v.x = from[0], v.y = from[1], v.z = from[2], v.w = from[3];
+        __stcs(reinterpret_cast<float4*>(to), v);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        if (k < left) to[k] = from[k];
 }
 
 struct Fetched {
@@ -162,33 +174,26 @@ struct Fetched {
     u32 first_scale, second_scale;
 };
 
-template <class Rule>
-__device__ __forceinline__ void step(const Tensor* tensors, int number, const Pace& pace) {
-    if (pace.bad && (*pace.bad | *pace.stop)) return;
-    const Tensor t = tensor_of(tensors, number);
-    const Rule rule(t, pace);
-    const u32 now = static_cast<u32>(pace.row(t).step), high = t.number << 8;
-    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
-    const i64 rest = t.count - begin;
-    const int count = rest < kPart ? static_cast<int>(rest) : kPart;
-    float* weight = t.weight + begin;
-    const float* grad = t.grad + begin;
-    char* first = static_cast<char*>(t.first) + begin * (sizeof(Four) / 4);
-    char* second = static_cast<char*>(t.second) + begin * (sizeof(Four) / 4);
-    const bool keeps = Rule::kSquare || t.first;
+// A block's part of a parameter, `count` values from `begin` on. Whole: whole warps of aligned vectors.
+template <class Rule, bool kWhole>
+__device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int count) {
+    constexpr int kBytes = sizeof(Four) / 4;
+    const u32 high = t.number << 8, base = static_cast<u32>(begin / kDrawn);
+    float* const weight = t.weight + begin;
+    const float* const grad = t.grad + begin;
+    char* const first = static_cast<char*>(t.first) + begin * kBytes;
+    char* const second = static_cast<char*>(t.second) + begin * kBytes;
     [[maybe_unused]] u8* const first_scales = t.first_scales + begin / BLOCK;
     [[maybe_unused]] u8* const second_scales = t.second_scales + begin / BLOCK;
-    const u32 base = static_cast<u32>(begin / kDrawn);
-    const bool vectors = aligned(weight) && aligned(grad) && aligned(t.first, 8) && aligned(t.second, 8);
+    const bool keeps = Rule::kSquare || t.first;
 
-    const auto fetch = [&](int i) {
-        const int left = count - i;
-        const bool four = vectors && left >= 4;
+    const auto fetch = [&](u32 i) {
+        const int left = kWhole ? 4 : count - static_cast<int>(i);
         Fetched f = {};
-        load(weight + i, four, left, f.weight);
-        load(grad + i, four, left, f.grad);
-        if (keeps) f.first = load(first + i * (sizeof(Four) / 4), four, left);
-        if (Rule::kSquare) f.second = load(second + i * (sizeof(Four) / 4), four, left);
+        load(weight + i, kWhole, left, f.weight);
+        load(grad + i, kWhole, left, f.grad);
+        if (keeps) f.first = load(first + i * kBytes, kWhole, left);
+        if (Rule::kSquare) f.second = load(second + i * kBytes, kWhole, left);
 #if BLOCKS
         if (left > 0) {
             if (keeps) f.first_scale = first_scales[i / BLOCK];
@@ -199,21 +204,20 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
     };
 
     // Whole warps stay: a block's lanes ask each other. What lies beyond the end is and stays zero.
-    const int end = (count + 127) / 128 * 128;
+    const u32 end = (count + 127) / 128 * 128;
 #if AHEAD
     Fetched next = fetch(threadIdx.x * 4);
 #endif
 #pragma unroll 1
-    for (int i = threadIdx.x * 4; i < end; i += kStride) {
+    for (u32 i = threadIdx.x * 4; i < end; i += kStride) {
 #if AHEAD
         Fetched f = next;
-        next = fetch(i + kStride);
+        if (!kWhole || i + kStride < end) next = fetch(i + kStride);
 #else
         Fetched f = fetch(i);
 #endif
+        const int left = kWhole ? 4 : count - static_cast<int>(i);
         const u32 drawn = base + i / kDrawn;
-        const int left = count - i;
-        const bool four = vectors && left >= 4;
         float mean[4] = {}, square[4] = {};
 #if BLOCKS
         float root[4];
@@ -221,6 +225,7 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
         if (Rule::kSquare) decode<true>(f.second, f.second_scale, square);
 #pragma unroll
         for (int k = 0; k < 4; ++k) root[k] = rule(f.weight[k], f.grad[k], mean[k], square[k]);
+        store(weight + i, kWhole, left, f.weight);
         const u32 call = threadIdx.x % (BLOCK / 4);
         u32 word[4], scale;
         if (keeps) {
@@ -238,6 +243,7 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
         if (Rule::kSquare) decode(f.second, square);
 #pragma unroll
         for (int k = 0; k < 4; ++k) rule(f.weight[k], f.grad[k], mean[k], square[k]);
+        store(weight + i, kWhole, left, f.weight);
         // A call's words are the noise of eight values: a lane's and its neighbour's. The even lane
         // draws the first state's, the odd one the second's.
         const u32 odd = threadIdx.x % 2;
@@ -252,17 +258,25 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
             f.second = uint2{encode(square[0], square[1], odd ? word[2] : low),
                              encode(square[2], square[3], odd ? word[3] : top)};
 #endif
-        if (keeps) store(first + i * (sizeof(Four) / 4), f.first, four, left);
-        if (Rule::kSquare) store(second + i * (sizeof(Four) / 4), f.second, four, left);
-        if (four) {
-            *reinterpret_cast<float4*>(weight + i) =
-                float4{f.weight[0], f.weight[1], f.weight[2], f.weight[3]};
-        } else {
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                if (k < left) weight[i + k] = f.weight[k];
-        }
+        if (keeps) store(first + i * kBytes, f.first, kWhole, left);
+        if (Rule::kSquare) store(second + i * kBytes, f.second, kWhole, left);
     }
+}
+
+template <class Rule>
+__device__ __forceinline__ void step(const Tensor* tensors, int number, const Pace& pace) {
+    if (pace.bad && (*pace.bad | *pace.stop)) return;
+    const Tensor t = tensor_of(tensors, number);
+    const Rule rule(t, pace);
+    const u32 now = static_cast<u32>(pace.row(t).step);
+    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
+    const i64 rest = t.count - begin;
+    const int count = rest < kPart ? static_cast<int>(rest) : kPart;
+    const bool vectors = aligned(t.weight) && aligned(t.grad) && aligned(t.first, 8) && aligned(t.second, 8);
+    if (vectors && count % 128 == 0)
+        move<Rule, true>(t, rule, now, begin, count);
+    else
+        move<Rule, false>(t, rule, now, begin, count);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
