@@ -64,28 +64,33 @@ __device__ __forceinline__ void decode(Four codes, u32 scale, float (&out)[4]) {
     }
 }
 
+__device__ __forceinline__ u32 high_bytes(const u32 (&v)[4]) {
+    return __byte_perm(__byte_perm(v[0], v[1], 0x73), __byte_perm(v[2], v[3], 0x73), 0x5410);
+}
+
 // Values -> codes, and the byte of the scale of their block, whose others the neighbouring lanes have.
 // A root above zero never becomes zero.
 template <bool kRoot>
 __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4], u32& scale) {
-    u32 most = 0;
+    u32 magnitude[4], most = 0, least = ~0u;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) most = larger(most, bits_of(v[k]) & kMagnitude);
+    for (int k = 0; k < 4; ++k) {
+        magnitude[k] = bits_of(v[k]) & kMagnitude;
+        most = larger(most, magnitude[k]), least = smaller(least, magnitude[k]);
+    }
 #pragma unroll
     for (int lane = 1; lane < BLOCK / 4; lane *= 2) most = larger(most, __shfl_xor_sync(~0u, most, lane));
     const bool finite = most < kExponent;
-    scale = finite ? static_cast<u32>(exponent_byte(most)) : 255u;
-    // A normal number of the grid is the float's own bits less an offset, and what is cut decides.
-    const bool plain = finite && scale > 127 - kBias;  // else subnormals of float32 could be among them
-    const int offset = most == 0 ? 0 : plain ? static_cast<int>((scale + kBias - 127) << MANTISSA) : 1 << 12;
-    int code[4], least = 1 << 12;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        code[k] = static_cast<int>((bits_of(v[k]) & kMagnitude) >> kBelow) - offset;
-        least = min(least, code[k]);
-    }
-    u32 codes = 0, signs = 0;
-    if (least < static_cast<int>(kNormal) && most != 0) {
+    const u32 wanted = static_cast<u32>(exponent_byte(most));
+    scale = finite ? wanted : 255u;
+    // A code that is a normal number of the grid is the float's own leading bits less an offset; those
+    // that are cut carry one up if they are above as many random ones: exactly when frac * 2**32 > word.
+    // With scales below, subnormals of float32 could be among them.
+    const bool plain = finite && scale > 127 - kBias;
+    const u32 offset = plain ? (scale + kBias - 127) << 23 : 0;
+    const u32 lowest = plain ? offset + (kNormal << kBelow) : most ? ~0u : 0;
+    u32 codes = 0;
+    if (least < lowest) {
         const float factor = float_of((254u - scale) << 23);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -95,17 +100,17 @@ __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4]
             codes |= n << (8 * k);
         }
     } else {
+        u32 top[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const u32 up = bits_of(v[k]) << (32 - kBelow) > word[k];
-            codes |= (static_cast<u32>(code[k]) + up) << (8 * k);
-        }
+        for (int k = 0; k < 4; ++k)
+            top[k] = (magnitude[k] - (word[k] >> (32 - kBelow)) + (((1u << kBelow) - 1) - offset)) << (24 - kBelow);
+        codes = high_bytes(top);
     }
-    if (!kRoot && finite) {
-        const u32 low = __byte_perm(bits_of(v[0]), bits_of(v[1]), 0x73);
-        signs = __byte_perm(low, __byte_perm(bits_of(v[2]), bits_of(v[3]), 0x73), 0x5410) & kSigns;
+    if (!kRoot) {
+        const u32 raw[4] = {bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3])};
+        codes |= finite ? high_bytes(raw) & kSigns : 0;
     }
-    return codes | signs;
+    return codes;
 }
 #else
 typedef uint2 Four;
