@@ -54,7 +54,7 @@ class Backend(Protocol):
     name: str
     xp: Any
     steps_together: Collection[str]
-    """Kinds of optimizer state with which `adam_each` and `sgd_each` take many parameters at once."""
+    """Kinds of optimizer state with which many parameters are best updated in one call."""
     bfloat16: Collection[str]
     """Primitives whose methods here take bfloat16, beside float32, as it is.
 

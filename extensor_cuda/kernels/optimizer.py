@@ -1,7 +1,7 @@
 """Steps of Adam and of gradient descent on many parameters in one launch, to the CPU's bits.
 
-States are of any kind in `extensor.optim.states`; narrow ones are decoded, rounded stochastically and
-written by the same launch, where they lie.
+States are of any kind in `extensor.optim.states`; narrow ones are decoded, rounded stochastically
+and written by the same launch, where they lie.
 
 And what a step does to all gradients: looking for NaN and infinity, scaling, the sum of squares.
 """
@@ -55,7 +55,7 @@ def source(states: str = "float32") -> Source:
     plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
     assert isinstance(plan, Plan)
     of_blocks = dict(quantize_source(plan, "float32", "codes", True, False).macros)
-    more = {"BLOCKS": int(states != bfloat16.name), "RESIDENT": 4, "AHEAD": 1}
+    more = {"BLOCKS": int(states != bfloat16.name), "RESIDENT": 5, "AHEAD": 1}
     return Source.read(folder / "optimizer_narrow.cu", of_blocks | more)
 
 

@@ -289,7 +289,7 @@ adam(const Tensor* tensors, int number, PACE) {
     step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
+extern "C" __global__ void __launch_bounds__(kThreads)
 sgd(const Tensor* tensors, int number, PACE) {
     step<Descent>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }

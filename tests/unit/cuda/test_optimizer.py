@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ import extensor as et
 from extensor.autograd.apply import wrap
 from extensor.backends import training
 from extensor.backends.generic import GenericBackend
+from extensor.io import load_checkpoint, save_checkpoint
 from extensor.optim import SGD, Adam, AdamW
 from extensor.quant.array import QuantArray
 from extensor_cuda import recording
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda.test_graph import same
 
 CPU = GenericBackend("cpu", np)
 LENGTHS = (0, 1, 17, 16384, 40_001)
@@ -176,6 +179,38 @@ def test_whatever_is_stored_is_read_as_on_the_cpu(trainer: Any, rule: str, state
     for number in (0, 2):
         give(ours.params[0], cpu.params[0], gradients(rng, 1 << 16, number), trainer)
         step_alike(ours, cpu)
+
+
+@pytest.mark.parametrize("states", ["float32", *NARROW])
+@pytest.mark.parametrize("rule", ["adamw", "momentum"])
+def test_a_run_goes_on_where_its_checkpoint_is_loaded(
+    gpu: Any, rule: str, states: str, tmp_path: Path
+) -> None:
+    """From the GPU to the CPU and back: the bits of one run."""
+    (kind, options), sizes, rng = RULES[rule], (40, 1000), np.random.default_rng(0)
+    grads = [[rng.standard_normal(n).astype(np.float32) for n in sizes] for _ in range(6)]
+
+    def train(devices: list[str]) -> dict[str, Any]:
+        values, state, path = [np.ones(n, np.float32) for n in sizes], None, tmp_path / "state"
+        for number, device in enumerate(devices):
+            params = [et.from_numpy(v, device=device) for v in values]
+            for p in params:
+                p.requires_grad = True
+            optimizer = kind(params, states=states, **options)
+            if state is not None:
+                loaded = load_checkpoint(path)
+                optimizer.load_state_dict({**loaded.tensors, **loaded.metadata})
+            for given in grads[2 * number : 2 * number + 2]:
+                for p, g in zip(params, given, strict=True):
+                    p.grad = et.from_numpy(g, device=device)
+                optimizer.step()
+            values, state = [np.array(p.numpy()) for p in params], optimizer.state_dict()
+            stored = {k: v for k, v in state.items() if isinstance(v, (np.ndarray, QuantArray))}
+            save_checkpoint(path, stored, {k: v for k, v in state.items() if k not in stored})
+        loaded = load_checkpoint(path)
+        return {"weights": values, **loaded.tensors, **loaded.metadata}
+
+    same(train(["cuda", "cpu", "cuda"]), train(["cpu", "cpu", "cpu"]))
 
 
 def same_numbers(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
