@@ -126,6 +126,7 @@ def step_recorded(optimizer: Optimizer, ready: Ready, bad: Any, recording: Recor
         ValueError: for parameters that would not be updated in one call: their state would be new
             arrays, which a recording cannot carry from step to step.
     """
+    recording.at_once(optimizer._mirrors.settle)  # other recordings may have made steps
     parts = [part for _, mine in ready for part in mine]
     backend = _common(optimizer, parts)
     for member, grad in parts:
