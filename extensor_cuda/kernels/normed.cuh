@@ -83,12 +83,10 @@ __device__ __forceinline__ void send(float* to, float v, u32 barrier, int rank) 
                  "f"(v), "r"(barrier), "r"(rank)
                  : "memory");
 }
-// A block that has no cluster waits for its warps, others for bytes.
+// A block that has no cluster waits for its threads, others for bytes.
 constexpr int kSent = sizeof(float) * NORM * TALL * CLUSTER * kSlices;
 __device__ __forceinline__ void sent(u32 barrier) {
-    if (CLUSTER > 1) return;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(barrier);
+    if (CLUSTER == 1) arrive(barrier);
 }
 __device__ __forceinline__ void expect_sums(u32 barrier) {
     if (CLUSTER > 1) expect_bytes(barrier, kSent);
@@ -203,9 +201,9 @@ quantize_normed(const __grid_constant__ Norm p) {
     };
     if (warp == 0) {
         if (lane == 0) {
-            for (int b = 0; b < 2; ++b) barrier_init(summed + 8 * b, CLUSTER > 1 ? 1 : kRowWarps);
+            for (int b = 0; b < 2; ++b) barrier_init(summed + 8 * b, CLUSTER > 1 ? 1 : kRowThreads);
             for (int s = 0; s < STAGES; ++s) {
-                barrier_init(ready + 8 * s, 1), barrier_init(coded + 8 * s, kRowWarps);
+                barrier_init(ready + 8 * s, 1), barrier_init(coded + 8 * s, kRowThreads);
                 left_by[s] = 0;
             }
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -306,8 +304,7 @@ quantize_normed(const __grid_constant__ Norm p) {
         leave(i);
 #else
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // a copy will overwrite what was stored
-        __syncwarp();
-        if (lane == 0) arrive(coded + 8 * (i % STAGES));
+        arrive(coded + 8 * (i % STAGES));
 #endif
     }
     add_counts(tally, p.counters);
