@@ -23,7 +23,6 @@ from extensor.dtypes import bfloat16
 from extensor.optim.states import Blocks, Stored
 from extensor.quant.array import QuantArray
 from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels.quantize import Plan, plan_of, quantize_source
 
 __all__ = ["adam", "find_nonfinite", "finite", "scale", "sgd", "source", "square_sum", "takes"]
 
@@ -52,10 +51,12 @@ def source(states: str = "float32") -> Source:
     folder = Path(__file__).parent
     if states == "float32":
         return Source.read(folder / "optimizer.cu", {})
+    from extensor_cuda.kernels.quantize import Plan, plan_of, quantize_source
+
     plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
     assert isinstance(plan, Plan)
     of_blocks = dict(quantize_source(plan, "float32", "codes", True, False).macros)
-    more = {"BLOCKS": int(states != bfloat16.name), "RESIDENT": 5, "AHEAD": 1}
+    more = {"BLOCKS": int(states != bfloat16.name), "RESIDENT": 5, "AHEAD": 1, "SHARED": 1}
     return Source.read(folder / "optimizer_narrow.cu", of_blocks | more)
 
 

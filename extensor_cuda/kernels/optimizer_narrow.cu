@@ -181,15 +181,14 @@ struct Fetched {
 
 // A block's part of a parameter, `count` values from `begin` on. Whole: whole warps of aligned vectors.
 template <class Rule, bool kWhole>
-__device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int count) {
+__device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int count,
+                                     u8* first_scales, u8* second_scales) {
     constexpr int kBytes = sizeof(Four) / 4;
     const u32 high = t.number << 8, base = static_cast<u32>(begin / kDrawn);
     float* const weight = t.weight + begin;
     const float* const grad = t.grad + begin;
     char* const first = static_cast<char*>(t.first) + begin * kBytes;
     char* const second = static_cast<char*>(t.second) + begin * kBytes;
-    [[maybe_unused]] u8* const first_scales = t.first_scales + begin / BLOCK;
-    [[maybe_unused]] u8* const second_scales = t.second_scales + begin / BLOCK;
     const bool keeps = Rule::kSquare || t.first;
 
     const auto fetch = [&](u32 i) {
@@ -212,12 +211,21 @@ __device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now,
     const u32 end = (count + 127) / 128 * 128;
 #if AHEAD
     Fetched next = fetch(threadIdx.x * 4);
+#if AHEAD == 2
+    Fetched after = next;
+    if (!kWhole || threadIdx.x * 4 + kStride < end) after = fetch(threadIdx.x * 4 + kStride);
+#endif
 #endif
 #pragma unroll 1
     for (u32 i = threadIdx.x * 4; i < end; i += kStride) {
 #if AHEAD
         Fetched f = next;
+#if AHEAD == 2
+        next = after;
+        if (!kWhole || i + 2 * kStride < end) after = fetch(i + 2 * kStride);
+#else
         if (!kWhole || i + kStride < end) next = fetch(i + kStride);
+#endif
 #else
         Fetched f = fetch(i);
 #endif
@@ -278,10 +286,30 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
     const i64 rest = t.count - begin;
     const int count = rest < kPart ? static_cast<int>(rest) : kPart;
     const bool vectors = aligned(t.weight) && aligned(t.grad) && aligned(t.first, 8) && aligned(t.second, 8);
+#if BLOCKS && SHARED
+    // Scales go through shared memory.
+    __shared__ u8 scales[2][kPart / BLOCK];
+    u8 *const first = t.first_scales + begin / BLOCK, *const second = t.second_scales + begin / BLOCK;
+    const int blocks = (count + BLOCK - 1) / BLOCK;
+    for (int i = threadIdx.x; i < blocks; i += kThreads) {
+        if (Rule::kSquare || t.first) scales[0][i] = first[i];
+        if (Rule::kSquare) scales[1][i] = second[i];
+    }
+    __syncthreads();
+#else
+    u8* scales[2] = {t.first_scales + begin / BLOCK, t.second_scales + begin / BLOCK};
+#endif
     if (vectors && count % 128 == 0)
-        move<Rule, true>(t, rule, now, begin, count);
+        move<Rule, true>(t, rule, now, begin, count, scales[0], scales[1]);
     else
-        move<Rule, false>(t, rule, now, begin, count);
+        move<Rule, false>(t, rule, now, begin, count, scales[0], scales[1]);
+#if BLOCKS && SHARED
+    __syncthreads();
+    for (int i = threadIdx.x; i < blocks; i += kThreads) {
+        if (Rule::kSquare || t.first) first[i] = scales[0][i];
+        if (Rule::kSquare) second[i] = scales[1][i];
+    }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
