@@ -253,7 +253,8 @@ def narrow_states(backend: Any) -> None:
     arrays = [xp.ones(n, dtype="float32") for n in (3, 40_001)]
     arrays.append(xp.ones(70, dtype="float32")[1:])  # vectors do not fit
     for states in backend.steps_together:
-        for kind, options in ((AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {})):
+        rules: Any = ((AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {}))
+        for kind, options in rules:
             params = [ExTensor(a.copy() if a.base is None else a, device="cuda") for a in arrays]
             for p in params:
                 p.requires_grad = True

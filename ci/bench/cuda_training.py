@@ -69,7 +69,7 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
         ours.append(mine)
         moments = (xp.zeros(mine.size, np.float32) for _ in range(2))
         parts.append((mine.data.reshape(-1), mine.grad.data.reshape(-1), *moments))
-    options = {"lr": 1e-3, "weight_decay": 0.1}
+    options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
     step = AdamW(ours, **options)
     count = sum(p.numel() for p in theirs)
     factors = [step._factors({**step.groups[0].options}, 5)] * len(parts)

@@ -379,9 +379,11 @@ class GenericBackend:
     ) -> Finite:
         """See the protocol. States are float32 here."""
 
-        def update(mine: Mapping[str, float], weight: Array, grad: Array, *state: Array) -> None:
+        def update(
+            mine: Mapping[str, float], weight: Array, grad: Array, mean: Array, square: Array
+        ) -> None:
             grad = grad + weight * mine["decay"] if mine["decay"] else grad
-            self.adam(weight, grad, *state, mine)
+            self.adam(weight, grad, mean, square, mine)
 
         return self._each(parts, factors, look, update)
 
@@ -396,9 +398,9 @@ class GenericBackend:
     ) -> Finite:
         """See the protocol. States are float32 here."""
 
-        def update(mine: Mapping[str, float], *arrays: Array) -> None:
+        def update(mine: Mapping[str, float], weight: Array, grad: Array, buffer: Array) -> None:
             more = (mine["lr"], mine["momentum"], mine["decay"], bool(mine["nesterov"]))
-            self.sgd(*arrays, *more)
+            self.sgd(weight, grad, buffer, *more)
 
         return self._each(parts, factors, look, update)
 

@@ -55,12 +55,14 @@ def source(states: str = "float32") -> Source:
 
     plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
     assert isinstance(plan, Plan)
-    of_blocks = dict(quantize_source(plan, "float32", "codes", True, False).macros)
+    of_blocks: dict[str, object] = dict(
+        quantize_source(plan, "float32", "codes", True, False).macros
+    )
     more = {"BLOCKS": int(states != bfloat16.name), "RESIDENT": 5, "AHEAD": 1, "SHARED": 1}
     return Source.read(folder / "optimizer_narrow.cu", of_blocks | more)
 
 
-def _kind(states: Sequence[Array | QuantArray | None]) -> str:
+def _kind(states: Sequence[Stored | None]) -> str:
     """Which of `extensor.optim.states.STATES` these are; float32 if there are none."""
     first = next((a for a in states if a is not None), None)
     if isinstance(first, QuantArray):
@@ -78,7 +80,7 @@ def takes(array: Array) -> bool:
 
 
 def _table(
-    columns: Mapping[str, Sequence[Array | QuantArray | None]],
+    columns: Mapping[str, Sequence[Any]],
     memory: dict[str, Any] | None = None,
     numbers: Sequence[int] | int = 0,
 ) -> tuple[np.ndarray, int]:

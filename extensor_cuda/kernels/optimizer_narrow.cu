@@ -240,16 +240,19 @@ __device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now,
         for (int k = 0; k < 4; ++k) root[k] = rule(f.weight[k], f.grad[k], mean[k], square[k]);
         store(weight + i, kWhole, left, f.weight);
         const u32 call = threadIdx.x % (BLOCK / 4);
-        u32 word[4], scale;
+        u32 word[4];
         if (keeps) {
             philox(call, drawn, Stream{0, 0, now, high}, word);
-            f.first = encode<false>(mean, word, scale);
-            if (call == 0 && left > 0) first_scales[i / BLOCK] = static_cast<u8>(scale);
+            f.first = encode<false>(mean, word, f.first_scale);
         }
         if (Rule::kSquare) {
             philox(call, drawn, Stream{0, 0, now, high | 2}, word);
-            f.second = encode<true>(root, word, scale);
-            if (call == 0 && left > 0) second_scales[i / BLOCK] = static_cast<u8>(scale);
+            f.second = encode<true>(root, word, f.second_scale);
+        }
+        __syncwarp();  // all lanes have read their block's scale
+        if (call == 0 && left > 0) {
+            if (keeps) first_scales[i / BLOCK] = static_cast<u8>(f.first_scale);
+            if (Rule::kSquare) second_scales[i / BLOCK] = static_cast<u8>(f.second_scale);
         }
 #else
         if (keeps) decode(f.first, mean);
