@@ -74,10 +74,14 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
     count = sum(p.numel() for p in theirs)
     factors = [step._factors({**step.groups[0].options}, 5)] * len(parts)
     moved = 28 * count
+
+    def alone(stored: Any, turn: int, memory: dict[str, Any]) -> None:
+        kernels.adam(stored, factors, xp, memory=memory)
+
     calls: dict[str, tuple[int, Call]] = {
         "torch AdamW fused": (moved, lambda turn: fused.step()),
         "torch AdamW foreach": (moved, lambda turn: each.step()),
-        "AdamW, update alone": (moved, lambda turn: kernels.adam(parts, factors, xp)),
+        "AdamW, update alone": (moved, partial(alone, parts, memory={})),
         "AdamW step": (moved + 4 * count, lambda turn: step.step()),
     }
     clocked: dict[str, Callable[[], Any]] = {
@@ -91,8 +95,7 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
         stored = [(*part[:2], *arrays.values()) for part, arrays in zip(parts, kept, strict=True)]
         moved = 12 * count + 2 * narrow.nbytes
         name = f"AdamW {states}"
-        alone = partial(kernels.adam, stored, factors, xp)
-        calls[f"{name}, update alone"] = (moved, partial(_again, alone))
+        calls[f"{name}, update alone"] = (moved, partial(alone, stored, memory={}))
         calls[f"{name} step"] = (moved + 4 * count, partial(_again, narrow.step))
         clocked[f"{name} step, seen"] = narrow.step
     if find_spec("torchao"):
