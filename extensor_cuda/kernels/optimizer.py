@@ -55,11 +55,11 @@ def source(states: str = "float32") -> Source:
 
     plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
     assert isinstance(plan, Plan)
+    blocks = {"BLOCKS": int(states != bfloat16.name)}
     of_blocks: dict[str, object] = dict(
         quantize_source(plan, "float32", "codes", True, False).macros
     )
-    more = {"BLOCKS": int(states != bfloat16.name), "RESIDENT": 5, "AHEAD": 1, "SHARED": 1}
-    return Source.read(folder / "optimizer_narrow.cu", of_blocks | more)
+    return Source.read(folder / "optimizer_narrow.cu", of_blocks | blocks)
 
 
 def _kind(states: Sequence[Stored | None]) -> str:

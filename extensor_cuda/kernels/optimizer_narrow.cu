@@ -10,7 +10,7 @@
 
 constexpr u32 kMagnitude = 0x7FFFFFFFu, kExponent = 0x7F800000u, kMantissa = 0x007FFFFFu;
 constexpr u32 kSigns = 0x80808080u;
-constexpr int kStride = 4 * kThreads;
+constexpr int kStride = 4 * kThreads, kResident = 4;  // blocks at a time on a multiprocessor
 constexpr int kDrawn = BLOCKS ? BLOCK : 8192;  // values whose random words are one block of these
 
 __device__ __forceinline__ u32 bits_of(float v) { return __float_as_uint(v); }
@@ -153,7 +153,7 @@ __device__ __forceinline__ u32 encode(float low, float high, u32 word) {
 
 __device__ __forceinline__ void load(const float* from, bool four, int left, float (&to)[4]) {
     if (four) {
-        const float4 v = __ldcs(reinterpret_cast<const float4*>(from));
+        const float4 v = *reinterpret_cast<const float4*>(from);
         to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
         return;
     }
@@ -165,7 +165,7 @@ __device__ __forceinline__ void store(float* to, bool four, int left, const floa
     if (four) {
         float4 v;
         v.x = from[0], v.y = from[1], v.z = from[2], v.w = from[3];
-        __stcs(reinterpret_cast<float4*>(to), v);
+        __stcg(reinterpret_cast<float4*>(to), v);  // an assignment is split into four
         return;
     }
 #pragma unroll
@@ -209,26 +209,11 @@ __device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now,
 
     // Whole warps stay: a block's lanes ask each other. What lies beyond the end is and stays zero.
     const u32 end = (count + 127) / 128 * 128;
-#if AHEAD
     Fetched next = fetch(threadIdx.x * 4);
-#if AHEAD == 2
-    Fetched after = next;
-    if (!kWhole || threadIdx.x * 4 + kStride < end) after = fetch(threadIdx.x * 4 + kStride);
-#endif
-#endif
 #pragma unroll 1
     for (u32 i = threadIdx.x * 4; i < end; i += kStride) {
-#if AHEAD
         Fetched f = next;
-#if AHEAD == 2
-        next = after;
-        if (!kWhole || i + 2 * kStride < end) after = fetch(i + 2 * kStride);
-#else
         if (!kWhole || i + kStride < end) next = fetch(i + kStride);
-#endif
-#else
-        Fetched f = fetch(i);
-#endif
         const int left = kWhole ? 4 : count - static_cast<int>(i);
         const u32 drawn = base + i / kDrawn;
         float mean[4] = {}, square[4] = {};
@@ -289,8 +274,9 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
     const i64 rest = t.count - begin;
     const int count = rest < kPart ? static_cast<int>(rest) : kPart;
     const bool vectors = aligned(t.weight) && aligned(t.grad) && aligned(t.first, 8) && aligned(t.second, 8);
-#if BLOCKS && SHARED
-    // Scales go through shared memory.
+    const bool whole = vectors && count % 128 == 0;
+#if BLOCKS
+    // Scales go through shared memory: single bytes are what global memory is slow at.
     __shared__ u8 scales[2][kPart / BLOCK];
     u8 *const first = t.first_scales + begin / BLOCK, *const second = t.second_scales + begin / BLOCK;
     const int blocks = (count + BLOCK - 1) / BLOCK;
@@ -300,13 +286,13 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
     }
     __syncthreads();
 #else
-    u8* scales[2] = {t.first_scales + begin / BLOCK, t.second_scales + begin / BLOCK};
+    u8* scales[2] = {};
 #endif
-    if (vectors && count % 128 == 0)
+    if (whole)
         move<Rule, true>(t, rule, now, begin, count, scales[0], scales[1]);
     else
         move<Rule, false>(t, rule, now, begin, count, scales[0], scales[1]);
-#if BLOCKS && SHARED
+#if BLOCKS
     __syncthreads();
     for (int i = threadIdx.x; i < blocks; i += kThreads) {
         if (Rule::kSquare || t.first) first[i] = scales[0][i];
@@ -315,7 +301,7 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 adam(const Tensor* tensors, int number, PACE) {
     step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }

@@ -116,7 +116,7 @@ inline long long min(long long a, long long b) { return a < b ? a : b; }
 template <class T>
 T __ldcs(const T* from) { return *from; }
 template <class T>
-void __stcs(T* to, T value) { *to = value; }
+void __stcg(T* to, T value) { *to = value; }
 
 struct uint2 { unsigned x, y; };
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {

@@ -94,7 +94,7 @@ def test_narrow_states_are_moved_with_vectors(
     states: str, disassembler: str, tmp_path: Path
 ) -> None:
     found = instructions(optimizer.source(states), disassembler, tmp_path)
-    assert starting(found, "LDG.E.EF.128") and starting(found, "STG.E.EF.128")
+    assert starting(found, "LD.E.128") and starting(found, "STG.E.128")
     assert not starting(found, "LDL") and not starting(found, "STL")
 
 
