@@ -250,7 +250,7 @@ def narrow_states(backend: Any) -> None:
     from extensor.optim import SGD, AdamW
 
     xp = backend.xp
-    arrays = [xp.ones(n, dtype="float32") for n in (3, 40_001)]
+    arrays = [xp.ones(n, dtype="float32") for n in (3, 768, 40_001)]
     arrays.append(xp.ones(70, dtype="float32")[1:])  # vectors do not fit
     for states in backend.steps_together:
         rules: Any = ((AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {}))

@@ -4,13 +4,12 @@
 
 AdamW is one step on the shapes of GPT-2 small (124 million float32 parameters in 148 tensors):
 the whole of ``optimizer.step()``, its check for finite gradients included, and the update alone,
-beside ``torch.optim.AdamW(fused=True).step()``; the same with states in bfloat16 and in 8 bits,
-and torchao's optimizer with 8-bit states where torchao is installed. Norms are of 16384 rows of
-4096 float32 values, forward and backward; cross-entropy is of 2048 rows of 50257. "elements" are
-kernels that compute value by value, and cross-entropy, on 16384 x 8192 of float32 and of bfloat16,
-beside torch's clone of the same: bytes moved a second are what counts. CUDA events around single
-calls, the contestants taking turns, medians. ``seen`` counts the time from an idle GPU to the
-step's end, Python included. Needs a GPU, torch and the extra ``cuda13``.
+beside ``torch.optim.AdamW(fused=True).step()``; and with states in bfloat16 and
+in 8 bits. Norms are of 16384 rows of 4096 float32 values, forward and backward; cross-entropy is
+of 2048 rows of 50257. "elements" are kernels that compute value by value, and cross-entropy, on 16384 x 8192 of float32 and of bfloat16, beside torch's clone
+of the same: bytes moved a second are what counts. CUDA events around single calls, the
+contestants taking turns, medians. ``seen`` counts the time from an idle GPU to the step's end,
+Python included. Needs a GPU, torch and the extra ``cuda13``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import ml_dtypes
@@ -98,13 +96,6 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
         calls[f"{name}, update alone"] = (moved, partial(alone, stored, memory={}))
         calls[f"{name} step"] = (moved + 4 * count, partial(_again, narrow.step))
         clocked[f"{name} step, seen"] = narrow.step
-    if find_spec("torchao"):
-        from torchao.optim import AdamW8bit
-
-        eight = AdamW8bit(theirs, **options)
-        moved = 12 * count + 4 * (count + count // 64)  # a float32 scale for 256 values
-        calls["torchao AdamW8bit"] = (moved, lambda turn: eight.step())
-        clocked["torchao AdamW8bit, seen"] = eight.step
     return calls, clocked
 
 

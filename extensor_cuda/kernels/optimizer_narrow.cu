@@ -209,11 +209,12 @@ __device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now,
 
     // Whole warps stay: a block's lanes ask each other. What lies beyond the end is and stays zero.
     const u32 end = (count + 127) / 128 * 128;
-    Fetched next = fetch(threadIdx.x * 4);
+    Fetched next = {};
+    if (threadIdx.x * 4 < end) next = fetch(threadIdx.x * 4);
 #pragma unroll 1
     for (u32 i = threadIdx.x * 4; i < end; i += kStride) {
         Fetched f = next;
-        if (!kWhole || i + kStride < end) next = fetch(i + kStride);
+        if (i + kStride < end) next = fetch(i + kStride);
         const int left = kWhole ? 4 : count - static_cast<int>(i);
         const u32 drawn = base + i / kDrawn;
         float mean[4] = {}, square[4] = {};
@@ -274,7 +275,6 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
     const i64 rest = t.count - begin;
     const int count = rest < kPart ? static_cast<int>(rest) : kPart;
     const bool vectors = aligned(t.weight) && aligned(t.grad) && aligned(t.first, 8) && aligned(t.second, 8);
-    const bool whole = vectors && count % 128 == 0;
 #if BLOCKS
     // Scales go through shared memory: single bytes are what global memory is slow at.
     __shared__ u8 scales[2][kPart / BLOCK];
@@ -288,7 +288,7 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
 #else
     u8* scales[2] = {};
 #endif
-    if (whole)
+    if (vectors && count % 128 == 0)
         move<Rule, true>(t, rule, now, begin, count, scales[0], scales[1]);
     else
         move<Rule, false>(t, rule, now, begin, count, scales[0], scales[1]);
