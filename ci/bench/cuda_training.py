@@ -4,12 +4,12 @@
 
 AdamW is one step on the shapes of GPT-2 small (124 million float32 parameters in 148 tensors):
 the whole of ``optimizer.step()``, its check for finite gradients included, and the update alone,
-beside ``torch.optim.AdamW(fused=True).step()``; and with states in bfloat16 and
-in 8 bits. Norms are of 16384 rows of 4096 float32 values, forward and backward; cross-entropy is
-of 2048 rows of 50257. "elements" are kernels that compute value by value, and cross-entropy, on 16384 x 8192 of float32 and of bfloat16, beside torch's clone
-of the same: bytes moved a second are what counts. CUDA events around single calls, the
-contestants taking turns, medians. ``seen`` counts the time from an idle GPU to the step's end,
-Python included. Needs a GPU, torch and the extra ``cuda13``.
+with states of every kind, beside ``torch.optim.AdamW(fused=True).step()``. Norms are of 16384 rows
+of 4096 float32 values, forward and backward; cross-entropy is of 2048 rows of 50257. "elements" are
+kernels that compute value by value, and cross-entropy, on 16384 x 8192 of float32 and of bfloat16,
+beside torch's clone of the same: bytes moved a second are what counts. CUDA events around single
+calls, the contestants taking turns, medians. ``seen`` counts the time from an idle GPU to the
+step's end, Python included. Needs a GPU, torch and the extra ``cuda13``.
 """
 
 from __future__ import annotations
