@@ -29,6 +29,7 @@ from extensor.io import load_checkpoint, save_checkpoint
 from extensor.nn import apply_recipe
 from extensor.optim import MXGradScaler, clip_grad_norm
 from extensor.quant import QuantArray, QuantStats
+from extensor.quant.recipes import get_recipe
 from training.batch import Batch
 from training.callbacks import (
     LAST,
@@ -401,6 +402,11 @@ def _check_graph(config: RunConfig, telemetry: int) -> None:
     for good, what, way_out in (
         (config.device != "cpu", "a GPU repeats the steps", "add --device cuda"),
         (config.optimizer != "lion", f"{config.optimizer} is not captured", "sgd, adam or adamw"),
+        (
+            not get_recipe(config.recipe).adaptive_scale_rule,
+            f"{config.recipe} changes its layers' scale rules between steps",
+            "a recipe that does not",
+        ),
         (
             not telemetry,
             "telemetry looks at gradients in the middle of a step",

@@ -52,7 +52,8 @@ class Config:
         vectors: exponents of each row or column; else one for all of an operand.
         factors: float32 factors instead of exponents, for both operands.
         zeros: zero points, with s8 and factors.
-        blocks: float32 scales of 128 elements along K on both sides, with FP8 and promote=1.
+        blocks: float32 scales of 128 elements along K on both sides, with FP8 and promote=1: one
+            for so many rows of an operand: 1, or 4 where 128 rows have the same. 0: none.
         every: elements of K for which B's rows have float32 scales, with bf16: 32 or a multiple
             of 64; promote is then what it takes. 0: none.
         grouped: rows of A in groups, each with a B of its own.
@@ -77,7 +78,7 @@ class Config:
     vectors: bool = False
     factors: bool = False
     zeros: bool = False
-    blocks: bool = False
+    blocks: int = 0
     every: int = 0
     grouped: bool = False
     down: tuple[bool, bool] = (False, False)
@@ -97,7 +98,7 @@ class Config:
     def _stage(self) -> int:
         """Bytes of a stage: two tiles, their scales, two barriers."""
         lines = max(STAGE_OF_BF16 // self.every, 1) if self.every else 0  # of scales of columns
-        scales = TILE_M + self.tile_n if self.blocks else lines * self.tile_n
+        scales = (TILE_M + self.tile_n) // self.blocks if self.blocks else lines * self.tile_n
         return (TILE_M + self.tile_n) * ROW_BYTES + 4 * scales + 16
 
     @property
@@ -256,7 +257,7 @@ def gemm_source(config: Config) -> jit.Source:
         "SKEW": config.skew,
         "VECTORS": 2 if config.factors else int(config.vectors),
         "ZEROS": int(config.zeros),
-        "BLOCKS": int(config.blocks),
+        "BLOCKS": config.blocks,
         "EVERY": config.every,
         "GROUPED": int(config.grouped),
         "A_DOWN": int(config.down[0]),

@@ -1,20 +1,23 @@
 // ---- bfloat16 to e2m1 under a power of two, two values at a time ----
 
-#if HALVES
-// Scaling by a power of two is exact in bfloat16 where it matters (what underflows is far below a
-// quarter), and the additions that round have bfloat16's last place where float32 had its own. So
-// the same steps as above hold on pairs.
 constexpr u32 kPairMagnitude = 0x7FFF7FFFu, kPairSign = 0x80008000u;
-
-__device__ __forceinline__ u32 pair_fma(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
 
 __device__ __forceinline__ u32 pair_max(u32 a, u32 b) {
     u32 d;
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+__device__ __forceinline__ u32 low_float(u32 pair) { return pair << 16; }
+__device__ __forceinline__ u32 high_float(u32 pair) { return pair & 0xFFFF0000u; }
+
+#if HALVES
+// Scaling by a power of two is exact in bfloat16 where it matters (what underflows is far below a
+// quarter), and the additions that round have bfloat16's last place where float32 had its own. So
+// the same steps as above hold on pairs.
+__device__ __forceinline__ u32 pair_fma(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
 
@@ -29,9 +32,6 @@ __device__ __forceinline__ u32 pair_abs(u32 a) {
     asm("abs.bf16x2 %0, %1;" : "=r"(d) : "r"(a));
     return d;
 }
-
-__device__ __forceinline__ u32 low_float(u32 pair) { return pair << 16; }
-__device__ __forceinline__ u32 high_float(u32 pair) { return pair & 0xFFFF0000u; }
 
 // 64 times the code magnitudes (up to 10 where they are counted, else 7) of x * scale in the two halves.
 // `far` says whether one may be beyond 16. A half of `exponent` is a power of two, 64 times which has a

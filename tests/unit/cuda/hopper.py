@@ -29,9 +29,12 @@ STATEMENTS = {
     '"=r"(raw[k / 2])': "raw[k / 2] = rounded_pair(y[1], y[0]);",
     "prmt.b32": "bytes = sign_bytes(a, b);",
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
+    "cp.async.cg.shared.global [": "copy_ahead<16>(to, from, inside);",
+    '"cp.async.wait_all;"': ";",
     "cp.async.wait_all": "named_barrier(warpgroup + 1, 128);",
     "cvt.rn.bf16x2.f32": "packed = rounded_pair(v[2 * h + 1], v[2 * h]);",
     "ex2.approx": "y = std::exp2(x);",
+    "cvt.f32.f16": "v = of_float16(raw & 0xFFFF);",
     "max.NaN.f32": "m = a != a || b != b ? NAN : std::fmax(a, b);",
     "fma.rn.bf16x2": "d = fma_pair(a, b, c);",
     "max.NaN.bf16x2": "d = choose_pair<true>(a, b);",
@@ -41,7 +44,6 @@ STATEMENTS = {
 }
 """Assembly that does something here, and what stands for it."""
 NOTHING = (
-    "cvt.f32.f16",
     "mul.wide.u32",  # in parts that are not compiled here
     "cvt.rn.satfinite",  # likewise
     "rcp.approx",
