@@ -5,6 +5,7 @@
 // A thread owns four neighbours: one Philox call of a block of 32, whose largest 8 lanes find. Macros:
 // those of the quantizer of the blocks. Compiled with --fmad=false.
 
+#define MUL_WIDE 1
 #include "optimizer.cuh"
 #include "philox.cuh"
 
