@@ -181,6 +181,15 @@ def test_whatever_is_stored_is_read_as_on_the_cpu(trainer: Any, rule: str, state
         step_alike(ours, cpu)
 
 
+def test_without_momentum_the_buffer_stays(trainer: Any) -> None:
+    ours, cpu, rng = on_both(trainer, "momentum", "float32", (40,))
+    for momentum in (0.9, 0.0, 0.9):
+        for optimizer in (ours, cpu):
+            optimizer.groups[0].options["momentum"] = momentum
+        give(ours.params[0], cpu.params[0], gradients(rng, 40, 2), trainer)
+        step_alike(ours, cpu)
+
+
 @pytest.mark.parametrize("states", ["float32", *NARROW])
 @pytest.mark.parametrize("rule", ["adamw", "momentum"])
 def test_a_run_goes_on_where_its_checkpoint_is_loaded(
