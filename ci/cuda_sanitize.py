@@ -224,6 +224,7 @@ def training(backend: Any, rng: Any) -> int:
     names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
     backend.all_finite_each([part[1] for part in parts])
     backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3, look=True)
+    narrow_states(backend)
     images, window = (
         xp.asarray(rng.standard_normal((2, 3, 9, 11)).astype("float32")),
         Window((3, 2)),
@@ -249,6 +250,26 @@ def training(backend: Any, rng: Any) -> int:
     factors = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": 1.0}
     backend.sgd_each([part[:3] for part in parts], [factors] * 3)
     return 5
+
+
+def narrow_states(backend: Any) -> None:
+    """Optimizers' steps whose states are decoded and rounded by the same launch."""
+    from extensor import ExTensor
+    from extensor.optim import SGD, AdamW
+
+    xp = backend.xp
+    arrays = [xp.ones(n, dtype="float32") for n in (3, 768, 40_001)]
+    arrays.append(xp.ones(70, dtype="float32")[1:])  # vectors do not fit
+    for states in backend.steps_together:
+        rules: Any = ((AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {}))
+        for kind, options in rules:
+            params = [ExTensor(a.copy() if a.base is None else a, device="cuda") for a in arrays]
+            for p in params:
+                p.requires_grad = True
+                p.grad = ExTensor(p.data * 0.5, device="cuda")
+            step = kind(params, lr=0.1, states=states, **options)
+            step.step()
+            step.step()
 
 
 def halves(backend: Any, rng: Any) -> int:

@@ -117,6 +117,8 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned l
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 template <class T>
 T __ldcs(const T* from) { return *from; }
+template <class T>
+void __stcg(T* to, T value) { *to = value; }
 
 struct uint2 { unsigned x, y; };
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
