@@ -17,7 +17,7 @@ plus, where a partial product with its scales is below 2**-126, that much.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def multiply(a: Square, b: Square, dtype: str, xp: Any, bias: Array | None = Non
     """
     m, n = a.shape[0], b.shape[0]
     out = empty_rows(xp, m, n, _OUT[dtype])
-    config = replace(configure(a.kind, m, n, dtype, 1, b=b.kind), blocks=LINES)
+    config = configure(a.kind, m, n, dtype, b=b.kind, squares=LINES)
     gemm(a.codes, b.codes, out, config, bias=bias, scales=(a.scales, b.scales))
     return xp.ascontiguousarray(out)
 

@@ -181,8 +181,8 @@ def operand_source(
 
 def _resident(spec: QuantSpec, dtype: str, wide: bool) -> int:
     """Blocks of threads of a multiprocessor: as many as leave them registers without spilling."""
-    if spec.near:
-        return 2 if spec.rounding == "stochastic" else 3
+    if spec.near and dtype != "float32":
+        return 3 if spec.rounding == "stochastic" else 4
     return 4 if wide else 5 if dtype == "float32" else 3
 
 

@@ -14,6 +14,9 @@
 // 128 elements along K on both sides, by which each stage's sum is multiplied when it is promoted; one
 // for so many rows of A and of B, and if that is not 1, 128 rows from the first on have the same.
 //
+// TURNS: a warpgroup issues a stage when the other one has: their products end one after the other, and
+// each promotes while the other's run.
+//
 // EVERY: float scales of so many elements along K for each row of B: every PROMOTE stages, or several times
 // in a stage, the sum since the last of them is multiplied by its column's and added to float32 registers.
 //
@@ -307,6 +310,10 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
             factors.first = power_of_two(exponent >> 1);
             factors.second = power_of_two(exponent - (exponent >> 1));
         }
+#if TURNS
+        static_assert(PROMOTE == 1, "a stage is a turn");
+        if (warpgroup == 1) asm volatile("bar.arrive 4, 256;" ::: "memory");  // the first begins
+#endif
         bool behind = SKEW && warpgroup == 1;  // the second warpgroup starts SKEW stages late
         bool ahead = SKEW && warpgroup == 0;
         for (int index = blockIdx.x / kCluster; TILES; index += step) {
@@ -336,6 +343,9 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     wait(full + 8 * stage, parity);
                     const u64 a = descriptor<A_DOWN>(base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
                     const u64 b = descriptor<B_DOWN>(base + stage * kStage + kABytes, kBoxBytes);
+#if TURNS
+                    asm volatile("bar.sync %0, 256;" ::"r"(4 + warpgroup) : "memory");
+#endif
                     hold(part);
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -357,6 +367,9 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                         asm volatile("bar.arrive 3, 256;" ::: "memory");
                         ahead = false;
                     }
+#if TURNS
+                    asm volatile("bar.arrive %0, 256;" ::"r"(5 - warpgroup) : "memory");
+#endif
                     finish<1>(part);
                     if (last >= 0) release(empty + 8 * last, lane);
                     last = stage;

@@ -7,7 +7,8 @@ struct Place {
 #if NEAR
     Changed changed;
     float apply;  // the scale's inverse
-    u32 limit;    // SWIFT: one less than the bfloat16 from which on values are normal codes
+    u32 limit;    // what `least_of` gives of the first value whose code is normal
+    bool careful; // whether it does not tell
 #endif
 };
 

@@ -125,13 +125,15 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 word) { return word ^ (row 
 // The tile at (row0, column0) of x (rows, columns), zeros outside, without waiting.
 __device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int row0, int column0,
                                       i64 rows, i64 columns) {
-    constexpr int kAcross = kRowWords / 4;
+    constexpr int kAcross = kRowWords / 4, kApart = kTileThreads / kAcross;  // units of a row; rows at a time
+    const int first = threadIdx.x / kAcross, word = threadIdx.x % kAcross * 4;
+    const int column = column0 + word * 4 / static_cast<int>(sizeof(Raw));
+    const Raw* at = x + static_cast<i64>(row0 + first) * columns + column;
 #pragma unroll
-    for (int i = 0; i < kRows * kAcross / kTileThreads; ++i) {
-        const int unit = i * kTileThreads + threadIdx.x, row = unit / kAcross, word = unit % kAcross * 4;
-        const int column = column0 + word * 4 / static_cast<int>(sizeof(Raw));
+    for (int i = 0; i < kRows / kApart; ++i, at += kApart * columns) {
+        const int row = first + i * kApart;
         const bool inside = row0 + row < rows && column < columns;
-        const Raw* from = inside ? x + static_cast<i64>(row0 + row) * columns + column : x;
+        const Raw* from = inside ? at : x;
         u32* to = &tile[row][swizzled(row, word)];
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(to))),
                      "l"(from), "r"(inside ? 16 : 0)
@@ -153,17 +155,23 @@ __device__ __forceinline__ u32 over_threads(u32 mine, u32* scratch) {
     return all;
 }
 
-// What bfloat16 rounds to under the square's scale alone: a normal code is the same under its block's.
+// What values round to under the square's scale alone: a normal code is the same under its block's.
 #undef SWIFT
-#define SWIFT (IN == 1 && RULE == 1 && !WORDS)
+#define SWIFT (IN <= 1 && RULE == 1 && !WORDS)
 #if SWIFT
-// The least magnitude in pairs, zeros left out, less one.
+// The least magnitude, zeros left out, less one, as float bits.
 template <int N>
-__device__ __forceinline__ u32 least_of(const u32 (&pairs)[N]) {
+__device__ __forceinline__ u32 least_of(const u32 (&words)[N]) {
     u32 least = ~0u;
 #pragma unroll
-    for (int k = 0; k < N; ++k) least = __viaddmin_u16x2(pairs[k] & kPairMagnitude, ~0u, least);
-    return smaller(least & 0xFFFFu, least >> 16);
+    for (int k = 0; k < N; ++k) {
+#if IN == 1
+        least = __viaddmin_u16x2(words[k] & kPairMagnitude, ~0u, least);
+#else
+        least = __viaddmin_u32(words[k] & kMagnitude, ~0u, least);
+#endif
+    }
+    return IN == 1 ? smaller(least & 0xFFFFu, least >> 16) << 16 : least;
 }
 
 // Four values on the grid, not beyond its top.
@@ -193,7 +201,7 @@ __device__ __forceinline__ float value_at(const u32 (*tile)[kRowWords], int row,
 __device__ __forceinline__ bool survey(const u32 (*tile)[kRowWords], u32* scratch, u32& along, u32& down) {
     const uint4* units = reinterpret_cast<const uint4*>(tile);
     u32 most = 0, pairs = 0;
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < kRows * kRowWords / 4 / kTileThreads; ++i) {
         const uint4 four = units[i * kTileThreads + threadIdx.x];
         const u32 words[4] = {four.x, four.y, four.z, four.w};
@@ -237,7 +245,8 @@ __device__ __forceinline__ void place_square(Place& place, u32 most, bool number
     place.anchor = static_cast<int>(s.stored);
     place.apply = s.apply;
     const int least = place.anchor + MIN_EXPONENT;  // the exponent field of the least normal value
-    place.limit = !numbers || ELEMENT_SCALE != 1.0f ? 0x10000u : least > 0 ? (least << 7) - 1 : 0xFFFFu;
+    place.limit = least > 0 ? static_cast<u32>(least << 23) - (IN == 1 ? 0x10000u : 1u) : IN == 1 ? 0xFFFF0000u : ~0u;
+    place.careful = !numbers || ELEMENT_SCALE != 1.0f;
     const i64 pitch = (lines + kSide - 1) / kSide * (kSide / kShared) + kBehind;
     if (scales && threadIdx.x < kSide / kShared)
         scales[along / kSide * pitch + across / kShared + threadIdx.x] = s.decode;
@@ -310,12 +319,10 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
         uint4 units[kUnits];
         const int column = column0 + start;
 #if SWIFT
-        const auto four = [&](int k) {
-            const u32 a = raw[2 * k], b = raw[2 * k + 1];
-            return four_codes(low_float(a), high_float(a), low_float(b), high_float(b), place.apply);
-        };
-        units[0] = uint4{four(0), four(1), four(2), four(3)};
-        if (__any_sync(~0u, least_of(raw) < place.limit)) {
+        const auto of = [&](int k) { return bits_of(element(raw, k)); };
+        const auto four = [&](int k) { return four_codes(of(k), of(k + 1), of(k + 2), of(k + 3), place.apply); };
+        units[0] = uint4{four(0), four(4), four(8), four(12)};
+        if (__any_sync(~0u, place.careful || least_of(raw) < place.limit)) {
 #else
         {
 #endif
@@ -403,17 +410,21 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
 #if SWIFT
 #pragma unroll 1
     for (int h = 0; h < 2; ++h) {
-        u32 both[kChunk];
+        constexpr int kWide = sizeof(Raw) / 2;  // words of the two columns in a row
+        u32 both[kChunk * kWide];
 #pragma unroll
-        for (int k = 0; k < kChunk; ++k) both[k] = tile[top + kChunk * h + k][swizzled(k, pair)];
-        if (__any_sync(~0u, least_of(both) < place.limit)) {
+        for (int k = 0; k < kChunk * kWide; ++k) {
+            const int row = top + kChunk * h + k / kWide;
+            both[k] = tile[row][swizzled(row, kWide * pair + k % kWide)];
+        }
+        if (__any_sync(~0u, place.careful || least_of(both) < place.limit)) {
 #pragma unroll 1
             for (int c = 0; c < 2; ++c) make_one(c, h, amax_of(c));
             continue;
         }
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            const auto of = [&](int k) { return c ? high_float(both[k]) : low_float(both[k]); };
+            const auto of = [&](int k) { return bits_of(element(both, 2 * k + c)); };
             const auto four = [&](int k) { return four_codes(of(k), of(k + 1), of(k + 2), of(k + 3), place.apply); };
             units[0] = uint4{four(0), four(4), four(8), four(12)};
             put(c, h, units);

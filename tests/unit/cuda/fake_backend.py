@@ -100,6 +100,13 @@ def fake_near(x: Any, spec: Any, stream: Any, xp: Any) -> Any:
     return counted(x, spec, stream, Counters(SLOTS, xp), (0, SLOTS), xp)
 
 
+def fake_quantize(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
+    """What is stored; of what is recorded, nothing yet."""
+    recording.clock_of([stream])
+    q, stats = reference.quantize(fake.plain(x), plan.spec, stream)
+    return replace(q, **{name: fake.made(part) for name, part in q.parts.items()}), stats
+
+
 def fake_pair(x: Any, plan: Any, streams: Any, xp: Any) -> Any:
     counters, streams = Counters(2 * SLOTS, xp), plan.ordered(streams)
     sides = (plan.along.spec, 0), (plan.down.spec, 1)
@@ -115,6 +122,7 @@ def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBac
     for module in (*TRAINING, recording):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(kernels, "operand", fake_operand)
+    monkeypatch.setattr(kernels, "quantize", fake_quantize)
     for module in (kernels, dequantize):
         monkeypatch.setattr(module, "launch", lambda *arguments: None)  # of what is stored
     monkeypatch.setattr(near, "operand", fake_near)

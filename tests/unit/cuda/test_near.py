@@ -70,8 +70,8 @@ def test_no_kernel_of_squares_spills(rounding: str, dtype: str) -> None:
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("tile", [128, 176, 192])
 def test_no_gemm_of_squares_spills(tile: int, extras: bool) -> None:
-    config = configure("e4m3", 4096, 4096, "bfloat16", 1)
-    config = replace(config, tile_n=tile, blocks=near.LINES, extras=extras)
+    config = configure("e4m3", 4096, 4096, "bfloat16", squares=near.LINES)
+    config = replace(config, tile_n=tile, turns=tile == 192, extras=extras)
     check_compiles(gemm_source(config), "sm_90a")
 
 
@@ -268,7 +268,8 @@ def test_products_of_squares_are_within_the_bound(
     xp: Any, monkeypatch: pytest.MonkeyPatch, tile: int, out: str
 ) -> None:
     m, n, k = 136, 400, 392
-    monkeypatch.setattr(near, "configure", lambda *a, **b: replace(configure(*a, **b), tile_n=tile))
+    chosen = {"tile_n": tile, "turns": tile == 192}
+    monkeypatch.setattr(near, "configure", lambda *a, **b: replace(configure(*a, **b), **chosen))
     values, sides = [], []
     for rows, spec in ((m, SQUARES[0]), (n, SQUARES[1])):
         x, each = matrix((rows, k), "float32", False), spec.replace(near=True).resolve(2)
