@@ -281,10 +281,10 @@ def halves(backend: Any, rng: Any) -> int:
         labels = xp.arange(shape[0]) % shape[1]
         _, kept = backend.cross_entropy(xh, labels, 0.1)
         backend.cross_entropy_grad(x[:, :1], xh, labels, kept, 0.1)
-        mean, rstd = backend.layer_norm(xh, x[0], g[0], 1e-5)[1:]
-        backend.layer_norm_grad(gh, xh, x[0], mean, rstd)
-        rstd = backend.rms_norm(xh, x[0], 1e-5)[1]
-        backend.rms_norm_grad(gh, xh, x[0], rstd)
+        mean, rstd = backend.layer_norm(x, x[0], g[0], 1e-5, narrow=True)[1:]
+        backend.layer_norm_grad(gh, x, x[0], mean, rstd)
+        rstd = backend.rms_norm(x, x[0], 1e-5, narrow=True)[1]
+        backend.rms_norm_grad(gh, x, x[0], rstd)
         for a, b in ((x, gh), (xh, gh), (x, g)):
             backend.add(a, b)
             backend.leading_sum(a, 1)
