@@ -1,7 +1,7 @@
 """RMSNorm or LayerNorm and the quantizers of what it gives, in one reading of the input.
 
-A cluster of blocks shares some rows, each with its columns in shared memory: sums go round through
-the cluster, and what is normalized, rounded once to bfloat16, is encoded along its rows and down
+A group of blocks shares some rows, each with its columns in shared memory: sums go round through
+global memory, and what is normalized, rounded once to bfloat16, is encoded along its rows and down
 its columns without having been written. The norm's sums have an order of their own, so that it may
 differ from `extensor_cuda.kernels.norm` in the last bits; within the same bounds.
 """
@@ -27,9 +27,10 @@ __all__ = ["norm_quantize", "norm_quantize_source", "reason"]
 Array = Any
 
 _INPUTS = {"float32": 4, "bfloat16": 2}
-_TILE, _TALL, _WARP, _STAGES = 65536, 32, 512, 3  # bytes; rows of blocks down; columns of a warp
-_ROW_THREADS, _COLUMN_THREADS = (256, 512), 256  # both directions, rows alone
-_MOST_CLUSTER = 16
+_TALL, _TERM, _MOST_TERMS = 32, 1024, 32  # rows of blocks down; bytes of a warp's sum
+# Both directions, rows alone: bytes of a tile, stages, tiles that sums are ahead, threads.
+_TILE, _STAGES, _LEAD = (32768, 65536), (6, 3), (3, 1)
+_ROW_THREADS, _COLUMN_THREADS = (256, 512), (256, 0)
 
 
 class _Norm(ctypes.Structure):
@@ -40,6 +41,7 @@ class _Norm(ctypes.Structure):
         ("codes", ctypes.c_void_p * 2),
         ("scales", ctypes.c_void_p * 2),
         ("counters", ctypes.c_void_p),
+        ("posts", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("mean", ctypes.c_void_p),
@@ -51,17 +53,16 @@ class _Norm(ctypes.Structure):
 
 
 def _tile(columns: int, dtype: str, only_rows: bool) -> tuple[int, int, int]:
-    """Rows and columns of a block, and blocks of a cluster: as few idle columns as can be."""
-    size = _TILE // _INPUTS[dtype]
-    widest = size // (4 if only_rows else _TALL)
-    wides = [_WARP << i for i in range(8) if _WARP << i <= widest]
-    wide = min(wides, key=lambda n: (-(-columns // n) > _MOST_CLUSTER, -(-columns // n) * n, -n))
-    return size // wide if only_rows else _TALL, wide, -(-columns // wide)
+    """Rows and columns of a block, and blocks of a group: as few idle columns as can be."""
+    size, term = _TILE[only_rows] // _INPUTS[dtype], _TERM // _INPUTS[dtype]
+    wides = [term << i for i in range(8) if term << i <= size // (4 if only_rows else _TALL)]
+    wide = min(wides, key=lambda n: (-(-columns // n) * n, -n))
+    return size // wide, wide, -(-columns // wide)
 
 
 def _threads(only_rows: bool) -> int:
-    """Of a block."""
-    return _ROW_THREADS[only_rows] + (0 if only_rows else _COLUMN_THREADS)
+    """Of a block; the last warp waits for sums."""
+    return _ROW_THREADS[only_rows] + _COLUMN_THREADS[only_rows] + 32
 
 
 def reason(
@@ -86,10 +87,7 @@ def reason(
     vectors = [a for a in (weight, bias) if a is not None]
     if not x.size or any(a.shape != (columns,) for a in vectors):
         return f"x {x.shape} under {[a.shape for a in vectors]}; wanted ({columns},), nothing empty"
-    each, most = (
-        16 // _INPUTS[x.dtype.name],
-        _MOST_CLUSTER * _TILE // _TALL // _INPUTS[x.dtype.name],
-    )
+    each, most = (n // _INPUTS[x.dtype.name] for n in (16, _MOST_TERMS * _TERM))
     if columns % each or columns > most:
         return f"rows of {columns} {x.dtype}; wanted a multiple of {each}, up to {most}"
     if any(not a.flags.c_contiguous or a.data.ptr % 16 for a in (x, *vectors)):
@@ -110,7 +108,7 @@ def norm_quantize_source(
 ) -> Source:
     """The program for input of a dtype."""
     rows, columns = plan.along.shape
-    tall, wide, cluster = _tile(columns, dtype, only_rows)
+    tall, wide, group = _tile(columns, dtype, only_rows)
     extra = {
         "BOTH": 1,
         "TALL": tall,
@@ -118,13 +116,14 @@ def norm_quantize_source(
         "COLUMNS": 4,
         "THREADS": _threads(only_rows),
         "ROW_THREADS": _ROW_THREADS[only_rows],
-        "STAGES": _STAGES,
+        "COLUMN_THREADS": _COLUMN_THREADS[only_rows],
+        "STAGES": _STAGES[only_rows],
+        "LEAD": _LEAD[only_rows],
         "NORM": 2 if centred else 1,
         "BIAS": int(biased),
         "XIN": list(_INPUTS).index(dtype),
         "ONLY_ROWS": int(only_rows),
-        "CLUSTER": cluster,
-        "CLUSTER_DIMS": f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else "",
+        "GROUP": group,
     }
     whole = rows % tall == 0 and columns % wide == 0
     return kernels.quantize_source(
@@ -165,25 +164,27 @@ def norm_quantize(
     rstd = xp.empty((rows, 1), dtype=np.float32)
     mean = xp.empty((rows, 1), dtype=np.float32) if centred else None
     counters = Counters(4 * SLOTS, xp) if stats else None
-    tall, wide, cluster = _tile(columns, x.dtype.name, only_rows)
-    terms = -(-cluster * wide // _WARP // 32) * 32  # as in normed.cuh, of each sum
-    shared = _STAGES * (_TILE + 16) + 8 * tall * terms * (1 + centred) + 32
+    tall, wide, group = _tile(columns, x.dtype.name, only_rows)
+    device, lead, stages = xp.cuda.runtime.getDevice(), _LEAD[only_rows], _STAGES[only_rows]
+    groups = max(1, min(-(-rows // tall), hopper.multiprocessors(device) // group))
+    # As in normed.cuh: of a group, the tiles' sums by place; alone, a block keeps them to itself.
+    posts = (2 * lead + 2) * (1 + centred) * group * _TILE[only_rows] // _TERM
+    shared = stages * (_TILE[only_rows] + 24) + (lead + 1) * (4 * tall * (1 + centred) + 8)
+    shared += 8 * posts * (group == 1)
+    posted = xp.zeros(groups * posts, dtype=np.uint64) if group > 1 else None
     sides = (made[0], made[-1])
     given = _Norm(
         x.data.ptr,
         tuple(q.codes.data.ptr for q in sides),
         tuple(q.scales.data.ptr for q in sides),
         None if counters is None else counters.array.data.ptr,
+        None if posted is None else posted.data.ptr,
         *(None if a is None else a.data.ptr for a in (weight, bias, mean, rstd)),
         rows,
         columns,
         eps,
     )
     source = norm_quantize_source(plan, x.dtype.name, centred, bias is not None, only_rows, stats)
-    device = xp.cuda.runtime.getDevice()
     function, _ = hopper.load(source, "quantize_normed", shared, device)
-    threads = _threads(only_rows)
-    most = hopper.clusters(function, cluster, threads, shared, device)
-    grid = min(-(-rows // tall), most) * cluster
-    hopper.launch(function, grid, threads, shared, (), given)
+    hopper.launch(function, groups * group, _threads(only_rows), shared, (), given, group > 1)
     return made[0], None if only_rows else made[1], mean, rstd, counters

@@ -16,7 +16,6 @@ __all__ = [
     "SHARED",
     "capability",
     "check",
-    "clusters",
     "driver",
     "launch",
     "load",
@@ -89,20 +88,6 @@ def multiprocessors(device: int) -> int:
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
-@lru_cache(maxsize=256)
-def clusters(function: Any, blocks: int, threads: int, shared: int, device: int) -> int:
-    """Clusters of so many blocks that run at a time on a device, as the driver says."""
-    bindings = driver()
-    attribute, config = bindings.CUlaunchAttribute(), bindings.CUlaunchConfig()
-    attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    size = attribute.value.clusterDim
-    size.x, size.y, size.z = blocks, 1, 1
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.attrs, config.numAttrs = shared, [attribute], 1
-    return int(check(bindings.cuOccupancyMaxActiveClusters(function, config), "cuOccupancy"))
-
-
 @lru_cache(maxsize=4096)
 def tensor_map(
     pointer: int,
@@ -147,8 +132,13 @@ def launch(
     shared: int,
     maps: Sequence[bytes],
     structure: ctypes.Structure,
+    together: bool = False,
 ) -> None:
-    """Run a kernel of tensor maps and one structure on cupy's current stream; does not wait."""
+    """Run a kernel of tensor maps and one structure on cupy's current stream; does not wait.
+
+    With `together` all its blocks run at a time, whatever else runs, so that they may wait for each
+    other; an error if there is not room for them.
+    """
     import cupy
 
     buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
@@ -156,8 +146,12 @@ def launch(
     parameters = (ctypes.c_void_p * len(addresses))(*addresses)
     sizes = (grid, 1, 1, threads, 1, 1, shared)
     stream = cupy.cuda.get_current_stream().ptr
-    result = driver().cuLaunchKernel(function, *sizes, stream, ctypes.addressof(parameters), 0)
-    check(result, "cuLaunchKernel")
+    given, bindings = ctypes.addressof(parameters), driver()
+    if together:
+        result = bindings.cuLaunchCooperativeKernel(function, *sizes, stream, given)
+    else:
+        result = bindings.cuLaunchKernel(function, *sizes, stream, given, 0)
+    check(result, "cuLaunchCooperativeKernel" if together else "cuLaunchKernel")
 
 
 def wgmma(

@@ -1,10 +1,10 @@
 // RMSNorm (NORM 1) or LayerNorm (NORM 2) and the quantizer of what it gives, rounded once to bfloat16.
 //
-// A cluster of CLUSTER blocks has TALL rows at a time, each block WIDE columns of them, which are copied
-// to a stage of its shared memory. A thread has a chunk of columns in kEach rows. Sums are of a thread's
-// values, then of a warp's lanes, then of the warps that share a row, each of which sends its own to all
-// blocks before it encodes the rows before: so nobody waits for sums, nor, with STAGES stages, for memory.
-// What the first kRowThreads threads have left of a tile, the others encode down its columns meanwhile.
+// A group of GROUP blocks, all of which run at a time, has TALL rows at a time, each block WIDE columns of
+// them, which are copied to a stage of its shared memory. Warps sum a kibibyte of some rows LEAD tiles
+// before they are encoded and post the sums where all blocks of the group look; a warp of each block waits
+// for them and tells its block what they make. So nobody else waits for sums, nor, with STAGES stages, for
+// memory. In both directions some warps encode rows; what they have left, others encode down the columns.
 
 #include "barriers.cuh"
 // ---- after barriers ----  (the emulator has its own)
@@ -16,27 +16,30 @@ typedef u16 Given;
 #endif
 constexpr int kGivenWords = sizeof(Given) * kChunk / 4, kGivenVector = 16 / sizeof(Given);
 constexpr int kSide = WIDE / kChunk;                 // threads side by side
-constexpr int kSlices = kSide / 32;                  // warps that share a row of the block
-constexpr int kRowThreads = ROW_THREADS, kColumnThreads = kThreads - kRowThreads;
+constexpr int kRowThreads = ROW_THREADS, kColumnThreads = COLUMN_THREADS;
 constexpr int kRowWarps = kRowThreads / 32, kLastWarps = (ONLY_ROWS ? kRowThreads : kColumnThreads) / 32;
-constexpr int kEach = TALL * kSide / kRowThreads;    // rows of a thread: a power of two
-constexpr int kShare = 32 / kEach;                   // of a warp that have the sum of one of its rows
-// Before which of them the next tile is summed: its copy begins late where columns are encoded too.
-constexpr int kSumsAt = ONLY_ROWS ? 0 : kEach / 2;
-constexpr bool kHeld = ONLY_ROWS || !BIAS;           // whether weights and bias stay in registers
-constexpr int kTerms = (CLUSTER * kSlices + 31) / 32 * 32;  // sums of warps that make a row's
+constexpr int kEach = TALL * kSide / kRowThreads;    // rows of a thread
+constexpr bool kHeld = !BIAS || (ONLY_ROWS && WHOLE);           // whether weights and bias stay in registers
+
+// A warp's sum, a term of a row's, is of so many columns; at a time it has so many rows.
+constexpr int kTerm = 1024 / sizeof(Given), kSlices = WIDE / kTerm, kTerms = GROUP * kSlices, kMostTerms = 32;
+constexpr int kSummed = TALL * kSlices / kLastWarps, kShare = 32 / kSummed;
+static_assert(kTerms <= kMostTerms, "a lane has a row's terms");
+// Whoever posts a tile's sums knows that every block has read those of so many tiles before, and that
+// its own has encoded the rows of so many before.
+constexpr int kPosts = 2 * LEAD + 2, kFound = LEAD + 1;
 
 struct Norm {
     const void* x;
     u8 *codes[2], *scales[2];
-    u64* counters;
+    u64 *counters, *posts;  // posts: zeros
     const float *weight, *bias;
     float *mean, *rstd;
     i64 rows, columns;
     float eps;
 };
 
-__device__ __forceinline__ float given(const u32 (&words)[kGivenWords], int k) {
+__device__ __forceinline__ float given(const u32* words, int k) {
 #if XIN == 0
     return float_of(words[k]);
 #else
@@ -44,22 +47,33 @@ __device__ __forceinline__ float given(const u32 (&words)[kGivenWords], int k) {
 #endif
 }
 
-// A chunk of the tile; zeros beyond the matrix. `real`: columns from its first one on.
-__device__ __forceinline__ void load_chunk(u32 (&words)[kGivenWords], const Given* from, i64 real) {
-#pragma unroll
-    for (int v = 0; v < kGivenWords / 4; ++v) {
-        uint4 four = {0, 0, 0, 0};
-        if (WHOLE || v * kGivenVector < real) four = reinterpret_cast<const uint4*>(from)[v];
-        words[4 * v] = four.x, words[4 * v + 1] = four.y, words[4 * v + 2] = four.z, words[4 * v + 3] = four.w;
-    }
+// 16 bytes of the tile; zeros beyond the matrix.
+__device__ __forceinline__ void load_vector(u32* words, const Given* from, bool inside) {
+    uint4 four = {0, 0, 0, 0};
+    if (WHOLE || inside) four = *reinterpret_cast<const uint4*>(from);
+    words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
 }
 
-// Each lane's sums of kEach rows -> lane l has the warp's sum of row l / kShare. The order is that of the
-// lanes, 16 apart first, however many rows there are.
-__device__ __forceinline__ float across_warp(float (&sums)[kEach]) {
-    const int lane = threadIdx.x % 32;
+// The warp's sums over kSummed rows of what `of` makes of a sum and a value of row e. Lane l has that of
+// row l / kShare. A lane has 32 bytes of each row; four in eight begin with the second half, in other banks.
+template <class Of>
+__device__ __forceinline__ float over_columns(const Given* mine, i64 real, Of of) {
+    const int lane = threadIdx.x % 32, flip = lane / 4 % 2 * kGivenVector;
+    float sums[kSummed];
 #pragma unroll
-    for (int half = kEach / 2, apart = 16; half; half /= 2, apart /= 2)
+    for (int e = 0; e < kSummed; ++e) {
+        sums[e] = 0;
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+            const int at = v * kGivenVector ^ flip;
+            u32 words[4];
+            load_vector(words, mine + e * WIDE + at, at < real);
+#pragma unroll
+            for (int k = 0; k < kGivenVector; ++k) sums[e] = of(sums[e], given(words, k), e, WHOLE || at < real);
+        }
+    }
+#pragma unroll
+    for (int half = kSummed / 2, apart = 16; half; half /= 2, apart /= 2)
 #pragma unroll
         for (int i = 0; i < half; ++i) {
             const bool upper = lane & apart;
@@ -70,87 +84,58 @@ __device__ __forceinline__ float across_warp(float (&sums)[kEach]) {
     for (int apart = kShare / 2; apart; apart /= 2) sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(~0u, sums[0], apart));
     return sums[0];
 }
-__device__ __forceinline__ float of_row(float of_lanes, int e) { return __shfl_sync(~0u, of_lanes, e * kShare); }
 
-// `*to = v` in block `rank` of the cluster, and 4 bytes more at its barrier.
-__device__ __forceinline__ void send(float* to, float v, u32 barrier, int rank) {
-    if (CLUSTER == 1) {
-        *to = v;  // `sent` says so
-        return;
-    }
-    asm volatile("{\n.reg .b32 a, b;\nmapa.shared::cluster.u32 a, %0, %3;\nmapa.shared::cluster.u32 b, %2, %3;\n"
-                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [a], %1, [b];\n}" ::"r"(shared_address(to)),
-                 "f"(v), "r"(barrier), "r"(rank)
-                 : "memory");
-}
-// A block that has no cluster waits for its warps, others for bytes.
-constexpr int kSent = sizeof(float) * NORM * TALL * CLUSTER * kSlices;
-__device__ __forceinline__ void sent(u32 barrier) {
-    if (CLUSTER > 1) return;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(barrier);
-}
-__device__ __forceinline__ void expect_sums(u32 barrier) {
-    if (CLUSTER > 1) expect_bytes(barrier, kSent);
-}
-
-typedef float Terms[NORM][TALL][kTerms];  // of each warp: squares about its mean; with NORM 2 the mean
-
-// The sums of a warp's rows, the first being `row`, to all blocks.
-__device__ __forceinline__ void send_sums(const Given* mine, i64 real, float width, Terms& terms, u32 barrier, int row,
-                                          int term) {
-    const int lane = threadIdx.x % 32;
-    float sums[kEach], mean = 0;
-    u32 words[kGivenWords];
-#if NORM == 2
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-        load_chunk(words, mine + e * WIDE, real);
-        sums[e] = 0;
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) sums[e] = __fadd_rn(sums[e], given(words, k));
-    }
-    mean = across_warp(sums);
-    mean = width > 0 ? __fdiv_rn(mean, width) : 0.0f;
-#endif
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-        load_chunk(words, mine + e * WIDE, real);
-        const float middle = NORM == 2 ? of_row(mean, e) : 0.0f;
-        sums[e] = 0;
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) {
-            float v = given(words, k);
-            if (NORM == 2) v = WHOLE || k < real ? __fsub_rn(v, middle) : 0.0f;
-            sums[e] = __fmaf_rn(v, v, sums[e]);
-        }
-    }
-    const float squares = across_warp(sums);
-    for (int to = lane % kShare; to < CLUSTER; to += kShare) {
-        send(&terms[0][row + lane / kShare][term], squares, barrier, to);
-        if (NORM == 2) send(&terms[NORM - 1][row + lane / kShare][term], mean, barrier, to);
-    }
-    sent(barrier);
-}
-
-// Columns that a warp's term is of.
+// Columns of a term.
 __device__ __forceinline__ float width_of(int term, i64 columns) {
-    return WHOLE ? 512.0f : static_cast<float>(min(static_cast<i64>(512), max(columns - term * 512, static_cast<i64>(0))));
+    return WHOLE ? kTerm : static_cast<float>(min(static_cast<i64>(kTerm), max(columns - term * kTerm, static_cast<i64>(0))));
 }
 
-// Lane l: the sum over all terms of row l / kShare.
-template <class Of>
-__device__ __forceinline__ float over_terms(Of of) {
+typedef u64 Posts[NORM][kTerms][TALL];  // a float and the number of its tile: squares about the mean; with NORM 2 the mean
+
+// Sums of a warp's rows, of which `mine` are the lane's columns in the first one, to `to`, the first one's.
+__device__ __forceinline__ void post_sums(const Given* mine, i64 real, float width, u64* to, u32 tile) {
     const int lane = threadIdx.x % 32;
-    float sums[kEach];
+    const auto post_all = [&](int n, float v) {
+        if (lane % kShare == 0) post(to + n * kTerms * TALL + lane / kShare, static_cast<u64>(tile) << 32 | __float_as_uint(v));
+    };
+#if NORM == 2
+    float mean = over_columns(mine, real, [](float sum, float v, int, bool) { return __fadd_rn(sum, v); });
+    mean = width > 0 ? __fdiv_rn(mean, width) : 0.0f;
+    float middles[kSummed];
 #pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-        sums[e] = 0;
+    for (int e = 0; e < kSummed; ++e) middles[e] = __shfl_sync(~0u, mean, e * kShare);
+    post_all(1, mean);
+    post_all(0, over_columns(mine, real, [&](float sum, float v, int e, bool inside) {
+        v = inside ? __fsub_rn(v, middles[e]) : 0.0f;
+        return __fmaf_rn(v, v, sum);
+    }));
+#else
+    post_all(0, over_columns(mine, real, [](float sum, float v, int, bool) { return __fmaf_rn(v, v, sum); }));
+#endif
+}
+
+// A tile's terms of a row, once all of them are there.
+__device__ __forceinline__ void await_terms(float (&terms)[kMostTerms], const u64* from, u32 tile) {
+    for (;;) {
+        bool there = true;
 #pragma unroll
-        for (int t = 0; t < kTerms; t += 32)
-            if (t + lane < CLUSTER * kSlices) sums[e] = __fadd_rn(sums[e], of(e, t + lane));
+        for (int t = 0; t < kMostTerms; ++t) {
+            const u64 found = t < kTerms ? posted(from + t * TALL) : 0;
+            terms[t] = float_of(static_cast<u32>(found));
+            if (t < kTerms) there &= found >> 32 == tile;
+        }
+        if (__all_sync(~0u, there)) return;
+        asm volatile("nanosleep.u32 64;");
     }
-    return across_warp(sums);
+}
+
+// The order is the same for all rows of a length.
+template <int kHalf = kMostTerms / 2>
+__device__ __forceinline__ float sum_of(float (&terms)[kMostTerms]) {
+#pragma unroll
+    for (int t = 0; t < kHalf; ++t) terms[t] = __fadd_rn(terms[t], terms[t + kHalf]);
+    if constexpr (kHalf > 1) return sum_of<kHalf / 2>(terms);
+    return terms[0];
 }
 
 __device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChunk], float (&bias)[kChunk], i64 start, i64 real) {
@@ -166,16 +151,19 @@ __device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChu
     }
 }
 
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
 quantize_normed(const __grid_constant__ Norm p) {
     extern __shared__ u8 raw_memory[];
     Given* const tiles = reinterpret_cast<Given*>(raw_memory);
-    Terms* const terms = reinterpret_cast<Terms*>(tiles + STAGES * TALL * WIDE);
-    u32* const left_by = reinterpret_cast<u32*>(terms + 2);  // warps that have left each stage
-    const u32 summed = shared_address(left_by + 4), ready = summed + 16, coded = ready + 8 * STAGES;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % CLUSTER;
+    typedef float Found[NORM][TALL];  // rstds and means
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % GROUP;
+    const int step = gridDim.x / GROUP, from = blockIdx.x / GROUP;
+    Posts* posts = reinterpret_cast<Posts*>(tiles + STAGES * TALL * WIDE);
+    Found* const found = reinterpret_cast<Found*>(posts + (GROUP == 1) * kPosts);
+    u32* const left_by = reinterpret_cast<u32*>(found + kFound);  // warps that have left each stage
+    const u32 summed = shared_address(left_by + STAGES + STAGES % 2), ready = summed + 8 * kFound, coded = ready + 8 * STAGES;
+    if (GROUP > 1) posts = reinterpret_cast<Posts*>(p.posts) + from * kPosts;
     const i64 left = static_cast<i64>(rank) * WIDE;
-    const int step = gridDim.x / CLUSTER, from = blockIdx.x / CLUSTER;
     const int count = (static_cast<int>((p.rows + TALL - 1) / TALL) - from + step - 1) / step;  // tiles
     const auto top_of = [&](int i) { return (from + static_cast<i64>(i) * step) * TALL; };
     const auto tile_of = [&](int i) { return tiles + i % STAGES * TALL * WIDE; };
@@ -201,29 +189,73 @@ quantize_normed(const __grid_constant__ Norm p) {
         __threadfence_block();
         fill(i + STAGES);
     };
+    if (GROUP == 1)
+        for (int k = threadIdx.x; k < kPosts * NORM * kTerms * TALL; k += kThreads) (&posts[0][0][0][0])[k] = 0;
     if (warp == 0) {
         if (lane == 0) {
-            for (int b = 0; b < 2; ++b) barrier_init(summed + 8 * b, CLUSTER > 1 ? 1 : kRowWarps);
+            for (int b = 0; b < kFound; ++b) barrier_init(summed + 8 * b, 1);
             for (int s = 0; s < STAGES; ++s) {
                 barrier_init(ready + 8 * s, 1), barrier_init(coded + 8 * s, kRowWarps);
                 left_by[s] = 0;
             }
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            for (int b = 0; b < 2; ++b) expect_sums(summed + 8 * b);
         }
         __syncwarp();
         for (int i = 0; i < min(STAGES, count); ++i) fill(i);
     }
     __syncthreads();
-    if (CLUSTER > 1) cluster_sync();  // the blocks that sums are sent to are there
 
+    const float length = static_cast<float>(p.columns);
+    if (warp == kThreads / 32 - 1) {
+        constexpr int kLanes = TALL < 32 ? TALL : 32;  // some have the same row then
+        for (int i = 0; i < count; ++i) {
+#pragma unroll 1
+            for (int row = lane % kLanes; row < TALL; row += kLanes) {
+                float terms[kMostTerms], mean = 0;
+#if NORM == 2
+                await_terms(terms, &posts[i % kPosts][1][0][row], i + 1);
+#pragma unroll
+                for (int t = 0; t < kMostTerms; ++t) terms[t] = __fmul_rn(terms[t], width_of(t, p.columns));
+                mean = __fdiv_rn(sum_of(terms), length);
+                found[i % kFound][NORM - 1][row] = mean;
+#endif
+                await_terms(terms, &posts[i % kPosts][0][0][row], i + 1);
+#if NORM == 2
+#pragma unroll
+                for (int t = 0; t < kTerms; ++t) {
+                    const u64 its_mean = posted(&posts[i % kPosts][1][t][row]);
+                    const float apart = __fsub_rn(float_of(static_cast<u32>(its_mean)), mean);
+                    terms[t] = __fadd_rn(terms[t], __fmul_rn(__fmul_rn(apart, apart), width_of(t, p.columns)));
+                }
+#endif
+                const float rstd = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum_of(terms), length), p.eps)));
+                found[i % kFound][0][row] = rstd;
+                if (rank == 0 && lane < kLanes && top_of(i) + row < p.rows) {
+                    p.rstd[top_of(i) + row] = rstd;
+                    if (NORM == 2) p.mean[top_of(i) + row] = mean;
+                }
+            }
+            __syncwarp();
+            if (lane == 0) arrive(summed + 8 * (i % kFound));
+        }
+        return;
+    }
+    const auto sum = [&](int i, int worker) {
+        const int slice = worker % kSlices, row = worker / kSlices * kSummed, term = rank * kSlices + slice;
+        const int at = slice * kTerm + lane * (kTerm / 32);
+        wait(ready + 8 * (i % STAGES), i / STAGES % 2);
+        post_sums(tile_of(i) + row * WIDE + at, p.columns - left - at, width_of(term, p.columns),
+                  &posts[i % kPosts][0][term][row], i + 1);
+    };
     const Tensor tensor = {1, 1, 0, 1};
     const Stream stream = {};
     Tally tally = {0, 0};
 #if !ONLY_ROWS
     if (warp >= kRowWarps) {
         constexpr int kPitch = WIDE * sizeof(Given) / sizeof(Raw), kItems = TALL / kChunk * WIDE / COLUMNS;
-        for (int i = 0; i < count; ++i) {
+        for (int i = -LEAD; i < count; ++i) {
+            if (i + LEAD < count) sum(i + LEAD, warp - kRowWarps);
+            if (i < 0) continue;
             wait(coded + 8 * (i % STAGES), i / STAGES % 2);
 #pragma unroll 1
             for (int item = threadIdx.x - kRowThreads; item < kItems; item += kColumnThreads)
@@ -235,52 +267,28 @@ quantize_normed(const __grid_constant__ Norm p) {
         return;
     }
 #endif
-    const int first = warp / kSlices * kEach, side = threadIdx.x % kSide, term = rank * kSlices + warp % kSlices;
+    const int first = threadIdx.x / kSide * kEach, side = threadIdx.x % kSide;
     const i64 start = left + side * kChunk, real = p.columns - start;
-    const float length = static_cast<float>(p.columns), width = width_of(term, p.columns);
-    const auto sum = [&](int i) {
-        wait(ready + 8 * (i % STAGES), i / STAGES % 2);
-        send_sums(tile_of(i) + first * WIDE + side * kChunk, real, width, terms[i % 2], summed + 8 * (i % 2), first,
-                  term);
-    };
     float weight[kChunk], bias[kChunk];
     if (kHeld) load_factors(p, weight, bias, start, real);
-    sum(0);
-    for (int i = 0; i < count; ++i) {
-        wait(summed + 8 * (i % 2), i / 2 % 2);
-        const Terms& t = terms[i % 2];
-        const i64 top = top_of(i);
-        float mean = 0;
-#if NORM == 2
-        mean = __fdiv_rn(over_terms([&](int e, int of) {
-            return __fmul_rn(t[NORM - 1][first + e][of], width_of(of, p.columns));
-        }), length);
-        float middles[kEach];
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) middles[e] = of_row(mean, e);
-        const float square = over_terms([&](int e, int of) {
-            const float apart = __fsub_rn(t[NORM - 1][first + e][of], middles[e]);
-            return __fadd_rn(t[0][first + e][of], __fmul_rn(__fmul_rn(apart, apart), width_of(of, p.columns)));
-        });
-#else
-        const float square = over_terms([&](int e, int of) { return t[0][first + e][of]; });
+    for (int i = ONLY_ROWS ? -LEAD : 0; i < count; ++i) {
+#if ONLY_ROWS
+        if (i + LEAD < count) sum(i + LEAD, warp);
+        if (i < 0) continue;
 #endif
-        const float rstd = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(square, length), p.eps)));
-        const i64 mine = top + first + lane / kShare;
-        if (rank == 0 && warp % kSlices == 0 && lane % kShare == 0 && (WHOLE || mine < p.rows)) {
-            p.rstd[mine] = rstd;
-            if (NORM == 2) p.mean[mine] = mean;
-        }
-        if (threadIdx.x == 0) expect_sums(summed + 8 * (i % 2));  // before it sends what follows
+        wait(summed + 8 * (i % kFound), i / kFound % 2);
+        wait(ready + 8 * (i % STAGES), i / STAGES % 2);
+        const i64 top = top_of(i);
         if (!kHeld) load_factors(p, weight, bias, start, real);
 #pragma unroll 4
         for (int e = 0; e < kEach; ++e) {
-            if (e == kSumsAt && i + 1 < count) sum(i + 1);
             const i64 inside = WHOLE || top + first + e < p.rows ? real : 0;
-            const float middle = NORM == 2 ? of_row(mean, e) : 0.0f, factor = of_row(rstd, e);
+            const float middle = found[i % kFound][NORM - 1][first + e], factor = found[i % kFound][0][first + e];
             Given* const row = tile_of(i) + (first + e) * WIDE;
             u32 words[kGivenWords], raw[kChunk / 2];
-            load_chunk(words, row + side * kChunk, inside);
+#pragma unroll
+            for (int v = 0; v < kGivenWords / 4; ++v)
+                load_vector(words + 4 * v, row + side * kChunk + v * kGivenVector, v * kGivenVector < inside);
 #pragma unroll
             for (int k = 0; k < kChunk; k += 2) {
                 float y[2];

@@ -43,6 +43,11 @@ inline void wait(u32 barrier, u32 parity) {
 inline void release(u32 barrier, int lane) {
     if (lane == 0) arrive(barrier, 0);
 }
+inline void post(u64* to, u64 v) { *to = v; }
+inline u64 posted(const u64* from) {
+    yield();
+    return *from;
+}
 inline u32 rank_in_cluster() { return 0; }
 inline void cluster_sync() {}
 

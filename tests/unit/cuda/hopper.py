@@ -25,7 +25,6 @@ from tests.unit.cuda.emulator import Cupy, Emulator
 
 HEADER = Path(__file__).parent / "hopper.hpp"
 STATEMENTS = {
-    "st.async": "*to = v, brought(barrier, 4);",
     '"=r"(raw[k / 2])': "raw[k / 2] = rounded_pair(y[1], y[0]);",
     "prmt.b32": "bytes = sign_bytes(a, b);",
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
@@ -45,6 +44,7 @@ NOTHING = (
     "cvt.rn.satfinite",  # in parts that are not compiled here
     "rcp.approx",
     "fence",
+    "nanosleep",
     "setmaxnreg",
     "bar.",
     "wgmma.",
@@ -144,7 +144,7 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
         return getattr(emulator.library(source_of(source)), f"run_{kernel}"), None
 
     def launch(
-        function: Any, grid: int, threads: int, shared: int, maps: list[bytes], structure: Any
+        function: Any, grid: int, threads: int, shared: int, maps: list[bytes], structure: Any, *more: bool
     ) -> None:
         buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
         addresses = [*map(ctypes.addressof, buffers), ctypes.addressof(structure)]
@@ -163,5 +163,4 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
     monkeypatch.setattr(hopper, "launch", launch)
     monkeypatch.setattr(hopper, "tensor_map", _map)
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: blocks)
-    monkeypatch.setattr(hopper, "clusters", lambda *launched: blocks)
     return Cupy()
