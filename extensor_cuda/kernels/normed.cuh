@@ -253,12 +253,13 @@ quantize_normed(const __grid_constant__ Norm p) {
 #if !ONLY_ROWS
     if (warp >= kRowWarps) {
         constexpr int kPitch = WIDE * sizeof(Given) / sizeof(Raw), kItems = TALL / kChunk * WIDE / COLUMNS;
+        static_assert(kItems <= kColumnThreads, "one each");
+        const int item = threadIdx.x - kRowThreads;
         for (int i = -LEAD; i < count; ++i) {
             if (i + LEAD < count) sum(i + LEAD, warp - kRowWarps);
             if (i < 0) continue;
             wait(coded + 8 * (i % STAGES), i / STAGES % 2);
-#pragma unroll 1
-            for (int item = threadIdx.x - kRowThreads; item < kItems; item += kColumnThreads)
+            if (item < kItems)
                 encode_down<kPitch>(reinterpret_cast<const Raw*>(tile_of(i)), item, top_of(i), left, p.rows, p.columns,
                                     tensor, stream, p.codes[1], p.scales[1], nullptr, tally);
             leave(i);
@@ -278,7 +279,7 @@ quantize_normed(const __grid_constant__ Norm p) {
 #endif
         wait(summed + 8 * (i % kFound), i / kFound % 2);
         wait(ready + 8 * (i % STAGES), i / STAGES % 2);
-        const i64 top = top_of(i);
+        const i64 top = top_of(i), along = tiles_along(p.columns), block = (top + first) * along + start / BLOCK;
         if (!kHeld) load_factors(p, weight, bias, start, real);
 #pragma unroll 4
         for (int e = 0; e < kEach; ++e) {
@@ -307,7 +308,7 @@ quantize_normed(const __grid_constant__ Norm p) {
             uint4* to = reinterpret_cast<uint4*>(reinterpret_cast<u16*>(row) + side * kChunk);
             to[0] = uint4{raw[0], raw[1], raw[2], raw[3]}, to[1] = uint4{raw[4], raw[5], raw[6], raw[7]};
 #endif
-            encode_along(raw, top + first + e, start, p.rows, p.columns, tensor, stream, p.codes[0], p.scales[0],
+            encode_along(raw, top + first + e, start, block + e * along, p.rows, p.columns, tensor, stream, p.codes[0], p.scales[0],
                          nullptr, tally);
         }
 #if ONLY_ROWS

@@ -30,6 +30,7 @@ STATEMENTS = {
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
     "cp.async.wait_all": "named_barrier(warpgroup + 1, 128);",
     "cvt.rn.bf16x2.f32": "packed = rounded_pair(v[2 * h + 1], v[2 * h]);",
+    "lop3.b32": "d = (a & mask) | (b & ~mask);",
     "ex2.approx": "y = std::exp2(x);",
     "max.NaN.f32": "m = a != a || b != b ? NAN : std::fmax(a, b);",
     "fma.rn.bf16x2": "d = fma_pair(a, b, c);",
