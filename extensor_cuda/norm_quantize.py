@@ -164,7 +164,7 @@ def norm_quantize(
     rstd = xp.empty((rows, 1), dtype=np.float32)
     mean = xp.empty((rows, 1), dtype=np.float32) if centred else None
     counters = Counters(4 * SLOTS, xp) if stats else None
-    tall, wide, group = _tile(columns, x.dtype.name, only_rows)
+    tall, _, group = _tile(columns, x.dtype.name, only_rows)
     device, lead, stages = xp.cuda.runtime.getDevice(), _LEAD[only_rows], _STAGES[only_rows]
     groups = max(1, min(-(-rows // tall), hopper.multiprocessors(device) // group))
     # As in normed.cuh: of a group, the tiles' sums by place; alone, a block keeps them to itself.

@@ -19,7 +19,7 @@ constexpr int kSide = WIDE / kChunk;                 // threads side by side
 constexpr int kRowThreads = ROW_THREADS, kColumnThreads = COLUMN_THREADS;
 constexpr int kRowWarps = kRowThreads / 32, kLastWarps = (ONLY_ROWS ? kRowThreads : kColumnThreads) / 32;
 constexpr int kEach = TALL * kSide / kRowThreads;    // rows of a thread
-constexpr bool kHeld = !BIAS || (ONLY_ROWS && WHOLE);           // whether weights and bias stay in registers
+constexpr bool kHeld = !BIAS || (ONLY_ROWS && WHOLE);  // whether weights and bias stay in registers
 
 // A warp's sum, a term of a row's, is of so many columns; at a time it has so many rows.
 constexpr int kTerm = 1024 / sizeof(Given), kSlices = WIDE / kTerm, kTerms = GROUP * kSlices, kMostTerms = 32;

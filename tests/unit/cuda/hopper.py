@@ -145,8 +145,15 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
         return getattr(emulator.library(source_of(source)), f"run_{kernel}"), None
 
     def launch(
-        function: Any, grid: int, threads: int, shared: int, maps: list[bytes], structure: Any, *more: bool
+        function: Any,
+        grid: int,
+        threads: int,
+        shared: int,
+        maps: list[bytes],
+        structure: Any,
+        together: bool = False,
     ) -> None:
+        assert not together, "blocks run one after the other here"
         buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
         addresses = [*map(ctypes.addressof, buffers), ctypes.addressof(structure)]
         function((ctypes.c_void_p * len(addresses))(*addresses), grid, threads)
