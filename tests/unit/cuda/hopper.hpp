@@ -1,5 +1,5 @@
-// Stands for hopper.cuh and the wgmma function: barriers, bulk copies and wgmma on the CPU, one block at
-// a time, no clusters. Shared memory is one array, addressed from its beginning; a tensor map of two
+// Stands for hopper.cuh and the wgmma function: barriers, bulk copies and wgmma on the CPU, a block to a copy of
+// the program, no clusters. Shared memory is one array, addressed from its beginning; a tensor map of two
 // axes holds pointer, rows, columns, pitch, rows of its box and bytes of an element, one of four axes
 // of bfloat16 pointer, sizes, strides in bytes (but of the first) and rows of its box.
 

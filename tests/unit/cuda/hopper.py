@@ -10,6 +10,7 @@ import ctypes
 import re
 import struct
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,7 +143,8 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
 
     def load(source: Source, kernel: str, shared: int, device: int) -> tuple[Any, None]:
         assert shared <= hopper.SHARED
-        return getattr(emulator.library(source_of(source)), f"run_{kernel}"), None
+        program = source_of(source)
+        return (emulator, program, f"run_{kernel}"), None
 
     def launch(
         function: Any,
@@ -153,10 +155,16 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
         structure: Any,
         together: bool = False,
     ) -> None:
-        assert not together, "blocks run one after the other here"
+        emulator, program, name = function
         buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
         addresses = [*map(ctypes.addressof, buffers), ctypes.addressof(structure)]
-        function((ctypes.c_void_p * len(addresses))(*addresses), grid, threads)
+        given = (ctypes.c_void_p * len(addresses))(*addresses)
+        if not together:
+            getattr(emulator.library(program), name)(given, grid, threads)
+            return
+        with ThreadPoolExecutor(grid) as pool:  # blocks at a time, each in a copy of the program
+            for block in range(grid):
+                pool.submit(getattr(emulator.copy(program, block), name), given, grid, threads)
 
     cuda = SimpleNamespace(
         runtime=SimpleNamespace(

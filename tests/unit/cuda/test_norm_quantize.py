@@ -30,9 +30,9 @@ CASES = (
     ((96, 4096), HALF),
     ((64, 8192), np.float32),
     ((64, 16384), HALF),
-    ((37, 504), HALF),  # ragged
-    ((50, 84), np.float32),
+    ((50, 84), np.float32),  # ragged
     ((1000, 72), HALF),  # more tiles than stages for each block of the emulator
+    ((330, 520), HALF),  # more tiles for a group of two than it has places for sums
     ((33, 5000), HALF),
 )
 EPS = 1e-5
@@ -78,8 +78,8 @@ def test_bytes_are_those_of_the_rounded_norm(xp: Any, name: str, centred: bool) 
         pytest.skip("the emulator is slow")
     rng = np.random.default_rng(3)
     for shape, dtype in CASES:
-        if isinstance(xp, Cupy) and shape[1] * np.dtype(dtype).itemsize > 1024:
-            continue  # the emulator runs one block at a time
+        if isinstance(xp, Cupy) and shape[1] > 520:
+            continue  # the emulator is slow
         x = (rng.standard_normal(shape) * 3 + 0.5).astype(dtype)
         x[1, 3], x[5, 7:40], x[7] = np.nan, 0, 0
         weight = rng.uniform(0.5, 2, shape[1]).astype(np.float32)
