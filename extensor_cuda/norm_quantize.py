@@ -123,6 +123,7 @@ def norm_quantize_source(
         "BIAS": int(biased),
         "XIN": list(_INPUTS).index(dtype),
         "ONLY_ROWS": int(only_rows),
+        "TENSOR": 1,
         "GROUP": group,
     }
     whole = rows % tall == 0 and columns % wide == 0

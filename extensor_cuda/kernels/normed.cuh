@@ -54,24 +54,9 @@ __device__ __forceinline__ void load_vector(u32* words, const Given* from, bool 
     words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
 }
 
-// The warp's sums over kSummed rows of what `of` makes of a sum and a value of row e. Lane l has that of
-// row l / kShare. A lane has 32 bytes of each row; four in eight begin with the second half, in other banks.
-template <class Of>
-__device__ __forceinline__ float over_columns(const Given* mine, i64 real, Of of) {
-    const int lane = threadIdx.x % 32, flip = lane / 4 % 2 * kGivenVector;
-    float sums[kSummed];
-#pragma unroll
-    for (int e = 0; e < kSummed; ++e) {
-        sums[e] = 0;
-#pragma unroll
-        for (int v = 0; v < 2; ++v) {
-            const int at = v * kGivenVector ^ flip;
-            u32 words[4];
-            load_vector(words, mine + e * WIDE + at, at < real);
-#pragma unroll
-            for (int k = 0; k < kGivenVector; ++k) sums[e] = of(sums[e], given(words, k), e, WHOLE || at < real);
-        }
-    }
+// Sums of each of kSummed rows over the warp: lane l has that of row l / kShare.
+__device__ __forceinline__ float over_lanes(float (&sums)[kSummed]) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = kSummed / 2, apart = 16; half; half /= 2, apart /= 2)
 #pragma unroll
@@ -84,6 +69,49 @@ __device__ __forceinline__ float over_columns(const Given* mine, i64 real, Of of
     for (int apart = kShare / 2; apart; apart /= 2) sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(~0u, sums[0], apart));
     return sums[0];
 }
+
+// The same of what `of` makes of a sum and a value of row e. A lane has two vectors of a row's, `mine` on.
+template <class Of>
+__device__ __forceinline__ float over_columns(const Given* mine, i64 real, Of of) {
+    float sums[kSummed];
+#pragma unroll
+    for (int e = 0; e < kSummed; ++e) {
+        sums[e] = 0;
+#pragma unroll
+        for (int at = 0; at < kTerm; at += kTerm / 2) {
+            u32 words[4];
+            load_vector(words, mine + e * WIDE + at, at < real);
+#pragma unroll
+            for (int k = 0; k < kGivenVector; ++k) sums[e] = of(sums[e], given(words, k), e, WHOLE || at < real);
+        }
+    }
+    return over_lanes(sums);
+}
+
+#if TENSOR && NORM == 1 && XIN == 1
+// Sums of squares on tensor cores, as the diagonal of a product with itself.
+__device__ __forceinline__ float over_squares(const Given* mine, i64 real) {
+    const int lane = threadIdx.x % 32;
+    float sums[kSummed];
+#pragma unroll
+    for (int e = 0; e < kSummed; ++e) {
+        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int at = 0; at < kTerm; at += kTerm / 2) {
+            u32 words[4];
+            load_vector(words, mine + e * WIDE + at, at < real);
+#pragma unroll
+            for (int w = 0; w < 4; w += 2) {
+                mma8(even, words[w], words[w + 1], words[w]);
+                mma8(odd, words[w], words[w + 1], words[w + 1]);
+            }
+        }
+        const float own = lane & 4 ? __fadd_rn(even[1], odd[3]) : __fadd_rn(even[0], odd[2]);
+        sums[e] = lane / 8 == lane % 4 ? own : 0.0f;
+    }
+    return over_lanes(sums);
+}
+#endif
 
 // Columns of a term.
 __device__ __forceinline__ float width_of(int term, i64 columns) {
@@ -110,7 +138,11 @@ __device__ __forceinline__ void post_sums(const Given* mine, i64 real, float wid
         return __fmaf_rn(v, v, sum);
     }));
 #else
+#if TENSOR && XIN == 1
+    post_all(0, over_squares(mine, real));
+#else
     post_all(0, over_columns(mine, real, [](float sum, float v, int, bool) { return __fmaf_rn(v, v, sum); }));
+#endif
 #endif
 }
 
@@ -242,7 +274,7 @@ quantize_normed(const __grid_constant__ Norm p) {
     }
     const auto sum = [&](int i, int worker) {
         const int slice = worker % kSlices, row = worker / kSlices * kSummed, term = rank * kSlices + slice;
-        const int at = slice * kTerm + lane * (kTerm / 32);
+        const int at = slice * kTerm + lane * kGivenVector;
         wait(ready + 8 * (i % STAGES), i / STAGES % 2);
         post_sums(tile_of(i) + row * WIDE + at, p.columns - left - at, width_of(term, p.columns),
                   &posts[i % kPosts][0][term][row], i + 1);
