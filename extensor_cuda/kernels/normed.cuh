@@ -313,7 +313,7 @@ quantize_normed(const __grid_constant__ Norm p) {
         wait(ready + 8 * (i % STAGES), i / STAGES % 2);
         const i64 top = top_of(i), along = tiles_along(p.columns), block = (top + first) * along + start / BLOCK;
         if (!kHeld) load_factors(p, weight, bias, start, real);
-#pragma unroll 4
+#pragma unroll (WHOLE ? 4 : 2)  // registers
         for (int e = 0; e < kEach; ++e) {
             const i64 inside = WHOLE || top + first + e < p.rows ? real : 0;
             const float middle = found[i % kFound][NORM - 1][first + e], factor = found[i % kFound][0][first + e];
