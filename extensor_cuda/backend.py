@@ -23,7 +23,7 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import blas, dense, expanded, gemm, operands, scaled, scaling, tuned, weights
 from extensor_cuda.graph import CudaGraph
-from extensor_cuda.kernels import floats, pair
+from extensor_cuda.kernels import dequantize, floats, pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.hopper import capability as _capability
 from extensor_cuda.memory import allocate
@@ -263,7 +263,7 @@ class CudaBackend(CudaTraining):
             return self.xp.asarray(self._host.dequantize(replace(q, **there), dtype))
         if isinstance(plan, floats.FloatPlan):
             return reference.narrow(floats.dequantize(q, plan, self.xp), dtype)
-        return reference.narrow(kernels.dequantize(q, plan, self.xp), dtype)
+        return reference.narrow(dequantize.dequantize(q, plan, self.xp), dtype)
 
     def _dequantize_reason(self, q: QuantArray, dtype: str = "float32") -> str | None:
         plan = _plan_of(q.spec, q.shape, decoding=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from extensor_cuda.memory import allocate
-from extensor_cuda.recording import Recording
+from extensor_cuda.recording import Recording, current
 
 __all__ = ["CudaGraph"]
 
@@ -32,8 +32,15 @@ class HostCopyError(RuntimeError):
     """A copy from the host while a step is recorded."""
 
 
-def _no_copies(size: int) -> Any:
-    raise HostCopyError(f"{size} bytes are copied from the host")
+def _no_copies(xp: Any) -> Callable[[int], Any]:
+    """An allocator of page-locked memory for all threads but the one that records."""
+
+    def allocate(size: int) -> Any:
+        if current() is not None:
+            raise HostCopyError(f"{size} bytes are copied from the host")
+        return xp.get_default_pinned_memory_pool().malloc(size)
+
+    return allocate
 
 
 def _where(error: BaseException) -> str:
@@ -103,15 +110,14 @@ class CudaGraph:
         xp = self.xp
         with self._aside():
             recording = Recording(xp)
-            xp.cuda.set_pinned_memory_allocator(_no_copies)
-            self._stream.begin_capture()
             try:
+                xp.cuda.set_pinned_memory_allocator(_no_copies(xp))
+                self._stream.begin_capture()
                 recording.begin()
                 out = step()
                 graph = self._stream.end_capture()
             except BaseException as error:
                 self._abandon()
-                xp.cuda.set_pinned_memory_allocator(xp.get_default_pinned_memory_pool().malloc)
                 recording.end(failed=True)
                 if not isinstance(error, Exception):
                     raise
@@ -119,7 +125,8 @@ class CudaGraph:
                     f"capture: the step cannot be recorded: at {_where(error)}: "
                     f"{type(error).__name__}: {error}; {_RULES}"
                 ) from error
-            xp.cuda.set_pinned_memory_allocator(xp.get_default_pinned_memory_pool().malloc)
+            finally:
+                xp.cuda.set_pinned_memory_allocator(xp.get_default_pinned_memory_pool().malloc)
             recording.end(failed=False)
         self._graph, self._recording = graph, recording
         return out

@@ -76,6 +76,7 @@ def matmul(a: Any, b: Any, offsets: Array, xp: Any, *, out_dtype: str = "float32
     config = configure(left.kind, *out.shape, out_dtype, b=right.kind)
     exponents = (left.exponent, right.exponent) if shared == "exponent" else (None, None)
     factors = (left.factor, right.factor) if shared == "factor" else None
+    offsets = xp.ascontiguousarray(offsets)
     gemm(left.codes, right.codes, out, config, *exponents, factors=factors, offsets=offsets)
     name = {"s8": "int8", "bf16": "bf16"}.get(left.kind, "FP8")
     return Product(xp.ascontiguousarray(out), f"{name} tensor cores{why}")

@@ -17,7 +17,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +134,9 @@ def cubin(source: Source, arch: str) -> bytes:
     return code
 
 
-@lru_cache(maxsize=1024)
+@cache
 def _function(source: Source, kernel: str, device: int) -> Any:
-    """A kernel loaded on one device. Modules stay loaded as long as their kernels are kept."""
+    """A kernel loaded on one device, for good: a graph may hold it, which does not keep it."""
     import cupy
 
     capability = cupy.cuda.Device(device).compute_capability

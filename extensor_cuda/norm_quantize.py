@@ -168,10 +168,11 @@ def norm_quantize(
     tall, _, group = _tile(columns, x.dtype.name, only_rows)
     device, lead, stages = xp.cuda.runtime.getDevice(), _LEAD[only_rows], _STAGES[only_rows]
     groups = max(1, min(-(-rows // tall), hopper.multiprocessors(device) // group))
-    # As in normed.cuh: of a group, the tiles' sums by place; alone, a block keeps them to itself.
-    posts = (2 * lead + 2) * (1 + centred) * group * _TILE[only_rows] // _TERM
+    # As in normed.cuh: a group's sums; those of a block alone lie in its shared memory.
+    ring = 2 * lead + 2
+    posts = ring * (1 + centred) * group * _TILE[only_rows] // _TERM
     shared = stages * (_TILE[only_rows] + 24) + (lead + 1) * (4 * tall * (1 + centred) + 8)
-    shared += 8 * posts * (group == 1)
+    shared += 8 * (ring + posts * (group == 1))
     posted = xp.zeros(groups * posts, dtype=np.uint64) if group > 1 else None
     sides = (made[0], made[-1])
     given = _Norm(

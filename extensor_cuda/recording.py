@@ -11,6 +11,7 @@ repetition needs no copy unless the host decided otherwise than foretold.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -85,6 +86,7 @@ class Recording:
         self._kept: list[Array] = []  # what the graph alone may refer to
         self._mirrors: list[tuple[Mirrors, Mirror]] = []
         self._repeat: list[Callable[[], None]] = []
+        self._gradients: dict[int, Callable[[], Any]] = {}
         self._failure: list[Callable[[], None]] = []
         self._frozen: list[tuple[str, Callable[[], object], object]] = []
         self._checks: list[tuple[Array, Callable[[], Exception]]] = []
@@ -239,6 +241,21 @@ class Recording:
         """See the protocol."""
         if self.live:
             push()
+
+    def adds_to(self, gradients: Sequence[Any]) -> None:
+        """See the protocol."""
+        for gradient in gradients:
+            known = self._gradients.get(id(gradient), lambda: None)
+            if gradient is not None and known() is not gradient:
+                raise RuntimeError(
+                    "capture: the step adds to gradients that were there before it, and each "
+                    "repetition would add to those of now; forget them in the step, by "
+                    "optimizer.zero_grad()"
+                )
+
+    def gives(self, gradients: Sequence[Any]) -> None:
+        """See the protocol."""
+        self._gradients |= {id(gradient): weakref.ref(gradient) for gradient in gradients}
 
     def on_repeat(self, call: Callable[[], None]) -> None:
         """See the protocol."""

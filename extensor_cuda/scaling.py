@@ -1,9 +1,9 @@
 """Training's operands under float scales: values quantized to FP8 or INT8 as products read them.
 
-Per tensor, per row or column, in blocks along the contraction or in square tiles: one pass finds
-each block's largest magnitude, another divides by its scale and rounds, turning the matrix where it
-is contracted along its first axis (`kernels/scaled.cu`). Codes and scales are the reference's, bit
-for bit. Products: `extensor_cuda.scaled`. Nothing waits.
+Per tensor, per row or column, in blocks along the contraction or in square tiles, the matrix turned
+where it is contracted along its first axis: by `kernels.float_lines` and `kernels.float_panels`, or
+where these do not fit in two passes of any shape (`kernels/scaled.cu`). Codes and scales are the
+reference's, bit for bit. Products: `extensor_cuda.scaled`. Nothing waits.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from extensor.random import Stream
 from extensor_cuda import tuned
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels import float_lines, float_panels
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS
 from extensor_cuda.operands import LEAST_WORK
@@ -106,31 +107,66 @@ def make(
         streams: one per spec, given exactly under stochastic rounding.
         xp: cupy.
     """
-    return [_make(x, spec, stream, xp) for spec, stream in zip(specs, streams, strict=True)]
+    of_all = all(tile_extent(spec, x.shape) == x.shape for spec in specs)
+    shared = len(specs) > 1 and of_all and _is_aligned(x) and x.size % 16 == 0
+    most = float_lines.largest(x, specs[0], xp) if shared else None
+    return [_make(x, spec, stream, most, xp) for spec, stream in zip(specs, streams, strict=True)]
 
 
-def _make(x: Array, spec: QuantSpec, stream: Stream | None, xp: Any) -> tuple[Side, Counts]:
+def _is_aligned(x: Array) -> bool:
+    return bool(x.data.ptr % 16 == 0)
+
+
+def _make(
+    x: Array, spec: QuantSpec, stream: Stream | None, most: Array | None, xp: Any
+) -> tuple[Side, Counts]:
     rows, columns = x.shape
     lines, k = (rows, columns) if spec.axis == 1 else (columns, rows)
     tall, wide = tile_extent(spec, x.shape)
     grid = -(-rows // tall), -(-columns // wide)
-    pitch = -(-k // 16) * 16
-    source = scaled_source(spec, x.dtype.name)
-    most = xp.zeros(grid, dtype=np.uint32)
     counters = Counters(2 * kernels.SLOTS, xp)
-    out, scales = xp.empty((lines, pitch), dtype=np.uint8), xp.empty(grid, dtype=np.float32)
-    warps = -(-rows // _ROWS) * -(-columns // _COLUMNS)
-    sizes = [np.int64(n) for n in (rows, columns, tall, wide, grid[1])]
-    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
-    place = -(-warps // _WARPS), _THREADS
-    launch(source, "maxima", *place, x, most, *sizes)
-    arrays = x, most, out, scales, counters.array, clock_of([stream])
-    launch(source, "codes", *place, *arrays, *map(np.uint32, words), *sizes, np.int64(pitch))
+    out = xp.empty((lines, -(-k // 16) * 16), dtype=np.uint8)
+    scales = xp.empty(grid, dtype=np.float32)
+    written = x, stream, out, scales, counters, xp
+    by_lines = spec.axis == 1 and float_lines.lines_of(
+        spec, (1, rows, 1, columns), (1, tall, 1, wide), (1, grid[0], 1, grid[1])
+    )
+    by_panels = spec.axis == 0 and float_panels.panels_of(spec, x.shape, (tall, wide), turned=True)
+    if by_lines and _is_aligned(x):
+        float_lines.quantize(by_lines, *written, most=most)
+    elif by_panels and _is_aligned(x):
+        float_panels.quantize(by_panels, *written, most=most)
+    else:
+        _any_shape(spec, (tall, wide), *written)
     element = spec.row.element
     kind = element.name if element.is_float else "s8"
     along = scales if spec.axis == 1 else xp.ascontiguousarray(scales.T)
     each = tall if spec.axis == 1 else wide
     return Side(kind, out[:, :k], along, each), Counts(counters, (0, 2 * kernels.SLOTS), x.size)
+
+
+def _any_shape(
+    spec: QuantSpec,
+    extent: tuple[int, int],
+    x: Array,
+    stream: Stream | None,
+    out: Array,
+    scales: Array,
+    counters: Counters,
+    xp: Any,
+) -> None:
+    """Codes, scales and counts where the faster kernels do not fit."""
+    rows, columns = x.shape
+    source = scaled_source(spec, x.dtype.name)
+    most = xp.zeros(scales.shape, dtype=np.uint32)
+    warps = -(-rows // _ROWS) * -(-columns // _COLUMNS)
+    sizes = [np.int64(n) for n in (rows, columns, *extent, scales.shape[1])]
+    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
+    place = -(-warps // _WARPS), _THREADS
+    launch(source, "maxima", *place, x, most, *sizes)
+    arrays = x, most, out, scales, counters.array, clock_of([stream])
+    pitch = np.int64(out.shape[1])
+    launch(source, "codes", *place, *arrays, *map(np.uint32, words), *sizes, pitch)
 
 
 def values(side: Side, xp: Any) -> Array:

@@ -99,7 +99,7 @@ class CudaTraining(GenericBackend):
         """See the protocol; bounds in `extensor_cuda.kernels.cross_entropy`."""
         if self._loss_reason(x):
             return super().cross_entropy(x, labels, smoothing)
-        x, labels = self.xp.ascontiguousarray(x), labels.astype(np.int64, copy=False)
+        x, labels = map(self.xp.ascontiguousarray, (x, labels.astype(np.int64, copy=False)))
         return cross_entropy.losses(x, labels, smoothing, self.xp)
 
     def cross_entropy_grad(
@@ -108,8 +108,8 @@ class CudaTraining(GenericBackend):
         """See the protocol; bounds in `extensor_cuda.kernels.cross_entropy`."""
         if self._loss_reason(x):
             return super().cross_entropy_grad(weight, x, labels, kept, smoothing)
-        x, weight = map(self.xp.ascontiguousarray, (x, weight.astype(np.float32, copy=False)))
-        labels = labels.astype(np.int64, copy=False)
+        weight, labels = weight.astype(np.float32, copy=False), labels.astype(np.int64, copy=False)
+        weight, x, labels, kept = map(self.xp.ascontiguousarray, (weight, x, labels, kept))
         return cross_entropy.grad(weight, x, labels, kept, smoothing, self.xp)
 
     def layer_norm(
@@ -296,7 +296,7 @@ class CudaTraining(GenericBackend):
 
     def dropout_mask(self, draws: Array, shape: tuple[int, ...], p: float) -> Array:
         """See the protocol. Does not wait for the GPU."""
-        return dropout.dropout_mask(draws, shape, p, self.xp)
+        return dropout.dropout_mask(self._whole(draws), shape, p, self.xp)
 
     def gelu(self, x: Array) -> tuple[Array, Array | None]:
         """See the protocol; bounds in `extensor_cuda.kernels.elementwise`."""

@@ -29,6 +29,7 @@ from extensor.io import load_checkpoint, save_checkpoint
 from extensor.nn import apply_recipe
 from extensor.optim import MXGradScaler, clip_grad_norm
 from extensor.quant import QuantArray, QuantStats
+from extensor.quant.recipes import get_recipe
 from training.batch import Batch
 from training.callbacks import (
     LAST,
@@ -405,6 +406,11 @@ def _check_graph(config: RunConfig, telemetry: int) -> None:
             config.optimizer_states == "float32",
             f"states in {config.optimizer_states} are not captured",
             "--optimizer-states float32",
+        ),
+        (
+            not get_recipe(config.recipe).adaptive_scale_rule,
+            f"{config.recipe} changes its layers' scale rules between steps",
+            "a recipe that does not",
         ),
         (
             not telemetry,

@@ -27,8 +27,8 @@ from ci.bench.contest import GPU_PACKAGES, gpu_of, write
 from extensor.backends import registry
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda import operands
-from extensor_cuda.kernels import elementwise, norm, pair
+from extensor_cuda import operands, scaling
+from extensor_cuda.kernels import dequantize, elementwise, floats, norm, pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.norm_quantize import norm_quantize
 
@@ -64,6 +64,22 @@ SPECS = {
 PAIRS = ("mxfp8_e4m3", "mxfp4", "nvfp4")
 """Formats of rows and columns in one reading; the tensor's maximum is given."""
 
+FLOATS = {
+    "fp8_e4m3, a scale a row": QuantSpec("fp8_e4m3", tile="channel"),
+    "fp8_e4m3, 1 x 128": QuantSpec("fp8_e4m3", tile=(1, 128)),
+    "fp8_e4m3, 128 x 128": QuantSpec("fp8_e4m3", tile=(128, 128)),
+    "fp8_e4m3, a scale a tensor": QuantSpec("fp8_e4m3"),
+    "fp8_e4m3, a scale a column, columns": QuantSpec("fp8_e4m3", axis=0, tile="channel"),
+    "fp8_e4m3, 1 x 128, columns": QuantSpec("fp8_e4m3", axis=0, tile=(1, 128)),
+    "int8, a scale a row": QuantSpec("int8"),
+    "int8, a scale a row, stochastic": QuantSpec("int8", rounding="stochastic"),
+    "int8, a scale a row, zero points": QuantSpec("int8", symmetric=False),
+    "int4, groups of 32": QuantSpec("int4", tile=(1, 32)),
+    "int4, groups of 128": QuantSpec("int4", tile=(1, 128)),
+    "int4, groups of 128, columns": QuantSpec("int4", axis=0, tile=(1, 128)),
+}
+"""Under float scales: codes as they lie; FP8 and INT8 also as training's products read them."""
+
 Call = Callable[[int], Any]
 
 
@@ -78,7 +94,7 @@ def inputs(xp: Any) -> list[tuple[torch.Tensor, Any]]:
 
 
 def decode(xp: Any, plan: kernels.Plan, q: Any, turn: int) -> Any:
-    return kernels.dequantize(q, plan, xp)
+    return dequantize.dequantize(q, plan, xp)
 
 
 Wanted = Callable[[str], bool]
@@ -122,8 +138,39 @@ def contestants(
                 4 * count + example.nbytes,
                 partial(decode, xp, plan, example),
             )
-    for more in (pair_contestants, norm_contestants, activation_contestants):
+    for more in (float_contestants, pair_contestants, norm_contestants, activation_contestants):
         made |= more(xp, data, wanted)
+    return made
+
+
+def float_contestants(
+    xp: Any, data: list[tuple[torch.Tensor, Any]], wanted: Wanted
+) -> dict[str, tuple[int, Call]]:
+    """FP8, INT8 and INT4 under float scales."""
+    made: dict[str, tuple[int, Call]] = {}
+    for name, spec in FLOATS.items():
+        if not wanted(f"{name}, operand; dequantize {name}"):
+            continue
+        spec = spec.resolve(2)
+        plan = floats.plan_of(spec, (SIZE, SIZE))
+        assert isinstance(plan, floats.FloatPlan), plan
+        stream = STREAM if spec.rounding == "stochastic" else None
+        example, _ = floats.quantize(data[0][1], plan, stream, xp)
+        moved = 2 * SIZE * SIZE + example.nbytes
+
+        def call(turn: int, plan: Any = plan, stream: Any = stream) -> Any:
+            return floats.start(data[turn % 2][1], plan, stream, xp)
+
+        def operand(turn: int, spec: Any = spec, stream: Any = stream) -> Any:
+            return scaling.make(data[turn % 2][1], [spec], [stream], xp)
+
+        def decode(turn: int, q: Any = example, plan: Any = plan) -> Any:
+            return floats.dequantize(q, plan, xp)
+
+        made[name] = (moved, call)
+        if spec.row.element.bits == 8 and spec.symmetric:
+            made[f"{name}, operand"] = (moved, operand)
+        made[f"dequantize {name}"] = (4 * SIZE * SIZE + example.nbytes, decode)
     return made
 
 

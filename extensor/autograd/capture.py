@@ -42,7 +42,8 @@ def capture(step: Callable[..., Any]) -> CapturedStep:
     What the step may depend on, apart from its arguments: the recipe's ``step``, learning rates,
     tensors of parameters, optimizers and layers (which stay where they are), a `MXGradScaler`'s
     state. Everything else is as it was when the step was recorded. Python inside ``step`` does not
-    run again: no value may be read there, and what it counts stays as it is.
+    run again: no value may be read there, and what it counts stays as it is. It adds to no
+    gradients from before it: forget them in it, as above.
 
     Args:
         step: takes tensors, gives a tensor, a tuple of tensors or None. Its optimizers are SGD,

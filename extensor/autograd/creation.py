@@ -104,6 +104,12 @@ def _finish(data: Any, dtype: DType, device: str | None, requires_grad: bool) ->
     return tensor
 
 
+def share_writes(tensor: ExTensor) -> ExTensor:
+    """Mark memory that others, who do not count, may write to: nothing made of it is kept."""
+    tensor._version[1:] = [1]
+    return tensor
+
+
 class CreationMethods:
     """The creation functions, as static methods.
 
@@ -302,6 +308,8 @@ class CreationMethods:
         backend = registry.get(device)
         dtype_of(array)  # a GPU's copy would change the byte order
         tensor = wrap(backend.xp.asarray(array), backend)
+        if tensor.data is array:
+            share_writes(tensor)
         if requires_grad:
             tensor.requires_grad = True
         return tensor
@@ -327,7 +335,8 @@ class CreationMethods:
 
         backend = registry.get(device)
         options = {} if copy is None else {"copy": copy}
-        return wrap(dlpack.take(x, backend.xp, **options), backend)
+        tensor = wrap(dlpack.take(x, backend.xp, **options), backend)
+        return tensor if copy else share_writes(tensor)
 
     @staticmethod
     def zeros_like(

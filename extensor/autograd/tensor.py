@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ import numpy as np
 
 from extensor.autograd import dlpack
 from extensor.autograd.blocked import BlockedMethods
-from extensor.autograd.creation import CreationMethods, as_data
+from extensor.autograd.creation import CreationMethods, as_data, share_writes
 from extensor.autograd.display import html_of, repr_of
 from extensor.autograd.methods import OpMethods
 from extensor.autograd.mode import MODE
@@ -380,7 +381,10 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
             "stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy
         }  # fmt: skip
         given = {name: value for name, value in wanted.items() if value is not None}
-        return dlpack.export(self._exported(), **given)
+        capsule = dlpack.export(self._exported(), **given)
+        if not copy:
+            share_writes(self)
+        return capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
         data = self.data if not self.dtype.is_blocked else self.codes
@@ -449,7 +453,7 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
                 f"write: wanted values that broadcast to the selection of a tensor of shape "
                 f"{self.shape}, got shape {tuple(source.shape)} ({error})"
             ) from error
-        self._version[0] += 1
+        self._count_write()
 
     def copy_(self, source: ExTensor) -> ExTensor:
         """Write the values of ``source`` (broadcast) into this tensor's memory; returns it.
@@ -487,8 +491,15 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
             self.data = array
         else:
             self.data[...] = array
-        self._version[0] += 1
+        self._count_write()
         return self
+
+    def _count_write(self) -> None:
+        """Raise the version: now and, while a step is recorded, with each repetition."""
+        cell = self._version
+        cell[0] += 1
+        if (recording := self.backend.recording) is not None:
+            recording.on_repeat(lambda: operator.setitem(cell, 0, cell[0] + 1))
 
     def _check_write(self) -> None:
         if self.dtype.is_blocked:

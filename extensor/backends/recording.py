@@ -186,6 +186,18 @@ class Recording(Protocol):
         """One step of a loss scale; see `extensor.backends.training.rescale`."""
         ...
 
+    def adds_to(self, gradients: Sequence[Any]) -> None:
+        """Leaves' gradients, or None, are to be added to.
+
+        Raises:
+            RuntimeError: if one is not of this step.
+        """
+        ...
+
+    def gives(self, gradients: Sequence[Any]) -> None:
+        """Leaves' gradients are of this step."""
+        ...
+
     def on_repeat(self, call: Callable[[], None]) -> None:
         """Python to run after each repetition."""
         ...

@@ -80,6 +80,8 @@ def quantize(
     """
     if target.suffix != ".safetensors":
         raise CommandError(f"{target}: wanted a name that ends in .safetensors")
+    if target.resolve() == source.resolve():
+        raise CommandError(f"{target}: wanted another file than {source}, which would be lost")
     try:
         tile = None if block_size is None else (1, block_size)
         spec = QuantSpec(format, axis, tile, scale_rule, rounding=rounding, dialect=dialect)

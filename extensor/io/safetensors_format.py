@@ -41,6 +41,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "U32": np.dtype("<u4"),
     "U16": np.dtype("<u2"),
     "U8": np.dtype("u1"),
+    "C64": np.dtype("<c8"),
     "BOOL": np.dtype("?"),
 }
 """The container's dtype names and the numpy dtypes their bytes are."""

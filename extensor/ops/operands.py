@@ -68,8 +68,9 @@ class Version:
 
     @classmethod
     def of(cls, tensor: ExTensor) -> Version | None:
-        """A leaf's; None for a result, which nobody asks for twice."""
-        return None if tensor.node else cls(tensor._version, tensor._version[0])
+        """A leaf's; None for a result, which nobody asks for twice, and where others may write."""
+        cell = tensor._version
+        return None if tensor.node or len(cell) > 1 else cls(cell, cell[0])
 
 
 Made = tuple[Any, Counts | None]
@@ -215,11 +216,11 @@ def _of_weight(backend: Backend, slots: Slots, weight: _Weight) -> list[Made]:
     kept, recording = weight.context.state._operands, backend.recording
     found = _found(weight, slots, recording)
     if found is None:
-        weights = [weight, *_changed(backend, slots, weight)]
+        found, weights = [], [weight, *_changed(backend, slots, weight)]
         for one in weights:  # first, so that the new ones may lie where these were
             for slot, _ in slots:
                 kept.pop((one.context.path, slot), None)
-        place = None if recording is None else weakref.ref(recording)
+        place = _place(recording)
         for one, made in zip(weights, _made_each(backend, slots, weights), strict=True):
             for (slot, axis), (operand, counts) in zip(slots, made, strict=True):
                 stream = _drawn(one.context, slot, axis)
@@ -227,8 +228,8 @@ def _of_weight(backend: Backend, slots: Slots, weight: _Weight) -> list[Made]:
                 layer = one.context.layer
                 mine = _Kept(operand, counts, *source, layer, stream, one.sizes)
                 kept[one.context.path, slot] = mine
-        found = _found(weight, slots, recording)
-        assert found is not None
+                if one is weight:
+                    found.append(mine)
     return [(one.operand, _again(one.counts)) for one in found]
 
 
@@ -238,6 +239,11 @@ def _again(counts: Counts | None) -> Counts | None:
     return counts if again is None else again()
 
 
+def _place(recording: Any) -> weakref.ref[Any] | None:
+    """Where operands are made; that of a recording which is gone equals no other."""
+    return None if recording is None else weakref.ref(recording)
+
+
 def _found(weight: _Weight, slots: Slots, recording: Any) -> list[_Kept] | None:
     """What is kept, if it would be made the same again."""
     found, context = [], weight.context
@@ -245,8 +251,7 @@ def _found(weight: _Weight, slots: Slots, recording: Any) -> list[_Kept] | None:
         one = context.state._operands.get((context.path, slot))
         if one is None or one.version.cell is not weight.version.cell or one.x() is not weight.x:
             return None
-        there = None if one.recording is None else one.recording()
-        if one.version.writes != weight.version.writes or there is not recording:
+        if one.version.writes != weight.version.writes or one.recording != _place(recording):
             return None
         made_by = (one.layer, one.stream, one.sizes)
         if made_by != (context.layer, _drawn(context, slot, axis), weight.sizes):

@@ -164,13 +164,10 @@ def step_recorded(optimizer: Optimizer, ready: Ready, bad: Any, recording: Recor
         for member in members:
             member.step += count
 
-    def written() -> None:
-        for member in members:
-            member.param._version[0] += 1
-
     recording.frozen("the list of parameters whose memory was exchanged, as by loading", moved)
     recording.mirror(optimizer._mirrors, Mirror(push, pull, MOST_UPDATES))
-    recording.on_repeat(written)
+    for member in members:
+        member.param._count_write()
 
 
 def _guard(

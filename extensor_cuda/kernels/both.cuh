@@ -11,13 +11,8 @@ __device__ __forceinline__ void encode_along(u32 (&raw)[sizeof(Raw) * kChunk / 4
                                              u8* scales, float* values, Tally& tally) {
     const u32 part = static_cast<u32>(start / kChunk) % kParts;
     u32 codes_of[kWords];
-#if PAIRS
-    Chunk& v = raw;
-#else
-    Chunk v;
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) v[0][k] = element(raw, k);
-#endif
+    Chunk unpacked;
+    Chunk& v = chunk_of(raw, unpacked);
     const Scale s = encode_chunk(v, tensor, static_cast<u32>(block), part, stream, codes_of, tally);
 #if OUT == 1
     float* to = values + row * columns + start;

@@ -6,6 +6,17 @@ typedef u32 Chunk[kChunk / 2];
 typedef float Chunk[1][kChunk];
 #endif
 
+// Words as they were read -> a chunk; pairs stay where they are.
+__device__ __forceinline__ Chunk& chunk_of(u32 (&raw)[sizeof(Raw) * kChunk / 4], Chunk& unpacked) {
+#if PAIRS
+    return raw;
+#else
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) unpacked[0][k] = element(raw, k);
+    return unpacked;
+#endif
+}
+
 // Values -> packed codes (OUT 1: decoded values in their place). The block's other chunks are those of
 // the neighbouring lanes.
 __device__ __forceinline__ Scale encode_chunk(Chunk& v, const Tensor& tensor, u32 block, u32 part,

@@ -51,6 +51,7 @@ __device__ __forceinline__ u32 convert_pair(float low, float high) {
 #else
 #define CONVERTS 0
 #endif
+#define INTEGERS (CODES && !IS_FLOAT && !WORDS)
 
 #if WORDS
 // The 16 random words of a chunk, or the constant that rounds ties away from or towards zero.
@@ -99,19 +100,23 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) zero_inputs += x[k] == 0;
     }
-#if UE4M3
-    // A tiny tensor scale can make a nonzero code decode to zero: then the values are counted.
+#if UE4M3 || DIVIDES
+    // A tiny scale can make a nonzero code decode to zero: then the values are counted.
     const bool counts_values = __fmul_rn(__fmul_rn(LEAST, s.decode), tensor.scale) == 0;
     u32 zero_values = 0;
 #endif
 #endif
     float y[kChunk];
+#if DIVIDES
+    divide(x, s, y);
+#else
 #pragma unroll
-    for (int k = 0; k < kChunk; ++k) {
-        y[k] = __fmul_rn(x[k], s.apply);
+    for (int k = 0; k < kChunk; ++k) y[k] = __fmul_rn(x[k], s.apply);
+#endif
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k)
         if (ELEMENT_SCALE != 1.0f) y[k] = __fmul_rn(y[k], ELEMENT_SCALE);
-    }
-#if !(CONVERTS && CODES)
+#if !(CONVERTS && CODES) && !INTEGERS
     if (far) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
@@ -130,10 +135,44 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         zeros += __popc(~((packed & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) & 0x80808080u);
 #endif
     }
+#elif INTEGERS
+    // The sum's last place is the grid's spacing, and its low bits the integer, in two's complement.
+    constexpr u32 kAnchor = kLowest + (static_cast<u32>(23 - MANTISSA) << 23) + 0x400000u;
+    u32 n[kChunk];
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+#if ZEROS
+        constexpr int kTop = (1 << (BITS - 1)) - 1;
+        const float far = fminf(fmaxf(y[k], -65536.0f), 65536.0f);
+        const int whole = static_cast<int>(bits_of(__fadd_rn(far, float_of(kAnchor))) - kAnchor) + s.zero;
+        n[k] = static_cast<u32>(min(max(whole, -kTop - 1), kTop));
+        saturated += static_cast<int>(n[k]) != whole;
+        zeros += static_cast<int>(n[k]) == s.zero;
+#else
+        n[k] = bits_of(__fadd_rn(fminf(fmaxf(y[k], -TOP), TOP), float_of(kAnchor)));
+#if STATS
+        saturated += fabsf(y[k]) > TIE_AT_TOP;
+#endif
+#endif
+    }
+#if BITS == 4
+#pragma unroll
+    for (int k = 0; k < kChunk; k += 2) n[k / 2] = (n[k] & 15u) | (n[k + 1] << 4 & ~15u);
+#endif
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+        const u32 low = __byte_perm(n[4 * w], n[4 * w + 1], 0x0040), high = __byte_perm(n[4 * w + 2], n[4 * w + 3], 0x0040);
+        const u32 packed = __byte_perm(low, high, 0x5410);
+        codes[w] = packed & s.live;
+#if STATS && !ZEROS
+        constexpr u32 kTops = BITS == 4 ? 0x88888888u : 0x80808080u;
+        zeros += __popc(~(((packed & ~kTops) + ~kTops) | packed) & kTops);
+#endif
+    }
 #else
 #pragma unroll
     for (int w = 0; w < kWords; ++w) codes[w] = 0;
-    // Of 4 bits: magnitudes first (up to 10: bit 3 says that it saturates), then eight at a time.
+    // Of E2M1: magnitudes first (up to 10: bit 3 says that it saturates), then eight at a time.
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) {
         float value;
@@ -156,7 +195,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         zero_values += value == 0 && x[k] != 0;
 #endif
         x[k] = s.live ? value : float_of(kNaN);
-#elif BITS == 4
+#elif BITS == 4 && IS_FLOAT
         codes[k / 8] |= n << (k % 8 * 4);
 #else
 #if STATS
@@ -170,7 +209,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         if (at % 32 + BITS > 32) codes[at / 32 + 1] |= n >> (32 - at % 32);
 #endif
     }
-#if CODES && BITS == 4
+#if CODES && BITS == 4 && IS_FLOAT
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
         const u32 over = codes[w] & 0x88888888u;
@@ -199,7 +238,14 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #endif
 #if STATS
     u32 flushed = zeros - zero_inputs;
-#if UE4M3
+#if DIVIDES
+    if (counts_values) {
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k)
+            zero_values += __fmul_rn(magnitude_of(codes[k * BITS / 32] >> (k * BITS % 32)), s.decode) == 0;
+        flushed = zero_values - zero_inputs;
+    }
+#elif UE4M3
     if (counts_values) flushed = OUT == 1 ? zero_values : zero_values - zero_inputs;
 #endif
     tally.saturated += s.live ? saturated : 0;

@@ -9,12 +9,6 @@ typedef u32 Raw;
 typedef u16 Raw;
 #endif
 
-__device__ __forceinline__ float half_value(u16 raw) {
-    const u32 magnitude = static_cast<u32>(raw & 0x7FFF) << 13, sign = static_cast<u32>(raw >> 15) << 31;
-    if (magnitude >= 0x0F800000u) return __uint_as_float(magnitude | kInfinity | sign);
-    return __uint_as_float(__float_as_uint(__uint_as_float(magnitude) * __uint_as_float(239u << 23)) | sign);
-}
-
 __device__ __forceinline__ float value_of(Raw raw) {
 #if IN == 0
     return __uint_as_float(raw);

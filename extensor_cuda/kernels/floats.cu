@@ -18,6 +18,7 @@ typedef long long i64;
 
 #include "philox.cuh"
 #include "element.cuh"
+#include "half.cuh"
 #include "float_codes.cuh"
 
 constexpr int kThreads = 256, kWarps = 8, kSlots = 256, kPer = 8 / BITS, kDeep = 32;
@@ -145,22 +146,6 @@ extremes(const Raw* __restrict__ x, u32* __restrict__ most, u32 outer, u32 rows,
         store(most, block, together);
     }
 #endif
-}
-
-// A positive float's nearest float16, ties to even: not 0 and not infinite.
-__device__ __forceinline__ u16 half_scale(float scale) {
-    const u32 bits = __float_as_uint(scale);
-    u32 half;
-    if (bits < 0x38800000u) {  // a multiple of 2^-24, or half of one
-        const u32 field = bits >> 23, shift = 126 - (field ? field : 1);
-        const u32 significand = (bits & 0x7FFFFFu) | (field ? 0x800000u : 0u);
-        const u32 rest = shift < 25 ? significand & ((1u << shift) - 1) : 0, middle = 1u << (shift < 25 ? shift - 1 : 0);
-        half = shift < 25 ? significand >> shift : 0;
-        half += shift < 25 && (rest > middle || (rest == middle && half & 1u));
-    } else {
-        half = (bits + 0xFFFu + (bits >> 13 & 1u) - 0x38000000u) >> 13;
-    }
-    return half == 0 ? 1 : half > 0x7BFFu ? 0x7BFF : half;
 }
 
 struct Range {
@@ -344,10 +329,11 @@ values(const u8* __restrict__ in, const Scale* __restrict__ scales, const signed
     const u32 packed = in[t];
 #endif
     float v[kElements];
+    u32 block = 0;
 #pragma unroll
     for (int n = 0; n < kElements; ++n) {
         const Element e = element_of(place, n / kPer, n % kPer);
-        const u32 block = block_of(grid, each, e.o, e.r, e.i, e.c < columns ? e.c : columns - 1);
+        if (!SAME || n == 0) block = block_of(grid, each, e.o, e.r, e.i, e.c < columns ? e.c : columns - 1);
 #if HALF
         const float scale = half_value(scales[block]);
 #else

@@ -21,10 +21,11 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels import float_lines, float_panels
 from extensor_cuda.kernels.quantize import INPUTS, SLOTS, THREADS, element_macros, exact_float
 from extensor_cuda.recording import clock_of
 
-__all__ = ["FloatPlan", "dequantize", "float_source", "operand", "plan_of", "quantize"]
+__all__ = ["FloatPlan", "dequantize", "float_source", "operand", "plan_of", "quantize", "start"]
 
 Array = Any
 
@@ -57,6 +58,21 @@ class FloatPlan:
     fast: int
     codes_shape: tuple[int, ...]
     scales_shape: tuple[int, ...]
+
+    @property
+    def lines(self) -> float_lines.Lines | None:
+        """How faster kernels take blocks along rows, where they do."""
+        if self.fast != _COLUMNS or self.bytes * self.per != self.sizes[3]:
+            return None
+        return float_lines.lines_of(self.spec, self.sizes, self.each, self.grid)
+
+    @property
+    def panels(self) -> float_panels.Panels | None:
+        """How faster kernels take blocks down a matrix's columns, where they do."""
+        if self.fast != _ROWS or len(self.shape) != 2 or self.bytes * self.per != self.shape[0]:
+            return None
+        extent = self.each[3], self.each[1]
+        return float_panels.panels_of(self.spec, self.shape, extent, turned=False)
 
     @property
     def per(self) -> int:
@@ -162,21 +178,28 @@ def _launch(
     launch(source, kernel, -(-threads // THREADS), THREADS, *arguments, *plan.numbers())
 
 
-def _quantized(
-    x: Array, plan: FloatPlan, stream: Stream | None, xp: Any
-) -> tuple[QuantArray, Counts]:
+def start(x: Array, plan: FloatPlan, stream: Stream | None, xp: Any) -> tuple[QuantArray, Counts]:
     """Codes, scales and counts, without waiting."""
     spec, dtype, (outer, rows, inner, columns) = plan.spec, x.dtype.name, plan.sizes
+    codes = xp.empty(plan.codes_shape, dtype=np.uint8)
+    scales = xp.empty(plan.scales_shape, dtype=spec.scale_name)
+    zeros = None if spec.symmetric else xp.empty(plan.scales_shape, dtype=np.int8)
+    counters = Counters(2 * SLOTS, xp)
+    counts = Counts(counters, (0, 2 * SLOTS), x.size)
+    q = QuantArray(codes, scales, spec, plan.shape, zero_points=zeros)
+    written = x, stream, codes, scales, counters, xp
+    if plan.lines and x.data.ptr % 16 == 0:
+        float_lines.quantize(plan.lines, *written, zeros)
+        return q, counts
+    if plan.panels and x.data.ptr % 16 == 0:
+        float_panels.quantize(plan.panels, *written)
+        return q, counts
     groups = -(-(columns, inner, rows)[plan.fast] // 4)
     lines = outer * (1 if plan.fast == _ROWS else rows)
     deep = 1 if plan.fast == _COLUMNS else -(-columns // _DEEP)
     of_block = 1 if spec.symmetric else 2
     most = xp.zeros((of_block * math.prod(plan.scales_shape),), dtype=np.uint32)
     _launch(plan, dtype, x.data.ptr, "extremes", groups * lines * deep, x, most)
-    codes = xp.empty(plan.codes_shape, dtype=np.uint8)
-    scales = xp.empty(plan.scales_shape, dtype=spec.scale_name)
-    zeros = None if spec.symmetric else xp.empty(plan.scales_shape, dtype=np.int8)
-    counters = Counters(2 * SLOTS, xp)
     words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     _launch(
         plan,
@@ -194,8 +217,7 @@ def _quantized(
         *map(np.uint32, words),
         np.uint32(plan.bytes),
     )
-    counts = Counts(counters, (0, 2 * SLOTS), x.size)
-    return QuantArray(codes, scales, spec, plan.shape, zero_points=zeros), counts
+    return q, counts
 
 
 def quantize(
@@ -209,13 +231,13 @@ def quantize(
         stream: names the random bits, given exactly under stochastic rounding.
         xp: cupy.
     """
-    q, counts = _quantized(x, plan, stream, xp)
+    q, counts = start(x, plan, stream, xp)
     return q, counts()
 
 
 def operand(x: Array, plan: FloatPlan, stream: Stream | None, xp: Any) -> tuple[Array, Counts]:
     """The decoded values and counts, without waiting."""
-    q, counts = _quantized(x, plan, stream, xp)
+    q, counts = start(x, plan, stream, xp)
     return dequantize(q, plan, xp), counts
 
 

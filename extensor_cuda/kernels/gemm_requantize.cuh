@@ -29,13 +29,8 @@ __device__ __forceinline__ void quantize_patch(const u8* patch, const Epilogue& 
             for (int k = 0; k < kChunk; k += 2)
                 raw[k / 2] = k + 1 < real ? raw[k / 2] : k < real ? raw[k / 2] & 0xFFFFu : 0;
         }
-#if PAIRS
-        Chunk& v = raw;
-#else
-        Chunk v;
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) v[0][k] = element(raw, k);
-#endif
+        Chunk unpacked;
+        Chunk& v = chunk_of(raw, unpacked);
         const i64 block = static_cast<i64>(row0 + r) * blocks + column / BLOCK;
         const u32 part = column % BLOCK / kChunk;
         u32 packed[kWords];

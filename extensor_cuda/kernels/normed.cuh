@@ -124,7 +124,12 @@ typedef u64 Posts[NORM][kTerms][TALL];  // a float and the number of its tile: s
 __device__ __forceinline__ void post_sums(const Given* mine, i64 real, float width, u64* to, u32 tile) {
     const int lane = threadIdx.x % 32;
     const auto post_all = [&](int n, float v) {
-        if (lane % kShare == 0) post(to + n * kTerms * TALL + lane / kShare, static_cast<u64>(tile) << 32 | __float_as_uint(v));
+        u64 *const mine = to + n * kTerms * TALL + lane / kShare, it = static_cast<u64>(tile) << 32 | __float_as_uint(v);
+        if (lane % kShare) return;
+        if (GROUP > 1)
+            post(mine, it);
+        else
+            *mine = it;
     };
 #if NORM == 2
     float mean = over_columns(mine, real, [](float sum, float v, int, bool) { return __fadd_rn(sum, v); });
@@ -146,17 +151,20 @@ __device__ __forceinline__ void post_sums(const Given* mine, i64 real, float wid
 #endif
 }
 
+// A block alone keeps its sums to itself, and waits for them at a barrier.
+__device__ __forceinline__ u64 look(const u64* from) { return GROUP > 1 ? posted(from) : *from; }
+
 // A tile's terms of a row, once all of them are there.
 __device__ __forceinline__ void await_terms(float (&terms)[kMostTerms], const u64* from, u32 tile) {
     for (;;) {
         bool there = true;
 #pragma unroll
         for (int t = 0; t < kMostTerms; ++t) {
-            const u64 found = t < kTerms ? posted(from + t * TALL) : 0;
+            const u64 found = t < kTerms ? look(from + t * TALL) : 0;
             terms[t] = float_of(static_cast<u32>(found));
             if (t < kTerms) there &= found >> 32 == tile;
         }
-        if (__all_sync(~0u, there)) return;
+        if (GROUP == 1 || __all_sync(~0u, there)) return;
         asm volatile("nanosleep.u32 64;");
     }
 }
@@ -193,7 +201,8 @@ quantize_normed(const __grid_constant__ Norm p) {
     Posts* posts = reinterpret_cast<Posts*>(tiles + STAGES * TALL * WIDE);
     Found* const found = reinterpret_cast<Found*>(posts + (GROUP == 1) * kPosts);
     u32* const left_by = reinterpret_cast<u32*>(found + kFound);  // warps that have left each stage
-    const u32 summed = shared_address(left_by + STAGES + STAGES % 2), ready = summed + 8 * kFound, coded = ready + 8 * STAGES;
+    const u32 summed = shared_address(left_by + STAGES + STAGES % 2), ready = summed + 8 * kFound, coded = ready + 8 * STAGES,
+              sent = coded + 8 * STAGES;  // to itself
     if (GROUP > 1) posts = reinterpret_cast<Posts*>(p.posts) + from * kPosts;
     const i64 left = static_cast<i64>(rank) * WIDE;
     const int count = (static_cast<int>((p.rows + TALL - 1) / TALL) - from + step - 1) / step;  // tiles
@@ -221,13 +230,12 @@ quantize_normed(const __grid_constant__ Norm p) {
         __threadfence_block();
         fill(i + STAGES);
     };
-    if (GROUP == 1)
-        for (int k = threadIdx.x; k < kPosts * NORM * kTerms * TALL; k += kThreads) (&posts[0][0][0][0])[k] = 0;
     if (warp == 0) {
         if (lane == 0) {
-            for (int b = 0; b < kFound; ++b) barrier_init(summed + 8 * b, 1);
+            for (int b = 0; b < kFound; ++b) barrier_init(summed + 8 * b, 32);
+            for (int b = 0; b < kPosts; ++b) barrier_init(sent + 8 * b, 32 * kLastWarps);
             for (int s = 0; s < STAGES; ++s) {
-                barrier_init(ready + 8 * s, 1), barrier_init(coded + 8 * s, kRowWarps);
+                barrier_init(ready + 8 * s, 1), barrier_init(coded + 8 * s, kRowThreads);
                 left_by[s] = 0;
             }
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -241,6 +249,7 @@ quantize_normed(const __grid_constant__ Norm p) {
     if (warp == kThreads / 32 - 1) {
         constexpr int kLanes = TALL < 32 ? TALL : 32;  // some have the same row then
         for (int i = 0; i < count; ++i) {
+            if (GROUP == 1) wait(sent + 8 * (i % kPosts), i / kPosts % 2);
 #pragma unroll 1
             for (int row = lane % kLanes; row < TALL; row += kLanes) {
                 float terms[kMostTerms], mean = 0;
@@ -255,8 +264,8 @@ quantize_normed(const __grid_constant__ Norm p) {
 #if NORM == 2
 #pragma unroll
                 for (int t = 0; t < kTerms; ++t) {
-                    const u64 its_mean = posted(&posts[i % kPosts][1][t][row]);
-                    const float apart = __fsub_rn(float_of(static_cast<u32>(its_mean)), mean);
+                    const float its_mean = float_of(static_cast<u32>(look(&posts[i % kPosts][1][t][row])));
+                    const float apart = __fsub_rn(its_mean, mean);
                     terms[t] = __fadd_rn(terms[t], __fmul_rn(__fmul_rn(apart, apart), width_of(t, p.columns)));
                 }
 #endif
@@ -267,8 +276,7 @@ quantize_normed(const __grid_constant__ Norm p) {
                     if (NORM == 2) p.mean[top_of(i) + row] = mean;
                 }
             }
-            __syncwarp();
-            if (lane == 0) arrive(summed + 8 * (i % kFound));
+            arrive(summed + 8 * (i % kFound));
         }
         return;
     }
@@ -278,6 +286,7 @@ quantize_normed(const __grid_constant__ Norm p) {
         wait(ready + 8 * (i % STAGES), i / STAGES % 2);
         post_sums(tile_of(i) + row * WIDE + at, p.columns - left - at, width_of(term, p.columns),
                   &posts[i % kPosts][0][term][row], i + 1);
+        if (GROUP == 1) arrive(sent + 8 * (i % kPosts));
     };
     const Tensor tensor = {1, 1, 0, 1};
     const Stream stream = {};
@@ -347,8 +356,7 @@ quantize_normed(const __grid_constant__ Norm p) {
         leave(i);
 #else
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // a copy will overwrite what was stored
-        __syncwarp();
-        if (lane == 0) arrive(coded + 8 * (i % STAGES));
+        arrive(coded + 8 * (i % STAGES));
 #endif
     }
     add_counts(tally, p.counters);

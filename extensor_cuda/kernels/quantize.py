@@ -34,8 +34,8 @@ __all__ = [
     "ACTIVATIONS",
     "Outputs",
     "Plan",
-    "dequantize",
     "element_macros",
+    "encoding_macros",
     "exact_float",
     "is_whole",
     "operand",
@@ -201,6 +201,28 @@ def element_macros(element: ElementFormat) -> dict[str, object]:
     }
 
 
+def _takes_words(spec: QuantSpec) -> bool:
+    """Whether values are rounded by words: random ones, or one that decides ties."""
+    return spec.rounding == "stochastic" or spec.ties != "even"
+
+
+def encoding_macros(spec: QuantSpec) -> dict[str, object]:
+    """How scaled values become codes (`encode.cuh`), for a resolved spec."""
+    element, words = spec.row.element, _takes_words(spec)
+    return element_macros(element) | {
+        "WORDS": int(words),
+        "RBITS": spec.rbits if spec.rounding == "stochastic" else 0,
+        "TIE_WORD": _TIE_WORDS.get(spec.ties, "0u"),
+        "ELEMENT_SCALE": exact_float(spec.element_scale),
+        "TOP": exact_float(element.max),
+        "LEAST": exact_float(element.min_positive),
+        "CLAMP_BITS": f"{(element.emax + 2 + 127) << 23}u",
+        "TIE_AT_TOP": exact_float(_tie_at_top(element)),
+        "HARDWARE": int(element.bits == 8 and element.is_float and not words),
+        "HARDWARE_TYPE": f'"{element.name}"',
+    }
+
+
 def exact_float(value: float) -> str:
     """A float32 as an exact literal."""
     return f"{np.float32(value).item().hex()}f"
@@ -231,10 +253,9 @@ def quantize_source(
     if plan.activation and dtype != "bfloat16":
         raise ValueError(f"{plan.activation} as it is quantized is of bfloat16 arrays, not {dtype}")
     spec, element, dialect = plan.spec, plan.spec.row.element, plan.spec.dialect_row
-    stochastic = spec.rounding == "stochastic"
-    words = stochastic or spec.ties != "even"
+    words = _takes_words(spec)
     top = np.float32(element.max)
-    macros = element_macros(element) | {
+    macros = encoding_macros(spec) | {
         "IN": INPUTS.index(dtype),
         "OUT": _OUT[out],
         "WHOLE": int(whole),
@@ -257,15 +278,7 @@ def quantize_source(
         "UE4M3": int(not spec.is_mx),
         "NEEDS_TENSOR": int(plan.needs_tensor),
         "WINDOW": -1 if spec.scale_window is None else spec.scale_window,
-        "WORDS": int(words),
-        "RBITS": spec.rbits if stochastic else 0,
-        "TIE_WORD": _TIE_WORDS.get(spec.ties, "0u"),
-        "ELEMENT_SCALE": exact_float(spec.element_scale),
-        "TOP": exact_float(element.max),
-        "LEAST": exact_float(element.min_positive),
-        "CLAMP_BITS": f"{(element.emax + 2 + 127) << 23}u",
         "RECIPROCAL_TOP": exact_float(float(np.float32(1) / top)),
-        "TIE_AT_TOP": exact_float(_tie_at_top(element)),
         "TENSOR_TARGET": exact_float(
             (_FOUR_OVER_SIX_TOP if spec.rule == "four_over_six" else _SCALE.max) * element.max
         ),
@@ -275,8 +288,6 @@ def quantize_source(
         "TINY_SATURATES": int(dialect.nvfp4_tiny_saturates),
         "HALVES": int(_in_halves(plan, dtype, out)),
         "PAIRS": int(_in_halves(plan, dtype, out) and not words),
-        "HARDWARE": int(element.bits == 8 and element.is_float and not words),
-        "HARDWARE_TYPE": f'"{element.name}"',
     }
     return Source.read(_FOLDER / "quantize.cu", macros | dict(extra))
 
@@ -291,20 +302,9 @@ def _in_halves(plan: Plan, dtype: str, out: str) -> bool:
 
 def columns_of(plan: Plan, dtype: str) -> int:
     """Neighbouring columns of a thread: as many as its registers hold without spilling."""
-    words = plan.spec.rounding == "stochastic" or plan.spec.ties != "even"
+    words = _takes_words(plan.spec)
     kept = plan.spec.transform is not None or plan.spec.rule in SEARCHES
     return 2 if dtype == "float32" or words or kept else 4
-
-
-@lru_cache(maxsize=4096)
-def dequantize_source(plan: Plan, whole: bool) -> Source:
-    """The decoder's program for one plan."""
-    macros = element_macros(plan.spec.row.element) | {
-        "WHOLE": int(whole),
-        "BLOCK": plan.block,
-        "UE4M3": int(not plan.spec.is_mx),
-    }
-    return Source.read(_FOLDER / "dequantize.cu", macros)
 
 
 def is_whole(plan: Plan, pointer: int, dtype: str) -> bool:
@@ -445,30 +445,3 @@ def operand(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[Array
     """The decoded values and counts, without waiting."""
     done = quantize_raw(x, plan, stream, xp, values=True)
     return done.values, done.stats(plan.count)
-
-
-def dequantize(q: QuantArray, plan: Plan, xp: Any) -> Array:
-    """Codes and scales -> float32 of the plan's shape, without waiting."""
-    values = xp.empty(plan.shape, dtype=xp.float32)
-    codes, scales = xp.ascontiguousarray(q.codes), xp.ascontiguousarray(q.scales)
-    aligned = codes.data.ptr % 4 == 0 and scales.data.ptr % 4 == 0
-    whole = aligned and plan.length % plan.block == 0
-    threads = plan.outer * plan.scales_shape[plan.spec.axis] * (plan.block // 4)
-    sizes: tuple[int, ...] = (plan.outer, plan.length)
-    if plan.columns:
-        whole = whole and plan.inner % 4 == 0
-        threads *= -(-plan.inner // 4)
-        sizes = (*sizes, plan.inner)
-    tensor = np.uint64(0) if q.tensor_scale is None else q.tensor_scale
-    launch(
-        dequantize_source(plan, whole),
-        "dequantize_columns" if plan.columns else "dequantize_rows",
-        -(-threads // THREADS),
-        THREADS,
-        codes,
-        scales,
-        tensor,
-        values,
-        *(np.int64(size) for size in sizes),
-    )
-    return values

@@ -50,15 +50,10 @@ quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict_
     for (int item = 0; item < ITEMS; ++item) {
         const i64 chunk = first + item * kThreads;
         const u32 block = static_cast<u32>(chunk / kParts), part = static_cast<u32>(chunk % kParts);
-#if PAIRS
-        Chunk& v = raw[item];
-#else
-        Chunk v;
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) v[0][k] = element(raw[item], k);
+        Chunk unpacked;
+        Chunk& v = chunk_of(raw[item], unpacked);
 #if HADAMARD
         turn_lanes(v[0], signs, static_cast<u32>(chunk % kTurned));
-#endif
 #endif
 #if OUT == 2
 #if UE4M3

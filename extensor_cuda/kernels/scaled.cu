@@ -14,6 +14,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 #include "philox.cuh"
+#include "half.cuh"
 #include "float_codes.cuh"
 
 constexpr int kThreads = 256, kWarps = 8, kRows = 32, kColumns = 128, kSlots = 256;

@@ -316,6 +316,17 @@ def test_names_match_by_their_case_everywhere(
     assert not out.exists()
 
 
+def test_a_file_is_not_quantized_over_itself(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = tmp_path / "in.safetensors"
+    safetensors.numpy.save_file({"w": np.ones((2, 32), np.float32)}, source)
+    before = source.read_bytes()
+    there = tmp_path / "." / "in.safetensors"
+    assert "would be lost" in fails(capsys, "quantize", source, there, "--format", "mxfp4")
+    assert source.read_bytes() == before
+
+
 def test_wrong_arguments_leave_no_file(
     capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
 ) -> None:

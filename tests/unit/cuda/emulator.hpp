@@ -137,13 +137,16 @@ inline void __threadfence_block() {}
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 template <class T>
 T __ldcg(const T* from) { return *from; }
-inline float __fadd_ru(float a, float b) {
-    std::fesetround(FE_UPWARD);
+inline float add_rounding(int way, float a, float b) {
+    std::fesetround(way);
     volatile float x = a, y = b;
     volatile float sum = x + y;
     std::fesetround(FE_TONEAREST);
     return sum;
 }
+inline float __fadd_ru(float a, float b) { return add_rounding(FE_UPWARD, a, b); }
+inline float __fadd_rz(float a, float b) { return add_rounding(FE_TOWARDZERO, a, b); }
+inline float __uint2float_rn(unsigned v) { return static_cast<float>(v); }
 inline unsigned __float2uint_ru(float v) { return v <= 0 ? 0u : static_cast<unsigned>(std::ceil(static_cast<double>(v))); }
 inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) {
     unsigned out = 0;
@@ -155,6 +158,13 @@ inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) {
 }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
+inline float of_float16(unsigned half) {
+    const int exponent = half >> 10 & 31, fraction = half & 1023;
+    const float magnitude = exponent == 31 ? (fraction ? NAN : INFINITY)
+                            : exponent   ? std::ldexp(1024.0f + fraction, exponent - 25)
+                                         : std::ldexp(static_cast<float>(fraction), -24);
+    return half >> 15 & 1 ? -magnitude : magnitude;
+}
 inline float of_bfloat16(unsigned half) { return __uint_as_float(half << 16); }
 // Pairs of bfloat16: a b + c, rounded to nearest even once.
 inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {

@@ -138,6 +138,14 @@ class Device(np.ndarray):
 
     home: Any
 
+    @property
+    def base(self) -> Any:
+        """What owns the memory, whatever views lie between."""
+        owner: Any = np.ndarray.base.__get__(self)  # type: ignore[attr-defined]
+        while owner is not None and owner.base is not None:
+            owner = owner.base
+        return owner
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         out = kwargs.get("out")
         call = getattr(ufunc, method)

@@ -15,6 +15,7 @@ from extensor_cuda.backend import CudaBackend
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.kernels import (
     cross_entropy,
+    dequantize,
     dropout,
     elementwise,
     norm,
@@ -102,7 +103,8 @@ def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBac
     for module in (*TRAINING, recording):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(kernels, "operand", fake_operand)
-    monkeypatch.setattr(kernels, "launch", lambda *arguments: None)  # of what is stored
+    for module in (kernels, dequantize):
+        monkeypatch.setattr(module, "launch", lambda *arguments: None)  # of what is stored
     monkeypatch.setattr(pair, "operand", fake_pair)
     monkeypatch.setattr("extensor_cuda.kernels.hopper.multiprocessors", lambda device: 2)
     for name in ("backend._capability", "kernels.hopper.capability"):

@@ -33,6 +33,7 @@ STATEMENTS = {
     "cvt.rn.bf16x2.f32": "packed = rounded_pair(v[2 * h + 1], v[2 * h]);",
     "lop3.b32": "d = (a & mask) | (b & ~mask);",
     "ex2.approx": "y = std::exp2(x);",
+    "cvt.f32.f16": "v = of_float16(raw & 0xFFFF);",
     "max.NaN.f32": "m = a != a || b != b ? NAN : std::fmax(a, b);",
     "fma.rn.bf16x2": "d = fma_pair(a, b, c);",
     "max.NaN.bf16x2": "d = choose_pair<true>(a, b);",
@@ -42,7 +43,6 @@ STATEMENTS = {
 }
 """Assembly that does something here, and what stands for it."""
 NOTHING = (
-    "cvt.f32.f16",
     "cvt.rn.satfinite",  # in parts that are not compiled here
     "rcp.approx",
     "fence",

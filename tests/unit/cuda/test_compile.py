@@ -11,6 +11,7 @@ from extensor.formats import FORMATS
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import jit
 from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.dequantize import dequantize_source
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 
@@ -37,7 +38,7 @@ def sources(name: str, arch: str) -> list[jit.Source]:
             plan = kernels.plan_of(spec, (rows, columns))
             assert isinstance(plan, kernels.Plan)
             made.append(kernels.quantize_source(plan, "bfloat16", "codes", rows == 256, True))
-        made.append(kernels.dequantize_source(plan, rows == 256))
+        made.append(dequantize_source(plan, rows == 256))
     made.append(kernels.quantize_source(plan, "float32", "values", False, True))
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +13,7 @@ from extensor.formats import FORMATS
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels import floats
+from extensor_cuda.kernels import float_lines, float_panels, floats
 from tests.oracle.compare import PARTS, same_bytes
 from tests.oracle.samples import KINDS, SHAPES, sample
 from tests.unit.cuda.emulator import Cupy
@@ -41,7 +42,9 @@ def name(value: object) -> str:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [floats], hopper=False)
+    return place(
+        request, monkeypatch, [floats], hopper=False, quantizing=[float_lines, float_panels]
+    )
 
 
 def shapes_of(xp: Any) -> Any:
@@ -81,6 +84,83 @@ def test_every_tile_and_shape(xp: Any, element: str, tile: Any) -> None:
             rounding, rbits = ROUNDINGS[number % 3]
             spec = QuantSpec(element, axis=axis, tile=tile, rounding=rounding, rbits=rbits)
             check(xp, sample(shape, axis, kind, seed=number), spec)
+
+
+LINES = (  # kernel, shape, tile
+    ("quantize_all", (3, 5, 2048), "tensor"),  # several blocks of threads
+    ("quantize_groups", (6, 1024), (1, 512)),
+    ("quantize_groups", (3, 40, 96), (1, 48 // 3)),
+    ("quantize_blocks", (5, 768), "channel"),
+    ("quantize_blocks", (2, 70_000), "channel"),  # more than its threads hold
+    ("quantize_blocks", (2, 70, 256), (32, 128)),  # cut below
+    ("quantize_blocks", (3, 96), (1, 48)),
+)
+
+
+@pytest.mark.parametrize(("kernel", "shape", "tile"), LINES, ids=name)
+def test_blocks_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], tile: Any) -> None:
+    for number, element in enumerate(NAMES):
+        rounding, rbits = ROUNDINGS[number % 3]
+        spec = QuantSpec(element, axis=-1, tile=tile, rounding=rounding, rbits=rbits)
+        plan = floats.plan_of(spec, shape)
+        assert isinstance(plan, floats.FloatPlan) and plan.lines
+        assert plan.lines.kernel == kernel
+        x = sample(shape, len(shape) - 1, KINDS[number % len(KINDS)], seed=number)
+        with np.errstate(over="ignore"):
+            x = x.astype(list(DTYPES.values())[number % 3])
+        check(xp, x, spec)
+
+
+PANELS = (  # shape, tile
+    ((256, 148), (1, 32)),
+    ((128, 260), (1, 128)),
+    ((256, 200), (128, 128)),
+    ((150, 20), "channel"),
+    ((272, 132), "tensor"),
+)
+
+
+@pytest.mark.parametrize(("shape", "tile"), PANELS, ids=name)
+def test_blocks_down_columns(xp: Any, shape: tuple[int, ...], tile: Any) -> None:
+    for number, element in enumerate(NAMES):
+        rounding, rbits = ROUNDINGS[number % 3]
+        spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
+        plan = floats.plan_of(spec, shape)
+        assert isinstance(plan, floats.FloatPlan) and plan.panels
+        x = sample(shape, 0, KINDS[number % len(KINDS)], seed=number)
+        with np.errstate(over="ignore"):
+            x = x.astype(list(DTYPES.values())[number % 3])
+        check(xp, x, spec)
+
+
+@pytest.mark.parametrize(("kernel", "shape", "tile"), LINES, ids=name)
+def test_zero_points_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], tile: Any) -> None:
+    for number, element in enumerate(("int8", "int4")):
+        scale = ("float32", "float16")[number]
+        spec = QuantSpec(element, axis=-1, tile=tile, symmetric=False, scale_dtype=scale)
+        plan = floats.plan_of(spec, shape)
+        assert isinstance(plan, floats.FloatPlan) and plan.lines
+        assert plan.lines.kernel == kernel
+        for kind in KINDS:
+            x = sample(shape, len(shape) - 1, kind, seed=number)
+            with np.errstate(over="ignore"):
+                check(xp, (x - np.float32(1)).astype(list(DTYPES.values())[number]), spec)
+
+
+@pytest.mark.parametrize("element", NAMES)
+def test_quotients_beside_ties(xp: Any, element: str) -> None:
+    """Division by way of a reciprocal: scales of any mantissa, values a place from every tie."""
+    rng, grid = np.random.default_rng(5), FORMATS[element].element
+    codes = np.array([grid.decode(c) for c in range(grid.max_magnitude_code + 1)])
+    ties = (codes[1:] + codes[:-1]) / 2
+    ties = rng.permutation(np.resize(ties, 60))
+    scales = np.exp2(rng.uniform(-70, 70, 1000)).astype(np.float32)
+    x = (ties * scales[:, None].astype(np.float64)).astype(np.float32)
+    x = np.concatenate([x, np.full((1000, 4), np.float32(codes[-1])) * scales[:, None]], axis=1)
+    for towards in (-np.inf, 0, np.inf):
+        near = x if towards == 0 else np.nextafter(x, np.float32(towards))
+        near[:, -1] = x[:, -1]  # the largest magnitude
+        check(xp, near, QuantSpec(element, axis=1, tile="channel"))
 
 
 @pytest.mark.parametrize(
@@ -165,3 +245,34 @@ def test_no_kernel_spills(element: str, zeros: bool) -> None:
         assert isinstance(plan, floats.FloatPlan)
         dtype, arch = (("float32", "sm_80"), ("bfloat16", "sm_90a"))[number // 2]
         check_compiles(floats.float_source(plan, dtype, True), arch)
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("element", NAMES)
+@pytest.mark.parametrize(("shape", "tile"), PANELS, ids=name)
+def test_no_kernel_down_columns_spills(element: str, shape: tuple[int, ...], tile: Any) -> None:
+    for number, (rounding, rbits) in enumerate(ROUNDINGS):
+        spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
+        plan = floats.plan_of(spec, shape)
+        assert isinstance(plan, floats.FloatPlan) and plan.panels
+        for dtype in DTYPES:
+            for turned in {False, plan.per == 1}:
+                panels = replace(plan.panels, turned=turned)
+                source = float_panels.panels_source(panels, dtype)
+                check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("element", NAMES)
+@pytest.mark.parametrize(("kernel", "shape", "tile"), LINES, ids=name)
+def test_no_kernel_along_rows_spills(
+    element: str, kernel: str, shape: tuple[int, ...], tile: Any
+) -> None:
+    del kernel
+    for number, (rounding, rbits) in enumerate(ROUNDINGS):
+        spec = QuantSpec(element, axis=-1, tile=tile, rounding=rounding, rbits=rbits)
+        plan = floats.plan_of(spec, shape)
+        assert isinstance(plan, floats.FloatPlan) and plan.lines
+        for dtype in DTYPES:
+            source = float_lines.lines_source(plan.lines, dtype)
+            check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])

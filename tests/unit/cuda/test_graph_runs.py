@@ -39,6 +39,7 @@ def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
     for options, word in (
         ({}, "add --device cuda"),
         ({"device": "cuda", "optimizer": "lion"}, "sgd, adam or adamw"),
+        ({"device": "cuda", "recipe": "mxfp4_adaptive"}, "scale rules between steps"),
         ({"device": "cuda", "optimizer_states": "bfloat16"}, "--optimizer-states float32"),
     ):
         config = small_run(**options)

@@ -19,7 +19,6 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import jit, operands
 from extensor_cuda.kernels import quantize as kernels
-from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.test_compile import properties
 
 SHAPES = ((256, 256), (200, 328), (1, 40), (32, 8), (129, 136), (67, 1000))
@@ -120,8 +119,6 @@ def steps_of(y: np.ndarray, words: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("rbits", [8, 32])
 def test_what_rounds_by_chance_in_halves_is_the_rule(emulator: Any, rbits: int) -> None:
     """Every bfloat16 up to 16 under several scales, with the words at which its code changes."""
-    if emulation.COMPILER is None:
-        pytest.skip("no C++ compiler")
     program = operands.operand_source(
         spec_of(1, "stochastic").replace(rbits=rbits), "bfloat16", True, True, False
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -107,11 +108,12 @@ def compare(hopper: Any, spec: QuantSpec, config: Config, m: int, n: int, call: 
     return y
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.format}-{s.rule}-{s.tile}")
-@pytest.mark.parametrize("tile", [128, 160, 192])
-def test_bytes_are_those_of_the_bfloat16_result(hopper: Any, spec: QuantSpec, tile: int) -> None:
-    if not quantizes(tile, spec):
-        pytest.skip("not in such tiles")
+@pytest.mark.parametrize(
+    ("tile", "spec"),
+    [(tile, spec) for tile in (128, 160, 192) for spec in SPECS if quantizes(tile, spec)],
+    ids=lambda p: f"{p.format}-{p.rule}-{p.tile}" if isinstance(p, QuantSpec) else str(p),
+)
+def test_bytes_are_those_of_the_bfloat16_result(hopper: Any, tile: int, spec: QuantSpec) -> None:
     rng = np.random.default_rng(tile)
     for m, n, k in ((130, 2 * tile + 45, 200), (5, 7, 64)):
         (a, _), (b, _) = (operand(rng, rows, k, "e5m2", hopper) for rows in (m, n))
@@ -120,9 +122,7 @@ def test_bytes_are_those_of_the_bfloat16_result(hopper: Any, spec: QuantSpec, ti
             a[m - 1] = 0x7F  # NaN in every column, and beyond the last one
         rows, columns = (hopper.asarray(rng.integers(-9, 9, s), dtype=np.int32) for s in (m, n))
 
-        def call(out: Any, config: Config) -> None:
-            gemm(a, b, out, config, rows, columns)  # noqa: B023
-
+        call = partial(gemm, a, b, row_exponent=rows, column_exponent=columns)
         y = compare(hopper, spec, Config(tile_n=tile, patches=2), m, n, call)
         assert len(np.unique(y.view(np.uint16))) > min(m * n // 8, 100)
 

@@ -12,6 +12,7 @@ from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import scaling
+from extensor_cuda.kernels import float_lines, float_panels
 from tests.unit.cuda import emulator
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
@@ -27,7 +28,7 @@ SPECS = (
     INT8.replace(rounding="stochastic"),
     E5M2.replace(tile=(1, 128), rounding="stochastic"),
 )
-SHAPES = ((64, 256), (70, 19), (1, 300), (300, 130), (129, 1))
+SHAPES = ((64, 256), (208, 272), (70, 19), (1, 300), (300, 130), (129, 1))
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -47,7 +48,8 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [scaling], hopper=False)
+    made = [float_lines, float_panels]
+    return place(request, monkeypatch, [scaling], hopper=False, quantizing=made)
 
 
 def data(shape: tuple[int, int], dtype: str, kind: str) -> np.ndarray:
@@ -89,6 +91,17 @@ def test_operands_are_the_references(xp: Any, spec: QuantSpec, axis: int, dtype:
             if not isinstance(xp, emulator.Cupy):  # cupy flushes what is below the normal numbers
                 values, decoded = (np.where(abs(a) < 2.0**-126, 0, a) for a in (values, decoded))
             np.testing.assert_array_equal(values, decoded)
+
+
+@pytest.mark.parametrize("spec", [E4M3, E4M3.replace(tile="channel")], ids=name)
+def test_both_ways_at_once(xp: Any, spec: QuantSpec) -> None:
+    """The scale of a tensor is found once."""
+    x = xp.asarray(data((208, 272), "bfloat16", "normal"))
+    ways = [spec.replace(axis=axis).resolve(2) for axis in (1, 0)]
+    for (side, _), way in zip(scaling.make(x, ways, [None, None], xp), ways, strict=True):
+        ((alone, _),) = scaling.make(x, [way], [None], xp)
+        np.testing.assert_array_equal(side.codes.get(), alone.codes.get())
+        np.testing.assert_array_equal(side.scales.get(), alone.scales.get())
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def _rewrite(model: nn.Sequential) -> dict[str, Callable[[], object]]:
         "loading": lambda: model.load_state_dict(
             {name: a + 1 for name, a in model.state_dict().items()}
         ),
+        "another library": lambda: np.from_dlpack(weight.detach()).fill(0.5),
         "a move": lambda: model.to("cpu"),
         "other memory": lambda: setattr(weight, "data", fresh),
         "another parameter": lambda: setattr(layer, "weight", nn.Parameter(fresh)),
@@ -174,6 +175,32 @@ def test_weights_that_are_results_are_not_kept(made: Made) -> None:
         quantized_matmul(batch(0), layer.weight * 2.0, layer.quant)
     assert made.of(layer) == 2
     assert not state._operands
+
+
+def test_memory_that_others_write_to_is_asked_each_time() -> None:
+    context = nn.Linear(64, 96, rng=0)
+    nn.apply_recipe(context, "mxfp4_all")
+    assert context.quant is not None
+    for take in (et.from_numpy, et.from_dlpack):
+        own = np.random.default_rng(1).standard_normal((96, 64)).astype(np.float32)
+        weight = take(own)
+        first = quantized_matmul(batch(0), weight, context.quant).numpy()
+        own *= 2
+        np.testing.assert_array_equal(
+            quantized_matmul(batch(0), weight, context.quant).numpy(), 2 * first
+        )
+
+
+def test_what_another_thread_forgets_meanwhile_is_not_missed() -> None:
+    class Forgetful(dict[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            """Gone as soon as it is there."""
+
+    model, state = build("mxfp4_all")
+    with et.no_grad():
+        wanted = model(batch(0)).numpy()
+        state._operands = Forgetful()
+        np.testing.assert_array_equal(model(batch(0)).numpy(), wanted)
 
 
 def test_other_sizes_make_them_anew(made: Made) -> None:

@@ -1,0 +1,143 @@
+"""Captured steps, and weights and gradients that others write: what is there is what counts."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import extensor as et
+from extensor import nn
+from extensor.optim import SGD
+from tests.unit.cuda.test_graph import same
+
+
+def by_optimizer(model: Any) -> Callable[[], None]:
+    return SGD(model.named_parameters(), lr=0.1).step
+
+
+def by_hand(write: Callable[[Any, Any], Any]) -> Callable[[Any], Callable[[], None]]:
+    def update(model: Any) -> Callable[[], None]:
+        def step() -> None:
+            with et.no_grad():
+                for param in model.parameters():
+                    write(param, param - 0.1 * param.grad)
+
+        return step
+
+    return update
+
+
+WAYS = {
+    "optimizer": by_optimizer,
+    "index": by_hand(lambda param, new: param.__setitem__(..., new)),
+    "assign_": by_hand(lambda param, new: param.assign_(new.data)),
+    "view": by_hand(lambda param, new: param.detach().reshape(-1).copy_(new.reshape(-1))),
+}
+
+
+def build(recipe: str = "mxfp4_all") -> tuple[Any, Any]:
+    model = nn.Sequential(nn.Linear(64, 96, rng=0), nn.ReLU(), nn.Linear(96, 32, rng=1)).to("cuda")
+    return model, nn.apply_recipe(model, recipe, seed=3)
+
+
+def batch(number: int) -> et.ExTensor:
+    return et.randn((8, 64), seed=number).to("cuda")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_written_in_a_captured_step_are_quantized_anew(gpu: Any, way: str) -> None:
+    """Two updates and an evaluation in each step, an evaluation after it."""
+    found = []
+    for captured in (False, True):
+        model, state = build()
+        update = WAYS[way](model)
+
+        def step(x: et.ExTensor, model: Any = model, update: Any = update) -> et.ExTensor:
+            for _ in range(2):
+                model.zero_grad()
+                model(x).square().mean().backward()
+                update()
+            with et.no_grad():
+                return model(x)
+
+        train, seen = et.capture(step) if captured else step, []
+        for number in range(6):
+            state.step = number
+            seen.append(train(batch(number)).numpy().copy())
+            with et.no_grad():
+                seen.append(model(batch(9)).numpy().copy())
+        found.append(seen)
+    assert not np.array_equal(found[0][-1], found[0][-3])
+    same(found[1], found[0])
+
+
+def test_what_a_broken_recording_made_is_not_used(gpu: Any) -> None:
+    """Its operands were never computed, though they would be of the weights that are there."""
+    model, _ = build("bf16")
+
+    def step(x: et.ExTensor) -> et.ExTensor:
+        out: et.ExTensor = model(x).mean()
+        return out * float(out)
+
+    with et.no_grad():
+        wanted = model(batch(0)).numpy().copy()
+        train = et.capture(step)
+        with pytest.raises(RuntimeError, match="cannot be recorded"):
+            for _ in range(3):
+                train(batch(0))
+        gc.collect()  # the recording, but not what it made
+        np.testing.assert_array_equal(model(batch(0)).numpy(), wanted)
+
+
+def test_gradients_from_before_a_step_are_not_added_to(gpu: Any) -> None:
+    """Each repetition would add to what was there when it was recorded."""
+    model, _ = build("fp32")
+
+    def backward(x: et.ExTensor) -> None:
+        model(x).square().mean().backward()
+
+    train = et.capture(backward)
+    train(batch(0))
+    before = [param.grad for param in model.parameters()]
+    with pytest.raises(RuntimeError, match="forget them in the step, by optimizer.zero_grad"):
+        train(batch(1))
+    assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+    model.zero_grad()
+    train(batch(0))
+
+    def sums(x: et.ExTensor) -> None:
+        model.zero_grad()
+        for row in range(2):  # gradients of the step itself are
+            backward(x[4 * row : 4 * row + 4])
+
+    train = et.capture(sums)
+    for _ in range(4):
+        train(batch(1))
+    found = [p.grad.numpy().copy() for p in model.parameters()]
+    sums(batch(1))
+    same(found, [p.grad.numpy() for p in model.parameters()])
+
+
+def test_other_threads_copy_from_the_host_meanwhile(gpu: Any) -> None:
+    model, _ = build("fp32")
+    copied: list[bool] = []
+
+    def copy() -> None:
+        et.from_numpy(np.ones((3, 3), np.float32), device="cuda")
+        copied.append(True)
+
+    def step(x: et.ExTensor) -> et.ExTensor:
+        thread = threading.Thread(target=copy)
+        thread.start()
+        thread.join()
+        return model(x).detach()
+
+    train = et.capture(step)
+    for _ in range(4):
+        train(batch(0))
+    assert len(copied) == 3
