@@ -53,12 +53,6 @@ __device__ __forceinline__ u64 posted(const u64* from) {
     return v;
 }
 
-__device__ __forceinline__ void mma8(float (&d)[4], u32 a0, u32 a1, u32 b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(b));
-}
-
 __device__ __forceinline__ u32 rank_in_cluster() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -136,6 +136,11 @@ __device__ __forceinline__ void encode_down(const Raw* tile, int thread, i64 top
 
 #if NORM
 #include "normed.cuh"
+#if ONLY_ROWS
+#include "normed_rows.cuh"
+#else
+#include "normed_both.cuh"
+#endif
 #else
 constexpr int kWide = kThreads / kAcross * COLUMNS;  // columns of a tile; a row is 256 bytes or more
 constexpr int kPerRow = kWide / kChunk;              // chunks of a row

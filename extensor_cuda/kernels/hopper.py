@@ -16,6 +16,7 @@ __all__ = [
     "SHARED",
     "capability",
     "check",
+    "clusters",
     "driver",
     "launch",
     "load",
@@ -86,6 +87,20 @@ def multiprocessors(device: int) -> int:
     import cupy
 
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+@lru_cache(maxsize=256)
+def clusters(function: Any, blocks: int, threads: int, shared: int, device: int) -> int:
+    """Clusters of so many blocks that run at a time on a device, as the driver says."""
+    bindings = driver()
+    attribute, config = bindings.CUlaunchAttribute(), bindings.CUlaunchConfig()
+    attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    size.x, size.y, size.z = blocks, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.attrs, config.numAttrs = shared, [attribute], 1
+    return int(check(bindings.cuOccupancyMaxActiveClusters(function, config), "cuOccupancy"))
 
 
 @lru_cache(maxsize=4096)

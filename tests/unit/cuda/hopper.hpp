@@ -48,7 +48,6 @@ inline u64 posted(const u64* from) {
     yield();
     return *from;
 }
-inline void mma8(float (&d)[4], u32 a0, u32 a1, u32 b) { mma(d, {a0, a1, 0, 0}, b, 0); }
 inline u32 rank_in_cluster() { return 0; }
 inline void cluster_sync() {}
 

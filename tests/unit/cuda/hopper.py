@@ -26,6 +26,7 @@ from tests.unit.cuda.emulator import Cupy, Emulator
 
 HEADER = Path(__file__).parent / "hopper.hpp"
 STATEMENTS = {
+    "st.async": "*to = v, brought(barrier, 4);",
     '"=r"(raw[k / 2])': "raw[k / 2] = rounded_pair(y[1], y[0]);",
     "prmt.b32": "bytes = sign_bytes(a, b);",
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
@@ -179,4 +180,5 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
     monkeypatch.setattr(hopper, "launch", launch)
     monkeypatch.setattr(hopper, "tensor_map", _map)
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: blocks)
+    monkeypatch.setattr(hopper, "clusters", lambda *launched: blocks)
     return Cupy()
