@@ -128,10 +128,11 @@ def products(backend: Any, rng: Any) -> int:
     from extensor_cuda import dense, operands
 
     xp, count = backend.xp, 0
-    for name, rounding in (("mxfp4", "nearest_even"), ("mxfp4", "stochastic"), ("mxfp8_e4m3", "")):
-        spec = QuantSpec(name, axis=1).replace(rounding=rounding or "nearest_even").resolve(2)
-        specs, stream = [spec, spec.replace(axis=0)], Stream(1, 2, 3, 4)
-        streams = [stream if rounding == "stochastic" else None] * 2
+    wanted = [QuantSpec("mxfp4"), QuantSpec("mxfp4", rounding="stochastic")]
+    wanted += [QuantSpec("mxfp8_e4m3"), QuantSpec("mxfp8_e4m3", scale_rule="rceil", near=True)]
+    for each in wanted:
+        specs, stream = [each.replace(axis=axis).resolve(2) for axis in (1, 0)], Stream(1, 2, 3, 4)
+        streams = [stream if each.rounding == "stochastic" else None] * 2
         for shape in ((256, 256), (72, 200)):
             for dtype in ("float32", "bfloat16"):
                 for power in (0, -40):
@@ -223,6 +224,7 @@ def training(backend: Any, rng: Any) -> int:
     names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
     backend.all_finite_each([part[1] for part in parts])
     backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3, look=True)
+    narrow_states(backend)
     images, window = (
         xp.asarray(rng.standard_normal((2, 3, 9, 11)).astype("float32")),
         Window((3, 2)),
@@ -248,6 +250,26 @@ def training(backend: Any, rng: Any) -> int:
     factors = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": 1.0}
     backend.sgd_each([part[:3] for part in parts], [factors] * 3)
     return 5
+
+
+def narrow_states(backend: Any) -> None:
+    """Optimizers' steps whose states are decoded and rounded by the same launch."""
+    from extensor import ExTensor
+    from extensor.optim import SGD, AdamW
+
+    xp = backend.xp
+    arrays = [xp.ones(n, dtype="float32") for n in (3, 768, 40_001)]
+    arrays.append(xp.ones(70, dtype="float32")[1:])  # vectors do not fit
+    for states in backend.steps_together:
+        rules: Any = ((AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {}))
+        for kind, options in rules:
+            params = [ExTensor(a.copy() if a.base is None else a, device="cuda") for a in arrays]
+            for p in params:
+                p.requires_grad = True
+                p.grad = ExTensor(p.data * 0.5, device="cuda")
+            step = kind(params, lr=0.1, states=states, **options)
+            step.step()
+            step.step()
 
 
 def halves(backend: Any, rng: Any) -> int:

@@ -1,10 +1,10 @@
 """RMSNorm or LayerNorm and the quantizers of what it gives, in one reading of the input.
 
-A group of blocks shares some rows, each with its columns in shared memory: sums go round through the
-cluster that it is, or in both directions through global memory, since clusters leave multiprocessors
-idle. What is normalized, rounded once to bfloat16, is encoded along its rows and down its columns
-without having been written. The norm's sums have orders of their own: those of rows alone, of both
-directions and of `extensor_cuda.kernels.norm` may differ in the last bits, within the same bounds.
+A group of blocks shares some rows, each with its columns in shared memory: sums go round through
+the cluster that it is, or in both directions through global memory, since clusters leave
+multiprocessors idle. What is normalized, rounded once to bfloat16, is encoded along its rows and
+down its columns without having been written. The norm's sums have orders of their own: those of
+rows alone, of both directions and of `extensor_cuda.kernels.norm` may differ in the last bits.
 """
 
 from __future__ import annotations

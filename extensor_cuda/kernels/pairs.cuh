@@ -1,20 +1,23 @@
 // ---- bfloat16 to e2m1 under a power of two, two values at a time ----
 
-#if HALVES
-// Scaling by a power of two is exact in bfloat16 where it matters (what underflows is far below a
-// quarter), and the additions that round have bfloat16's last place where float32 had its own. So
-// the same steps as above hold on pairs.
 constexpr u32 kPairMagnitude = 0x7FFF7FFFu, kPairSign = 0x80008000u;
-
-__device__ __forceinline__ u32 pair_fma(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
 
 __device__ __forceinline__ u32 pair_max(u32 a, u32 b) {
     u32 d;
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+__device__ __forceinline__ u32 low_float(u32 pair) { return pair << 16; }
+__device__ __forceinline__ u32 high_float(u32 pair) { return pair & 0xFFFF0000u; }
+
+#if HALVES
+// Scaling by a power of two is exact in bfloat16 where it matters (what underflows is far below a
+// quarter), and the additions that round have bfloat16's last place where float32 had its own. So
+// the same steps as above hold on pairs.
+__device__ __forceinline__ u32 pair_fma(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
 
@@ -49,9 +52,6 @@ __device__ __forceinline__ u32 pair_smaller(u32 a, u32 b) {
     return pair_min(pair_abs(a), pair_abs(b)) | ((a ^ b) & kPairSign);
 #endif
 }
-
-__device__ __forceinline__ u32 low_float(u32 pair) { return pair << 16; }
-__device__ __forceinline__ u32 high_float(u32 pair) { return pair & 0xFFFF0000u; }
 
 // x * scale in the two halves, each plus 64 times the power of two that it holds, 1 at least, under its
 // sign, which has a last place of the grid's spacing there. `far` says whether one may be beyond 16.

@@ -87,6 +87,8 @@ inline int __syncthreads_or(int vote) {
     block.wait();
     return any;
 }
+template <class T>
+T atomicExch(T* to, T value) { const T before = *to; *to = value; return before; }
 inline void atomicOr(unsigned* to, unsigned bits) { *to |= bits; }
 
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
@@ -115,6 +117,8 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned l
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 template <class T>
 T __ldcs(const T* from) { return *from; }
+template <class T>
+void __stcg(T* to, T value) { *to = value; }
 
 struct uint2 { unsigned x, y; };
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
@@ -156,6 +160,7 @@ inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) {
     }
     return out;
 }
+inline unsigned __viaddmin_u32(unsigned a, unsigned b, unsigned c) { return a + b < c ? a + b : c; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 inline float of_float16(unsigned half) {

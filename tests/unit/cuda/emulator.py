@@ -39,7 +39,7 @@ class Emulator:
             entries = "".join(
                 f'#ifdef HAS_{name}\nextern "C" void run_{name}(void** a, int blocks, int threads) '
                 f"{{ run(kernels::{name}, a, blocks, threads); }}\n#endif\n"
-                for name in _KERNEL.findall(source.text)
+                for name in dict.fromkeys(_KERNEL.findall(source.text))
             )
             text = _KERNEL.sub(lambda found: f"#define HAS_{found[1]}\n{found[0]}", source.text)
             text = text.replace('extern "C"', "static")

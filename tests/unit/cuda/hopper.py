@@ -30,6 +30,8 @@ STATEMENTS = {
     '"=r"(raw[k / 2])': "raw[k / 2] = rounded_pair(y[1], y[0]);",
     "prmt.b32": "bytes = sign_bytes(a, b);",
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
+    "cp.async.cg.shared.global [": "copy_ahead<16>(to, from, inside);",
+    '"cp.async.wait_all;"': ";",
     "cp.async.wait_all": "named_barrier(warpgroup + 1, 128);",
     "cvt.rn.bf16x2.f32": "packed = rounded_pair(v[2 * h + 1], v[2 * h]);",
     "lop3.b32": "d = (a & mask) | (b & ~mask);",
@@ -44,7 +46,8 @@ STATEMENTS = {
 }
 """Assembly that does something here, and what stands for it."""
 NOTHING = (
-    "cvt.rn.satfinite",  # in parts that are not compiled here
+    "mul.wide.u32",  # in parts that are not compiled here
+    "cvt.rn.satfinite",  # likewise
     "rcp.approx",
     "fence",
     "nanosleep",
