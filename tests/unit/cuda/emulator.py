@@ -53,12 +53,23 @@ class Emulator:
                 "-Wno-psabi",
                 "-shared",
                 "-fPIC",
+                "-fno-gnu-unique",  # copies of a program have statics of their own
             ]
             files = [str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".so"))]
             assert COMPILER is not None
             subprocess.run([COMPILER, *options, *files], check=True)
             self.made[source] = ctypes.CDLL(str(path.with_suffix(".so")))
         return self.made[source]
+
+    def copy(self, source: Source, block: int) -> ctypes.CDLL:
+        """Another copy of the program, with memory of its own, that runs one block of a grid."""
+        library = self.library(source)
+        path = Path(library._name).with_suffix(f".{block}.so")
+        if not path.exists():
+            shutil.copy(library._name, path)
+        found = ctypes.CDLL(str(path))
+        found.run_only(block)
+        return found
 
     def __call__(
         self, source: Source, kernel: str, blocks: int, threads: int, *arguments: Any
