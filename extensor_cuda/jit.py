@@ -11,15 +11,18 @@ never see half a file; each file carries its own digest, so that a damaged one i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 __all__ = ["Source", "cache_folder", "compile_cubin", "cubin", "launch"]
 
@@ -135,8 +138,11 @@ def cubin(source: Source, arch: str) -> bytes:
 
 
 @cache
-def _function(source: Source, kernel: str, device: int) -> Any:
-    """A kernel loaded on one device, for good: a graph may hold it, which does not keep it."""
+def _function(source: Source, kernel: str, device: int, shared: int) -> Any:
+    """A kernel loaded on one device, for good: a graph may hold it, which does not keep it.
+
+    It is allowed so many bytes of dynamic shared memory.
+    """
     import cupy
 
     capability = cupy.cuda.Device(device).compute_capability
@@ -144,17 +150,71 @@ def _function(source: Source, kernel: str, device: int) -> Any:
     arch = f"sm_{capability}a" if capability == "90" else f"sm_{capability}"
     module = cupy.cuda.function.Module()
     module.load(cubin(source, arch))
-    return module.get_function(kernel)
+    function = module.get_function(kernel)
+    if shared:
+        attribute = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        cupy.cuda.driver.funcSetAttribute(function.ptr, attribute, shared)
+    return function
 
 
-def launch(source: Source, kernel: str, blocks: int, threads: int, *arguments: Any) -> None:
+@lru_cache(maxsize=256)
+def _early(blocks: int, threads: int, shared: int, stream: int) -> Any:
+    """The driver's description of a launch that starts before the stream's last kernel is done."""
+    from cuda.bindings import driver
+
+    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared, stream
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def launch(
+    source: Source,
+    kernel: str,
+    blocks: int,
+    threads: int,
+    *arguments: Any,
+    shared: int = 0,
+    early: bool = False,
+) -> None:
     """Run a kernel on cupy's current device and stream; compiled and loaded at the first call.
 
     Arguments are cupy arrays and numpy scalars of the kernel's own widths. The launch goes through
     cupy's driver wrapper and not cuda.core's, so that device, stream, memory pool and graph capture
     are cupy's own and cannot disagree with it.
+
+    Args:
+        source: the program.
+        kernel: its name there.
+        blocks: so many,
+        threads: of so many threads.
+        arguments: the kernel's.
+        shared: bytes of shared memory that a block is given as it is launched.
+        early: start before the stream's last kernel is done, for which the kernel itself waits
+            before it reads or writes; needs compute capability 9.0. Not while a graph is captured.
     """
     import cupy
 
-    function = _function(source, kernel, cupy.cuda.runtime.getDevice())
-    function((blocks, 1, 1), (threads, 1, 1), arguments)
+    function = _function(source, kernel, cupy.cuda.runtime.getDevice(), shared)
+    stream = cupy.cuda.get_current_stream().ptr
+    if not early or cupy.cuda.runtime.streamIsCapturing(stream):
+        function((blocks, 1, 1), (threads, 1, 1), arguments, shared_mem=shared)
+        return
+    from cuda.bindings import driver
+
+    # Numbers and addresses, each in eight bytes of its own, and where these lie.
+    slots = [
+        int.from_bytes(a.tobytes(), "little") if isinstance(a, np.generic) else a.data.ptr
+        for a in arguments
+    ]
+    values = (ctypes.c_uint64 * len(slots))(*slots)
+    first = ctypes.addressof(values)
+    addresses = (ctypes.c_uint64 * len(slots))(*range(first, first + 8 * len(slots), 8))
+    config = _early(blocks, threads, shared, stream)
+    (error,) = driver.cuLaunchKernelEx(config, function.ptr, ctypes.addressof(addresses), 0)
+    if int(error):
+        raise RuntimeError(f"cuLaunchKernelEx of {kernel} failed: {error.name}")

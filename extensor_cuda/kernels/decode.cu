@@ -16,10 +16,7 @@
 // SCALED, GROUP, HALF (scales), LANE, PIECE (of K in shared memory), DEPTH, TILES (of 8 tokens), PARTS, IN and
 // OUT (0: float32, 1: bfloat16), RESIDENT.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
+#include "decode.cuh"
 
 constexpr int kWarps = 4, kThreads = 128, kRows = 64, kTokens = 8 * TILES;
 constexpr int kSegment = 4 * LANE, kCodeWords = LANE * BITS / 32, kUnits = LANE / 8;
@@ -27,100 +24,6 @@ constexpr int kGroup = GROUP ? GROUP : 1;
 constexpr int kPitch = PIECE * 2 + 64;  // bytes of a token: no bank conflicts
 constexpr int kInByte = 8 / BITS, kLaneBytes = 4 * kCodeWords, kStage = 2 * kThreads * kLaneBytes;
 constexpr int kScales = SCALED ? 0 : PIECE / BLOCK, kScalePitch = kScales + 4;  // of a row of w, no bank conflicts
-
-#ifdef __CUDA_ARCH__
-// So many bytes to shared memory, zeros unless they are `there`; done once `arrived` says so. A warp takes
-// 64 bytes of each of 16 rows: the cache is asked to fetch the next ones too, which memory gives faster.
-template <int kBytes>
-__device__ __forceinline__ void copy_ahead(void* to, const void* from, bool there) {
-    const u32 address = static_cast<u32>(__cvta_generic_to_shared(to));
-    const int bytes = there ? kBytes : 0;
-    if (kBytes == 16)
-        asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(address), "l"(from), "r"(bytes), "n"(kBytes)
-                     : "memory");
-}
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All but the newest DEPTH - 1 groups of copies of this thread have arrived.
-__device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
-
-// d += a b with a (16, 16) and b (16, 8) of bfloat16 pairs, float32 sums.
-__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// a b + c of bfloat16 pairs, rounded once.
-__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-#endif
-
-__device__ __forceinline__ u32 twice(u32 half) { return half | half << 16; }
-
-// ---- weights ----
-
-#if SCALED
-#if HALF
-typedef u16 Stored;
-__device__ __forceinline__ float scale_value(u16 bits) {
-    const u32 magnitude = static_cast<u32>(bits & 0x7FFF) << 13;
-    if (magnitude >= 0x0F800000u) return __uint_as_float(magnitude | 0x7F800000u);  // no number
-    return __uint_as_float(magnitude) * __uint_as_float((112u + 127u) << 23);
-}
-#else
-typedef float Stored;
-__device__ __forceinline__ float scale_value(float value) { return value; }
-#endif
-#else
-typedef u8 Stored;
-// A scale times 2^-8 as a bfloat16 pair; `folded`: times 2^118, which takes the elements' 2^-126 along.
-__device__ __forceinline__ u32 scale_pair(u32 byte, bool folded) {
-#if UE4M3
-    // The bits are a bfloat16 already, 2^-120 times the scale, which is below 2^9.
-    const u32 scale = fma_pair(fma_pair(twice(byte << 4), 0x7B807B80u, 0u), 0x7A807A80u, 0u);
-    return byte < 0x7Fu ? scale : twice(0x7FC0u);
-#else
-    if (folded) return twice((byte + 118u) << 7);
-    return twice(byte == 255u ? 0x7FC0u : byte > 8u ? (byte - 8u) << 7 : byte > 1u ? 1u << (byte - 2u) : 0u);
-#endif
-}
-// Whether an E8M0 scale is one that `folded` takes: 2^-117 to 2^9.
-__device__ __forceinline__ bool foldable(u32 byte) { return byte - 10u <= 126u; }
-#endif
-
-// Eight codes -> four pairs of bfloat16: elements (p, p + 4) of 4-bit codes, (2 p, 2 p + 1) of bytes.
-__device__ __forceinline__ void decode(const u32* words, u32 scale, bool folded, int zero, u32 (&pairs)[4]) {
-#if BITS == 4
-    const u32 w = IS_FLOAT ? words[0] : words[0] ^ 0x88888888u;
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-        const u32 four = w >> (4 * p);
-#if IS_FLOAT
-        // The bits are a bfloat16 already, 2^-126 times the element.
-        const u32 bits = (four & 0x00070007u) << 6 | (four & 0x00080008u) << 12;
-        pairs[p] = fma_pair(folded ? bits : fma_pair(bits, 0x7E807E80u, 0u), scale, 0u);
-#else
-        const u32 offset = twice(0xC300u | static_cast<u32>(8 + zero));  // -(136 + zero)
-        pairs[p] = fma_pair((four & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, offset);
-#endif
-    }
-#else
-    const float offset = static_cast<float>(8388608 + 128 + zero);
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-        const u32 w = (words[p / 2] ^ 0x80808080u) >> (16 * (p % 2));
-        const float low = __uint_as_float(0x4B000000u | (w & 0xFFu)) - offset;
-        const float high = __uint_as_float(0x4B000000u | (w >> 8 & 0xFFu)) - offset;
-        pairs[p] = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
-    }
-#endif
-}
 
 // A lane's codes of one row of a segment, where they do not lie in whole lanes' worths of bytes.
 __device__ __forceinline__ void gather(u32 (&words)[kCodeWords], const u8* from, i64 left) {
@@ -162,27 +65,6 @@ __device__ __forceinline__ bool load_scales(u8* to, const Stored* scales, int k0
     return odd;
 }
 #endif
-
-// ---- x ----
-
-#if IN == 0
-typedef float Raw;
-#else
-typedef u16 Raw;
-#endif
-
-// The part of a value that a token holds, as a bfloat16: upper, middle or lower bits of the significand.
-__device__ __forceinline__ u32 part_of(Raw raw, int part) {
-#if IN == 1
-    return raw;
-#else
-    const u32 bits = __float_as_uint(raw);
-    if ((bits & 0x7F800000u) == 0x7F800000u) return part ? 0u : bits << 9 ? 0x7FC0u : bits >> 16;
-    float rest = raw;
-    for (int i = 0; i < part; ++i) rest -= __uint_as_float(__float_as_uint(rest) & 0xFFFF0000u);
-    return __float_as_uint(rest) >> 16;
-#endif
-}
 
 // Where eight values of a token lie in shared memory.
 __device__ __forceinline__ uint4* unit_of(u8* to, int token, int i) {
@@ -279,7 +161,7 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const St
     // A segment from `k` on, of the piece from `k0` on.
     const auto multiply = [&](int k, int k0, bool folded) {
         u32 words[2][kCodeWords];
-        arrived();
+        arrived<DEPTH - 1>();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const u8* from = mine + slot * kStage + h * (kStage / 2);
@@ -384,14 +266,6 @@ decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes, const St
             total += of_part;
         }
         if (!SCALED) total *= 256.0f;  // the scales were times 2^-8
-        total *= factor;
-        const i64 at = static_cast<i64>(m) * lines + line;
-#if OUT == 0
-        static_cast<float*>(out)[at] = total;
-#else
-        const u32 bits = __float_as_uint(total);
-        const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-        static_cast<u16*>(out)[at] = nan ? 0x7FC0 : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-#endif
+        finish(out, static_cast<i64>(m) * lines + line, total * factor);
     }
 }

@@ -208,25 +208,28 @@ void copy_ahead(void* to, const void* from, bool there) {
         std::memset(to, 0, kBytes);
 }
 inline void end_copies() {}
-inline void arrived() {}
+template <int kNewest>
+void arrived() {}
+inline void let_next_start() {}
+inline void await_last() {}
 // mma.sync m16n8k16 of bfloat16: the fragments of the PTX ISA; the sum is rounded once.
+static unsigned fragments[1024][6];
 inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x - lane;
+    const unsigned mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    std::memcpy(fragments[threadIdx.x], mine, sizeof mine);
+    warps[threadIdx.x / 32].wait();
     double sums[4] = {d[0], d[1], d[2], d[3]};
     for (int t = 0; t < 4; ++t) {
-        unsigned rows[4], columns[2][2];
-        for (int i = 0; i < 4; ++i) rows[i] = exchange(a[i], warp + lane / 4 * 4 + t);
-        for (int c = 0; c < 2; ++c) {
-            const int from = warp + (lane % 4 * 2 + c) * 4 + t;
-            columns[c][0] = exchange(b0, from), columns[c][1] = exchange(b1, from);
-        }
+        const unsigned* const rows = fragments[warp + lane / 4 * 4 + t];
         for (int h = 0; h < 2; ++h)
             for (int c = 0; c < 2; ++c)
                 for (int k = 0; k < 2; ++k)
                     for (int e = 0; e < 32; e += 16)
                         sums[2 * h + c] += static_cast<double>(of_bfloat16(rows[h + 2 * k] >> e & 0xFFFF)) *
-                                           of_bfloat16(columns[c][k] >> e & 0xFFFF);
+                                           of_bfloat16(fragments[warp + (lane % 4 * 2 + c) * 4 + t][4 + k] >> e & 0xFFFF);
     }
+    warps[threadIdx.x / 32].wait();
     for (int i = 0; i < 4; ++i) d[i] = static_cast<float>(sums[i]);
 }
 

@@ -21,6 +21,9 @@ from extensor_cuda.training import CudaTraining
 
 COMPILER = shutil.which("c++")
 HEADER = Path(__file__).parent / "emulator.hpp"
+SHARED = 227 * 1024
+"""Bytes of shared memory that a block may have."""
+_DYNAMIC = re.compile(r"extern __shared__ (.+)\[\];")
 _KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\(.*\))?\s*(\w+)\(')
 
 
@@ -43,6 +46,7 @@ class Emulator:
             )
             text = _KERNEL.sub(lambda found: f"#define HAS_{found[1]}\n{found[0]}", source.text)
             text = text.replace('extern "C"', "static")
+            text = _DYNAMIC.sub(rf"static \1[{SHARED}];", text)
             body = f'{macros}#include "{HEADER}"\nnamespace kernels {{\n{text}}}\n{entries}'
             path.with_suffix(".cpp").write_text(body, encoding="utf-8")
             options = [
@@ -72,8 +76,16 @@ class Emulator:
         return found
 
     def __call__(
-        self, source: Source, kernel: str, blocks: int, threads: int, *arguments: Any
+        self,
+        source: Source,
+        kernel: str,
+        blocks: int,
+        threads: int,
+        *arguments: Any,
+        shared: int = 0,
+        early: bool = False,
     ) -> None:
+        assert shared <= SHARED
         held = [
             np.uint64(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments
         ]  # an array is its address, a number its bytes

@@ -336,12 +336,12 @@ class FakeLaunch(Emulator):
     """`extensor_cuda.jit.launch`, which a capture lists."""
 
     def __call__(
-        self, source: Any, kernel: str, blocks: int, threads: int, *arguments: Any
+        self, source: Any, kernel: str, blocks: int, threads: int, *arguments: Any, **options: Any
     ) -> None:
         arguments = plain(arguments)
         launch = super().__call__
 
         def again() -> None:
-            launch(source, kernel, blocks, threads, *arguments)
+            launch(source, kernel, blocks, threads, *arguments, **options)
 
         TAPE.launch(again)

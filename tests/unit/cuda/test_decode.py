@@ -63,6 +63,14 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
             check_compiles(source, arch)
 
 
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", WEIGHTS[:4], ids=name)
+def test_no_kernel_for_few_tokens_spills(spec: QuantSpec) -> None:
+    w = weights(spec, (16, 8192))
+    for rows, dtype in ((1, "float32"), (5, "float32"), (1, "bfloat16"), (16, "bfloat16")):
+        check_compiles(decode.few_source(w, rows, dtype, dtype), "sm_90a")
+
+
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     decode._counters.cache_clear()
@@ -125,6 +133,52 @@ def test_more_tokens(xp: Any, rows: int) -> None:
     )
     if rows < 22:
         check(activations((rows, 160), "float32"), weights(INT4, (20, 160)), "float32", xp)
+
+
+@pytest.mark.parametrize("spec", WEIGHTS[:5], ids=name)
+def test_few_tokens(xp: Any, spec: QuantSpec) -> None:
+    """K of a block and in slices; ends of chunks, tiles and tokens; both ways to copy scales."""
+    for m, n, k, dtype in (
+        (1, 200, 1024, "bfloat16"),
+        (5, 33, 2560, "float32"),
+        (16, 40, 5632, "bfloat16"),  # in slices
+        (3, 16, 640, "float32"),
+        (9, 50, 2176, "bfloat16"),
+    ):
+        w = weights(spec, (n, k))
+        made = decode._few(w, m * (3 if dtype == "float32" else 1))
+        if made is None:
+            assert k // tile_extent(w.spec, w.shape)[1] % 4
+            continue
+        check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
+
+
+def test_every_cut_of_few_tokens(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the bound, the same bits each time, counters left at zero."""
+    x, w = activations((3, 1664), "bfloat16"), weights(QuantSpec("mxfp4"), (150, 1664))
+    ways = [way for _, way in decode.cuts(150, 1664, 3, 32)]
+    assert {(way.slices, way.parts) for way in ways} == {
+        (1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)
+    }  # fmt: skip
+    for way in ways:
+        monkeypatch.setattr(decode, "cut", lambda *shape, way=way: way)
+        first = check(x, w, "float32", xp)
+        np.testing.assert_array_equal(check(x, w, "float32", xp), first)
+
+
+def test_rows_without_a_program_for_few_tokens(xp: Any) -> None:
+    """Columns that do not lie in whole pieces, few rows, many tokens: the other program."""
+    w = weights(QuantSpec("mxfp4"), (20, 256))
+    assert decode._few(w, 16) is not None and decode._few(w, 17) is None
+    assert decode._few(weights(QuantSpec("mxfp4"), (15, 256)), 1) is None
+    assert decode._few(weights(QuantSpec("mxfp4"), (20, 160)), 1) is None
+    assert decode._few(weights(INT4, (20, 256)), 1) is None
+    with_nan = weights(QuantSpec("mxfp4"), (20, 256))
+    with_nan.scales[3, 1], with_nan.scales[5, 2] = 255, 200
+    got = decode.product(
+        xp.asarray(activations((1, 256), "bfloat16")), sent(with_nan, xp), "float32", xp
+    ).get()
+    assert np.isnan(got[0, 3]) and np.isfinite(np.delete(got, 3, axis=1)).all()
 
 
 def test_stretches_of_k_are_added_in_order_and_leave_the_counters_at_zero(xp: Any) -> None:
