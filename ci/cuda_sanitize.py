@@ -128,10 +128,11 @@ def products(backend: Any, rng: Any) -> int:
     from extensor_cuda import dense, operands
 
     xp, count = backend.xp, 0
-    for name, rounding in (("mxfp4", "nearest_even"), ("mxfp4", "stochastic"), ("mxfp8_e4m3", "")):
-        spec = QuantSpec(name, axis=1).replace(rounding=rounding or "nearest_even").resolve(2)
-        specs, stream = [spec, spec.replace(axis=0)], Stream(1, 2, 3, 4)
-        streams = [stream if rounding == "stochastic" else None] * 2
+    wanted = [QuantSpec("mxfp4"), QuantSpec("mxfp4", rounding="stochastic")]
+    wanted += [QuantSpec("mxfp8_e4m3"), QuantSpec("mxfp8_e4m3", scale_rule="rceil", near=True)]
+    for each in wanted:
+        specs, stream = [each.replace(axis=axis).resolve(2) for axis in (1, 0)], Stream(1, 2, 3, 4)
+        streams = [stream if each.rounding == "stochastic" else None] * 2
         for shape in ((256, 256), (72, 200)):
             for dtype in ("float32", "bfloat16"):
                 for power in (0, -40):
@@ -223,6 +224,7 @@ def training(backend: Any, rng: Any) -> int:
     names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
     backend.all_finite_each([part[1] for part in parts])
     backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3, look=True)
+    narrow_states(backend)
     images, window = (
         xp.asarray(rng.standard_normal((2, 3, 9, 11)).astype("float32")),
         Window((3, 2)),
@@ -250,6 +252,26 @@ def training(backend: Any, rng: Any) -> int:
     return 5
 
 
+def narrow_states(backend: Any) -> None:
+    """Optimizers' steps whose states are decoded and rounded by the same launch."""
+    from extensor import ExTensor
+    from extensor.optim import SGD, AdamW
+
+    xp = backend.xp
+    arrays = [xp.ones(n, dtype="float32") for n in (3, 768, 40_001)]
+    arrays.append(xp.ones(70, dtype="float32")[1:])  # vectors do not fit
+    for states in backend.steps_together:
+        rules: Any = ((AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {}))
+        for kind, options in rules:
+            params = [ExTensor(a.copy() if a.base is None else a, device="cuda") for a in arrays]
+            for p in params:
+                p.requires_grad = True
+                p.grad = ExTensor(p.data * 0.5, device="cuda")
+            step = kind(params, lr=0.1, states=states, **options)
+            step.step()
+            step.step()
+
+
 def halves(backend: Any, rng: Any) -> int:
     """What reads or writes bfloat16 between layers, vectors that fit and that do not."""
     xp, count = backend.xp, 0
@@ -259,10 +281,10 @@ def halves(backend: Any, rng: Any) -> int:
         labels = xp.arange(shape[0]) % shape[1]
         _, kept = backend.cross_entropy(xh, labels, 0.1)
         backend.cross_entropy_grad(x[:, :1], xh, labels, kept, 0.1)
-        mean, rstd = backend.layer_norm(xh, x[0], g[0], 1e-5)[1:]
-        backend.layer_norm_grad(gh, xh, x[0], mean, rstd)
-        rstd = backend.rms_norm(xh, x[0], 1e-5)[1]
-        backend.rms_norm_grad(gh, xh, x[0], rstd)
+        mean, rstd = backend.layer_norm(x, x[0], g[0], 1e-5, narrow=True)[1:]
+        backend.layer_norm_grad(gh, x, x[0], mean, rstd)
+        rstd = backend.rms_norm(x, x[0], 1e-5, narrow=True)[1]
+        backend.rms_norm_grad(gh, x, x[0], rstd)
         for a, b in ((x, gh), (xh, gh), (x, g)):
             backend.add(a, b)
             backend.leading_sum(a, 1)

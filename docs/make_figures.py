@@ -183,6 +183,8 @@ def operand_text(operand: Operand) -> str:
         words.append(f"Hadamard-{operand.transform.size} {operand.transform.signs}")
     if operand.element_scale != 1.0:
         words.append(f"times {operand.element_scale:g}")
+    if operand.near:
+        words.append("near")
     if operand.rounding == "stochastic":
         words.append("stochastic")
     return " ".join(words)

@@ -21,7 +21,18 @@ from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.context import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import blas, dense, expanded, gemm, operands, scaled, scaling, tuned, weights
+from extensor_cuda import (
+    blas,
+    dense,
+    expanded,
+    gemm,
+    near,
+    operands,
+    scaled,
+    scaling,
+    tuned,
+    weights,
+)
 from extensor_cuda.graph import CudaGraph
 from extensor_cuda.kernels import dequantize, floats, pair
 from extensor_cuda.kernels import quantize as kernels
@@ -207,6 +218,8 @@ class CudaBackend(CudaTraining):
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[Array, Counts]:
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
+        if spec.near and self._operand_reason(x, spec.replace(near=False), stream) is None:
+            return near.operand(self._ready(x), spec, stream, self.xp)
         if reason := self._operand_reason(x, spec, stream):
             self._only_outside(f"{spec.format} operands on the CPU ({reason})")
             values, stats = self._host.operand(x.get(), spec, stream)
@@ -365,7 +378,8 @@ class CudaBackend(CudaTraining):
             if spec.row.element.bits == 6:
                 return f"FP8 holds {spec.format}; operands made at once are MXFP4 or bfloat16"
             found = operands.reason(x, spec, work, capability)
-            if reason := found or self._operand_reason(x, spec, stream):
+            plain = spec.replace(near=False)
+            if reason := found or self._operand_reason(x, plain, stream):
                 return reason
         return None
 
@@ -398,6 +412,8 @@ class CudaBackend(CudaTraining):
             self._falls = xp.zeros((), dtype=xp.uint32)
         if isinstance(a, operands.Operand) and isinstance(b, operands.Operand):
             return operands.multiply(a, b, kind, xp, self._falls, bias)
+        if isinstance(a, near.Square) and isinstance(b, near.Square):
+            return near.multiply(a, b, kind, xp, bias)
         if expanded.joinable(a, b):
             return expanded.multiply(a, b, kind, xp, self._falls, bias)
         if scaled.joinable(a, b):
@@ -406,7 +422,7 @@ class CudaBackend(CudaTraining):
 
     def _decoded(self, operand: Any) -> Array:
         """The values of an operand whose other side has no kernel."""
-        if isinstance(operand, (dense.Dense, expanded.Expanded)):
+        if isinstance(operand, (dense.Dense, expanded.Expanded, near.Square)):
             return operand.values(self.xp)
         if isinstance(operand, scaled.Side):
             return scaling.values(operand, self.xp)

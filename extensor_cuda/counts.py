@@ -50,21 +50,28 @@ class Counts:
         part: the first and the last but one of this operand's.
         size: how many values go in at a time.
         cut: uint32 of shape (): not zero if bfloat16 did not hold a value; or None.
+        near: under a spec with ``near``, counters and a part of them, in pairs: values that changed
+            for the sake of neighbours' scales, and those of them that became zero.
 
     Attributes:
         stays: whether there will be more to read: of a step that the GPU repeats.
     """
 
     def __init__(
-        self, counters: Counters, part: tuple[int, int], size: int, cut: Array | None = None
+        self,
+        counters: Counters,
+        part: tuple[int, int],
+        size: int,
+        cut: Array | None = None,
+        near: tuple[Counters, tuple[int, int]] | None = None,
     ) -> None:
-        self.counters, self.part, self.size, self.cut = counters, part, size, cut
+        self.counters, self.part, self.size, self.cut, self.near = counters, part, size, cut, near
         self.stays = counters.recording is not None
-        self._seen = np.zeros(3, np.int64)  # repetitions, saturated and flushed values
+        self._seen = np.zeros(4, np.int64)  # repetitions, saturated, flushed and changed values
 
     def again(self) -> Counts:
         """Of the same operand used once more."""
-        return Counts(self.counters, self.part, self.size, self.cut)
+        return Counts(self.counters, self.part, self.size, self.cut, self.near)
 
     def __call__(self) -> QuantStats:
         """The counts, or those since the last call; waits for the kernel."""
@@ -74,11 +81,16 @@ class Counts:
         if self.cut is not None and int(self.cut):
             message = "an operand held values below 2**-125 that bfloat16 cuts"
             warnings.warn(f"{message}; scale the loss up", RuntimeWarning, stacklevel=2)
-        sums = self.counters.read(*self.part).reshape(-1, 2).sum(axis=0).astype(np.int64)
+        saturated, flushed = self.counters.read(*self.part).reshape(-1, 2).sum(axis=0).tolist()
+        changed = 0
+        if self.near is not None:
+            counters, part = self.near
+            changed, gone = counters.read(*part).reshape(-1, 2).sum(axis=0).tolist()
+            flushed += gone
         times = 1 if recording is None else recording.replays
-        now = np.array([times, *sums])
+        now = np.array([times, saturated, flushed, changed])
         gained = now - self._seen
         if self.stays:
             self._seen = now
-        repeats, saturated, flushed = gained.tolist()
-        return QuantStats(self.size * repeats, saturated, flushed)
+        repeats, *counts = gained.tolist()
+        return QuantStats(self.size * repeats, *counts)

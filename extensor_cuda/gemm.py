@@ -45,7 +45,7 @@ from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS, configure, empty_rows, gemm
 from extensor_cuda.kernels.requantize import Requantized, finished, requantized, type_of
-from extensor_cuda.near import Inexact, is_mxfp8, near
+from extensor_cuda.near import Inexact, near
 
 __all__ = ["INT_SPAN", "SPAN", "Product", "matmul", "reason", "rebase_source"]
 
@@ -170,12 +170,12 @@ def _as_fp8(a: QuantArray, b: QuantArray, out: Array, accumulate: str, xp: Any) 
 def _as_near(a: QuantArray, b: QuantArray, out: Array, xp: Any) -> Product | str:
     """MXFP8 in FP8 with an exponent a row, with its like or with what FP8 holds; or why not."""
     for q in (a, b):
-        if not (is_mxfp8(q.spec) or (q.spec.is_mx and kind_of(q.spec)[0] != "bf16")):
+        if not (q.spec.is_mxfp8 or (q.spec.is_mx and kind_of(q.spec)[0] != "bf16")):
             return f"FP8 does not hold {q.spec.format}"
     flag = None
     sides: list[tuple[Expansion, Inexact | None]] = []
     for q in (a, b):
-        if is_mxfp8(q.spec):
+        if q.spec.is_mxfp8:
             sides.append(near(q, xp))
         else:
             flag = xp.zeros(1, dtype=xp.uint32)
@@ -233,7 +233,7 @@ def matmul(
         raise ValueError(f"matmul: {refused}; call .dequantize() on the operands")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul: wanted (M, K) and (N, K), got {a.shape} and {b.shape}")
-    if accumulate == "near" and not any(is_mxfp8(q.spec) for q in (a, b)):
+    if accumulate == "near" and not any(q.spec.is_mxfp8 for q in (a, b)):
         raise ValueError(
             f"matmul: accumulate 'near' is for MXFP8, got {a.spec.format} and {b.spec.format}; "
             "these are exact by 'promote'"

@@ -1,10 +1,18 @@
 """MXFP8 as operands of FP8 tensor cores, near-exactly: asked for by name, and what it lost counted.
 
-Each row has one power of two, its largest scale; elements under smaller scales move down in their
-own format and are rounded to nearest even where they become subnormal (`kernels/near.cu`; the
-rule, and the same on the CPU: `extensor.quant.near`). A value is off by up to 2**-10 (E4M3) or
-2**-17 (E5M2) times its row's largest scale, and most are not changed at all: how many were is
-counted by row, on the device.
+Of a stored matrix each row has one power of two, its largest scale; elements under smaller scales
+move down in their own format and are rounded to nearest even where they become subnormal
+(`kernels/near.cu`; the rule, and the same on the CPU: `extensor.quant.near`). A value is off by up
+to 2**-10 (E4M3) or 2**-17 (E5M2) times its row's largest scale, and most are not changed at all:
+how many were is counted by row, on the device.
+
+What training quantizes under a spec with ``near`` (`extensor_cuda.operands`) has a power of two for
+each square of 128 x 128 instead, known when the square is read, so that the codes are written at
+once. Products of such operands scale the sum of every 128 terms, and are off by up to
+
+    (128 34 / 32 2**-13 + (K / 128 + 2) 2**-24) S, S = sum |a| |b| over K
+
+plus, where a partial product with its scales is below 2**-126, that much.
 """
 
 from __future__ import annotations
@@ -14,20 +22,32 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from extensor.formats import ELEMENTS
 from extensor.quant.array import QuantArray, coded_length
-from extensor.quant.near import is_mxfp8
-from extensor.quant.spec import QuantSpec
+from extensor.quant.near import settled
+from extensor.quant.rounding import decode
+from extensor.quant.spec import NEAR_SIDE, QuantSpec
+from extensor.random import Stream
+from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.expansion import Expansion
 from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.dequantize import dequantize
+from extensor_cuda.kernels.gemm import configure, empty_rows, gemm
 
-__all__ = ["Inexact", "is_mxfp8", "near", "near_source"]
+__all__ = ["LINES", "Inexact", "Square", "multiply", "near", "near_source", "squares"]
 
 Array = Any
 
 _SOURCE = Path(__file__).parent / "kernels" / "near.cu"
 _THREADS = 128
+LINES = 4
+"""Rows for which there is a float of a square's scale: what TMA copies is 16 bytes or more."""
+_BEHIND = 64  # floats that may be read behind the last row's: a tile's width
+_OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +68,81 @@ class Inexact:
         return changed / self.size, flushed / self.size
 
 
+@dataclass(frozen=True, eq=False)
+class Square:
+    """A matrix as a product takes it: (rows, K), whatever the axis that it was blocked along.
+
+    Attributes:
+        codes: uint8, rows a multiple of 16 bytes apart.
+        scales: float32, from `squares`: what the codes are multiplied by.
+        kind: their element type.
+    """
+
+    codes: Array
+    scales: Array
+    kind: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, K)."""
+        rows, k = self.codes.shape
+        return rows, k
+
+    def values(self, xp: Any) -> Array:
+        """What the codes mean, float32 (rows, K)."""
+        rows, k = self.shape
+        each = self.scales.T.repeat(LINES, axis=0)[:rows].repeat(NEAR_SIDE, axis=1)[:, :k]
+        return decode(self.codes, ELEMENTS[self.kind], xp) * each
+
+
+def squares(x: Array, spec: QuantSpec, xp: Any) -> Array:
+    """Where the scales of a matrix's squares go: float32 (squares along K, pitch).
+
+    One for every `LINES` rows, as the GEMM reads them, and what it may read behind the last.
+    """
+    rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
+    pitch = -(-rows // NEAR_SIDE) * (NEAR_SIDE // LINES) + _BEHIND
+    return xp.empty((-(-k // NEAR_SIDE), pitch), dtype=np.float32)
+
+
+def operand(x: Array, spec: QuantSpec, stream: Stream | None, xp: Any) -> tuple[Array, Counts]:
+    """The decoded float32 values under a spec with ``near``, and counts, without waiting.
+
+    Args:
+        x: C-contiguous array in a dtype that the quantizers read, and a shape that they cover.
+        spec: resolved.
+        stream: given exactly under stochastic rounding.
+        xp: cupy.
+    """
+    plan = kernels.plan_of(spec.replace(near=False), tuple(x.shape))
+    assert isinstance(plan, kernels.Plan), plan
+    done = kernels.quantize_raw(x, plan, stream, xp)
+    assert done.q is not None and done.counters is not None
+    q, changed, gone = settled(done.q, xp)
+    lost = Counters(2, xp)
+    lost.array[0] += changed.astype(np.uint64)
+    lost.array[1] += gone.astype(np.uint64)
+    counts = Counts(done.counters, (0, 2 * kernels.SLOTS), plan.count, near=(lost, (0, 2)))
+    return dequantize(q, plan, xp), counts
+
+
+def multiply(a: Square, b: Square, dtype: str, xp: Any, bias: Array | None = None) -> Array:
+    """The product a b^T + bias of (M, K) and (N, K) as "float32" or "bfloat16", without waiting.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        dtype: of the result.
+        xp: cupy.
+        bias: float32 (N,), added to the float32 sum; None: none.
+    """
+    m, n = a.shape[0], b.shape[0]
+    out = empty_rows(xp, m, n, _OUT[dtype])
+    config = configure(a.kind, m, n, dtype, b=b.kind, squares=LINES)
+    gemm(a.codes, b.codes, out, config, bias=bias, scales=(a.scales, b.scales))
+    return xp.ascontiguousarray(out)
+
+
 @lru_cache(maxsize=64)
 def near_source(spec: QuantSpec) -> Source:
     """The program that rebases packed rows of a resolved MXFP8 spec."""
@@ -55,8 +150,8 @@ def near_source(spec: QuantSpec) -> Source:
     assert isinstance(spec.tile, tuple)
     macros = {
         "MANTISSA": element.mantissa_bits,
-        "LEAST": element.min_exponent,
-        "FIRST": element.max_magnitude_code + 1,
+        "MIN_EXPONENT": element.min_exponent,
+        "MAX_CODE": element.max_magnitude_code,
         "BLOCK": spec.tile[1],
         "TILE_ROWS": spec.tile[0],
     }

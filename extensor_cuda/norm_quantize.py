@@ -1,9 +1,10 @@
 """RMSNorm or LayerNorm and the quantizers of what it gives, in one reading of the input.
 
-A cluster of blocks shares some rows, each with its columns in shared memory: sums go round through
-the cluster, and what is normalized, rounded once to bfloat16, is encoded along its rows and down
-its columns without having been written. The norm's sums have an order of their own, so that it may
-differ from `extensor_cuda.kernels.norm` in the last bits; within the same bounds.
+A group of blocks shares some rows, each with its columns in shared memory: sums go round through
+the cluster that it is, or in both directions through global memory, since clusters leave
+multiprocessors idle. What is normalized, rounded once to bfloat16, is encoded along its rows and
+down its columns without having been written. The norm's sums have orders of their own: those of
+rows alone, of both directions and of `extensor_cuda.kernels.norm` may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ __all__ = ["norm_quantize", "norm_quantize_source", "reason"]
 Array = Any
 
 _INPUTS = {"float32": 4, "bfloat16": 2}
-_TILE, _TALL, _WARP, _STAGES = 65536, 32, 512, 3  # bytes; rows of blocks down; columns of a warp
-_ROW_THREADS, _COLUMN_THREADS = (256, 512), 256  # both directions, rows alone
-_MOST_CLUSTER = 16
+_TALL, _LINE, _MOST_GROUP = 32, 1024, 32  # rows of blocks down; bytes of a block's; blocks
+_SLICE, _MOST_CLUSTER = 512, 16  # rows alone: columns of a warp, blocks
+# Both directions, rows alone: bytes of a tile, stages, threads.
+_TILE, _STAGES, _ROW_THREADS = (32768, 65536), (6, 3), (256, 512)
+_COLUMN_THREADS, _LEAD = 256, 3  # tiles that sums are ahead
 
 
 class _Norm(ctypes.Structure):
@@ -40,6 +43,7 @@ class _Norm(ctypes.Structure):
         ("codes", ctypes.c_void_p * 2),
         ("scales", ctypes.c_void_p * 2),
         ("counters", ctypes.c_void_p),
+        ("posts", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("mean", ctypes.c_void_p),
@@ -51,17 +55,19 @@ class _Norm(ctypes.Structure):
 
 
 def _tile(columns: int, dtype: str, only_rows: bool) -> tuple[int, int, int]:
-    """Rows and columns of a block, and blocks of a cluster: as few idle columns as can be."""
-    size = _TILE // _INPUTS[dtype]
-    widest = size // (4 if only_rows else _TALL)
-    wides = [_WARP << i for i in range(8) if _WARP << i <= widest]
+    """Rows and columns of a block, and how many share rows: as few idle columns as can be."""
+    if not only_rows:
+        wide = _LINE // _INPUTS[dtype]
+        return _TALL, wide, -(-columns // wide)
+    size = _TILE[only_rows] // _INPUTS[dtype]
+    wides = [_SLICE << i for i in range(8) if _SLICE << i <= size // 4]
     wide = min(wides, key=lambda n: (-(-columns // n) > _MOST_CLUSTER, -(-columns // n) * n, -n))
-    return size // wide if only_rows else _TALL, wide, -(-columns // wide)
+    return size // wide, wide, -(-columns // wide)
 
 
 def _threads(only_rows: bool) -> int:
-    """Of a block."""
-    return _ROW_THREADS[only_rows] + (0 if only_rows else _COLUMN_THREADS)
+    """Of a block; in both directions the last warp waits for sums."""
+    return _ROW_THREADS[only_rows] + (0 if only_rows else _COLUMN_THREADS + 32)
 
 
 def reason(
@@ -86,10 +92,7 @@ def reason(
     vectors = [a for a in (weight, bias) if a is not None]
     if not x.size or any(a.shape != (columns,) for a in vectors):
         return f"x {x.shape} under {[a.shape for a in vectors]}; wanted ({columns},), nothing empty"
-    each, most = (
-        16 // _INPUTS[x.dtype.name],
-        _MOST_CLUSTER * _TILE // _TALL // _INPUTS[x.dtype.name],
-    )
+    each, most = (n // _INPUTS[x.dtype.name] for n in (16, _MOST_GROUP * _LINE))
     if columns % each or columns > most:
         return f"rows of {columns} {x.dtype}; wanted a multiple of {each}, up to {most}"
     if any(not a.flags.c_contiguous or a.data.ptr % 16 for a in (x, *vectors)):
@@ -110,7 +113,7 @@ def norm_quantize_source(
 ) -> Source:
     """The program for input of a dtype."""
     rows, columns = plan.along.shape
-    tall, wide, cluster = _tile(columns, dtype, only_rows)
+    tall, wide, group = _tile(columns, dtype, only_rows)
     extra = {
         "BOTH": 1,
         "TALL": tall,
@@ -118,13 +121,15 @@ def norm_quantize_source(
         "COLUMNS": 4,
         "THREADS": _threads(only_rows),
         "ROW_THREADS": _ROW_THREADS[only_rows],
-        "STAGES": _STAGES,
+        "COLUMN_THREADS": _COLUMN_THREADS,
+        "STAGES": _STAGES[only_rows],
+        "LEAD": _LEAD,
         "NORM": 2 if centred else 1,
         "BIAS": int(biased),
         "XIN": list(_INPUTS).index(dtype),
         "ONLY_ROWS": int(only_rows),
-        "CLUSTER": cluster,
-        "CLUSTER_DIMS": f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else "",
+        "GROUP": group,
+        "CLUSTER_DIMS": f"__cluster_dims__({group}, 1, 1)" if only_rows and group > 1 else "",
     }
     whole = rows % tall == 0 and columns % wide == 0
     return kernels.quantize_source(
@@ -165,25 +170,36 @@ def norm_quantize(
     rstd = xp.empty((rows, 1), dtype=np.float32)
     mean = xp.empty((rows, 1), dtype=np.float32) if centred else None
     counters = Counters(4 * SLOTS, xp) if stats else None
-    tall, wide, cluster = _tile(columns, x.dtype.name, only_rows)
-    terms = -(-cluster * wide // _WARP // 32) * 32  # as in normed.cuh, of each sum
-    shared = _STAGES * (_TILE + 16) + 8 * tall * terms * (1 + centred) + 32
+    tall, wide, group = _tile(columns, x.dtype.name, only_rows)
+    device, together = xp.cuda.runtime.getDevice(), group > 1 and not only_rows
+    groups, posted = min(-(-rows // tall), hopper.multiprocessors(device) // group), None
+    # As in normed_rows.cuh and normed_both.cuh.
+    shared = _STAGES[only_rows] * (_TILE[only_rows] + 24)
+    if only_rows:
+        terms = -(-group * wide // _SLICE // 32) * 32
+        shared += 8 * tall * terms * (1 + centred) + 32
+    else:
+        ring = 2 * _LEAD + 2
+        posts = ring * (1 + centred) * group * tall
+        shared += (_LEAD + 1) * (4 * tall * (1 + centred) + 8) + 8 * (ring + posts * (group == 1))
+        posted = xp.zeros(max(1, groups) * posts, dtype=np.uint64) if together else None
     sides = (made[0], made[-1])
     given = _Norm(
         x.data.ptr,
         tuple(q.codes.data.ptr for q in sides),
         tuple(q.scales.data.ptr for q in sides),
         None if counters is None else counters.array.data.ptr,
+        None if posted is None else posted.data.ptr,
         *(None if a is None else a.data.ptr for a in (weight, bias, mean, rstd)),
         rows,
         columns,
         eps,
     )
     source = norm_quantize_source(plan, x.dtype.name, centred, bias is not None, only_rows, stats)
-    device = xp.cuda.runtime.getDevice()
-    function, _ = hopper.load(source, "quantize_normed", shared, device)
-    threads = _threads(only_rows)
-    most = hopper.clusters(function, cluster, threads, shared, device)
-    grid = min(-(-rows // tall), most) * cluster
-    hopper.launch(function, grid, threads, shared, (), given)
+    kernel, threads = "quantize_normed" + "_rows" * only_rows, _threads(only_rows)
+    function, _ = hopper.load(source, kernel, shared, device)
+    if only_rows:
+        most = hopper.clusters(function, group, threads, shared, device)
+        groups = min(-(-rows // tall), most)
+    hopper.launch(function, max(1, groups) * group, threads, shared, (), given, together)
     return made[0], None if only_rows else made[1], mean, rstd, counters

@@ -11,8 +11,10 @@ on the device, where both ways are launched and one of them ends at once. The ot
 the same values with the same random bits to bfloat16, which holds them exactly. So no value depends
 on what was known of the tensor, only the way. Nothing here waits for the GPU.
 
-Other MX formats are quantized to bfloat16 at once. It holds their values exactly but for those
-below 2**-126 or so; that one was cut is warned of when the counts are read.
+MXFP8 under a spec with ``near`` is written as its own FP8 codes, a power of two for each square of
+128 x 128 (`extensor_cuda.near`). Other MX formats are quantized to bfloat16 at once. It holds their
+values exactly but for those below 2**-126 or so; that one was cut is warned of when the counts are
+read.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from extensor.quant.spec import QuantSpec
+from extensor.quant.scale_rules import E8M0_NAN
+from extensor.quant.spec import NEAR_SIDE, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import tuned
 from extensor_cuda.counts import Counters, Counts
@@ -42,6 +45,7 @@ from extensor_cuda.kernels.gemm import (
     empty_rows,
     gemm,
 )
+from extensor_cuda.near import Square, squares
 from extensor_cuda.recording import clock_of
 
 __all__ = [
@@ -67,6 +71,7 @@ _MATRIX = np.dtype(
     + [(f"{side}_flag", np.uint64) for side in ("along", "down")]
     + [(f"{side}_counts", np.uint64) for side in ("along", "down")]
     + [(name, np.int64) for name in ("rows", "columns", "start")]
+    + [(f"{side}_scales", np.uint64) for side in ("along", "down")]
 )
 """`Matrix` of operand.cu."""
 _FOLDER = Path(__file__).parent / "kernels"
@@ -130,7 +135,9 @@ def _reason(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> str | None:
         return "a transform, a scale window or outliers"
     if dtype not in kernels.INPUTS or len(shape) != 2 or max(shape) > 1 << 30:
         return f"{dtype} array of shape {shape}"
-    plan = kernels.plan_of(spec, shape)
+    if spec.near and spec.dialect_row.inf_byte_in(element) != E8M0_NAN:
+        return f"the infinities of dialect {spec.dialect}"
+    plan = kernels.plan_of(spec.replace(near=False), shape)
     return plan if isinstance(plan, str) else None
 
 
@@ -155,20 +162,28 @@ def operand_source(
         stats: whether saturated and flushed values are counted.
         many: several matrices in one launch.
     """
-    plan = kernels.plan_of(spec.replace(axis=1), (256, 256))
+    plan = kernels.plan_of(spec.replace(axis=1, near=False), (256, 256))
     assert isinstance(plan, kernels.Plan), plan
     common = kernels.quantize_source(plan, dtype, "values" if wide else "codes", True, stats)
     macros = dict(common.macros) | {
         "ALONG": int(along),
         "DOWN_TOO": int(down),
         "WIDE": int(wide),
+        "NEAR": int(spec.near),
         "MANY": int(many),
         "LIFT": TOP,  # TOP is the element's largest value here
         "SPAN": SPAN,
         "MARGIN": _MARGIN,
-        "RESIDENT": 4 if wide else 5 if dtype == "float32" else 3,
+        "RESIDENT": _resident(spec, dtype, wide),
     }
     return Source.read(_FOLDER / "operand.cu", macros)
+
+
+def _resident(spec: QuantSpec, dtype: str, wide: bool) -> int:
+    """Blocks of threads of a multiprocessor: as many as leave them registers without spilling."""
+    if spec.near and dtype != "float32":
+        return 3 if spec.rounding == "stochastic" else 4
+    return 4 if wide else 5 if dtype == "float32" else 3
 
 
 def _tile_rows(x: Array, wide: bool) -> int:
@@ -192,6 +207,7 @@ def _launch(
     counts_of: Sequence[Array] = (),
     history: Array | None = None,
     guards: Sequence[Array] = (),
+    scales_of: Sequence[Array] = (),
 ) -> None:
     """Run the kernel for one spec or two, of rows (axis 1) and of columns (axis 0)."""
     null = np.uint64(0)
@@ -201,16 +217,16 @@ def _launch(
         specs[0], x.dtype.name, 1 in place, 0 in place, wide, not (wide and guards)
     )
     codes = [outs[place[axis]] if axis in place else null for axis in (1, 0)]
-    flags, counts = (
+    flags, counts, scales = (
         [given[place[axis]] if given and axis in place else null for axis in (1, 0)]
-        for given in (flags_of, counts_of)
+        for given in (flags_of, counts_of, scales_of)
     )
     words: list[int] = []
     for axis in (1, 0):
         stream = streams[place[axis]] if axis in place else None
         words += (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     rows, columns = x.shape
-    tiles = _tiles(x, wide)
+    tiles = -(-rows // NEAR_SIDE) * -(-columns // _COLUMNS) if scales_of else _tiles(x, wide)
     launch(
         source,
         "operands",
@@ -221,6 +237,7 @@ def _launch(
         *codes,
         null if exponent is None else exponent,
         *flags,
+        *scales,
         *counts,
         *(guards or (null, null)),
         clock_of(streams),
@@ -236,7 +253,7 @@ def make(
     streams: Streams,
     xp: Any,
     memory: dict[str, Array] | None = None,
-) -> list[tuple[Operand | Dense, Counts]]:
+) -> list[tuple[Operand | Dense | Square, Counts]]:
     """Operands of x under one spec, or under one along rows and one down columns, and their counts.
 
     Does not wait.
@@ -248,6 +265,8 @@ def make(
         xp: cupy.
         memory: the tensor's own, from the call before; None: nothing is known of it.
     """
+    if specs[0].near:
+        return _make_near(x, specs, streams, xp)
     wide = not _is_mxfp4(specs[0])
     slots = 2 * kernels.SLOTS
     parts = [(i * slots, (i + 1) * slots) for i in range(len(specs))]
@@ -273,11 +292,35 @@ def make(
     ]
 
 
+def _make_near(
+    x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any
+) -> list[tuple[Operand | Dense | Square, Counts]]:
+    """The same of MXFP8 near-exactly, as FP8 and counts that include what changed."""
+    slots, sides = 2 * kernels.SLOTS, range(len(specs))
+    counters = Counters(2 * len(specs) * slots, xp)  # saturated and flushed; changed and flushed
+    counts = [counters.array[2 * i * slots :] for i in sides]
+    outs, grids = [_empty(x, spec, xp) for spec in specs], [squares(x, spec, xp) for spec in specs]
+    _launch(x, specs, streams, outs, xp, counts_of=counts, scales_of=grids)
+    return [
+        (
+            Square(outs[i], grids[i], specs[i].row.element.name),
+            Counts(
+                counters,
+                (2 * i * slots, (2 * i + 1) * slots),
+                x.size,
+                near=(counters, ((2 * i + 1) * slots, 2 * (i + 1) * slots)),
+            ),
+        )
+        for i in sides
+    ]
+
+
 def _empty(x: Array, spec: QuantSpec, xp: Any) -> Array:
     """What an operand's codes, or its values as bfloat16, are written to."""
     rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
     padded = -(-k // 16) * 16  # whole chunks are written
-    return xp.empty((rows, padded), dtype=xp.uint8 if _is_mxfp4(spec) else xp.uint16)[:, :k]
+    octets = xp.uint8 if spec.near or _is_mxfp4(spec) else xp.uint16
+    return xp.empty((rows, padded), dtype=octets)[:, :k]
 
 
 def joinable_specs(specs: Sequence[QuantSpec]) -> bool:

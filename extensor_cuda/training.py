@@ -15,6 +15,7 @@ from extensor.backends import windows
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Finite, Window
 from extensor.backends.recording import Guard
+from extensor.optim.states import STATES, Stored
 from extensor_cuda.kernels import (
     attention,
     cross_entropy,
@@ -37,7 +38,7 @@ _LEAST_COLUMNS = 32  # neighbours that a warp sums, each lane one or more
 class CudaTraining(GenericBackend):
     """The methods of a training step, each a kernel where its ``_..._reason`` gives None."""
 
-    steps_together = True
+    steps_together = frozenset(STATES)
     adding = frozenset({"layer_norm", "rms_norm"})
     bfloat16 = frozenset(
         {
@@ -381,25 +382,27 @@ class CudaTraining(GenericBackend):
 
     def adam_each(
         self,
-        parts: Sequence[tuple[Array, Array, Array, Array]],
+        parts: Sequence[tuple[Array, Array, Stored, Stored]],
         factors: Sequence[Mapping[str, float]],
         guard: Guard | None = None,
         look: bool = False,
         memory: dict[str, Any] | None = None,
+        numbers: Sequence[int] | int = 0,
     ) -> Finite:
-        """See the protocol. One launch, one more to look; the same bits as on the CPU."""
-        return optimizer.adam(parts, factors, self.xp, guard, look, memory)
+        """See the protocol. One launch, one more to look; the CPU's bits, states' too."""
+        return optimizer.adam(parts, factors, self.xp, guard, look, memory, numbers)
 
     def sgd_each(
         self,
-        parts: Sequence[tuple[Array, Array, Array | None]],
+        parts: Sequence[tuple[Array, Array, Stored | None]],
         factors: Sequence[Mapping[str, float]],
         guard: Guard | None = None,
         look: bool = False,
         memory: dict[str, Any] | None = None,
+        numbers: Sequence[int] | int = 0,
     ) -> Finite:
-        """See the protocol. One launch, one more to look; the same bits as on the CPU."""
-        return optimizer.sgd(parts, factors, self.xp, guard, look, memory)
+        """See the protocol. One launch, one more to look; the CPU's bits, states' too."""
+        return optimizer.sgd(parts, factors, self.xp, guard, look, memory, numbers)
 
     def scale_each(self, arrays: Sequence[Array], factor: float | Array) -> None:
         """See the protocol. One launch."""

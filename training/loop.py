@@ -403,11 +403,6 @@ def _check_graph(config: RunConfig, telemetry: int) -> None:
         (config.device != "cpu", "a GPU repeats the steps", "add --device cuda"),
         (config.optimizer != "lion", f"{config.optimizer} is not captured", "sgd, adam or adamw"),
         (
-            config.optimizer_states == "float32",
-            f"states in {config.optimizer_states} are not captured",
-            "--optimizer-states float32",
-        ),
-        (
             not get_recipe(config.recipe).adaptive_scale_rule,
             f"{config.recipe} changes its layers' scale rules between steps",
             "a recipe that does not",

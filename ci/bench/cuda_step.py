@@ -53,7 +53,7 @@ RECIPES = {
     "lenet": ["fp32", "mxfp4", "mxfp8_nvidia"],
     "gpt": ["bf16", "mxfp8_nvidia", "mxfp4", "nvfp4_nvidia"],
     "wide": ["bf16", "mxfp4_all"],
-    "layers": ["bf16", "mxfp8_nvidia", "mxfp4_all"],
+    "layers": ["bf16", "mxfp8_nvidia", "mxfp8_near", "mxfp4_all"],
 }
 GPTS = {
     "gpt": GPTConfig(vocab=8192, context=1024, layers=8, heads=8, width=512),

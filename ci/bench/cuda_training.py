@@ -4,12 +4,12 @@
 
 AdamW is one step on the shapes of GPT-2 small (124 million float32 parameters in 148 tensors):
 the whole of ``optimizer.step()``, its check for finite gradients included, and the update alone,
-beside ``torch.optim.AdamW(fused=True).step()``. Norms are of 16384 rows of 4096 float32 values,
-forward and backward; cross-entropy is of 2048 rows of 50257. "elements" are kernels that compute
-value by value, and cross-entropy, on 16384 x 8192 of float32 and of bfloat16, beside torch's clone
-of the same: bytes moved a second are what counts. CUDA events around single calls, the
-contestants taking turns, medians. ``seen`` counts the time from an idle GPU to the step's end,
-Python included. Needs a GPU, torch and the extra ``cuda13``.
+with states of every kind, beside ``torch.optim.AdamW(fused=True).step()``. Norms are of 16384 rows
+of 4096 float32 values, forward and backward; cross-entropy is of 2048 rows of 50257. "elements" are
+kernels that compute value by value, and cross-entropy, on 16384 x 8192 of float32 and of bfloat16,
+beside torch's clone of the same: bytes moved a second are what counts. CUDA events around single
+calls, the contestants taking turns, medians. ``seen`` counts the time from an idle GPU to the
+step's end, Python included. Needs a GPU, torch and the extra ``cuda13``.
 """
 
 from __future__ import annotations
@@ -67,17 +67,36 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
         ours.append(mine)
         moments = (xp.zeros(mine.size, np.float32) for _ in range(2))
         parts.append((mine.data.reshape(-1), mine.grad.data.reshape(-1), *moments))
-    step = AdamW(ours, lr=1e-3, weight_decay=0.1)
+    options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
+    step = AdamW(ours, **options)
     count = sum(p.numel() for p in theirs)
     factors = [step._factors({**step.groups[0].options}, 5)] * len(parts)
     moved = 28 * count
+
+    def alone(stored: Any, turn: int, memory: dict[str, Any]) -> None:
+        kernels.adam(stored, factors, xp, memory=memory)
+
     calls: dict[str, tuple[int, Call]] = {
         "torch AdamW fused": (moved, lambda turn: fused.step()),
         "torch AdamW foreach": (moved, lambda turn: each.step()),
-        "AdamW, update alone": (moved, lambda turn: kernels.adam(parts, factors, xp)),
+        "AdamW, update alone": (moved, partial(alone, parts, memory={})),
         "AdamW step": (moved + 4 * count, lambda turn: step.step()),
     }
-    return calls, {"torch AdamW fused, seen": fused.step, "AdamW step, seen": step.step}
+    clocked: dict[str, Callable[[], Any]] = {
+        "torch AdamW fused, seen": fused.step,
+        "AdamW step, seen": step.step,
+    }
+    for states in ("bfloat16", "mxfp8_e4m3"):
+        narrow = AdamW(ours, **options, states=states)
+        narrow.step()
+        kept = [m.arrays for m in narrow.groups[0].members]
+        stored = [(*part[:2], *arrays.values()) for part, arrays in zip(parts, kept, strict=True)]
+        moved = 12 * count + 2 * narrow.nbytes
+        name = f"AdamW {states}"
+        calls[f"{name}, update alone"] = (moved, partial(alone, stored, memory={}))
+        calls[f"{name} step"] = (moved + 4 * count, partial(_again, narrow.step))
+        clocked[f"{name} step, seen"] = narrow.step
+    return calls, clocked
 
 
 def norms(xp: Any) -> dict[str, tuple[int, Call]]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from extensor.autograd.node import Node
     from extensor.backends.protocol import Backend
 
-__all__ = ["ExTensor", "raw_key"]
+__all__ = ["ExTensor", "check_positions", "raw_key"]
 
 _ORDER = {"bool": 0, "int": 1, "float": 2, "complex": 3}
 
@@ -445,6 +445,7 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
                 )
         indices = raw_key(key)
         try:
+            check_positions(self.backend, self.shape, indices)
             self.data[indices] = source
         except IndexError as error:
             raise IndexError(f"index of a tensor of shape {self.shape}: {error}") from error
@@ -532,6 +533,44 @@ def raw_key(key: Any) -> Any:
             f"index: wanted integers, slices, None, ... or integer or bool tensors, got {key!r}"
         )
     return key
+
+
+def check_positions(backend: Backend, shape: tuple[int, ...], key: Any) -> None:
+    """Refuse positions beyond the ends of a tensor, which cupy would count on from the other end.
+
+    Raises:
+        IndexError: naming them; while a step is recorded, afterwards.
+    """
+    if backend.xp is np:
+        return  # numpy looks by itself
+    parts = key if isinstance(key, tuple) else (key,)
+    kinds = [getattr(getattr(part, "dtype", None), "kind", "") for part in parts]
+    taken = [
+        0 if part is None or part is ... else part.ndim if kind == "b" else 1
+        for part, kind in zip(parts, kinds, strict=True)
+    ]
+    axis = 0
+    for part, kind, axes in zip(parts, kinds, taken, strict=True):
+        if part is ...:
+            axis += len(shape) - sum(taken)
+        elif kind in ("i", "u") and axis < len(shape):
+            _check_axis(backend, part, shape[axis], axis)
+        axis += axes
+
+
+def _check_axis(backend: Backend, index: Any, length: int, axis: int) -> None:
+    def error() -> IndexError:
+        return IndexError(
+            f"wanted positions in {-length}..{length - 1} along axis {axis}, got "
+            f"{int(index.min())}..{int(index.max())}"
+        )
+
+    signed = index if index.dtype.kind == "i" else index.astype(np.int64)
+    bad = (signed < -length) | (signed >= length)
+    if isinstance(index, backend.xp.ndarray):
+        backend.refuse(bad, error)
+    elif bad.any():
+        raise error()
 
 
 def _share(tensor: ExTensor) -> ExTensor:

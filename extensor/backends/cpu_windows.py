@@ -201,7 +201,8 @@ def _patch_reason(
         return "stochastic rounding, whose bits depend on the place in the matrix"
     if spec.transform:
         return "a Hadamard transform"
-    if spec.row.tensor_scale or spec.scale_window is not None or spec.tile == "tensor":
+    whole = spec.row.tensor_scale or spec.scale_window is not None or spec.tile == "tensor"
+    if whole or spec.near:
         return "scales that depend on the whole matrix"
     if isinstance(spec.tile, tuple) and spec.tile[0] > 1:
         return f"tiles of {spec.tile[0]} rows"

@@ -52,7 +52,7 @@ def _widened(method: Callable[P, T]) -> Callable[P, T]:
 class GenericBackend:
     """Implements `extensor.backends.protocol.Backend` on the array module ``xp``."""
 
-    steps_together = False
+    steps_together: Collection[str] = ()
     bfloat16: Collection[str] = ()
     adding: Collection[str] = ()
 
@@ -375,16 +375,17 @@ class GenericBackend:
         guard: Guard | None = None,
         look: bool = False,
         memory: dict[str, Any] | None = None,
+        numbers: Sequence[int] | int = 0,
     ) -> Finite:
-        """See the protocol."""
-        found = self.all_finite_each([part[1] for part in parts]) if look else []
-        if not all(found):
-            return lambda: found
-        for part, mine in zip(parts, factors, strict=True):
-            weight, grad, mean, square = (a.reshape(-1) for a in part)
+        """See the protocol. States are float32 here."""
+
+        def update(
+            mine: Mapping[str, float], weight: Array, grad: Array, mean: Array, square: Array
+        ) -> None:
             grad = grad + weight * mine["decay"] if mine["decay"] else grad
             self.adam(weight, grad, mean, square, mine)
-        return lambda: found
+
+        return self._each(parts, factors, look, update)
 
     def sgd_each(
         self,
@@ -393,15 +394,28 @@ class GenericBackend:
         guard: Guard | None = None,
         look: bool = False,
         memory: dict[str, Any] | None = None,
+        numbers: Sequence[int] | int = 0,
     ) -> Finite:
-        """See the protocol."""
+        """See the protocol. States are float32 here."""
+
+        def update(mine: Mapping[str, float], weight: Array, grad: Array, buffer: Array) -> None:
+            more = (mine["lr"], mine["momentum"], mine["decay"], bool(mine["nesterov"]))
+            self.sgd(weight, grad, buffer, *more)
+
+        return self._each(parts, factors, look, update)
+
+    def _each(
+        self,
+        parts: Sequence[tuple[Array | None, ...]],
+        factors: Sequence[Mapping[str, float]],
+        look: bool,
+        update: Callable[..., None],
+    ) -> Finite:
+        """Part after part, flat; none if a gradient that is looked at is not finite."""
         found = self.all_finite_each([part[1] for part in parts]) if look else []
-        if not all(found):
-            return lambda: found
-        for part, mine in zip(parts, factors, strict=True):
-            rate, momentum, decay = mine["lr"], mine["momentum"], mine["decay"]
-            weight, grad, buffer = (None if a is None else a.reshape(-1) for a in part)
-            self.sgd(weight, grad, buffer, rate, momentum, decay, bool(mine["nesterov"]))
+        if all(found):
+            for part, mine in zip(parts, factors, strict=True):
+                update(mine, *(None if a is None else a.reshape(-1) for a in part))
         return lambda: found
 
     def raising(self) -> AbstractContextManager[Any]:

@@ -53,8 +53,8 @@ class Backend(Protocol):
 
     name: str
     xp: Any
-    steps_together: bool
-    """Whether `adam_each` and `sgd_each` are faster than parameter after parameter."""
+    steps_together: Collection[str]
+    """Kinds of optimizer state with which many parameters are best updated in one call."""
     bfloat16: Collection[str]
     """Primitives whose methods here take bfloat16, beside float32, as it is.
 
@@ -391,6 +391,7 @@ class Backend(Protocol):
         guard: Guard | None = None,
         look: bool = False,
         memory: dict[str, Any] | None = None,
+        numbers: Sequence[int] | int = 0,
     ) -> Finite:
         """`adam` on each (weight, grad, mean, square), with the factors of each.
 
@@ -400,6 +401,11 @@ class Backend(Protocol):
         a gradient holds NaN or infinity; whether each is without them is what the result gives
         when it is called, until when a device may be at it. What a backend derives from arrays
         that stay from call to call it may keep in ``memory``, with these arrays.
+
+        Mean and square may be stored in another way that `steps_together` names, the same in all
+        parts: bfloat16 arrays, or blocks of flat arrays as `extensor.optim.states` has them. They
+        are written where they lie, with the random bits of a factor ``step`` and of the part's
+        tensor number in ``numbers``.
         """
         ...
 
@@ -410,10 +416,11 @@ class Backend(Protocol):
         guard: Guard | None = None,
         look: bool = False,
         memory: dict[str, Any] | None = None,
+        numbers: Sequence[int] | int = 0,
     ) -> Finite:
         """`sgd` on each (weight, grad, buffer), all else as for `adam_each`.
 
-        Factors are lr, momentum, decay and nesterov.
+        Factors are lr, momentum, decay, nesterov and step.
         """
         ...
 

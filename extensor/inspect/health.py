@@ -16,6 +16,8 @@ MANY_SATURATED = 0.02
 """A top value in every block of 32 that clips would be a share of 0.03."""
 MANY_FLUSHED = 0.25
 """MXFP4 flushes about a tenth of normally distributed values."""
+MANY_CHANGED = 0.1
+"""Near-exact operands of real tensors change fewer (`QuantSpec.near`; docs/how-to/gpu.md)."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class SlotHealth:
         saturated: the share of them that rounded beyond the largest code, 0 to 1.
         flushed: the share that were not zero and became zero, 0 to 1.
         switched: whether the gradient scaler changed the rule.
+        changed: the share that are not their own block's, under `QuantSpec.near`, likewise.
     """
 
     layer: str
@@ -40,12 +43,14 @@ class SlotHealth:
     saturated: float
     flushed: float
     switched: bool = False
+    changed: float = 0.0
 
     @property
     def verdict(self) -> str:
-        """``"saturates"``, ``"flushes"``, both, or ``"ok"``."""
+        """``"saturates"``, ``"flushes"``, ``"is not near"``, several of these, or ``"ok"``."""
         words = ["saturates"] if self.saturated > MANY_SATURATED else []
         words += ["flushes"] if self.flushed > MANY_FLUSHED else []
+        words += ["is not near"] if self.changed > MANY_CHANGED else []
         return " and ".join(words) or "ok"
 
 
@@ -76,6 +81,7 @@ def slot_health(
                     stats.saturated / max(stats.count, 1),
                     stats.flushed / max(stats.count, 1),
                     (path, slot) in switched,
+                    stats.changed / max(stats.count, 1),
                 )
             )
     return tuple(rows)
@@ -83,9 +89,9 @@ def slot_health(
 
 def health_table(rows: tuple[SlotHealth, ...]) -> Table:
     """The rows of `slot_health`, or of a gradient scaler's report, as text."""
-    columns = ("layer", "slot", "format", "rule", "values", "saturated", "flushed", "verdict")
+    columns = ("layer", "slot", "format", "rule", "values", "saturated", "flushed", "changed")
     return Table(
-        columns,
+        (*columns, "verdict"),
         tuple(
             (
                 row.layer,
@@ -95,6 +101,7 @@ def health_table(rows: tuple[SlotHealth, ...]) -> Table:
                 f"{row.count:,}",
                 f"{row.saturated:.3%}",
                 f"{row.flushed:.3%}",
+                f"{row.changed:.3%}",
                 row.verdict,
             )
             for row in rows

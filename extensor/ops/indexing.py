@@ -8,7 +8,7 @@ import numpy as np
 
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
-from extensor.autograd.tensor import ExTensor, raw_key
+from extensor.autograd.tensor import ExTensor, check_positions, raw_key
 from extensor.ops.arguments import as_tensor, axis_index, tensors_only
 
 __all__ = ["gather", "getitem", "scatter_add", "take"]
@@ -23,6 +23,7 @@ def _is_basic(key: Any) -> bool:
 
 def _getitem(backend: Any, x: Any, key: Any) -> Any:
     try:
+        check_positions(backend, x.shape, key)
         return x[key]
     except IndexError as error:
         raise IndexError(f"index of a tensor of shape {tuple(x.shape)}: {error}") from error

@@ -112,6 +112,7 @@ class Adam(Optimizer):
         decay = options["weight_decay"]
         shrink, correct = (decay if self.decoupled else 0.0), 1.0 - beta1**step
         return {
+            "step": step,
             "lr": lr,
             "shrink": shrink,
             "correct": correct,

@@ -159,6 +159,7 @@ class MXGradScaler:
     def _recorded(self, recording: Recording) -> Array:
         """The state on the device, where recorded steps move it."""
         if self._device is None:
+            recording.at_once(self._mirrors.settle)  # other recordings may have made steps
             state = recording.persistent(self._state)
             mirror = Mirror(
                 lambda: recording.write(state, self._state),

@@ -219,9 +219,9 @@ class Optimizer(ABC):
         Args:
             backend: the backend of the arrays.
             parts: weight, gradient and state by slot of each: C-contiguous float32 arrays of one
-                size, whatever their shapes.
+                size, whatever their shapes; the state as it is stored.
             factors: of each, from `factors_each`.
-            how: more for the backend, ``guard``, ``look`` and ``memory`` of `Backend.adam_each`.
+            how: more for the backend: what `Backend.adam_each` takes besides.
         """
         raise TypeError(f"{type(self).__name__} says fused: wanted an update_each of its own")
 
@@ -419,10 +419,11 @@ class Optimizer(ABC):
                     flat = host if isinstance(host, QuantArray) else host.reshape(-1)
                     fresh = _moved(flat, get_backend("cpu"), member.param.device)
                     mine = member.arrays[slot]
-                    if isinstance(mine, QuantArray) or member.param.backend.xp is np:
+                    if member.param.backend.xp is np:
                         member.arrays[slot] = fresh
-                    else:
-                        mine[...] = fresh  # where a captured step has it
+                        continue
+                    for there, came in zip(_parts(mine), _parts(fresh), strict=True):
+                        there[...] = came  # where a captured step has it
 
     def _check_options(self, options: Mapping[str, Option]) -> None:
         """Refuse options out of range; subclasses add their own."""
@@ -477,6 +478,10 @@ def _wide(data: Array) -> Any:
 def _moved(stored: Stored, backend: Any, device: str) -> Stored:
     """A copy of what is stored on a backend, on a device."""
     return copy.deepcopy(wrap(stored, backend).to(device).data)
+
+
+def _parts(stored: Stored) -> list[Array]:
+    return list(stored.parts.values()) if isinstance(stored, QuantArray) else [stored]
 
 
 def _flat_view(data: Array) -> Array:

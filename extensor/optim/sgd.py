@@ -84,7 +84,10 @@ class SGD(Optimizer):
         **how: Any,
     ) -> Finite:
         """Move whole parameters, in place, in one call."""
-        arrays = [(w, g, state.get("momentum")) for w, g, state in parts]
+        arrays = [
+            (w, g, state["momentum"] if mine["momentum"] else None)
+            for (w, g, state), mine in zip(parts, factors, strict=True)
+        ]
         found: Finite = backend.sgd_each(arrays, factors, **how)
         return found
 
@@ -92,10 +95,11 @@ class SGD(Optimizer):
         self, steps: Sequence[int], options: Mapping[str, Any]
     ) -> list[Mapping[str, float]]:
         """What a backend's kernel multiplies by, for parameters in such steps."""
-        factors = {
+        fixed = {
             "lr": options["lr"],
             "momentum": options["momentum"],
             "decay": options["weight_decay"],
             "nesterov": options["nesterov"],
         }
-        return [factors] * len(steps)
+        factors = {step: fixed | {"step": step} for step in set(steps)}
+        return [factors[step] for step in steps]

@@ -28,7 +28,7 @@ from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream, random_words
 
-__all__ = ["STATES", "StateKind", "state_stream"]
+__all__ = ["STATES", "Blocks", "StateKind", "Stored", "state_stream", "tensor_number"]
 
 Array = Any
 Stored = Any
@@ -42,7 +42,12 @@ PER_CALL = 1 << 12
 
 def state_stream(step: int, parameter: int, slot: int) -> Stream:
     """The random bits of a slot of the numbered parameter in its numbered step."""
-    return Stream(0, step, FIRST_TENSOR + parameter, slot)
+    return Stream(0, step, tensor_number(parameter), slot)
+
+
+def tensor_number(parameter: int) -> int:
+    """Whose random bits those of the numbered parameter are, in a `Stream`."""
+    return FIRST_TENSOR + parameter
 
 
 class StateKind(ABC):

@@ -12,6 +12,7 @@ import numpy as np
 
 from extensor.backends.recording import Guard, Mirror, Recording
 from extensor.dtypes import float32
+from extensor.optim.states import tensor_number
 
 if TYPE_CHECKING:
     from extensor.autograd.tensor import ExTensor
@@ -40,6 +41,11 @@ def _refuse(parts: Parts, finite: Sequence[bool]) -> None:
             raise _not_finite(member)
 
 
+def _numbers(parts: Parts) -> list[int]:
+    """Whose random bits the states of these are rounded with."""
+    return [tensor_number(member.index) for member, _ in parts]
+
+
 def _check_finite(parts: Parts) -> None:
     """Refuse gradients that hold NaN or infinity, naming the first."""
     backends = {id(member.param.backend): member.param.backend for member, _ in parts}
@@ -50,10 +56,10 @@ def _check_finite(parts: Parts) -> None:
 
 def _common(optimizer: Optimizer, parts: Parts) -> Any:
     """The backend that takes many parameters in one call, if that serves the optimizer."""
-    if not optimizer.fused or optimizer.states != "float32":
+    if not optimizer.fused:
         return None
     backends = (member.param.backend for member, _ in parts)
-    return next((backend for backend in backends if backend.steps_together), None)
+    return next((b for b in backends if optimizer.states in b.steps_together), None)
 
 
 def _fits(member: _Member, grad: ExTensor) -> bool:
@@ -103,7 +109,7 @@ def step_together(
         look = False
     if together:
         arrays = [(m.param.data, g.data, m.arrays) for m, g in together]
-        more = {"look": look, "memory": optimizer._memory}
+        more = {"look": look, "memory": optimizer._memory, "numbers": _numbers(together)}
         found = optimizer.update_each(backend, arrays, factors, **more)
         if look:
             _refuse(together, found())
@@ -120,15 +126,16 @@ def step_recorded(optimizer: Optimizer, ready: Ready, bad: Any, recording: Recor
         ValueError: for parameters that would not be updated in one call: their state would be new
             arrays, which a recording cannot carry from step to step.
     """
+    recording.at_once(optimizer._mirrors.settle)  # other recordings may have made steps
     parts = [part for _, mine in ready for part in mine]
     backend = _common(optimizer, parts)
     for member, grad in parts:
         if member.param.backend is not backend or not _fits(member, grad):
             raise ValueError(
                 f"step: {member.name}: a recorded step updates contiguous float32 parameters with "
-                f"Adam, AdamW or SGD and states='float32', got {type(optimizer).__name__} with "
-                f"states={optimizer.states!r}, a parameter of {member.param.dtype.name} and a "
-                f"gradient of {grad.dtype.name}; use these, or leave optimizer.step() out of it"
+                f"Adam, AdamW or SGD, got {type(optimizer).__name__}, a parameter of "
+                f"{member.param.dtype.name} and a gradient of {grad.dtype.name}; use these, or "
+                "leave optimizer.step() out of it"
             )
     members = [member for member, _ in parts]
     if bad is None:
@@ -141,7 +148,8 @@ def step_recorded(optimizer: Optimizer, ready: Ready, bad: Any, recording: Recor
             guard = _guard(optimizer, number, mine, bad, made, recording)
             arrays = [(m.param.data, g.data, m.arrays) for m, g in mine]
             factors = optimizer.factors_each([m.step + 1 for m, _ in mine], group.options)
-            optimizer.update_each(backend, arrays, factors, guard=guard)
+            more = {"guard": guard, "numbers": _numbers(mine)}
+            optimizer.update_each(backend, arrays, factors, **more)
             pushes += guard.pushes
     recording.count(made, bad)
     memory = [(m, m.param.data, dict(m.arrays)) for m in members]

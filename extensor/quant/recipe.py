@@ -53,6 +53,11 @@ class Gemm:
             raise ValueError(
                 f"a transform cancels only if both operands of a GEMM carry it, got {a} and {b}"
             )
+        if len({isinstance(o, QuantSpec) and o.near for o in (self.a, self.b)}) > 1:
+            raise ValueError(
+                f"a GEMM takes both operands near-exactly or none, got {self.a} and {self.b}; set "
+                "near in both"
+            )
 
     @property
     def dense(self) -> bool:
@@ -92,6 +97,15 @@ class LayerRecipe:
         self.slot(name)
         gemm, side = self._place(name)
         return replace(self, **{gemm: replace(getattr(self, gemm), **{side: operand})})
+
+    def near(self) -> LayerRecipe:
+        """A copy whose GEMMs take their operands near-exactly; all of them MXFP8."""
+
+        def made(gemm: Gemm) -> Gemm:
+            a, b = (o if isinstance(o, str) else o.replace(near=True) for o in (gemm.a, gemm.b))
+            return replace(gemm, a=a, b=b)
+
+        return LayerRecipe(made(self.fprop), made(self.dgrad), made(self.wgrad))
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,12 @@ _ROWS = (
         _LANGUAGE_ENDS,
     ),
     Recipe(
+        "mxfp8_near",
+        "mxfp8_nvidia near-exactly: a scale for each 128x128, as FP8 tensor cores multiply it",
+        _mx_layer("mxfp8_e4m3", "mxfp8_e4m3", "rceil").near(),
+        _LANGUAGE_ENDS,
+    ),
+    Recipe(
         "mxfp6",
         "MXFP6: E2M3 activations and weights, E3M2 gradients, rceil scales",
         _mx_layer("mxfp6_e2m3", "mxfp6_e3m2", "rceil"),

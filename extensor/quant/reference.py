@@ -9,6 +9,7 @@ code with them.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -19,11 +20,13 @@ from extensor.quant.array import QuantArray, QuantStats, block_grid
 from extensor.quant.blocks import BlockLayout
 from extensor.quant.blockwise import decode_array, quantize_blocks
 from extensor.quant.hadamard import hadamard, inverse_hadamard
+from extensor.quant.near import settled
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
 __all__ = [
-    "FLOATS", "RunningAmax", "check_previous", "dequantize", "narrow", "operand", "quantize",
+    "FLOATS", "RunningAmax", "check_previous", "dequantize",
+    "narrow", "near", "operand", "quantize",
 ]  # fmt: skip
 
 Array = Any
@@ -69,7 +72,17 @@ def quantize(
         x = xp.asarray(x, dtype=xp.float32)
     if spec.row.outliers:
         return outlier.quantize(x, spec, stream, xp)
+    if spec.near:
+        plain = quantize_blocks(x, spec.replace(near=False), stream, previous_amax, xp)
+        return near(*plain, xp)
     return quantize_blocks(x, spec, stream, previous_amax, xp)
+
+
+def near(q: QuantArray, stats: QuantStats, xp: Any = np) -> tuple[QuantArray, QuantStats]:
+    """What a spec with ``near`` gives, of what it gives without."""
+    q, changed, gone = settled(q, xp)
+    flushed = stats.flushed + int(gone)
+    return q, dataclasses.replace(stats, flushed=flushed, changed=int(changed))
 
 
 def check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...], xp: Any) -> None:

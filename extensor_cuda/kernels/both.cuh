@@ -3,13 +3,13 @@
 
 constexpr int kChunkVectors = kChunk / kPerVector;
 
-// A chunk of a row, by neighbouring lanes.
-__device__ __forceinline__ void encode_along(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row, i64 start, i64 rows,
-                                             i64 columns, const Tensor& tensor, const Stream& stream, u8* codes,
+__device__ __forceinline__ i64 tiles_along(i64 columns) { return (columns + BLOCK - 1) / BLOCK; }
+
+// A chunk of a row and of its block `block`, by neighbouring lanes.
+__device__ __forceinline__ void encode_along(u32 (&raw)[sizeof(Raw) * kChunk / 4], i64 row, i64 start, i64 block,
+                                             i64 rows, i64 columns, const Tensor& tensor, const Stream& stream, u8* codes,
                                              u8* scales, float* values, Tally& tally) {
     const u32 part = static_cast<u32>(start / kChunk) % kParts;
-    const i64 tiles_along = (columns + BLOCK - 1) / BLOCK;
-    const i64 block = row * tiles_along + start / BLOCK;
     u32 codes_of[kWords];
     Chunk unpacked;
     Chunk& v = chunk_of(raw, unpacked);
@@ -27,7 +27,7 @@ __device__ __forceinline__ void encode_along(u32 (&raw)[sizeof(Raw) * kChunk / 4
 #endif
 #else
     if ((NORM && WHOLE) ||  // without the test quantize_both takes registers that it does not have
-        (row < rows && start < tiles_along * BLOCK)) {
+        (row < rows && start < tiles_along(columns) * BLOCK)) {
         store_words(reinterpret_cast<u32*>(codes) + (block * kParts + part) * kWords, codes_of);
         if (part == 0) scales[block] = static_cast<u8>(s.stored);
     }
@@ -136,6 +136,11 @@ __device__ __forceinline__ void encode_down(const Raw* tile, int thread, i64 top
 
 #if NORM
 #include "normed.cuh"
+#if ONLY_ROWS
+#include "normed_rows.cuh"
+#else
+#include "normed_both.cuh"
+#endif
 #else
 constexpr int kWide = kThreads / kAcross * COLUMNS;  // columns of a tile; a row is 256 bytes or more
 constexpr int kPerRow = kWide / kChunk;              // chunks of a row
@@ -195,7 +200,8 @@ quantize_both(const Raw* __restrict__ x, u8* __restrict__ codes0, u8* __restrict
 #pragma unroll
     for (int item = 0; item < COLUMNS; ++item) {
         const int chunk = item * kThreads + threadIdx.x;
-        encode_along(raw[item], top + chunk / kPerRow, left + chunk % kPerRow * kChunk, rows, columns, tensor, stream,
+        const i64 row = top + chunk / kPerRow, start = left + chunk % kPerRow * kChunk;
+        encode_along(raw[item], row, start, row * tiles_along(columns) + start / BLOCK, rows, columns, tensor, stream,
                      codes0, scales0, values0, tally);
     }
     add_counts(tally, counters);

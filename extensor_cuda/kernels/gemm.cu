@@ -11,7 +11,11 @@
 // PROMOTE: the tensor core's FP8 accumulator keeps about 13 fraction bits (extensor_cuda/gemm_model.py),
 // so that every PROMOTE stages the partial sum is added to float32 registers. The order of all
 // additions depends on K and PROMOTE alone, never on the tile or the cluster. BLOCKS: float scales of
-// 128 elements along K on both sides, by which each stage's sum is multiplied when it is promoted.
+// 128 elements along K on both sides, by which each stage's sum is multiplied when it is promoted; one
+// for so many rows of A and of B, and if that is not 1, 128 rows from the first on have the same.
+//
+// TURNS: a warpgroup issues a stage when the other one has: their products end one after the other, and
+// each promotes while the other's run.
 //
 // EVERY: float scales of so many elements along K for each row of B: every PROMOTE stages, or several times
 // in a stage, the sum since the last of them is multiplied by its column's and added to float32 registers.
@@ -84,7 +88,7 @@ constexpr int kPatches = PATCHES;             // of these a warp has
 constexpr int kTable = 64 + kTileN;           // exponents of a warpgroup's rows, and of the columns
 constexpr int kTables = ZEROS ? 3 * kTable : kTable;  // with zero points and sums behind them
 constexpr int kLines = EVERY && EVERY < 64 ? 64 / EVERY : 1;  // EVERY: scales of a column in a stage
-constexpr int kScales = BLOCKS ? kTileM + kTileN : EVERY ? kLines * kTileN : 0;  // of a stage
+constexpr int kScales = BLOCKS ? (kTileM + kTileN) / (BLOCKS ? BLOCKS : 1) : EVERY ? kLines * kTileN : 0;  // of a stage
 // Registers of a thread beside those that multiply, and of these: three warpgroups have 504.
 constexpr int kBeside = EXPANDS || (REQUANTIZED && kTileN > 128) ? 72 : REQUANTIZED ? 104 : 40;
 constexpr int kMultiplying = (504 - kBeside) / 2;
@@ -264,9 +268,10 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     }
 #if BLOCKS
                     const u32 factors = shared_address(scales + stage * kScales);
-                    load_line(factors, e.row_blocks + k * e.row_block_pitch + row, 4 * kTileM, barrier);
-                    load_line(factors + 4 * kTileM, e.column_blocks + k * e.column_block_pitch + column,
-                              4 * kTileN, barrier);
+                    constexpr int kRowLine = 4 * kTileM / BLOCKS, kColumnLine = 4 * kTileN / BLOCKS;
+                    load_line(factors, e.row_blocks + k * e.row_block_pitch + row / BLOCKS, kRowLine, barrier);
+                    load_line(factors + kRowLine, e.column_blocks + k * e.column_block_pitch + column / BLOCKS,
+                              kColumnLine, barrier);
 #elif EVERY
                     const u32 factors = shared_address(scales + stage * kScales);
 #pragma unroll
@@ -305,6 +310,10 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
             factors.first = power_of_two(exponent >> 1);
             factors.second = power_of_two(exponent - (exponent >> 1));
         }
+#if TURNS
+        static_assert(PROMOTE == 1, "a stage is a turn");
+        if (warpgroup == 1) asm volatile("bar.arrive 4, 256;" ::: "memory");  // the first begins
+#endif
         bool behind = SKEW && warpgroup == 1;  // the second warpgroup starts SKEW stages late
         bool ahead = SKEW && warpgroup == 0;
         for (int index = blockIdx.x / kCluster; TILES; index += step) {
@@ -334,6 +343,9 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     wait(full + 8 * stage, parity);
                     const u64 a = descriptor<A_DOWN>(base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
                     const u64 b = descriptor<B_DOWN>(base + stage * kStage + kABytes, kBoxBytes);
+#if TURNS
+                    asm volatile("bar.sync %0, 256;" ::"r"(4 + warpgroup) : "memory");
+#endif
                     hold(part);
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -355,6 +367,9 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                         asm volatile("bar.arrive 3, 256;" ::: "memory");
                         ahead = false;
                     }
+#if TURNS
+                    asm volatile("bar.arrive %0, 256;" ::"r"(5 - warpgroup) : "memory");
+#endif
                     finish<1>(part);
                     if (last >= 0) release(empty + 8 * last, lane);
                     last = stage;

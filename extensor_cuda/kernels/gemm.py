@@ -278,7 +278,8 @@ def gemm(
         factors: instead of exponents: float32 (M,) or (1,), and (N,) or (1,); the sum is multiplied
             by the row's, then by the column's.
         zeros: zero points, with 8-bit integers and factors.
-        scales: from `block_scales`, of a and of b: float32 for each 128 elements along K, with FP8.
+        scales: from `block_scales`, of a and of b: float32 for each 128 elements along K, with FP8;
+            of several rows each if the config says so, readable a tile beyond the last.
             With bf16 and a config that says for how many, b's alone: float32 (whole stages of
             groups, pitch), readable a tile beyond the last.
         offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
@@ -426,9 +427,11 @@ def _with(
         vectors=vectors,
         factors=factors is not None,
         zeros=zeros is not None,
-        blocks=scales is not None and not config.every,
+        blocks=(config.blocks or 1) if scales is not None and not config.every else 0,
         grouped=offsets is not None,
         promote=1 if scales is not None and not config.every else config.promote,
         # The ring holds scales too.
-        patches=min(config.patches, 2) if scales is not None else config.patches,
+        patches=min(config.patches, 2)
+        if scales is not None and config.blocks <= 1
+        else config.patches,
     )

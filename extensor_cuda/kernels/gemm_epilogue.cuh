@@ -84,6 +84,16 @@ __device__ __forceinline__ void await_tables(int warpgroup) {
 // sum += part times the scales of its row and column, of one stage.
 __device__ __forceinline__ void promote(float (&sum)[kRegisters], const float (&part)[kRegisters],
                                         const float* scales, int warp, int lane) {
+#if BLOCKS > 1
+    constexpr int kLow = kTileN & -kTileN, kAlike = kLow < 128 ? kLow : 128;  // columns under one scale
+    const float row = scales[0];
+#pragma unroll
+    for (int from = 0; from < kTileN; from += kAlike) {
+        const float both = row * scales[(kTileM + from) / BLOCKS];
+#pragma unroll
+        for (int i = from / 2; i < (from + kAlike) / 2; ++i) sum[i] = __fmaf_rn(part[i], both, sum[i]);
+    }
+#else
     const float* rows = scales + warp * 16 + lane / 4;
     const float upper = rows[0], lower = rows[8];
 #pragma unroll
@@ -94,6 +104,7 @@ __device__ __forceinline__ void promote(float (&sum)[kRegisters], const float (&
         sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], lower * two.x, sum[4 * j + 2]);
         sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], lower * two.y, sum[4 * j + 3]);
     }
+#endif
 }
 #endif
 

@@ -49,10 +49,13 @@ class Config:
         patches: of 16 rows of 128 bytes, in which a warp's results leave while it goes on.
         group: rows of blocks that are walked together, for the second-level cache.
         skew: stages by which the second warpgroup starts late, so that they promote in turn.
+        turns: a warpgroup issues a stage when the other one has, and promotes while that one is
+            multiplied; with promote=1.
         vectors: exponents of each row or column; else one for all of an operand.
         factors: float32 factors instead of exponents, for both operands.
         zeros: zero points, with s8 and factors.
-        blocks: float32 scales of 128 elements along K on both sides, with FP8 and promote=1.
+        blocks: float32 scales of 128 elements along K on both sides, with FP8 and promote=1: one
+            for so many rows of an operand: 1, or 4 where 128 rows have the same. 0: none.
         every: elements of K for which B's rows have float32 scales, with bf16: 32 or a multiple
             of 64; promote is then what it takes. 0: none.
         grouped: rows of A in groups, each with a B of its own.
@@ -74,10 +77,11 @@ class Config:
     patches: int = 1
     group: int = 8
     skew: int = 0
+    turns: bool = False
     vectors: bool = False
     factors: bool = False
     zeros: bool = False
-    blocks: bool = False
+    blocks: int = 0
     every: int = 0
     grouped: bool = False
     down: tuple[bool, bool] = (False, False)
@@ -97,7 +101,7 @@ class Config:
     def _stage(self) -> int:
         """Bytes of a stage: two tiles, their scales, two barriers."""
         lines = max(STAGE_OF_BF16 // self.every, 1) if self.every else 0  # of scales of columns
-        scales = TILE_M + self.tile_n if self.blocks else lines * self.tile_n
+        scales = (TILE_M + self.tile_n) // self.blocks if self.blocks else lines * self.tile_n
         return (TILE_M + self.tile_n) * ROW_BYTES + 4 * scales + 16
 
     @property
@@ -131,6 +135,7 @@ def configure(
     blocks: int = 132,
     b: str | None = None,
     every: int = 0,
+    squares: int = 0,
 ) -> Config:
     """The program for a product's size: the tile that fills the last round of blocks best.
 
@@ -143,7 +148,10 @@ def configure(
         blocks: multiprocessors of the GPU.
         b: element type of b, where it is another.
         every: as in `Config`.
+        squares: `Config.blocks` above 1, or 0; promote is then 1.
     """
+    if squares:
+        promote = 1
     if every:
         promote = max(every // STAGE_OF_BF16, 1)
     if promote is None:
@@ -158,7 +166,9 @@ def configure(
     if isinstance(out, QuantSpec):
         tiles = tuple(tile for tile in _TILES if quantizes(tile[0], out))
     tile_n, patches, _ = min(tiles, key=cost)
-    return Config(kind, b or kind, tile_n, promote, out=out, patches=patches, every=every)
+    config = Config(kind, b or kind, tile_n, promote, out=out, patches=patches, every=every)
+    # Turns pay where a stage is long: of 192 columns 4 to 12%, of fewer they cost 1 to 4% (H100).
+    return replace(config, blocks=squares, turns=tile_n == 192) if squares else config
 
 
 def quantizes(tile_n: int, spec: QuantSpec) -> bool:
@@ -254,9 +264,10 @@ def gemm_source(config: Config) -> jit.Source:
         "PATCHES": config.patches,
         "GROUP": config.group,
         "SKEW": config.skew,
+        "TURNS": int(config.turns),
         "VECTORS": 2 if config.factors else int(config.vectors),
         "ZEROS": int(config.zeros),
-        "BLOCKS": int(config.blocks),
+        "BLOCKS": config.blocks,
         "EVERY": config.every,
         "GROUPED": int(config.grouped),
         "A_DOWN": int(config.down[0]),

@@ -42,12 +42,12 @@ __device__ __forceinline__ u32 scales_of(Blocks& b) {
 
 // Values 8 k to 8 k + 7 of a block, in pairs.
 __device__ __forceinline__ u32 across(const u32 (&x)[4], int, Blocks& b) {
-    return magnitudes_across(x, scales_of(b), b.careful);
+    return codes_across<false>(x, scales_of(b), b.careful);
 }
 
 // Values 4 k to 4 k + 3 of two blocks, the first's in the low halves, and so its codes.
 __device__ __forceinline__ u32 down(const u32 (&x)[4], int, Blocks& b) {
-    return magnitudes_down<1>(x, scales_of(b), b.careful);
+    return codes_down<false, 1>(x, scales_of(b), b.careful);
 }
 #else
 // In z = y + max(y, 1) e2m1's grid lies every 2**22 of the bits: 1 and 1.5 are the codes 0 and 1, and

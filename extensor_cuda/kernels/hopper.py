@@ -147,8 +147,13 @@ def launch(
     shared: int,
     maps: Sequence[bytes],
     structure: ctypes.Structure,
+    together: bool = False,
 ) -> None:
-    """Run a kernel of tensor maps and one structure on cupy's current stream; does not wait."""
+    """Run a kernel of tensor maps and one structure on cupy's current stream; does not wait.
+
+    With `together` all its blocks run at a time, whatever else runs, so that they may wait for each
+    other; an error if there is not room for them.
+    """
     import cupy
 
     buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
@@ -156,8 +161,12 @@ def launch(
     parameters = (ctypes.c_void_p * len(addresses))(*addresses)
     sizes = (grid, 1, 1, threads, 1, 1, shared)
     stream = cupy.cuda.get_current_stream().ptr
-    result = driver().cuLaunchKernel(function, *sizes, stream, ctypes.addressof(parameters), 0)
-    check(result, "cuLaunchKernel")
+    given, bindings = ctypes.addressof(parameters), driver()
+    if together:
+        result = bindings.cuLaunchCooperativeKernel(function, *sizes, stream, given)
+    else:
+        result = bindings.cuLaunchKernel(function, *sizes, stream, given, 0)
+    check(result, "cuLaunchCooperativeKernel" if together else "cuLaunchKernel")
 
 
 def wgmma(

@@ -6,50 +6,15 @@
 // has the same mantissa and is exact; below, it is rounded to nearest even, once. NaN blocks become
 // NaN; NaN and infinite elements stay.
 //
-// No headers, no inline assembly; macros: MANTISSA, LEAST (exponent of the least normal number), FIRST
-// (the first magnitude that is no number), BLOCK (16 to 128), TILE_ROWS.
+// No headers but ours, no inline assembly; macros: those of near.cuh, BLOCK (16 to 128), TILE_ROWS.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef long long i64;
 
-constexpr int kThreads = 128, kChunk = 16, kNaN = 255, kMost = 60;
-constexpr u32 kOnes = 0x01010101u, kMagnitudes = 0x7F7F7F7Fu, kTops = 0x80808080u;
-constexpr u32 kNormal = 1u << MANTISSA;  // the magnitude of the least normal number
+constexpr int kThreads = 128, kChunk = 16, kNaN = 255;
 
-__device__ __forceinline__ float power_of_two(int exponent) {
-    return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
-}
-
-struct Changed {
-    u32 values, flushed;
-};
-
-// Four codes times 2^-shift, shift above 0.
-__device__ __forceinline__ u32 rebased(u32 word, int shift, float unit, Changed& changed) {
-    const u32 magnitudes = word & kMagnitudes, least = kNormal * (shift + 1);
-    // All four normal before and after: a subtraction in each byte, without borrows.
-    if (least < FIRST && ((magnitudes + kOnes * (0x80u - least)) & kTops) == kTops &&
-        !((magnitudes + kOnes * (0x80u - FIRST)) & kTops))
-        return word - kOnes * (kNormal * shift);
-    const float magic = power_of_two(23 + LEAST - MANTISSA);  // its last bit is the least number
-    u32 out = word & kTops;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u32 code = magnitudes >> (8 * i) & 0x7Fu;
-        u32 made = code;
-        if (code >= least && code < FIRST) {
-            made = code - kNormal * shift;
-        } else if (code < FIRST) {
-            const float value = __uint_as_float(code << (23 - MANTISSA)) * unit, sum = value + magic;
-            made = __float_as_uint(sum) - __float_as_uint(magic);
-            changed.values += sum - magic != value;
-            changed.flushed += code && !made;
-        }
-        out |= made << (8 * i);
-    }
-    return out;
-}
+#include "near.cuh"
 
 __device__ __forceinline__ u32 over_warp(u32 mine) {
     for (int step = 1; step < 32; step *= 2) mine += __shfl_xor_sync(0xFFFFFFFFu, mine, step);
@@ -75,7 +40,7 @@ near(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict
     for (int c = threadIdx.x; c < chunks; c += kThreads) {
         const uint4 four = from[c];
         const int scale = scales[c * kChunk / BLOCK];
-        if (((four.x | four.y | four.z | four.w) & kMagnitudes) && scale != kNaN) mine = max(mine, scale);
+        if (((four.x | four.y | four.z | four.w) & kAllNaN) && scale != kNaN) mine = max(mine, scale);
     }
     if (mine >= 0) atomicMax(&top, mine);
     __syncthreads();
@@ -85,17 +50,15 @@ near(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict
     for (int c = threadIdx.x; c < chunks; c += kThreads) {
         uint4 four = from[c];  // again, of the first-level cache
         const int scale = scales[c * kChunk / BLOCK];
-        // Above the anchor lie only zero blocks. The largest value is below 2^16: 60 binades down all is 0.
-        const int shift = min(max(anchor - scale, 0), kMost);
+        // Above the anchor lie only zero blocks. The largest value is below 2^16: so far down all is 0.
+        const int shift = min(max(anchor - scale, 0), kMostBinades);
         if (scale == kNaN) {
-            four = uint4{kMagnitudes, kMagnitudes, kMagnitudes, kMagnitudes};
+            four = uint4{kAllNaN, kAllNaN, kAllNaN, kAllNaN};
         } else if (shift) {
-            // A magnitude's bits, read as float32's, are the value times 2^(-126 - LEAST).
-            const float unit = power_of_two(126 + LEAST - shift);
-            four.x = rebased(four.x, shift, unit, changed);
-            four.y = rebased(four.y, shift, unit, changed);
-            four.z = rebased(four.z, shift, unit, changed);
-            four.w = rebased(four.w, shift, unit, changed);
+            four.x = rebased(four.x, shift, changed);
+            four.y = rebased(four.y, shift, changed);
+            four.z = rebased(four.z, shift, changed);
+            four.w = rebased(four.w, shift, changed);
         }
         to[c] = four;
     }

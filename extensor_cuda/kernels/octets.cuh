@@ -17,10 +17,14 @@ __device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs],
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
             const u32* four = &raw[4 * q][p];
+#if STATS
             const u32 c = signs_of(four[0], four[kPairs]), d = signs_of(four[2 * kPairs], four[3 * kPairs]);
             const u32 signs = (__byte_perm(c, d, 0x6240) & 0x08080808u) | (__byte_perm(c, d, 0x7351) & 0x80808080u);
-            const u32 n = magnitudes_down<kPairs>(four, scale, far);
+            const u32 n = codes_down<false, kPairs>(four, scale, far);
             nibbles[p][q] = (saturate(n, live, tally) | signs) & live;
+#else
+            nibbles[p][q] = codes_down<true, kPairs>(four, scale, far) & live;
+#endif
         }
         forget_zeros<kChunk, kPairs>(&raw[0][p], live, tally);
     }

@@ -1,85 +1,9 @@
 // One step of Adam or of gradient descent on all parameters in one launch, and whether gradients are
-// finite; operation by operation as extensor/backends/{training,layers}.py has it, so the same bits.
+// finite. States are float32; narrower ones are optimizer_narrow.cu's.
 //
 // No headers, no macros. Compiled with --fmad=false.
 
-typedef unsigned int u32;
-typedef long long i64;
-
-constexpr int kThreads = 256, kPart = 16384;  // elements of a block
-
-// One parameter: its arrays, its length, the first block that works on it, and its factors.
-struct Tensor {
-    float *weight;
-    const float *grad;
-    float *first, *second;  // moments; of gradient descent: the buffer, or null
-    i64 count, start;
-    double shrink;  // times the learning rate: the share that decoupled decay takes
-    float take1, keep2, take2, eps, decay, momentum;
-    u32 nesterov, pace;
-};
-
-// What changes from step to step. Paces are several for tensors that have had different numbers of
-// updates; each has `length` rows, of which `made` (null: 0) says the one that holds. `apart` is the
-// distance of the paces' learning rates, 0 if they share one. Nothing is done if *bad or *stop.
-struct Pace {
-    const double* lr;
-    const double2* rows;  // 1 - beta1^t, and 1 / sqrt(1 - beta2^t)
-    const u32 *made, *bad, *stop;
-    int length, apart;
-};
-
-__device__ __forceinline__ const Tensor& tensor_of(const Tensor* tensors, int number) {
-    int low = 0, high = number - 1;  // the last whose start is not above this block
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (tensors[middle].start <= static_cast<i64>(blockIdx.x))
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return tensors[low];
-}
-
-struct Adam {
-    float take1, keep2, take2, widen, eps, rate, keep, decay;
-    __device__ Adam(const Tensor& t, const Pace& pace)
-        : take1(t.take1), keep2(t.keep2), take2(t.take2), eps(t.eps), decay(t.decay) {
-        // In double, as the host has it, and rounded once.
-        const double lr = pace.lr[t.pace * pace.apart];
-        const double2 row = pace.rows[static_cast<i64>(t.pace) * pace.length + (pace.made ? *pace.made : 0)];
-        rate = static_cast<float>(__ddiv_rn(lr, row.x));
-        widen = static_cast<float>(row.y);
-        keep = static_cast<float>(__dsub_rn(1.0, __dmul_rn(lr, t.shrink)));
-    }
-    __device__ void operator()(float& weight, float grad, float& mean, float& square) const {
-        if (decay != 0) grad = __fadd_rn(__fmul_rn(weight, decay), grad);
-        mean = __fadd_rn(mean, __fmul_rn(__fsub_rn(grad, mean), take1));
-        square = __fadd_rn(__fmul_rn(square, keep2), __fmul_rn(__fmul_rn(grad, grad), take2));
-        const float below = __fadd_rn(__fmul_rn(__fsqrt_rn(square), widen), eps);
-        weight = __fsub_rn(__fmul_rn(weight, keep), __fmul_rn(__fdiv_rn(mean, below), rate));
-    }
-};
-
-struct Descent {
-    float rate, decay, momentum;
-    bool nesterov, keeps;
-    __device__ Descent(const Tensor& t, const Pace& pace)
-        : rate(static_cast<float>(pace.lr[t.pace * pace.apart])), decay(t.decay), momentum(t.momentum),
-          nesterov(t.nesterov), keeps(t.first) {}
-    __device__ void operator()(float& weight, float grad, float& buffer, float&) const {
-        if (decay != 0) grad = __fadd_rn(__fmul_rn(weight, decay), grad);
-        if (keeps) {
-            buffer = __fadd_rn(__fmul_rn(buffer, momentum), grad);
-            grad = nesterov ? __fadd_rn(__fmul_rn(buffer, momentum), grad) : buffer;
-        }
-        weight = __fsub_rn(weight, __fmul_rn(grad, rate));
-    }
-};
-
-__device__ __forceinline__ bool aligned(const void* p) {
-    return reinterpret_cast<unsigned long long>(p) % 16 == 0;  // null too
-}
+#include "optimizer.cuh"
 
 template <class Rule>
 __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pace& pace) {
@@ -89,8 +13,8 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
     const i64 left = t.count - begin;
     const int count = left < kPart ? static_cast<int>(left) : kPart;
-    float *weight = t.weight + begin, *first = t.first ? t.first + begin : nullptr;
-    float* second = t.second ? t.second + begin : nullptr;
+    float *weight = t.weight + begin, *first = static_cast<float*>(t.first) + (t.first ? begin : 0);
+    float* second = static_cast<float*>(t.second) + (t.second ? begin : 0);
     const float* grad = t.grad + begin;
     int done = 0;
     if (aligned(weight) && aligned(grad) && aligned(first) && aligned(second)) {
@@ -115,10 +39,6 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
         if (second) second[i] = s;
     }
 }
-
-#define PACE                                                                                      \
-    const double *lr, const double2 *rows, const u32 *made, const u32 *bad, const u32 *stop, int length, \
-        int apart
 
 extern "C" __global__ void __launch_bounds__(kThreads) adam(const Tensor* tensors, int number, PACE) {
     step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});

@@ -1,5 +1,8 @@
 """Steps of Adam and of gradient descent on many parameters in one launch, to the CPU's bits.
 
+States are of any kind in `extensor.optim.states`; narrow ones are decoded, rounded stochastically
+and written by the same launch, where they lie.
+
 And what a step does to all gradients: looking for NaN and infinity, scaling, the sum of squares.
 """
 
@@ -16,6 +19,9 @@ import numpy as np
 
 from extensor.backends.protocol import Finite
 from extensor.backends.recording import Guard
+from extensor.dtypes import bfloat16
+from extensor.optim.states import Blocks, Stored
+from extensor.quant.array import QuantArray
 from extensor_cuda.jit import Source, launch
 
 __all__ = ["adam", "find_nonfinite", "finite", "scale", "sgd", "source", "square_sum", "takes"]
@@ -28,19 +34,44 @@ _FLOAT32 = np.dtype(np.float32)
 _STATIC = ("shrink", "take1", "keep2", "take2", "eps", "decay", "momentum", "nesterov")
 _TENSOR = np.dtype(
     [(name, np.uint64) for name in ("weight", "grad", "first", "second")]
+    + [(name, np.uint64) for name in ("first_scales", "second_scales")]
     + [(name, np.int64) for name in ("count", "start")]
     + [("shrink", np.float64)]
     + [(name, np.float32) for name in ("take1", "keep2", "take2", "eps", "decay", "momentum")]
-    + [(name, np.uint32) for name in ("nesterov", "pace")],
+    + [(name, np.uint32) for name in ("nesterov", "pace", "number")],
+    align=True,
 )
-"""`Tensor` of optimizer.cu."""
-_PACE = ("correct", "widen")
+"""`Tensor` of optimizer.cuh."""
+_PACE = ("correct", "widen", "step")  # `Row`
 
 
 @cache
-def source() -> Source:
-    """The program."""
-    return Source.read(Path(__file__).parent / "optimizer.cu", {})
+def source(states: str = "float32") -> Source:
+    """The program for a kind of state; that for float32 has what needs none, too."""
+    folder = Path(__file__).parent
+    if states == "float32":
+        return Source.read(folder / "optimizer.cu", {})
+    from extensor_cuda.kernels.quantize import Plan, plan_of, quantize_source
+
+    plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
+    assert isinstance(plan, Plan)
+    blocks = {"BLOCKS": int(states != bfloat16.name)}
+    of_blocks: dict[str, object] = dict(
+        quantize_source(plan, "float32", "codes", True, False).macros
+    )
+    return Source.read(folder / "optimizer_narrow.cu", of_blocks | blocks)
+
+
+def _kind(states: Sequence[Stored | None]) -> str:
+    """Which of `extensor.optim.states.STATES` these are; float32 if there are none."""
+    first = next((a for a in states if a is not None), None)
+    if isinstance(first, QuantArray):
+        return Blocks.row.name
+    return "float32" if first is None else str(first.dtype.name)
+
+
+def _addresses(arrays: Sequence[Array | None]) -> list[int]:
+    return [0 if a is None else a.data.ptr for a in arrays]
 
 
 def takes(array: Array) -> bool:
@@ -49,21 +80,28 @@ def takes(array: Array) -> bool:
 
 
 def _table(
-    columns: Mapping[str, Sequence[Array | None]], memory: dict[str, Any] | None = None
+    columns: Mapping[str, Sequence[Any]],
+    memory: dict[str, Any] | None = None,
+    numbers: Sequence[int] | int = 0,
 ) -> tuple[np.ndarray, int]:
     """A row for each tensor, and the blocks that work on them.
 
     Args:
         columns: arrays, "grad" and others of `_TENSOR`'s first columns.
         memory: keeps the rows with the arrays that are no gradients, until these are others.
+        numbers: of the tensors, in random bits.
     """
     # Column by column: there are hundreds of tensors, and a GPU waits for this.
     stay = list(chain.from_iterable(a for name, a in columns.items() if name != "grad"))
     held = [] if memory is None else memory.get("arrays", [])
     if not stay or len(held) != len(stay) or not all(map(operator.is_, held, stay)):
         table = np.zeros(len(columns["grad"]), _TENSOR)
+        table["number"] = numbers
         for name, arrays in columns.items():
-            table[name] = [0 if a is None else a.data.ptr for a in arrays]
+            if _kind(arrays) == Blocks.row.name:
+                table[f"{name}_scales"] = _addresses([a and a.scales for a in arrays])
+                arrays = [a and a.codes for a in arrays]
+            table[name] = _addresses(arrays)
         table["count"] = [a.size for a in columns["grad"] if a is not None]
         blocks = -(-table["count"] // PART)
         table["start"] = np.cumsum(blocks) - blocks
@@ -71,7 +109,7 @@ def _table(
         memory.update(arrays=stay, table=table, blocks=int(blocks.sum()))
     else:
         assert memory is not None
-        memory["table"]["grad"] = [a.data.ptr for a in columns["grad"] if a is not None]
+        memory["table"]["grad"] = _addresses(columns["grad"])
     return memory["table"], memory["blocks"]
 
 
@@ -101,8 +139,10 @@ def _step(
     guard: Guard | None,
     look: bool,
     memory: dict[str, Any] | None,
+    numbers: Sequence[int] | int,
 ) -> Finite:
-    table, blocks = _table(dict(zip(names, zip(*parts, strict=True), strict=False)), memory)
+    columns = dict(zip(names, zip(*parts, strict=True), strict=False))
+    table, blocks = _table(columns, memory, numbers)
     if not blocks:
         return lambda: [True] * len(parts)
     same = factors.count(factors[0]) == len(factors)
@@ -111,7 +151,7 @@ def _step(
             table[name] = factors[0][name] if same else [mine[name] for mine in factors]
     which, first = _paces(factors[:1] if same else factors)
     table["pace"] = which[0] if same else which
-    number = np.int32(len(table))
+    number, program = np.int32(len(table)), source(_kind(columns["first"]))
     if guard is None:
         rows, rates = _pairs(factors, first), np.array([float(factors[i]["lr"]) for i in first])
         sizes = np.cumsum([rows.nbytes, rates.nbytes])
@@ -125,7 +165,7 @@ def _step(
             launch(source(), "finite", blocks, THREADS, tensors, number, flags, _NULL)
             bad, found = flags[len(parts) :], _found(flags, xp)
         alone = (_NULL, bad, bad, np.int32(1), np.int32(1))
-        launch(source(), kernel, blocks, THREADS, tensors, number, rates, there, *alone)
+        launch(program, kernel, blocks, THREADS, tensors, number, rates, there, *alone)
         return found
     from extensor_cuda.recording import current
 
@@ -142,7 +182,7 @@ def _step(
     recording.at_once(push)
     moving = (guard.lr, rows, guard.made, guard.bad, recording.stop)
     lengths = np.int32(guard.most), np.int32(0)
-    launch(source(), kernel, blocks, THREADS, tensors, number, *moving, *lengths)
+    launch(program, kernel, blocks, THREADS, tensors, number, *moving, *lengths)
     return list
 
 
@@ -165,41 +205,46 @@ def _found(flags: Array, xp: Any) -> Finite:
 
 
 def adam(
-    parts: Sequence[tuple[Array, Array, Array, Array]],
+    parts: Sequence[tuple[Array, Array, Stored, Stored]],
     factors: Sequence[Mapping[str, float]],
     xp: Any,
     guard: Guard | None = None,
     look: bool = False,
     memory: dict[str, Any] | None = None,
+    numbers: Sequence[int] | int = 0,
 ) -> Finite:
     """`extensor.backends.training.adam` on each (weight, grad, mean, square).
 
     Args:
-        parts: arrays that `takes` accepts, of one size in each part.
+        parts: arrays that `takes` accepts, of one size in each part; states of any kind, of one
+            kind in all parts.
         factors: of each, as `Adam` makes them. The rate lr / correct and what decoupled decay
             keeps, 1 - lr shrink, are computed in double from their parts on the device.
         xp: cupy.
         guard: while recording: what the device decides.
         look: as of `Backend.adam_each`, as is the result.
         memory: likewise.
+        numbers: likewise.
     """
     names = ("weight", "grad", "first", "second")
-    return _step("adam", names, parts, factors, xp, guard, look, memory)
+    return _step("adam", names, parts, factors, xp, guard, look, memory, numbers)
 
 
 def sgd(
-    parts: Sequence[tuple[Array, Array, Array | None]],
+    parts: Sequence[tuple[Array, Array, Stored | None]],
     factors: Sequence[Mapping[str, float]],
     xp: Any,
     guard: Guard | None = None,
     look: bool = False,
     memory: dict[str, Any] | None = None,
+    numbers: Sequence[int] | int = 0,
 ) -> Finite:
     """`extensor.backends.layers.sgd` on each (weight, grad, buffer or None), as `adam`.
 
-    ``factors``: lr, momentum, decay and nesterov of each.
+    ``factors``: lr, momentum, decay, nesterov and step of each.
     """
-    return _step("sgd", ("weight", "grad", "first"), parts, factors, xp, guard, look, memory)
+    names = ("weight", "grad", "first")
+    return _step("sgd", names, parts, factors, xp, guard, look, memory, numbers)
 
 
 def _over(kernel: str, arrays: Sequence[Array], xp: Any, *more: Any) -> None:

@@ -151,6 +151,8 @@ def plan_of(
         return f"{spec.scale_name} scales"
     if spec.rule not in _RULES and not decoding:
         return f"the {spec.rule} scale rule"
+    if spec.near and not decoding:
+        return "near-exact squares"
     if spec.statistic != "amax" and not decoding:
         return f"the {spec.statistic} statistic"
     if spec.transform and decoding:
@@ -182,7 +184,8 @@ def _has_tile(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
     if rows == 1:
         return length in BLOCKS
     along_rows = spec.axis == len(shape) - 1
-    return rows == length and length in SQUARES and (along_rows or len(shape) == 2)
+    columns = len(shape) == 2 and shape[1] > 1  # one column lies as a row does
+    return rows == length and length in SQUARES and (along_rows or columns)
 
 
 def element_macros(element: ElementFormat) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """telemetry.jsonl: what low precision does to each layer while it trains, every N steps.
 
-- Saturated and flushed shares of each operand, since the last record.
+- Saturated and flushed shares of each operand, since the last record; of near-exact ones what
+  changed, too.
 - The gradient beside its quantization noise. Each recorded step is run once more in float32, on the
   same batch, weights and dropout masks; the noise is the difference of the two gradients. Training
   gains little once the norm of the gradient is below about sqrt(3) times that of the noise
@@ -119,6 +120,9 @@ class Telemetry(Callback):
                 "saturated": share(stats.saturated - old.saturated, count),
                 "flushed": share(stats.flushed - old.flushed, count),
             }
+            operand = trainer.quant.layers[path].operand(slot)
+            if isinstance(operand, QuantSpec) and operand.near:
+                found[path][slot]["changed"] = share(stats.changed - old.changed, count)
         return found
 
     # --- gradients ------------------------------------------------------------------------------

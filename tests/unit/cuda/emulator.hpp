@@ -87,6 +87,8 @@ inline int __syncthreads_or(int vote) {
     block.wait();
     return any;
 }
+template <class T>
+T atomicExch(T* to, T value) { const T before = *to; *to = value; return before; }
 inline void atomicOr(unsigned* to, unsigned bits) { *to |= bits; }
 
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
@@ -115,6 +117,8 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned l
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 template <class T>
 T __ldcs(const T* from) { return *from; }
+template <class T>
+void __stcg(T* to, T value) { *to = value; }
 
 struct uint2 { unsigned x, y; };
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
@@ -156,6 +160,7 @@ inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) {
     }
     return out;
 }
+inline unsigned __viaddmin_u32(unsigned a, unsigned b, unsigned c) { return a + b < c ? a + b : c; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 inline float of_float16(unsigned half) {
@@ -246,6 +251,8 @@ inline float __expf(float v) { return std::exp(v); }
 
 static std::vector<char> finished;
 static void (*work)();
+static int only = -1;  // of a grid whose other blocks run beside this one, in other copies of the program
+extern "C" void run_only(int number) { only = number; }
 
 inline void enter(int thread) {
     threadIdx = {static_cast<unsigned>(thread), 0, 0};
@@ -265,6 +272,7 @@ void run(void (*kernel)(Types...), void** arguments, int blocks, int threads) {
     std::vector<char> stacks(static_cast<std::size_t>(threads) * kStack);
     gridDim = {static_cast<unsigned>(blocks), 1, 1};
     for (int b = 0; b < blocks; ++b) {
+        if (only >= 0 && b != only) continue;
         blockIdx = {static_cast<unsigned>(b), 0, 0};
         for (Barrier& warp : warps) warp = {32};
         block = {threads};

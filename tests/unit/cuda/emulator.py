@@ -42,7 +42,7 @@ class Emulator:
             entries = "".join(
                 f'#ifdef HAS_{name}\nextern "C" void run_{name}(void** a, int blocks, int threads) '
                 f"{{ run(kernels::{name}, a, blocks, threads); }}\n#endif\n"
-                for name in _KERNEL.findall(source.text)
+                for name in dict.fromkeys(_KERNEL.findall(source.text))
             )
             text = _KERNEL.sub(lambda found: f"#define HAS_{found[1]}\n{found[0]}", source.text)
             text = text.replace('extern "C"', "static")
@@ -57,12 +57,23 @@ class Emulator:
                 "-Wno-psabi",
                 "-shared",
                 "-fPIC",
+                "-fno-gnu-unique",  # copies of a program have statics of their own
             ]
             files = [str(path.with_suffix(".cpp")), "-o", str(path.with_suffix(".so"))]
             assert COMPILER is not None
             subprocess.run([COMPILER, *options, *files], check=True)
             self.made[source] = ctypes.CDLL(str(path.with_suffix(".so")))
         return self.made[source]
+
+    def copy(self, source: Source, block: int) -> ctypes.CDLL:
+        """Another copy of the program, with memory of its own, that runs one block of a grid."""
+        library = self.library(source)
+        path = Path(library._name).with_suffix(f".{block}.so")
+        if not path.exists():
+            shutil.copy(library._name, path)
+        found = ctypes.CDLL(str(path))
+        found.run_only(block)
+        return found
 
     def __call__(
         self,

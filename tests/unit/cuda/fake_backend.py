@@ -10,7 +10,7 @@ import pytest
 
 from extensor.backends import registry
 from extensor.quant import reference
-from extensor_cuda import blas, recording
+from extensor_cuda import blas, near, recording
 from extensor_cuda.backend import CudaBackend
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.kernels import (
@@ -65,13 +65,17 @@ class FakeBlas:
         fake.TAPE.launch(again)
 
 
-def counted(x: Any, spec: Any, stream: Any, counters: Counters, part: tuple[int, int]) -> Any:
+def counted(
+    x: Any, spec: Any, stream: Any, counters: Counters, part: tuple[int, int], xp: Any
+) -> Any:
     """A quantizer's launch: the reference, with the step that the device has."""
     clock = recording.clock_of([stream])
     values = fake.plain(x)
     decoded, stats = reference.operand(values, spec, stream)
     out, adds = fake.made(decoded), fake.plain(counters.array)
     memory = fake.plain(out)
+    lost = Counters(2, xp) if spec.near else None
+    changed = None if lost is None else fake.plain(lost.array)
 
     def again() -> None:
         now = stream
@@ -80,20 +84,35 @@ def counted(x: Any, spec: Any, stream: Any, counters: Counters, part: tuple[int,
         made, found = reference.operand(values, spec, now)
         memory[...] = made
         adds[part[0] : part[0] + 2] += np.array([found.saturated, found.flushed], np.uint64)
+        if changed is not None:
+            changed[0] += np.uint64(found.changed)
 
     fake.TAPE.launch(again)
-    return out, Counts(counters, part, stats.count)
+    near = None if lost is None else (lost, (0, 2))
+    return out, Counts(counters, part, stats.count, near=near)
 
 
 def fake_operand(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
-    return counted(x, plan.spec, stream, Counters(SLOTS, xp), (0, SLOTS))
+    return counted(x, plan.spec, stream, Counters(SLOTS, xp), (0, SLOTS), xp)
+
+
+def fake_near(x: Any, spec: Any, stream: Any, xp: Any) -> Any:
+    return counted(x, spec, stream, Counters(SLOTS, xp), (0, SLOTS), xp)
+
+
+def fake_quantize(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
+    """What is stored; of what is recorded, nothing yet."""
+    recording.clock_of([stream])
+    q, stats = reference.quantize(fake.plain(x), plan.spec, stream)
+    return replace(q, **{name: fake.made(part) for name, part in q.parts.items()}), stats
 
 
 def fake_pair(x: Any, plan: Any, streams: Any, xp: Any) -> Any:
     counters, streams = Counters(2 * SLOTS, xp), plan.ordered(streams)
     sides = (plan.along.spec, 0), (plan.down.spec, 1)
     made = [
-        counted(x, spec, streams[i], counters, (i * SLOTS, (i + 1) * SLOTS)) for spec, i in sides
+        counted(x, spec, streams[i], counters, (i * SLOTS, (i + 1) * SLOTS), xp)
+        for spec, i in sides
     ]
     return plan.ordered((made[0], made[1]))
 
@@ -103,8 +122,10 @@ def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBac
     for module in (*TRAINING, recording):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(kernels, "operand", fake_operand)
+    monkeypatch.setattr(kernels, "quantize", fake_quantize)
     for module in (kernels, dequantize):
         monkeypatch.setattr(module, "launch", lambda *arguments: None)  # of what is stored
+    monkeypatch.setattr(near, "operand", fake_near)
     monkeypatch.setattr(pair, "operand", fake_pair)
     monkeypatch.setattr("extensor_cuda.kernels.hopper.multiprocessors", lambda device: 2)
     for name in ("backend._capability", "kernels.hopper.capability"):

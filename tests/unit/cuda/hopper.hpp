@@ -1,5 +1,5 @@
-// Stands for hopper.cuh and the wgmma function: barriers, bulk copies and wgmma on the CPU, one block at
-// a time, no clusters. Shared memory is one array, addressed from its beginning; a tensor map of two
+// Stands for hopper.cuh and the wgmma function: barriers, bulk copies and wgmma on the CPU, a block to a copy of
+// the program, no clusters. Shared memory is one array, addressed from its beginning; a tensor map of two
 // axes holds pointer, rows, columns, pitch, rows of its box and bytes of an element, one of four axes
 // of bfloat16 pointer, sizes, strides in bytes (but of the first) and rows of its box.
 
@@ -42,6 +42,11 @@ inline void wait(u32 barrier, u32 parity) {
 }
 inline void release(u32 barrier, int lane) {
     if (lane == 0) arrive(barrier, 0);
+}
+inline void post(u64* to, u64 v) { *to = v; }
+inline u64 posted(const u64* from) {
+    yield();
+    return *from;
 }
 inline u32 rank_in_cluster() { return 0; }
 inline void cluster_sync() {}

@@ -10,6 +10,7 @@ import ctypes
 import re
 import struct
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +30,11 @@ STATEMENTS = {
     '"=r"(raw[k / 2])': "raw[k / 2] = rounded_pair(y[1], y[0]);",
     "prmt.b32": "bytes = sign_bytes(a, b);",
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
+    "cp.async.cg.shared.global [": "copy_ahead<16>(to, from, inside);",
+    '"cp.async.wait_all;"': ";",
     "cp.async.wait_all": "named_barrier(warpgroup + 1, 128);",
     "cvt.rn.bf16x2.f32": "packed = rounded_pair(v[2 * h + 1], v[2 * h]);",
+    "lop3.b32": "d = (a & mask) | (b & ~mask);",
     "ex2.approx": "y = std::exp2(x);",
     "cvt.f32.f16": "v = of_float16(raw & 0xFFFF);",
     "max.NaN.f32": "m = a != a || b != b ? NAN : std::fmax(a, b);",
@@ -42,9 +46,11 @@ STATEMENTS = {
 }
 """Assembly that does something here, and what stands for it."""
 NOTHING = (
-    "cvt.rn.satfinite",  # in parts that are not compiled here
+    "mul.wide.u32",  # in parts that are not compiled here
+    "cvt.rn.satfinite",  # likewise
     "rcp.approx",
     "fence",
+    "nanosleep",
     "setmaxnreg",
     "bar.",
     "wgmma.",
@@ -141,14 +147,28 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
 
     def load(source: Source, kernel: str, shared: int, device: int) -> tuple[Any, None]:
         assert shared <= hopper.SHARED
-        return getattr(emulator.library(source_of(source)), f"run_{kernel}"), None
+        program = source_of(source)
+        return (emulator, program, f"run_{kernel}"), None
 
     def launch(
-        function: Any, grid: int, threads: int, shared: int, maps: list[bytes], structure: Any
+        function: Any,
+        grid: int,
+        threads: int,
+        shared: int,
+        maps: list[bytes],
+        structure: Any,
+        together: bool = False,
     ) -> None:
+        emulator, program, name = function
         buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
         addresses = [*map(ctypes.addressof, buffers), ctypes.addressof(structure)]
-        function((ctypes.c_void_p * len(addresses))(*addresses), grid, threads)
+        given = (ctypes.c_void_p * len(addresses))(*addresses)
+        if not together:
+            getattr(emulator.library(program), name)(given, grid, threads)
+            return
+        with ThreadPoolExecutor(grid) as pool:  # blocks at a time, each in a copy of the program
+            for block in range(grid):
+                pool.submit(getattr(emulator.copy(program, block), name), given, grid, threads)
 
     cuda = SimpleNamespace(
         runtime=SimpleNamespace(

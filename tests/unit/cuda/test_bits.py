@@ -19,6 +19,7 @@ from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.backend import dialect_gap
+from extensor_cuda.kernels.quantize import plan_of
 from tests.oracle.compare import PARTS, same_bytes
 from tests.oracle.samples import KINDS, sample
 
@@ -238,3 +239,21 @@ def test_out_of_memory_leaves_tensors_usable(cuda: Any) -> None:
     with pytest.raises(MemoryError, match=r"wanted \d+ bytes, \d+ of \d+ are free"):
         et.zeros((1 << 20, 1 << 20), device="cuda")
     assert float((x + x).sum()) == 32.0
+
+
+@pytest.mark.parametrize(("name", "side"), [("nvfp4", 16), ("mxfp8_e4m3", 32)])
+def test_square_tiles_down_one_column(cuda: Any, name: str, side: int) -> None:
+    x = values((96, 1), 0, KINDS[0], "float32")
+    spec = QuantSpec(name, axis=0, tile=(side, side))
+    want, counts = reference.quantize(x, spec)
+    got, found = cuda.quantize(cuda.xp.asarray(x), spec)
+    for part in want.parts:
+        same_bytes(part, host(got.parts[part]), want.parts[part], name)
+    assert found == counts
+
+
+def test_square_tiles_down_one_column_have_no_kernel() -> None:
+    """Their rows lie as those of a row do: the kernel of row blocks would find no tile."""
+    for shape in ((96, 1), (96, 2), (1, 96)):
+        plan = plan_of(QuantSpec("nvfp4", axis=0, tile=(16, 16)), shape)
+        assert isinstance(plan, str) == (shape[1] == 1)

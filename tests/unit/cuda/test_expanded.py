@@ -24,7 +24,7 @@ from extensor.random import Stream
 from extensor_cuda import backend as backends
 from extensor_cuda import bf16, dense, expanded, expansion, operands, scaling
 from extensor_cuda.counts import Counters, Counts
-from extensor_cuda.kernels import elementwise
+from extensor_cuda.kernels import elementwise, float_lines, float_panels
 from extensor_cuda.kernels import quantize as kernels
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
@@ -64,7 +64,8 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [elementwise, expansion, scaling])
+    quantizing = [operands, float_lines, float_panels]
+    return place(request, monkeypatch, [elementwise, expansion, scaling], quantizing=quantizing)
 
 
 def made(shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:
@@ -263,7 +264,7 @@ EXPANDED = (
 SCALED = ("int8", "fp8_tensor", "fp8_block")
 
 
-@pytest.mark.parametrize("recipe", [*EXPANDED, *SCALED])
+@pytest.mark.parametrize("recipe", [*EXPANDED, *SCALED, "mxfp8_near"])
 def test_a_layers_three_products_are_the_cpus(xp: Any, backend: Any, recipe: str) -> None:
     """The same random bits, so that the operands are the same and the products within bounds."""
     rng = np.random.default_rng(6)

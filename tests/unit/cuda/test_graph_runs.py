@@ -23,10 +23,12 @@ def small_run(**changes: Any) -> RunConfig:
     return RunConfig(**{**defaults("mlp"), **SMALL, **changes})
 
 
-def test_training_with_a_graph_is_training(gpu: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("states", ["float32", "mxfp8_e4m3"])
+def test_training_with_a_graph_is_training(gpu: Any, tmp_path: Path, states: str) -> None:
     results = []
+    given = {"recipe": "mxfp4", "epochs": 2, "batch_size": 40, "clip_norm": 1.0}
     for graph in (False, True):
-        config = small_run(device="cuda", recipe="mxfp4", epochs=2, batch_size=40, clip_norm=1.0)
+        config = small_run(device="cuda", optimizer_states=states, **given)
         (tmp_path / str(graph)).mkdir()
         trainer = Trainer(config, tmp_path / str(graph), graph=graph)
         trainer.fit()
@@ -40,7 +42,6 @@ def test_a_run_says_what_a_graph_does_not_do(tmp_path: Path) -> None:
         ({}, "add --device cuda"),
         ({"device": "cuda", "optimizer": "lion"}, "sgd, adam or adamw"),
         ({"device": "cuda", "recipe": "mxfp4_adaptive"}, "scale rules between steps"),
-        ({"device": "cuda", "optimizer_states": "bfloat16"}, "--optimizer-states float32"),
     ):
         config = small_run(**options)
         with pytest.raises(UsageError, match=word):

@@ -9,11 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from extensor.backends import registry
+from extensor.backends.generic import GenericBackend
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
-from extensor.quant.near import is_mxfp8, near_exact
+from extensor.quant.near import near_exact
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import dense, expansion, gemm, near
+from extensor.random import Stream
+from extensor_cuda import dense, expansion, gemm, near, operands
 from extensor_cuda.kernels.gemm import configure, gemm_source
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
@@ -28,12 +31,15 @@ SPECS = (
     E4M3.replace(tile=(1, 128)),
     E5M2.replace(tile=(32, 32)),
 )
+SQUARES = (E4M3.replace(scale_rule="rceil"), E5M2.replace(scale_rule="rceil"), E4M3)
 SHAPES = ((1, 16), (7, 100), (40, 33), (3, 2200))
 DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
 def name(value: object) -> str:
-    return f"{value.format}-{value.tile}" if isinstance(value, QuantSpec) else str(value)
+    return (
+        f"{value.format}-{value.tile}-{value.rule}" if isinstance(value, QuantSpec) else str(value)
+    )
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -49,9 +55,29 @@ def test_no_gemm_of_it_spills(n: int) -> None:
     check_compiles(gemm_source(config), "sm_90a")
 
 
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_no_kernel_of_squares_spills(rounding: str, dtype: str) -> None:
+    for spec in SQUARES:
+        spec = spec.replace(near=True, rounding=rounding).resolve(2)
+        for along, down in ((True, True), (True, False), (False, True)):
+            source = operands.operand_source(spec, dtype, along, down, False)
+            check_compiles(source, "sm_90a")
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("tile", [128, 176, 192])
+def test_no_gemm_of_squares_spills(tile: int, extras: bool) -> None:
+    config = configure("e4m3", 4096, 4096, "bfloat16", squares=near.LINES)
+    config = replace(config, tile_n=tile, turns=tile == 192, extras=extras)
+    check_compiles(gemm_source(config), "sm_90a")
+
+
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [near, expansion, dense])
+    return place(request, monkeypatch, [near, expansion, dense], quantizing=[operands])
 
 
 def made(
@@ -145,6 +171,119 @@ def test_what_the_reference_does_not_cover_is_named() -> None:
             near_exact(reference.quantize(x, spec.resolve(2))[0])
 
 
+def matrix(shape: tuple[int, int], dtype: str, odd: bool = True) -> np.ndarray:
+    """Rows, columns and blocks over many binades; odd: zeros, and what is no number."""
+    rng = np.random.default_rng(shape[0])
+    x = rng.standard_normal(shape) * np.exp2(
+        rng.integers(-4, 5, shape) + rng.integers(-9, 9, (shape[0], 1))
+    )
+    if odd:
+        x[x > 2] = 0
+        x[-1, :] = 0
+        x[0, -1], x[shape[0] // 2, 3] = np.nan, -np.inf
+        x[0, -2] = 2.0**20  # goes with NaN along the row, and not down its column
+    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+
+
+def squares_of(x: np.ndarray, spec: QuantSpec) -> Any:
+    """The definition, in float64, of what a spec with ``near`` gives along rows or columns."""
+    along = spec.replace(near=False, axis=1)
+    q, stats = reference.quantize(np.ascontiguousarray(x if spec.axis else x.T), along)
+    held = near_exact(q, squares=True)
+    exponents = held.exponents.repeat(128, axis=1)[:, : q.shape[1]]
+    changed, gone = int(held.changed.sum()), int(held.flushed.sum())
+    stats = replace(stats, changed=changed, flushed=stats.flushed + gone)
+    return np.ldexp(held.values, exponents), stats
+
+
+SQUARE_SHAPES = ((1, 16), (130, 136), (256, 128), (200, 392))
+
+
+@pytest.mark.parametrize("spec", SQUARES, ids=name)
+@pytest.mark.parametrize("shape", SQUARE_SHAPES, ids=str)
+def test_the_cpu_settles_squares_as_defined(shape: tuple[int, int], spec: QuantSpec) -> None:
+    x, cpu = matrix(shape, "float32"), registry.get("cpu")
+    for axis in (0, 1):
+        each = spec.replace(near=True, axis=axis).resolve(2)
+        want, stats = squares_of(x, each)
+        want = want if axis else want.T
+        for backend in (GenericBackend("generic", np), cpu):
+            q, counted = backend.quantize(x, each)
+            values, same = backend.operand(x, each)
+            assert counted == same == stats
+            np.testing.assert_array_equal(values, want)
+            np.testing.assert_array_equal(backend.dequantize(q), want)
+            assert q.spec == each
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["numbers", "odd"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("spec", SQUARES, ids=name)
+def test_squares_are_the_references(xp: Any, spec: QuantSpec, dtype: str, odd: bool) -> None:
+    specs = [spec.replace(near=True, axis=axis).resolve(2) for axis in (1, 0)]
+    for shape in SQUARE_SHAPES:
+        x = matrix(shape, dtype, odd)
+        there = xp.asarray(x)
+        pair = operands.make(there, specs, [None, None], xp)
+        for i, (both, each) in enumerate(zip(pair, specs, strict=True)):
+            (single,) = operands.make(there, [each], [None], xp)
+            want, stats = squares_of(x.astype(np.float32), each)
+            for operand, counts in (both, single):
+                assert isinstance(operand, near.Square)
+                got = np.asarray(operand.values(xp).get())
+                np.testing.assert_array_equal(got, want, err_msg=f"{shape} {i}")
+                numbers = ~np.isnan(want)
+                np.testing.assert_array_equal(np.signbit(got[numbers]), np.signbit(want[numbers]))
+                assert counts() == stats
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_squares_rounded_by_chance_are_the_cpus(xp: Any, dtype: str) -> None:
+    x = matrix((130, 136), dtype)
+    spec = SQUARES[0].replace(near=True, rounding="stochastic")
+    specs = [spec.replace(axis=axis).resolve(2) for axis in (1, 0)]
+    streams = [Stream(1, 2, 3, i, bool(i)) for i in (0, 1)]
+    pair = operands.make(xp.asarray(x), specs, streams, xp)
+    for i, (operand, counts) in enumerate(pair):
+        want, stats = registry.get("cpu").operand(x, specs[i], streams[i])
+        assert isinstance(operand, near.Square) and counts() == stats
+        np.testing.assert_array_equal(operand.values(xp).get(), want.T if i else want)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (3, 40, 70)], ids=str)
+def test_small_operands_of_squares_are_the_cpus(cuda: Any, shape: tuple[int, ...]) -> None:
+    x, cpu = np.random.default_rng(0).standard_normal(shape).astype(np.float32), registry.get("cpu")
+    x = x * np.exp2(np.arange(-20, 20)).astype(np.float32).repeat(2)[: shape[-1]]
+    for axis in (-1, -2):
+        spec = SQUARES[0].replace(near=True, axis=axis).resolve(len(shape))
+        values, counts = cuda.operand(cuda.xp.asarray(x), spec)
+        want, stats = cpu.operand(x, spec)
+        np.testing.assert_array_equal(values.get(), want)
+        assert counts() == stats and stats.changed > 0
+
+
+@pytest.mark.parametrize("out", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tile", [128, 176, 192])
+def test_products_of_squares_are_within_the_bound(
+    xp: Any, monkeypatch: pytest.MonkeyPatch, tile: int, out: str
+) -> None:
+    m, n, k = 136, 400, 392
+    chosen = {"tile_n": tile, "turns": tile == 192}
+    monkeypatch.setattr(near, "configure", lambda *a, **b: replace(configure(*a, **b), **chosen))
+    values, sides = [], []
+    for rows, spec in ((m, SQUARES[0]), (n, SQUARES[1])):
+        x, each = matrix((rows, k), "float32", False), spec.replace(near=True).resolve(2)
+        sides.append(operands.make(xp.asarray(x), [each], [None], xp)[0][0])
+        values.append(squares_of(x, each)[0])
+    bias = np.random.default_rng(0).standard_normal(n).astype(np.float32)
+    got = near.multiply(*sides, out, xp, xp.asarray(bias)).get().astype(np.float64)
+    want, size = values[0] @ values[1].T + bias, np.abs(values[0]) @ np.abs(values[1]).T
+    bound = (128 * 34 / 32 * 2.0**-13 + (k / 128 + 2) * 2.0**-24) * size + 2.0**-22 * np.abs(bias)
+    if out == "bfloat16":
+        bound = 2 * bound + 2.0**-8 * np.abs(want)
+    assert (np.abs(got - want) <= bound).all()
+
+
 PAIRS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, QuantSpec("mxfp4", axis=1)))
 
 
@@ -162,7 +301,7 @@ def test_products_are_within_the_bound(xp: Any, pair: tuple[QuantSpec, ...], out
     values, off = [], []
     for q, inexact in zip((a, b), done.inexact, strict=True):
         stored = reference.dequantize(q, np).astype(np.float64)
-        assert (inexact is not None) == is_mxfp8(q.spec)
+        assert (inexact is not None) == q.spec.is_mxfp8
         if inexact is None:
             values.append(stored)
             off.append(np.zeros_like(stored))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,13 @@ import extensor as et
 from extensor.autograd.apply import wrap
 from extensor.backends import training
 from extensor.backends.generic import GenericBackend
+from extensor.io import load_checkpoint, save_checkpoint
 from extensor.optim import SGD, Adam, AdamW
+from extensor.quant.array import QuantArray
 from extensor_cuda import recording
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda.test_graph import same
 
 CPU = GenericBackend("cpu", np)
 LENGTHS = (0, 1, 17, 16384, 40_001)
@@ -72,6 +76,159 @@ def test_sgd_of_many_has_the_cpus_bits(trainer: Any, changes: dict[str, Any], of
         for ours, theirs in zip(mine, parts, strict=True):
             for got, wanted in zip(ours, theirs, strict=True):
                 same_bytes("sgd", got.get(), wanted, str(wanted.shape))
+
+
+NARROW = ["bfloat16", "mxfp8_e4m3"]
+RULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adam": (Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw": (AdamW, {"lr": 0.01}),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "plain": (SGD, {"lr": 0.1}),
+}
+
+
+def stored_bytes(stored: Any) -> list[np.ndarray]:
+    """What is stored of a slot, on the host."""
+    parts = stored.parts.values() if isinstance(stored, QuantArray) else [stored]
+    return [np.asarray(part.get() if hasattr(part, "get") else part) for part in parts]
+
+
+def gradients(rng: np.random.Generator, size: int, number: int) -> np.ndarray:
+    """What averages are made of that takes every path: wide, zero, tiny, huge, alike."""
+    g = rng.standard_normal(size)
+    if number % 3 == 0:  # all binades in a block, and blocks of zeros
+        g *= np.exp2(rng.integers(-149, 20, size)) * (np.arange(size) // 32 % 3 > 0)
+    elif number % 3 == 1:  # squares beyond float32 in some blocks, then below it
+        scale = np.exp2(rng.choice([-140, -128, -100, -70, 0, 62, 66, 127], -(-size // 32)))
+        g = np.clip(g, -1, 1) * np.repeat(scale, 32)[:size]
+    return g.astype(np.float32)
+
+
+def on_both(
+    trainer: Any, rule: str, states: str, sizes: Any, offset: int = 0
+) -> tuple[Any, Any, Any]:
+    """The backend's optimizer and the CPU's, of parameters alike; and their random numbers."""
+    kind, options = RULES[rule]
+    rng = np.random.default_rng(0)
+    values = [rng.standard_normal(n).astype(np.float32) for n in sizes]
+    mine = [wrap(shifted(trainer.xp, a, offset), trainer) for a in values]
+    theirs = [et.ExTensor(a.copy()) for a in values]
+    for p in mine + theirs:
+        p.requires_grad = True
+    ours, cpu = (kind(params, states=states, **options) for params in (mine, theirs))
+    return ours, cpu, rng
+
+
+def give(p: Any, q: Any, g: np.ndarray, trainer: Any, offset: int = 0) -> None:
+    p.grad, q.grad = wrap(shifted(trainer.xp, g, offset), trainer), et.ExTensor(g)
+
+
+def step_alike(ours: Any, cpu: Any) -> None:
+    """A step of both, and what it leaves behind."""
+    ours.step()
+    with np.errstate(all="ignore"):
+        cpu.step()
+    for m, n in zip(ours.groups[0].members, cpu.groups[0].members, strict=True):
+        where = f"{n.param.size} values, step {n.step}"
+        assert m.step == n.step and m.arrays.keys() == n.arrays.keys()
+        for slot in n.arrays:
+            parts = stored_bytes(m.arrays[slot]), stored_bytes(n.arrays[slot])
+            for got, wanted in zip(*parts, strict=True):
+                same_numbers(f"{slot}: {where}", got, wanted)
+        same_numbers(f"weight: {where}", m.param.data.get(), n.param.numpy())
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("states", NARROW)
+@pytest.mark.parametrize("rule", RULES)
+def test_narrow_states_have_the_cpus_bits(
+    trainer: Any, rule: str, states: str, offset: int
+) -> None:
+    """Weights, codes and scales; in one launch parameters that have had different updates."""
+    sizes = (0, 1, 17, 96, 16384, 20_001)
+    ours, cpu, rng = on_both(trainer, rule, states, sizes, offset)
+    members = ours.groups[0].members
+    places = [dict(m.arrays) for m in members]
+    for number in range(6):
+        for i, (p, q) in enumerate(zip(ours.params, cpu.params, strict=True)):
+            p.grad = q.grad = None
+            if number != i:
+                give(p, q, gradients(rng, q.size, number + i), trainer, offset)
+        step_alike(ours, cpu)
+    for m, before in zip(members, places, strict=True):
+        assert all(m.arrays[slot] is stored for slot, stored in before.items())  # written there
+
+
+@pytest.mark.parametrize("states", NARROW)
+@pytest.mark.parametrize("rule", ["adamw", "momentum"])
+def test_whatever_is_stored_is_read_as_on_the_cpu(trainer: Any, rule: str, states: str) -> None:
+    """All codes under all scales, all bfloat16 numbers: NaN, infinity and negative roots too."""
+    ours, cpu, rng = on_both(trainer, rule, states, (1 << 16,))
+    for slot, stored in cpu.groups[0].members[0].arrays.items():
+        there = ours.groups[0].members[0].arrays[slot]
+        if isinstance(stored, QuantArray):
+            codes = np.arange(1 << 16).astype(np.uint8)
+            scales = rng.permutation(np.arange(1 << 11).astype(np.uint8))
+            for part, values in (("codes", codes), ("scales", scales)):
+                getattr(stored, part)[...] = values
+                getattr(there, part)[...] = trainer.xp.asarray(values)
+        else:
+            stored[...] = np.arange(1 << 16).astype(np.uint16).view(stored.dtype)
+            there[...] = trainer.xp.asarray(stored)
+    for number in (0, 2):
+        give(ours.params[0], cpu.params[0], gradients(rng, 1 << 16, number), trainer)
+        step_alike(ours, cpu)
+
+
+def test_without_momentum_the_buffer_stays(trainer: Any) -> None:
+    ours, cpu, rng = on_both(trainer, "momentum", "float32", (40,))
+    for momentum in (0.9, 0.0, 0.9):
+        for optimizer in (ours, cpu):
+            optimizer.groups[0].options["momentum"] = momentum
+        give(ours.params[0], cpu.params[0], gradients(rng, 40, 2), trainer)
+        step_alike(ours, cpu)
+
+
+@pytest.mark.parametrize("states", ["float32", *NARROW])
+@pytest.mark.parametrize("rule", ["adamw", "momentum"])
+def test_a_run_goes_on_where_its_checkpoint_is_loaded(
+    gpu: Any, rule: str, states: str, tmp_path: Path
+) -> None:
+    """From the GPU to the CPU and back: the bits of one run."""
+    (kind, options), sizes, rng = RULES[rule], (40, 1000), np.random.default_rng(0)
+    grads = [[rng.standard_normal(n).astype(np.float32) for n in sizes] for _ in range(6)]
+
+    def train(devices: list[str]) -> dict[str, Any]:
+        values, state, path = [np.ones(n, np.float32) for n in sizes], None, tmp_path / "state"
+        for number, device in enumerate(devices):
+            params = [et.from_numpy(v, device=device) for v in values]
+            for p in params:
+                p.requires_grad = True
+            optimizer = kind(params, states=states, **options)
+            if state is not None:
+                loaded = load_checkpoint(path)
+                optimizer.load_state_dict({**loaded.tensors, **loaded.metadata})
+            for given in grads[2 * number : 2 * number + 2]:
+                for p, g in zip(params, given, strict=True):
+                    p.grad = et.from_numpy(g, device=device)
+                optimizer.step()
+            values, state = [np.array(p.numpy()) for p in params], optimizer.state_dict()
+            stored = {k: v for k, v in state.items() if isinstance(v, (np.ndarray, QuantArray))}
+            save_checkpoint(path, stored, {k: v for k, v in state.items() if k not in stored})
+        loaded = load_checkpoint(path)
+        return {"weights": values, **loaded.tensors, **loaded.metadata}
+
+    same(train(["cuda", "cpu", "cuda"]), train(["cpu", "cpu", "cpu"]))
+
+
+def same_numbers(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
+    """The same bytes; NaN where NaN is, as a GPU's has other bits."""
+    if wanted.dtype != np.uint8:
+        nan = np.isnan(wanted.astype(np.float32))
+        np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), nan, name)
+        got, wanted = (np.where(nan, wanted.dtype.type(0), a) for a in (got, wanted))
+    same_bytes(name, got, wanted)
 
 
 def shifted(xp: Any, a: np.ndarray, offset: int) -> Any:

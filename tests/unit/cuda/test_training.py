@@ -14,6 +14,7 @@ from extensor.backends.protocol import Window
 from extensor.backends.windows import fold
 from extensor.nn.quantize import apply_recipe
 from extensor.optim import SGD, AdamW, Optimizer
+from extensor.optim.states import STATES
 from extensor_cuda import jit, recording
 from extensor_cuda.kernels import (
     cross_entropy,
@@ -51,7 +52,8 @@ def test_dropout_draws_the_cpus_masks(trainer: Any, shape: Any) -> None:
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
-    sources = [optimizer.source(), recording.source(), scatter.source(), window.source()]
+    sources = [optimizer.source(states) for states in STATES]
+    sources += [recording.source(), scatter.source(), window.source()]
     sources += [
         elementwise.source(*kinds) for kinds in ((0, 0, 0), (0, 1, 0), (1, 1, 1), (1, 0, 0))
     ]

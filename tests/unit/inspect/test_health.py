@@ -23,15 +23,18 @@ def test_rows_follow_the_model_whatever_ran_first():
     made.layers["first"].record("dgrad.g", QuantStats(100, 3, 0))
     made.layers["first"].record("fprop.x", QuantStats(100, 0, 10))
     made.layers["first"].record("fprop.x", QuantStats(100, 2, 0))
+    made.layers["second"].record("wgrad.g", QuantStats(10, 0, 2, 2))
     made.layers["second"].record("wgrad.x", QuantStats(0, 0, 0))
     rows = slot_health(made, {("first", "dgrad.g")})
     assert rows == (
         SlotHealth("first", "fprop.x", "mxfp4", "floor", 200, 0.01, 0.05),
         SlotHealth("first", "dgrad.g", "mxfp4", "floor", 100, 0.03, 0.0, True),
         SlotHealth("second", "fprop.w", "mxfp4", "floor", 10, 0.1, 0.5),
+        SlotHealth("second", "wgrad.g", "mxfp4", "floor", 10, 0.0, 0.2, False, 0.2),
         SlotHealth("second", "wgrad.x", None, None, 0, 0.0, 0.0),
     )
-    assert [row.verdict for row in rows] == ["ok", "saturates", "saturates and flushes", "ok"]
+    verdicts = ["ok", "saturates", "saturates and flushes", "is not near", "ok"]
+    assert [row.verdict for row in rows] == verdicts
 
 
 def test_the_table_as_text():
@@ -40,9 +43,9 @@ def test_the_table_as_text():
     made.layers["second"].record("wgrad.x", QuantStats(3, 0, 0))
     text = str(health_table(slot_health(made, {("first", "fprop.x")})))
     assert text.splitlines() == [
-        "layer      slot  format              rule  values  saturated  flushed    verdict",
-        "first   fprop.x   mxfp4  floor (switched)   2,000     5.000%   0.000%  saturates",
-        "second  wgrad.x       -                 -       3     0.000%   0.000%         ok",
+        "layer      slot  format              rule  values  saturated  flushed  changed    verdict",
+        "first   fprop.x   mxfp4  floor (switched)   2,000     5.000%   0.000%   0.000%  saturates",
+        "second  wgrad.x       -                 -       3     0.000%   0.000%   0.000%         ok",
     ]
     assert str(health_table(())).startswith("layer")
 

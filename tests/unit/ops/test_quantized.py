@@ -116,7 +116,9 @@ def test_large_products_take_the_tiles(monkeypatch: pytest.MonkeyPatch, conv: bo
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("name", ["bf16", "mxfp4", "mxfp4_tseng", "nvfp4_nvidia", "mxfp8_nvidia"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "mxfp4", "mxfp4_tseng", "nvfp4_nvidia", "mxfp8_nvidia", "mxfp8_near"]
+)
 def test_conv2d_is_three_gemms_of_patches(name: str, groups: int) -> None:
     context = layer_context(RECIPES[name].layers, seed=5)
     x, w = _tensor(3, 4, 9, 8), _tensor(6, 4 // groups, 3, 3, scale=0.2)
@@ -315,3 +317,15 @@ def test_bfloat16_slots_round_a_gradient_once_for_both_products(
     quantized_matmul(x, w, layer_context(RECIPES["bf16"].layers)).sum().backward()
     assert seen.count(((6, 5), (1, 0))) == 1  # g, along and down
     assert len(seen) == 5  # x and w twice: float32 values are not kept for the backward pass
+
+
+def test_near_exact_operands_are_both_or_none() -> None:
+    plain = QuantSpec("mxfp8_e4m3", scale_rule="rceil")
+    near = plain.replace(near=True)
+    for pair in ((near, plain), ("bfloat16", near)):
+        with pytest.raises(ValueError, match="both operands near-exactly or none"):
+            Gemm(*pair)
+    assert LayerRecipe.uniform(plain).near() == LayerRecipe.uniform(near)
+    assert LayerRecipe.uniform("bfloat16").near() == LayerRecipe.uniform("bfloat16")
+    with pytest.raises(ValueError, match="wanted MXFP8"):
+        LayerRecipe.uniform(QuantSpec("mxfp4")).near()

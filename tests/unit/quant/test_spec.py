@@ -69,6 +69,18 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"symmetric=False",
     ),
+    ({"near": True}, ValueError, r"near: wanted MXFP8 in tiles \(1, n\).*got mxfp4"),
+    (
+        {"format": "mxfp8_e4m3", "near": True, "tile": (32, 32)},
+        ValueError,
+        r"near: .*in tiles \(32, 32\)",
+    ),
+    (
+        {"format": "mxfp8_e5m2", "near": True, "tile": (1, 48)},
+        ValueError,
+        r"n a divisor of 128.*\(1, 48\)",
+    ),
+    ({"format": "mxfp8_e4m3", "near": True, "transform": Hadamard(16)}, ValueError, r"transform"),
     ({"outliers": 4}, ValueError, r"outliers: wanted None .*got 4 with mxfp4"),
     ({"format": "outlier", "outliers": 33}, ValueError, r"0\.\.32.*got 33"),
     ({"format": "outlier", "outliers": -1}, ValueError, r"outliers: wanted"),
