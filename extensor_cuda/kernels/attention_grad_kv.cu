@@ -85,6 +85,7 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
                 end_products();
                 if (j) {
                     finish<2>(gk);
+                    __syncwarp();  // all lanes have read spread and t, too
                     release(m.empty + 8 * last, lane);
                 }
                 last = at.stage;
@@ -137,6 +138,7 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
                 query = query + kOthers < e.queries ? query + kOthers : begin;
             }
             finish<0>(gk);
+            __syncwarp();
             release(m.empty + 8 * last, lane);
             release(m.held_empty, lane);
             write_rows(gv, 1.0f, 1.0f, &gv_map, patch, row0, e.keys, tile, lane);

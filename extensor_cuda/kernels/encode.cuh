@@ -22,6 +22,7 @@ __device__ __forceinline__ u32 convert_pair(float low, float high) {
 #define CONVERTS 0
 #endif
 #define INTEGERS (CODES && !IS_FLOAT && !WORDS)
+#define HAS_ZEROS (DIVIDES && ZEROS)  // elsewhere ZEROS is the GEMM's
 
 #if WORDS
 // The 16 random words of a chunk, or the constant that rounds ties away from or towards zero.
@@ -111,7 +112,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
     u32 n[kChunk];
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) {
-#if ZEROS
+#if HAS_ZEROS
         constexpr int kTop = (1 << (BITS - 1)) - 1;
         const float far = fminf(fmaxf(y[k], -65536.0f), 65536.0f);
         const int whole = static_cast<int>(bits_of(__fadd_rn(far, float_of(kAnchor))) - kAnchor) + s.zero;
@@ -134,7 +135,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         const u32 low = __byte_perm(n[4 * w], n[4 * w + 1], 0x0040), high = __byte_perm(n[4 * w + 2], n[4 * w + 3], 0x0040);
         const u32 packed = __byte_perm(low, high, 0x5410);
         codes[w] = packed & s.live;
-#if STATS && !ZEROS
+#if STATS && !HAS_ZEROS
         constexpr u32 kTops = BITS == 4 ? 0x88888888u : 0x80808080u;
         zeros += __popc(~(((packed & ~kTops) + ~kTops) | packed) & kTops);
 #endif

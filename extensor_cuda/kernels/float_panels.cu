@@ -81,7 +81,7 @@ largest_of_columns(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads, IN && !WORDS && !TILES ? 3 : 1)
+extern "C" __global__ void __launch_bounds__(kThreads, IN && !WORDS && !TILES && (TURNED || GIVEN != 2) ? 3 : 1)
 quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __restrict__ scales,
                 const u32* __restrict__ most, u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0,
                 u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 pitch) {

@@ -170,7 +170,7 @@ quantize_normed(const __grid_constant__ Norm p) {
     if (warp == kThreads / 32 - 1) {
         for (int i = 0; i < count; ++i) {
             const auto& here = posts[i % kPosts];
-            if (GROUP == 1) wait(sent + 8 * (i % kPosts), i / kPosts % 2);
+            wait(sent + 8 * (i % kPosts), i / kPosts % 2);  // the tile is written over when its sums are told
             float terms[kMostTerms], mean = 0;
 #if NORM == 2
             await_terms(terms, &here[1][0][lane], i + 1);
@@ -202,7 +202,7 @@ quantize_normed(const __grid_constant__ Norm p) {
         wait(ready + 8 * (i % STAGES), i / STAGES % 2);
         post_sums(tile_of(i) + row * WIDE + at, p.columns - left - at, rank, p.columns,
                   &posts[i % kPosts][0][rank][row], i + 1);
-        if (GROUP == 1) arrive(sent + 8 * (i % kPosts));
+        arrive(sent + 8 * (i % kPosts));
     };
     const Tensor tensor = {1, 1, 0, 1};
     const Stream stream = {};
