@@ -75,3 +75,41 @@ __device__ __forceinline__ void normalize(u32 (&raw)[kChunk / 2], const u32 (&wo
         if (!WHOLE && k >= real) raw[k / 2] = 0;
     }
 }
+
+// A block's tiles, which have stages of its shared memory in turn.
+struct Tiles {
+    const Norm& p;
+    Given* stages;
+    u32 *left_by, ready;  // warps that have left each stage; its barrier
+    i64 left;             // the block's first column
+    int from, step, count;
+
+    __device__ __forceinline__ i64 top(int i) const { return (from + static_cast<i64>(i) * step) * TALL; }
+    __device__ __forceinline__ Given* tile(int i) const { return stages + i % STAGES * TALL * WIDE; }
+
+    // By a warp.
+    __device__ __forceinline__ void fill(int i) const {
+        const int wide = WHOLE ? WIDE : static_cast<int>(min(static_cast<i64>(WIDE), p.columns - left));
+        const int tall = WHOLE ? TALL : static_cast<int>(min(static_cast<i64>(TALL), p.rows - top(i)));
+        const int lane = threadIdx.x % 32;
+        const u32 barrier = ready + 8 * (i % STAGES);
+        if (lane == 0) expect_bytes(barrier, tall * wide * sizeof(Given));
+        __syncwarp();
+        for (int row = lane; row < tall; row += 32)
+            load_line(shared_address(tile(i) + row * WIDE), static_cast<const Given*>(p.x) + (top(i) + row) * p.columns + left,
+                      wide * sizeof(Given), barrier);
+    }
+
+    // By each of kWarps warps; the last one has another tile copied in its place.
+    template <int kWarps>
+    __device__ __forceinline__ void leave(int i) const {
+        if (i + STAGES >= count) return;
+        __threadfence_block();
+        __syncwarp();
+        u32 others = threadIdx.x % 32 == 0 ? atomicAdd(left_by + i % STAGES, 1u) : 0;
+        others = __shfl_sync(~0u, others, 0);
+        if (others % kWarps != kWarps - 1) return;
+        __threadfence_block();
+        fill(i + STAGES);
+    }
+};

@@ -127,30 +127,8 @@ quantize_normed(const __grid_constant__ Norm p) {
     if (GROUP > 1) posts = reinterpret_cast<Posts*>(p.posts) + from * kPosts;
     const i64 left = static_cast<i64>(rank) * WIDE;
     const int count = (static_cast<int>((p.rows + TALL - 1) / TALL) - from + step - 1) / step;  // tiles
-    const auto top_of = [&](int i) { return (from + static_cast<i64>(i) * step) * TALL; };
-    const auto tile_of = [&](int i) { return tiles + i % STAGES * TALL * WIDE; };
+    const Tiles own = {p, tiles, left_by, ready, left, from, step, count};
 
-    const auto fill = [&](int i) {  // by a warp
-        const int wide = WHOLE ? WIDE : static_cast<int>(min(static_cast<i64>(WIDE), p.columns - left));
-        const int tall = WHOLE ? TALL : static_cast<int>(min(static_cast<i64>(TALL), p.rows - top_of(i)));
-        const u32 barrier = ready + 8 * (i % STAGES);
-        if (lane == 0) expect_bytes(barrier, tall * wide * sizeof(Given));
-        __syncwarp();
-        for (int row = lane; row < tall; row += 32)
-            load_line(shared_address(tile_of(i) + row * WIDE),
-                      static_cast<const Given*>(p.x) + (top_of(i) + row) * p.columns + left, wide * sizeof(Given), barrier);
-    };
-    // The last warp that leaves a tile has another one copied in its place.
-    const auto leave = [&](int i) {
-        if (i + STAGES >= count) return;
-        __threadfence_block();
-        __syncwarp();
-        u32 others = lane == 0 ? atomicAdd(left_by + i % STAGES, 1u) : 0;
-        others = __shfl_sync(~0u, others, 0);
-        if (others % kColumnWarps != kColumnWarps - 1) return;
-        __threadfence_block();
-        fill(i + STAGES);
-    };
     if (warp == 0) {
         if (lane == 0) {
             for (int b = 0; b < kFound; ++b) barrier_init(summed + 8 * b, 32);
@@ -162,7 +140,7 @@ quantize_normed(const __grid_constant__ Norm p) {
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         }
         __syncwarp();
-        for (int i = 0; i < min(STAGES, count); ++i) fill(i);
+        for (int i = 0; i < min(STAGES, count); ++i) own.fill(i);
     }
     __syncthreads();
 
@@ -189,9 +167,9 @@ quantize_normed(const __grid_constant__ Norm p) {
 #endif
             const float rstd = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum_of(terms), length), p.eps)));
             found[i % kFound][0][lane] = rstd;
-            if (rank == 0 && top_of(i) + lane < p.rows) {
-                p.rstd[top_of(i) + lane] = rstd;
-                if (NORM == 2) p.mean[top_of(i) + lane] = mean;
+            if (rank == 0 && own.top(i) + lane < p.rows) {
+                p.rstd[own.top(i) + lane] = rstd;
+                if (NORM == 2) p.mean[own.top(i) + lane] = mean;
             }
             arrive(summed + 8 * (i % kFound));
         }
@@ -200,7 +178,7 @@ quantize_normed(const __grid_constant__ Norm p) {
     const auto sum = [&](int i) {
         const int row = (warp - kRowWarps) * kSummed, at = lane * kGivenVector;
         wait(ready + 8 * (i % STAGES), i / STAGES % 2);
-        post_sums(tile_of(i) + row * WIDE + at, p.columns - left - at, rank, p.columns,
+        post_sums(own.tile(i) + row * WIDE + at, p.columns - left - at, rank, p.columns,
                   &posts[i % kPosts][0][rank][row], i + 1);
         arrive(sent + 8 * (i % kPosts));
     };
@@ -216,9 +194,9 @@ quantize_normed(const __grid_constant__ Norm p) {
             if (i < 0) continue;
             wait(coded + 8 * (i % STAGES), i / STAGES % 2);
             if (item < kItems)
-                encode_down<kPitch>(reinterpret_cast<const Raw*>(tile_of(i)), item, top_of(i), left, p.rows, p.columns,
+                encode_down<kPitch>(reinterpret_cast<const Raw*>(own.tile(i)), item, own.top(i), left, p.rows, p.columns,
                                     tensor, stream, p.codes[1], p.scales[1], nullptr, tally);
-            leave(i);
+            own.leave<kColumnWarps>(i);
         }
         add_counts(tally, p.counters + 2 * kSlots);
         return;
@@ -230,13 +208,13 @@ quantize_normed(const __grid_constant__ Norm p) {
     for (int i = 0; i < count; ++i) {
         wait(summed + 8 * (i % kFound), i / kFound % 2);
         wait(ready + 8 * (i % STAGES), i / STAGES % 2);
-        const i64 top = top_of(i), along = tiles_along(p.columns), block = (top + first) * along + start / BLOCK;
+        const i64 top = own.top(i), along = tiles_along(p.columns), block = (top + first) * along + start / BLOCK;
         if (!kHeld) load_factors(p, weight, bias, start, real);
 #pragma unroll (WHOLE ? 4 : 2)  // registers
         for (int e = 0; e < kEach; ++e) {
             const i64 inside = WHOLE || top + first + e < p.rows ? real : 0;
             const float middle = found[i % kFound][NORM - 1][first + e], factor = found[i % kFound][0][first + e];
-            Given* const row = tile_of(i) + (first + e) * WIDE;
+            Given* const row = own.tile(i) + (first + e) * WIDE;
             u32 words[kGivenWords], raw[kChunk / 2];
             load_chunk(words, row + side * kChunk, inside);
             normalize(raw, words, middle, factor, weight, bias, inside);

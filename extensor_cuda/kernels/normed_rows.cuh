@@ -117,30 +117,8 @@ quantize_normed_rows(const __grid_constant__ Norm p) {
     const i64 left = static_cast<i64>(rank) * WIDE;
     const int step = gridDim.x / GROUP, from = blockIdx.x / GROUP;
     const int count = (static_cast<int>((p.rows + TALL - 1) / TALL) - from + step - 1) / step;  // tiles
-    const auto top_of = [&](int i) { return (from + static_cast<i64>(i) * step) * TALL; };
-    const auto tile_of = [&](int i) { return tiles + i % STAGES * TALL * WIDE; };
+    const Tiles own = {p, tiles, left_by, ready, left, from, step, count};
 
-    const auto fill = [&](int i) {  // by a warp
-        const int wide = WHOLE ? WIDE : static_cast<int>(min(static_cast<i64>(WIDE), p.columns - left));
-        const int tall = WHOLE ? TALL : static_cast<int>(min(static_cast<i64>(TALL), p.rows - top_of(i)));
-        const u32 barrier = ready + 8 * (i % STAGES);
-        if (lane == 0) expect_bytes(barrier, tall * wide * sizeof(Given));
-        __syncwarp();
-        for (int row = lane; row < tall; row += 32)
-            load_line(shared_address(tile_of(i) + row * WIDE),
-                      static_cast<const Given*>(p.x) + (top_of(i) + row) * p.columns + left, wide * sizeof(Given), barrier);
-    };
-    // The last warp that leaves a tile has another one copied in its place.
-    const auto leave = [&](int i) {
-        if (i + STAGES >= count) return;
-        __threadfence_block();
-        __syncwarp();
-        u32 others = lane == 0 ? atomicAdd(left_by + i % STAGES, 1u) : 0;
-        others = __shfl_sync(~0u, others, 0);
-        if (others % kRowWarps != kRowWarps - 1) return;
-        __threadfence_block();
-        fill(i + STAGES);
-    };
     if (warp == 0) {
         if (lane == 0) {
             for (int b = 0; b < 2; ++b) barrier_init(summed + 8 * b, GROUP > 1 ? 1 : kRowThreads);
@@ -152,7 +130,7 @@ quantize_normed_rows(const __grid_constant__ Norm p) {
             for (int b = 0; b < 2; ++b) expect_sums(summed + 8 * b);
         }
         __syncwarp();
-        for (int i = 0; i < min(STAGES, count); ++i) fill(i);
+        for (int i = 0; i < min(STAGES, count); ++i) own.fill(i);
     }
     __syncthreads();
     if (GROUP > 1) cluster_sync();  // the blocks that sums are sent to are there
@@ -165,7 +143,7 @@ quantize_normed_rows(const __grid_constant__ Norm p) {
     const float length = static_cast<float>(p.columns), width = width_of(term, p.columns);
     const auto sum = [&](int i) {
         wait(ready + 8 * (i % STAGES), i / STAGES % 2);
-        send_sums(tile_of(i) + first * WIDE + side * kChunk, real, width, terms[i % 2], summed + 8 * (i % 2), first,
+        send_sums(own.tile(i) + first * WIDE + side * kChunk, real, width, terms[i % 2], summed + 8 * (i % 2), first,
                   term);
     };
     float weight[kChunk], bias[kChunk];
@@ -174,7 +152,7 @@ quantize_normed_rows(const __grid_constant__ Norm p) {
     for (int i = 0; i < count; ++i) {
         wait(summed + 8 * (i % 2), i / 2 % 2);
         const Terms& t = terms[i % 2];
-        const i64 top = top_of(i), along = tiles_along(p.columns), block = (top + first) * along + start / BLOCK;
+        const i64 top = own.top(i), along = tiles_along(p.columns), block = (top + first) * along + start / BLOCK;
         float mean = 0;
 #if NORM == 2
         mean = __fdiv_rn(over_terms([&](int e, int of) {
@@ -202,14 +180,14 @@ quantize_normed_rows(const __grid_constant__ Norm p) {
         for (int e = 0; e < kEach; ++e) {
             const i64 inside = WHOLE || top + first + e < p.rows ? real : 0;
             const float middle = NORM == 2 ? of_row(mean, e) : 0.0f, factor = of_row(rstd, e);
-            Given* const row = tile_of(i) + (first + e) * WIDE;
+            Given* const row = own.tile(i) + (first + e) * WIDE;
             u32 words[kGivenWords], raw[kChunk / 2];
             load_chunk(words, row + side * kChunk, inside);
             normalize(raw, words, middle, factor, weight, bias, inside);
             encode_along(raw, top + first + e, start, block + e * along, p.rows, p.columns, tensor, stream, p.codes[0], p.scales[0],
                          nullptr, tally);
         }
-        leave(i);
+        own.leave<kRowWarps>(i);
     }
     add_counts(tally, p.counters);
 }
