@@ -4,18 +4,15 @@
 //
 // A block of threads has 128 rows and columns; a warp 16 rows, a lane four neighbouring columns of them: four
 // chunks of 16 values. The number of columns is a multiple of 4, from multiples of 16 bytes on. No headers; macros:
-// those of float_lines.cu but KEPT, and the above.
+// those of input.cuh, encode.cuh and float_scale.cuh, and the above.
 
 #include "input.cuh"
+#include "element.cuh"
 #include "float_scale.cuh"
+#include "float_division.cuh"
 #include "encode.cuh"
 #include "totals.cuh"
 
-#if HALF
-typedef u16 Stored;
-#else
-typedef u32 Stored;
-#endif
 constexpr int kSide = 128, kWarps = kThreads / 32, kLane = 4, kShare = TALL / kChunk;  // warps of a block of values
 
 struct Place {

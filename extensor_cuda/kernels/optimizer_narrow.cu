@@ -18,6 +18,8 @@ __device__ __forceinline__ u32 bits_of(float v) { return __float_as_uint(v); }
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 __device__ __forceinline__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
+__device__ __forceinline__ float float_of(u32 v) { return __uint_as_float(v); }
+
 #include "element.cuh"
 
 // ---- four states as they are stored ----
