@@ -14,6 +14,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import bf16, decode, dense, expansion
 from extensor_cuda import weights as packed
+from extensor_cuda.kernels import decode_hopper
 from extensor_cuda.kernels.gemm import Config, configure, gemm, gemm_source
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
@@ -65,16 +66,20 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("spec", WEIGHTS[:4], ids=name)
-def test_no_kernel_for_few_tokens_spills(spec: QuantSpec) -> None:
-    w = weights(spec, (16, 8192))
-    for rows, dtype in ((1, "float32"), (5, "float32"), (1, "bfloat16"), (16, "bfloat16")):
-        check_compiles(decode.few_source(w, rows, dtype, dtype), "sm_90a")
+def test_no_kernel_for_hopper_spills(spec: QuantSpec) -> None:
+    """Each number of tokens' registers, each division that they leave room for."""
+    w = weights(spec, (16, 1024))
+    for rows, dtype in ((1, "float32"), (21, "float32"), (16, "bfloat16"), (64, "bfloat16")):
+        ways = decode_hopper.cuts(16, 1024, rows * decode_hopper.PARTS[dtype], dtype)
+        for made in {way.split: way for _, way in ways}.values():
+            source = decode_hopper.decode_source(w, rows, dtype, dtype, made)
+            check_compiles(source, "sm_90a")
 
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     decode._counters.cache_clear()
-    return place(request, monkeypatch, [decode], hopper=False)
+    return place(request, monkeypatch, [decode], hopper=False, products=[decode_hopper])
 
 
 @pytest.fixture
@@ -136,49 +141,47 @@ def test_more_tokens(xp: Any, rows: int) -> None:
 
 
 @pytest.mark.parametrize("spec", WEIGHTS[:5], ids=name)
-def test_few_tokens(xp: Any, spec: QuantSpec) -> None:
-    """K of a block and in slices; ends of chunks, tiles and tokens; both ways to copy scales."""
+def test_tokens_on_hopper(xp: Any, spec: QuantSpec) -> None:
+    """Ends of segments, pieces, tiles and tokens."""
     for m, n, k, dtype in (
         (1, 200, 1024, "bfloat16"),
-        (5, 33, 2560, "float32"),
-        (16, 40, 5632, "bfloat16"),  # in slices
+        (5, 33, 384, "float32"),
+        (16, 40, 1152, "bfloat16"),
+        (21, 70, 128, "float32"),
         (3, 16, 640, "float32"),
-        (9, 50, 2176, "bfloat16"),
+        (64, 65, 256, "bfloat16"),
     ):
         w = weights(spec, (n, k))
-        made = decode._few(w, m * (3 if dtype == "float32" else 1))
-        if made is None:
-            assert k // tile_extent(w.spec, w.shape)[1] % 4
-            continue
+        assert decode_hopper.taken(w)
         check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
 
 
-def test_every_cut_of_few_tokens(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_division(xp: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the bound, the same bits each time, counters left at zero."""
-    x, w = activations((3, 1664), "bfloat16"), weights(QuantSpec("mxfp4"), (150, 1664))
-    ways = [way for _, way in decode.cuts(150, 1664, 3, 32)]
-    assert {(way.slices, way.parts) for way in ways} == {
-        (1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)
-    }  # fmt: skip
-    for way in ways:
-        monkeypatch.setattr(decode, "cut", lambda *shape, way=way: way)
+    rows, lines, columns = 3, 300, 1664
+    x, w = activations((rows, columns), dtype), weights(QuantSpec("mxfp4"), (lines, columns))
+    found = decode_hopper.cuts(lines, columns, rows * decode_hopper.PARTS[dtype], dtype)
+    ways = {(way.split, way.slices): way for _, way in found}
+    assert {(1, 1), (2, 1), (4, 1), (1, 3), (2, 7), (4, 13)} <= set(ways)
+    for which in ((1, 1), (2, 1), (4, 1), (1, 3), (2, 7), (4, 13)):
+        monkeypatch.setattr(decode_hopper, "cut", lambda *shape, which=which: ways[which])
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 
 
-def test_rows_without_a_program_for_few_tokens(xp: Any) -> None:
-    """Columns that do not lie in whole pieces, few rows, many tokens: the other program."""
-    w = weights(QuantSpec("mxfp4"), (20, 256))
-    assert decode._few(w, 16) is not None and decode._few(w, 17) is None
-    assert decode._few(weights(QuantSpec("mxfp4"), (15, 256)), 1) is None
-    assert decode._few(weights(QuantSpec("mxfp4"), (20, 160)), 1) is None
-    assert decode._few(weights(INT4, (20, 256)), 1) is None
-    with_nan = weights(QuantSpec("mxfp4"), (20, 256))
-    with_nan.scales[3, 1], with_nan.scales[5, 2] = 255, 200
+def test_what_the_other_program_takes_on_hopper(xp: Any) -> None:
+    """Columns that are not whole segments, integers; and scales beyond what is decoded at once."""
+    assert not decode_hopper.taken(weights(QuantSpec("mxfp4"), (20, 160)))
+    assert not decode_hopper.taken(weights(INT4, (20, 256)))
+    extreme = weights(QuantSpec("mxfp4"), (20, 256))
+    extreme.scales[3, 1], extreme.scales[5, 2], extreme.scales[6, 0] = 255, 200, 1
     got = decode.product(
-        xp.asarray(activations((1, 256), "bfloat16")), sent(with_nan, xp), "float32", xp
+        xp.asarray(activations((1, 256), "bfloat16")), sent(extreme, xp), "float32", xp
     ).get()
     assert np.isnan(got[0, 3]) and np.isfinite(np.delete(got, 3, axis=1)).all()
+    extreme.scales[3, 1] = 137  # the first beyond
+    check(activations((2, 256), "bfloat16"), extreme, "float32", xp)
 
 
 def test_stretches_of_k_are_added_in_order_and_leave_the_counters_at_zero(xp: Any) -> None:
