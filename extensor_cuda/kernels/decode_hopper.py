@@ -17,14 +17,14 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import hopper
 
-__all__ = ["PARTS", "Cut", "cut", "cuts", "decode_source", "product", "taken"]
+__all__ = ["PARTS", "Cut", "cut", "cuts", "decode_source", "meeting", "product", "taken"]
 
 Array = Any
 
 PARTS = {"float32": 3, "bfloat16": 1}
 """Tokens, each a bfloat16 matrix's row, that a row of activations of a dtype is."""
 _FLOATS = ("float32", "bfloat16")  # as IN and OUT number them
-_THREADS, _TALL, _SEGMENT, _PROCESSORS = 640, 64, 128, 132
+_THREADS, _BRINGING, _TALL, _SEGMENT, _PROCESSORS = 640, 4, 64, 128, 132
 _SOURCE = Path(__file__).parent / "decode_hopper.cu"
 
 
@@ -34,31 +34,37 @@ class Cut:
 
     Attributes:
         split: warpgroups of a block that share rows of weights and divide K.
-        slices: parts of K that different blocks have.
-        stretch: segments of 128 elements of K in one.
-        stages: pieces of x, in the order of the weights, that shared memory holds.
-        ahead: pieces of x, as it lies, that it holds or waits for.
+        shares: equal parts of all the work, which blocks take in turn.
+        most: shares that meet in a group of rows, at most.
+        stages: pieces of x that shared memory holds.
         shared: bytes of shared memory of a block.
     """
 
     split: int
-    slices: int
-    stretch: int
+    shares: int
+    most: int
     stages: int
-    ahead: int
     shared: int
 
 
-def _fit(split: int, tiles: int, item: int, parts: int) -> tuple[int, int, int] | None:
-    """Stages, pieces ahead and bytes of shared memory; None if there is not enough."""
-    tokens = 8 * tiles
-    stage, raw = split * 256 * tokens, tokens // parts * (split * _SEGMENT * item + 16)
-    for stages, ahead in ((6, 6), (4, 4), (4, 3), (3, 3), (2, 3), (2, 2)):
-        rings = stages * stage + -(-ahead * raw // 128) * 128
-        shared = 1024 + rings + 16 * tokens * (_TALL + 4) + 16 * stages
+def _fit(split: int, wide: int, dtype: str) -> tuple[int, int] | None:
+    """Stages and bytes of shared memory for 8 `wide` tokens; None if there is not enough."""
+    tokens, item = 8 * wide, 4 if dtype == "float32" else 2
+    stage = split * 256 * tokens
+    raw = tokens // PARTS[dtype] * (split * _SEGMENT * item + 16)
+    beside = 1024 + -(-_BRINGING * raw // 128) * 128 + 16 * tokens * (_TALL + 4)
+    for stages in (8, 6, 4, 3, 2):
+        shared = beside + stages * (stage + 16)
         if shared <= hopper.SHARED - 1024:
-            return stages, ahead, shared
+            return stages, shared
     return None
+
+
+def meeting(groups: int, pieces: int, shares: int) -> int:
+    """How many of so many equal shares of the pieces of groups of rows meet in a group, at most."""
+    if shares % groups == 0 and pieces % (shares // groups) == 0:
+        return shares // groups
+    return -(-pieces * shares // (groups * pieces)) + 1
 
 
 def cuts(lines: int, columns: int, tokens: int, dtype: str) -> list[tuple[float, Cut]]:
@@ -70,24 +76,21 @@ def cuts(lines: int, columns: int, tokens: int, dtype: str) -> list[tuple[float,
         tokens: rows of x times its `PARTS`.
         dtype: of x.
     """
-    tiles, segments = -(-lines // _TALL), columns // _SEGMENT
-    item, parts, wide = 4 if dtype == "float32" else 2, PARTS[dtype], -(-tokens // 8)
     found = []
     for split in (1, 2, 4):
-        room = _fit(split, wide, item, parts)
-        groups = -(-tiles // (4 // split))
-        for slices in range(1, min(segments, _PROCESSORS) + 1) if room else ():
-            stretch = -(-segments // slices)
-            if (slices - 1) * stretch >= segments:
-                continue
-            waves, pieces = -(-groups * slices // _PROCESSORS), -(-stretch // split)
+        if (room := _fit(split, -(-tokens // 8), dtype)) is None:
+            continue
+        groups, pieces = -(-lines // (_TALL * 4 // split)), -(-(columns // _SEGMENT) // split)
+        total = groups * pieces
+        even = {groups * n for n in range(1, min(pieces, _PROCESSORS) + 1) if pieces % n == 0}
+        for shares in sorted({min(total, _PROCESSORS), *(n for n in even if n < 8 * _PROCESSORS)}):
+            most = meeting(groups, pieces, shares)
             # A piece: instructions of its 16 warps, or its bytes of weights and x from the cache.
             piece = max(0.5, (17.4 + 0.256 * split * tokens) / 42)
-            cost = waves * (pieces * piece + 1)
-            if slices > 1:
-                cost += 1.5 + slices * tokens * lines / 5e5
-            assert room is not None
-            found.append((cost, Cut(split, slices, stretch, *room)))
+            cost = -(-shares // _PROCESSORS) * (-(-total // shares) * piece + 1)
+            if most > 1:
+                cost += 1.5 + most * tokens * lines / 5e5
+            found.append((cost, Cut(split, shares, most, *room)))
     return found
 
 
@@ -116,7 +119,6 @@ def _source(
         "BLOCK": block,
         "SPLIT": made.split,
         "STAGES": made.stages,
-        "AHEAD": made.ahead,
         "TILES": tiles,
         "PARTS": PARTS[dtype],
         "IN": _FLOATS.index(dtype),
@@ -153,13 +155,13 @@ def product(
     groups = -(-lines // (_TALL * 4 // made.split))
     null = np.uint64(0)
     partial, done = null, null
-    if made.slices > 1:
-        partial = xp.empty((made.slices, rows, lines), dtype=np.float32)
+    if made.most > 1:
+        partial = xp.empty((made.most, rows, lines), dtype=np.float32)
         done = zeros(groups)
     launch(
         decode_source(w, rows, dtype, out.dtype.name, made),
         "decode_tokens",
-        min(groups * made.slices, hopper.multiprocessors(xp.cuda.runtime.getDevice())),
+        min(made.shares, hopper.multiprocessors(xp.cuda.runtime.getDevice())),
         _THREADS,
         x,
         codes,
@@ -168,7 +170,7 @@ def product(
         partial,
         done,
         out,
-        *(np.int32(n) for n in (rows, lines, columns, made.slices, made.stretch)),
+        *(np.int32(n) for n in (rows, lines, columns, made.shares)),
         shared=made.shared,
         early=True,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -156,18 +157,34 @@ def test_tokens_on_hopper(xp: Any, spec: QuantSpec) -> None:
         check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_division(xp: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("split", [1, 2, 4])
+def test_every_division(xp: Any, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the bound, the same bits each time, counters left at zero."""
     rows, lines, columns = 3, 300, 1664
-    x, w = activations((rows, columns), dtype), weights(QuantSpec("mxfp4"), (lines, columns))
-    found = decode_hopper.cuts(lines, columns, rows * decode_hopper.PARTS[dtype], dtype)
-    ways = {(way.split, way.slices): way for _, way in found}
-    assert {(1, 1), (2, 1), (4, 1), (1, 3), (2, 7), (4, 13)} <= set(ways)
-    for which in ((1, 1), (2, 1), (4, 1), (1, 3), (2, 7), (4, 13)):
-        monkeypatch.setattr(decode_hopper, "cut", lambda *shape, which=which: ways[which])
+    x, w = activations((rows, columns), "bfloat16"), weights(QuantSpec("mxfp4"), (lines, columns))
+    found = [way for _, way in decode_hopper.cuts(lines, columns, rows, "bfloat16")]
+    base = next(way for way in found if way.split == split)
+    groups, pieces = -(-lines // (256 // split)), -(-columns // (128 * split))
+    for shares in (1, groups, groups * pieces, 7, 16):
+        most = decode_hopper.meeting(groups, pieces, shares)
+        way = replace(base, shares=shares, most=most)
+        monkeypatch.setattr(decode_hopper, "cut", lambda *shape, way=way: way)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
+
+
+def test_how_work_is_shared() -> None:
+    for shape in ((8192, 8192), (28672, 8192), (8192, 28672), (64, 128), (1000, 640), (300_000, 128)):
+        for tokens in (1, 16, 64):
+            way = decode_hopper.cut(*shape, tokens, "bfloat16")
+            groups, pieces = -(-shape[0] // (256 // way.split)), -(-shape[1] // (128 * way.split))
+            starts = [groups * pieces * n // way.shares for n in range(way.shares + 1)]
+            assert all(a < b for a, b in itertools.pairwise(starts))
+            meet = [
+                sum(a < (g + 1) * pieces and b > g * pieces for a, b in itertools.pairwise(starts))
+                for g in range(groups)
+            ]
+            assert 1 <= max(meet) <= way.most and (way.most > 1 or max(meet) == 1)
 
 
 def test_what_the_other_program_takes_on_hopper(xp: Any) -> None:
