@@ -1,7 +1,8 @@
 """Products of few rows of activations with packed weights, on tensor cores of sm_80 and later.
 
-Two programs. `decode_hopper.cu` is for E2M1 weights on Hopper: wgmma with weights from registers,
-early starts. `decode.cu` takes all else.
+Three programs. On Hopper E2M1 weights have two of their own: `decode_few.cu` for up to 16 tokens
+(warps on their own, mma.sync) and `decode_hopper.cu` for more (wgmma with weights from registers).
+`decode.cu` takes all else.
 
 Weights are read once, packed, and become bfloat16 on the way to the tensor core, exactly: elements
 of MXFP4 and NVFP4 times their scales, codes of INT4 and INT8 less their zero points (whose sums are
@@ -27,7 +28,7 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels import decode_hopper, hopper
+from extensor_cuda.kernels import decode_few, decode_hopper, hopper
 
 __all__ = [
     "MOST_TOKENS",
@@ -182,7 +183,10 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> Array:
     out = xp.empty(
         (len(x), w.shape[0]), dtype=ml_dtypes.bfloat16 if out_dtype == "bfloat16" else "float32"
     )
-    if hopper.capability(xp.cuda.runtime.getDevice()) == "90" and decode_hopper.taken(w):
+    on_hopper = hopper.capability(xp.cuda.runtime.getDevice()) == "90"
+    if on_hopper and decode_few.taken(w, len(x) * _PARTS[x.dtype.name]):
+        decode_few.product(x, w, codes, scales, out, partial(_zeros, xp), xp)
+    elif on_hopper and decode_hopper.taken(w):
         decode_hopper.product(x, w, codes, scales, out, partial(_zeros, xp), xp)
     else:
         _launch(x, w, codes, scales, out, xp)

@@ -6,6 +6,7 @@ that sums are the same on any GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import hopper
 
-__all__ = ["PARTS", "Cut", "cut", "cuts", "decode_source", "meeting", "product", "taken"]
+__all__ = ["PARTS", "Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
 Array = Any
 
@@ -25,6 +26,7 @@ PARTS = {"float32": 3, "bfloat16": 1}
 """Tokens, each a bfloat16 matrix's row, that a row of activations of a dtype is."""
 _FLOATS = ("float32", "bfloat16")  # as IN and OUT number them
 _THREADS, _BRINGING, _TALL, _SEGMENT, _PROCESSORS = 640, 4, 64, 128, 132
+_LONGEST = 32  # block of a scale, of which a lane has one at least
 _SOURCE = Path(__file__).parent / "decode_hopper.cu"
 
 
@@ -34,37 +36,30 @@ class Cut:
 
     Attributes:
         split: warpgroups of a block that share rows of weights and divide K.
-        shares: equal parts of all the work, which blocks take in turn.
-        most: shares that meet in a group of rows, at most.
+        slices: parts of K that different blocks have.
         stages: pieces of x that shared memory holds.
+        depth: segments of weights that a warp asks for in advance.
         shared: bytes of shared memory of a block.
     """
 
     split: int
-    shares: int
-    most: int
+    slices: int
     stages: int
+    depth: int
     shared: int
 
 
-def _fit(split: int, wide: int, dtype: str) -> tuple[int, int] | None:
-    """Stages and bytes of shared memory for 8 `wide` tokens; None if there is not enough."""
+def _fit(split: int, wide: int, dtype: str) -> tuple[int, int, int] | None:
+    """Stages, depth and bytes of shared memory for 8 `wide` tokens; None if there is not enough."""
     tokens, item = 8 * wide, 4 if dtype == "float32" else 2
     stage = split * 256 * tokens
     raw = tokens // PARTS[dtype] * (split * _SEGMENT * item + 16)
-    beside = 1024 + -(-_BRINGING * raw // 128) * 128 + 16 * tokens * (_TALL + 4)
-    for stages in (8, 6, 4, 3, 2):
-        shared = beside + stages * (stage + 16)
-        if shared <= hopper.SHARED - 1024:
-            return stages, shared
+    least = max(2, -(-tokens * (_TALL + 4) // 1088))  # sums lie where the codes did
+    for stages, depth in ((8, 8), (6, 6), (4, 6), (4, 4), (3, 4), (2, 3), (2, 2)):
+        rings = -(-_BRINGING * raw // 128) * 128 + stages * (stage + 16) + 16 * depth * 1152
+        if depth >= least and (shared := 1024 + rings) <= hopper.SHARED - 1024:
+            return stages, depth, shared
     return None
-
-
-def meeting(groups: int, pieces: int, shares: int) -> int:
-    """How many of so many equal shares of the pieces of groups of rows meet in a group, at most."""
-    if shares % groups == 0 and pieces % (shares // groups) == 0:
-        return shares // groups
-    return -(-pieces * shares // (groups * pieces)) + 1
 
 
 def cuts(lines: int, columns: int, tokens: int, dtype: str) -> list[tuple[float, Cut]]:
@@ -81,16 +76,13 @@ def cuts(lines: int, columns: int, tokens: int, dtype: str) -> list[tuple[float,
         if (room := _fit(split, -(-tokens // 8), dtype)) is None:
             continue
         groups, pieces = -(-lines // (_TALL * 4 // split)), -(-(columns // _SEGMENT) // split)
-        total = groups * pieces
-        even = {groups * n for n in range(1, min(pieces, _PROCESSORS) + 1) if pieces % n == 0}
-        for shares in sorted({min(total, _PROCESSORS), *(n for n in even if n < 8 * _PROCESSORS)}):
-            most = meeting(groups, pieces, shares)
-            # A piece: instructions of its 16 warps, or its bytes of weights and x from the cache.
-            piece = max(0.5, (17.4 + 0.256 * split * tokens) / 42)
-            cost = -(-shares // _PROCESSORS) * (-(-total // shares) * piece + 1)
-            if most > 1:
-                cost += 1.5 + most * tokens * lines / 5e5
-            found.append((cost, Cut(split, shares, most, *room)))
+        for slices in range(1, min(pieces, _PROCESSORS) + 1):
+            # A piece as it was measured on an H200, for 1 to 64 tokens within a tenth.
+            piece = 0.82 + 0.0045 * tokens * (1 + split)
+            cost = -(-groups * slices // _PROCESSORS) * (-(-pieces // slices) * piece + 1)
+            if slices > 1:  # written and read again
+                cost += 2 + slices * tokens * lines / 5e5
+            found.append((cost, Cut(split, slices, *room)))
     return found
 
 
@@ -103,13 +95,13 @@ def cut(lines: int, columns: int, tokens: int, dtype: str) -> Cut:
 def taken(w: QuantArray) -> bool:
     """Whether the kernel has such weights, of which `extensor_cuda.decode` has a product at all."""
     scaled = w.spec.is_mx or w.spec.row.tensor_scale
-    return scaled and w.shape[1] % _SEGMENT == 0 and w.shape[0] * w.shape[1] < 1 << 40
+    if not scaled or tile_extent(w.spec, w.shape)[1] > _LONGEST:
+        return False
+    return w.shape[1] % _SEGMENT == 0 and w.shape[0] * w.shape[1] < 1 << 40
 
 
 @lru_cache(maxsize=256)
-def _source(
-    ue4m3: bool, block: int, tiles: int, made: Cut, dtype: str, out: str
-) -> Source:
+def _source(ue4m3: bool, block: int, tiles: int, made: Cut, dtype: str, out: str) -> Source:
     macros = {
         "BITS": 4,
         "IS_FLOAT": 1,
@@ -119,6 +111,7 @@ def _source(
         "BLOCK": block,
         "SPLIT": made.split,
         "STAGES": made.stages,
+        "DEPTH": made.depth,
         "TILES": tiles,
         "PARTS": PARTS[dtype],
         "IN": _FLOATS.index(dtype),
@@ -137,7 +130,13 @@ def decode_source(w: QuantArray, rows: int, dtype: str, out: str, made: Cut) -> 
 
 
 def product(
-    x: Array, w: QuantArray, codes: Array, scales: Array, out: Array, zeros: Any, xp: Any
+    x: Array,
+    w: QuantArray,
+    codes: Array,
+    scales: Array,
+    out: Array,
+    zeros: Callable[[int], Array],
+    xp: Any,
 ) -> None:
     """Write X w^T of contiguous arrays to `out`; does not wait.
 
@@ -155,13 +154,13 @@ def product(
     groups = -(-lines // (_TALL * 4 // made.split))
     null = np.uint64(0)
     partial, done = null, null
-    if made.most > 1:
-        partial = xp.empty((made.most, rows, lines), dtype=np.float32)
+    if made.slices > 1:
+        partial = xp.empty((made.slices, rows, -(-lines // 4) * 4), dtype=np.float32)
         done = zeros(groups)
     launch(
         decode_source(w, rows, dtype, out.dtype.name, made),
         "decode_tokens",
-        min(made.shares, hopper.multiprocessors(xp.cuda.runtime.getDevice())),
+        min(groups * made.slices, hopper.multiprocessors(xp.cuda.runtime.getDevice())),
         _THREADS,
         x,
         codes,
@@ -170,7 +169,7 @@ def product(
         partial,
         done,
         out,
-        *(np.int32(n) for n in (rows, lines, columns, made.shares)),
+        *(np.int32(n) for n in (rows, lines, columns, made.slices)),
         shared=made.shared,
         early=True,
     )

@@ -112,7 +112,6 @@ inline void add_released(u32* to, u32 count) { *to += count; }
 inline void show_to_copies() {}
 
 inline void keep(const u8*&) {}
-inline uint4 streamed(const u8* from) { return *reinterpret_cast<const uint4*>(from); }
 
 static Barrier named[16];
 inline void named_barrier(int number, int threads) {
