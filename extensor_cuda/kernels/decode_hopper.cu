@@ -34,6 +34,9 @@ constexpr int kTokens = 8 * TILES, kGroups = 4 / SPLIT, kRows = kGroups * kTall;
 // In shared memory: x as it was read, as wgmma takes it (64 elements of K a tile), and sums.
 constexpr int kOfRow = SPLIT * kSegment * sizeof(Raw), kRawPitch = kOfRow + 16, kRaw = kTokens / PARTS * kRawPitch;
 constexpr int kTile = kTokens * 128, kStage = SPLIT * 2 * kTile, kPitch = kTall + 4;
+// A barrier's parity tells phases apart that are one apart. Who waits for a piece's place has seen the piece kBringing
+// before it in its place, and that is not more than two rounds of the ring ago.
+static_assert(STAGES >= kBringing, "a warp that brings x would take a place that is in use for an empty one");
 // A warp's part of a segment of w: codes, then each row's scales.
 constexpr int kGrain = 32 / BLOCK, kOfLine = kSegment / BLOCK, kSlot = 1024 + 16 * kOfLine;
 static_assert(kGrain > 0 && kTokens * kPitch * 4 <= 4 * DEPTH * kSlot, "sums lie where the codes did");

@@ -55,7 +55,7 @@ def _fit(split: int, wide: int, dtype: str) -> tuple[int, int, int] | None:
     stage = split * 256 * tokens
     raw = tokens // PARTS[dtype] * (split * _SEGMENT * item + 16)
     least = max(2, -(-tokens * (_TALL + 4) // 1088))  # sums lie where the codes did
-    for stages, depth in ((8, 8), (6, 6), (4, 6), (4, 4), (3, 4), (2, 3), (2, 2)):
+    for stages, depth in ((8, 8), (6, 6), (4, 6), (4, 4), (4, 3), (4, 2)):
         rings = -(-_BRINGING * raw // 128) * 128 + stages * (stage + 16) + 16 * depth * 1152
         if depth >= least and (shared := 1024 + rings) <= hopper.SHARED - 1024:
             return stages, depth, shared
