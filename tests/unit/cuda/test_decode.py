@@ -189,12 +189,11 @@ def many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_tokens_on_hopper(xp: Any, spec: QuantSpec) -> None:
     """Ends of segments, pieces, tiles and tokens."""
     for m, n, k, dtype in (
-        (1, 200, 1024, "bfloat16"),
+        (1, 150, 1024, "bfloat16"),
         (5, 33, 384, "float32"),
-        (16, 40, 1152, "bfloat16"),
-        (21, 70, 128, "float32"),
-        (3, 16, 640, "float32"),
-        (64, 65, 256, "bfloat16"),
+        (21, 20, 128, "float32"),
+        (24, 40, 640, "bfloat16"),
+        (64, 65, 128, "bfloat16"),
     ):
         w = weights(spec, (n, k))
         if decode_hopper.taken(w):
@@ -207,7 +206,7 @@ def test_more_tokens_on_hopper(xp: Any, spec: QuantSpec) -> None:
 @pytest.mark.parametrize("split", [1, 2, 4])
 def test_every_division(xp: Any, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the bound, the same bits each time, counters left at zero."""
-    rows, lines, columns = 3, 298, 1664
+    rows, lines, columns = 3, 258, 1664
     x, w = activations((rows, columns), "bfloat16"), weights(QuantSpec("mxfp4"), (lines, columns))
     ways = [way for _, way in decode_hopper.cuts(lines, columns, rows, "bfloat16")]
     ways = [way for way in ways if way.split == split and way.slices in (1, 3, 13)]
