@@ -1,9 +1,5 @@
 // Random words, and 16 values of a block to packed codes or decoded values.
 
-// ---- random words ----
-
-// ---- elements ----
-
 #include "rounding.cuh"
 
 struct Tally {

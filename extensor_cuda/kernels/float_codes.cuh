@@ -20,10 +20,6 @@ __device__ __forceinline__ void load_four(const Raw* from, float (&v)[4]) {
 #endif
 }
 
-__device__ __forceinline__ void raise(u32* most, u32 mine) {
-    if (mine > *static_cast<volatile u32*>(most)) atomicMax(most, mine);
-}
-
 __device__ __forceinline__ float decoded(u32 code, float scale, int zero) {
     const float value = element_value(code);
     return __fmul_rn(ZEROS ? __fsub_rn(value, static_cast<float>(zero)) : value, scale);

@@ -74,7 +74,7 @@ largest_of_columns(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, 
     u32 all = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) all = larger(all, found[w][threadIdx.x]);
-    if (all > *static_cast<volatile u32*>(most + column)) atomicMax(most + column, all);
+    raise(most + column, all);
 }
 #endif
 

@@ -37,21 +37,12 @@ maxima(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns,
         float v[4];
         load(x, row, column, rows, columns, v);
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const u32 magnitude = __float_as_uint(v[c]) & 0x7FFFFFFFu;
-            held[c] = held[c] > magnitude ? held[c] : magnitude;
-        }
+        for (int c = 0; c < 4; ++c) held[c] = larger(held[c], bits_of(v[c]) & kMagnitude);
         if (row + 1 < end && row + 1 < until) continue;
         u32* of_rows = most + row / tall * across;
         if (wide % kColumns == 0 || wide >= columns) {  // one block for the warp's columns
-            u32 all = held[0];
-#pragma unroll
-            for (int c = 1; c < 4; ++c) all = all > held[c] ? all : held[c];
-#pragma unroll
-            for (int step = 16; step; step /= 2) {
-                const u32 other = __shfl_xor_sync(~0u, all, step);
-                all = all > other ? all : other;
-            }
+            const u32 mine = larger(larger(held[0], held[1]), larger(held[2], held[3]));
+            const u32 all = __reduce_max_sync(~0u, mine);
             if (threadIdx.x % 32 == 0) raise(of_rows + column / wide, all);
         } else {
 #pragma unroll
