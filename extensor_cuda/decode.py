@@ -1,7 +1,8 @@
 """Products of few rows of activations with packed weights, on tensor cores of sm_80 and later.
 
-Two programs. `decode_few.cu` is for up to 16 tokens and E2M1 weights on Hopper: warps on their own,
-a block on each multiprocessor, early starts. `decode.cu` takes all else.
+Three programs. On Hopper E2M1 weights have two of their own: `decode_few.cu` for up to 16 tokens
+(warps on their own, mma.sync) and `decode_hopper.cu` for more (wgmma with weights from registers).
+`decode.cu` takes all else.
 
 Weights are read once, packed, and become bfloat16 on the way to the tensor core, exactly: elements
 of MXFP4 and NVFP4 times their scales, codes of INT4 and INT8 less their zero points (whose sums are
@@ -18,8 +19,7 @@ to 2**-123 of x a term under E8M0 scales below 2**-117.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,11 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels import hopper
+from extensor_cuda.kernels import decode_few, decode_hopper, hopper
 
 __all__ = [
     "MOST_TOKENS",
-    "Cut",
-    "cut",
-    "cuts",
     "decode_source",
-    "few_source",
     "product",
     "reason",
     "stretches",
@@ -52,11 +48,8 @@ _PIECE = {1: 512, 2: 512, 4: 256, 8: 256}
 _DEPTH = {1: 4, 2: 4, 4: 4, 8: 2}
 _RESIDENT = {1: 8, 2: 6, 4: 3, 8: 2}
 _SOURCE = Path(__file__).parent / "kernels" / "decode.cu"
-# Of decode_few.cu: tokens at most, warps of a block, elements of K in a copy, copies ahead, blocks.
-_FEW, _WARPS, _CHUNK, _AHEAD, _PROCESSORS = 16, 8, 512, 2, 132
-_FEW_SOURCE = Path(__file__).parent / "kernels" / "decode_few.cu"
 _FLOATS = ("float32", "bfloat16")
-_PARTS = {"float32": 3, "bfloat16": 1}
+_PARTS = decode_hopper.PARTS
 
 
 def reason(x: Array, w: QuantArray, capability: str) -> str | None:
@@ -162,98 +155,6 @@ def decode_source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How `decode_few.cu` divides a product.
-
-    Attributes:
-        slices: parts of K that different blocks have.
-        stretch: elements of K in one.
-        parts: of a slice, which a block's warps share; 1 if there are slices.
-        groups: of rows of weights, each of as many blocks as there are slices.
-        shared: bytes of shared memory of a block.
-    """
-
-    slices: int
-    stretch: int
-    parts: int
-    groups: int
-    shared: int
-
-
-def cuts(lines: int, columns: int, tokens: int, block: int) -> list[tuple[float, Cut]]:
-    """Ways to divide N = lines and K = columns that fit, and what the busiest warp has to do.
-
-    In copies of a chunk, each about 1.5 us where memory is the bound. No way asks how many
-    multiprocessors there are, so that sums are the same on any GPU. A block takes so much shared
-    memory that a multiprocessor has one: early starts put two on those that were done first.
-    """
-    chunks, tiles = -(-columns // _CHUNK), -(-lines // 16)
-    ring = _WARPS * _AHEAD * 16 * (_CHUNK // 2 + 32 + _CHUNK // block)
-    found = []
-    for slices in range(1, min(chunks, _PROCESSORS) + 1):
-        each = -(-chunks // slices)
-        groups = min(_PROCESSORS // slices, tiles)
-        most = -(-tiles // groups)  # of a block
-        for parts in (1, 2, 4, 8) if slices == 1 else (1,):
-            sums = 64 * most * tokens * parts if slices == 1 else 0
-            shared = ring + tokens * (2 * each * _CHUNK + 64) + sums
-            if (slices - 1) * each >= chunks or shared > hopper.SHARED - 64:
-                continue
-            cost = -(-most // (_WARPS // parts)) * -(-each // parts) + tokens * each / 40
-            if slices > 1:  # the last block adds what others left
-                cost += 1.3 + tokens * most * slices / 1900
-            shared = max(shared, hopper.SHARED // 2)
-            found.append((cost, Cut(slices, each * _CHUNK, parts, groups, shared)))
-    return found
-
-
-@lru_cache(maxsize=1024)
-def cut(lines: int, columns: int, tokens: int, block: int) -> Cut | None:
-    """The quickest of `cuts`; None if there is none."""
-    found = cuts(lines, columns, tokens, block)
-    return min(found, key=lambda way: way[0])[1] if found else None
-
-
-def _few(w: QuantArray, tokens: int) -> Cut | None:
-    """The cut, if `decode_few.cu` takes such weights and tokens."""
-    if _is_scaled(w) or tokens > _FEW or w.shape[1] % 128 or w.shape[0] < 16:
-        return None
-    _, length = tile_extent(w.spec, w.shape)
-    if w.shape[1] // length % 4 or w.shape[0] * w.shape[1] >= 1 << 40:
-        return None
-    return cut(*w.shape, tokens, length)
-
-
-@lru_cache(maxsize=256)
-def _few_source(ue4m3: bool, block: int, grain: int, tiles: int, dtype: str, out: str) -> Source:
-    macros = {
-        "BITS": 4,
-        "IS_FLOAT": 1,
-        "SCALED": 0,
-        "HALF": 0,
-        "UE4M3": int(ue4m3),
-        "BLOCK": block,
-        "GRAIN": grain,
-        "WARPS": _WARPS,
-        "CHUNK": _CHUNK,
-        "DEPTH": _AHEAD,
-        "TILES": tiles,
-        "PARTS": _PARTS[dtype],
-        "IN": _FLOATS.index(dtype),
-        "OUT": _FLOATS.index(out),
-    }
-    return Source.read(_FEW_SOURCE, macros)
-
-
-def few_source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
-    """The program for few tokens on Hopper."""
-    _, block = tile_extent(w.spec, w.shape)
-    grain = 4 if w.shape[1] // block % 16 or _CHUNK // block % 16 else 16
-    tiles = -(-rows * _PARTS[dtype] // 8)
-    return _few_source(w.spec.row.tensor_scale, block, grain, tiles, dtype, out)
-
-
 @lru_cache(maxsize=256)
 def _counters(xp: Any, device: int, stream: int, count: int) -> Array:
     """Zeros that each launch leaves as it found them; one stream's launches follow each other."""
@@ -282,41 +183,14 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> Array:
     out = xp.empty(
         (len(x), w.shape[0]), dtype=ml_dtypes.bfloat16 if out_dtype == "bfloat16" else "float32"
     )
-    made = _few(w, len(x) * _PARTS[x.dtype.name])
-    if made is not None and hopper.capability(xp.cuda.runtime.getDevice()) == "90":
-        _launch_few(x, w, codes, scales, out, made, xp)
+    on_hopper = hopper.capability(xp.cuda.runtime.getDevice()) == "90"
+    if on_hopper and decode_few.taken(w, len(x) * _PARTS[x.dtype.name]):
+        decode_few.product(x, w, codes, scales, out, partial(_zeros, xp), xp)
+    elif on_hopper and decode_hopper.taken(w):
+        decode_hopper.product(x, w, codes, scales, out, partial(_zeros, xp), xp)
     else:
         _launch(x, w, codes, scales, out, xp)
     return out
-
-
-def _launch_few(
-    x: Array, w: QuantArray, codes: Array, scales: Array, out: Array, made: Cut, xp: Any
-) -> None:
-    (rows, columns), lines, dtype = x.shape, w.shape[0], x.dtype.name
-    null = np.uint64(0)
-    partial, done = null, null
-    if made.slices > 1:
-        pitch = -(-lines // 4) * 4
-        partial = xp.empty((made.slices, rows * _PARTS[dtype], pitch), dtype=np.float32)
-        done = _zeros(xp, made.groups)
-    launch(
-        few_source(w, rows, dtype, out.dtype.name),
-        "decode_few",
-        made.groups * made.slices,
-        32 * _WARPS,
-        x,
-        codes,
-        scales,
-        null if w.tensor_scale is None else w.tensor_scale,
-        partial,
-        done,
-        out,
-        *(np.int32(n) for n in (rows, lines, columns, made.slices, made.stretch)),
-        np.int32(made.parts.bit_length() - 1),
-        shared=made.shared,
-        early=True,
-    )
 
 
 def _launch(x: Array, w: QuantArray, codes: Array, scales: Array, out: Array, xp: Any) -> None:
@@ -330,7 +204,7 @@ def _launch(x: Array, w: QuantArray, codes: Array, scales: Array, out: Array, xp
         scales = scales.repeat(lines, axis=0)
         zeros = None if zeros is None else zeros.repeat(lines, axis=0)
     null = np.uint64(0)
-    partial = xp.empty((splits, rows * int(macros["PARTS"]), lines), dtype=np.float32)
+    sums = xp.empty((splits, rows * int(macros["PARTS"]), lines), dtype=np.float32)
     launch(
         source,
         "decode_product",
@@ -341,7 +215,7 @@ def _launch(x: Array, w: QuantArray, codes: Array, scales: Array, out: Array, xp
         scales,
         null if zeros is None else xp.ascontiguousarray(zeros),
         null if w.tensor_scale is None else w.tensor_scale,
-        partial,
+        sums,
         _zeros(xp, count),
         out,
         np.int32(rows),

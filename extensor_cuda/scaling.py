@@ -81,18 +81,7 @@ def _spec_reason(spec: QuantSpec, shape: tuple[int, ...]) -> str | None:
 @lru_cache(maxsize=64)
 def scaled_source(spec: QuantSpec, dtype: str) -> Source:
     """The program for a resolved spec and an input dtype."""
-    element = spec.row.element
-    macros = {
-        "IN": kernels.INPUTS.index(dtype),
-        "MANTISSA": element.mantissa_bits,
-        "GRID_EXPONENT": f"({element.grid_exponent})",
-        "IS_FLOAT": int(element.is_float),
-        "MAX_CODE": f"{element.max_magnitude_code}u",
-        "TOP": f"{element.max}f",
-        "DOWN": int(spec.axis == 0),
-        "WORDS": int(spec.rounding == "stochastic"),
-        "TIES": 0,
-    }
+    macros = float_lines.float_macros(spec, dtype) | {"DOWN": int(spec.axis == 0)}
     return Source.read(_SOURCE, macros)
 
 

@@ -107,9 +107,11 @@ def least_work(way: str, default: int) -> int:
         return _asked[-1]
     try:
         import cupy
-    except ImportError:
+
+        device = cupy.cuda.runtime.getDevice()
+    except (ImportError, RuntimeError):  # cupy may be there without a driver
         return default
-    return _table(cupy.cuda.runtime.getDevice()).get(way, default)
+    return _table(device).get(way, default)
 
 
 def refusal(way: str, work: int, capability: str, default: int) -> str | None:

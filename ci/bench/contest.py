@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import shlex
 import statistics
 import sys
@@ -158,8 +159,10 @@ def write(
 
 
 def write_gpu(name: str, rows: list[dict[str, Any]], xp: Any, merge: str = "") -> None:
-    """What ran on cupy's current GPU; see `write`."""
-    write(name, command(), rows, merge=merge, about=gpu_of(xp), packages=GPU_PACKAGES)
+    """What ran on cupy's current GPU, a file for each kind such as "NVIDIA H200"; see `write`."""
+    about = gpu_of(xp)
+    kind = re.sub(r"\W+", "-", about["gpu"].removeprefix("NVIDIA ").lower())
+    write(f"{name}-{kind}", command(), rows, merge=merge, about=about, packages=GPU_PACKAGES)
 
 
 def _version(package: str) -> str | None:

@@ -39,7 +39,7 @@ from extensor_cuda.kernels.gemm import Config, configure, empty_rows, gemm
 from extensor_cuda.kernels.requantize import requantized
 
 CACHE = 64 << 20  # bytes that no cache holds
-TOKENS = (1, 4, 16, 64)
+TOKENS = (1, 4, 16, 32, 64)
 LAYERS = ((8192, 8192), (28672, 8192))  # N, K
 MANY = (2048, 8192)
 FORMATS = ("mxfp4", "nvfp4", "int4", "int8")

@@ -25,6 +25,7 @@ from extensor.autograd.creation import CreationMethods, as_data, share_writes
 from extensor.autograd.display import html_of, repr_of
 from extensor.autograd.methods import OpMethods
 from extensor.autograd.mode import MODE
+from extensor.autograd.positions import check_positions, raw_key
 from extensor.autograd.primitive import FUNCTIONS
 from extensor.backends import registry
 from extensor.dtypes import BLOCKED, DENSE, DType, DTypeLike, as_dtype, dtype_of
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from extensor.autograd.node import Node
     from extensor.backends.protocol import Backend
 
-__all__ = ["ExTensor", "check_positions", "raw_key"]
+__all__ = ["ExTensor"]
 
 _ORDER = {"bool": 0, "int": 1, "float": 2, "complex": 3}
 
@@ -513,64 +514,6 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
                 "write in place: this tensor requires a gradient, and the write would not be part "
                 "of it; write inside `with et.no_grad():`, or compute a new tensor with et.where"
             )
-
-
-def raw_key(key: Any) -> Any:
-    """An indexing key with raw arrays in place of tensors and lists.
-
-    Raises:
-        TypeError: for a float tensor or array.
-    """
-    if isinstance(key, tuple):
-        return tuple(raw_key(part) for part in key)
-    if isinstance(key, list):
-        key = np.asarray(key)
-    elif isinstance(key, ExTensor):
-        key = key.data
-    kind = getattr(getattr(key, "dtype", None), "kind", "i")
-    if kind not in "iub":
-        raise TypeError(
-            f"index: wanted integers, slices, None, ... or integer or bool tensors, got {key!r}"
-        )
-    return key
-
-
-def check_positions(backend: Backend, shape: tuple[int, ...], key: Any) -> None:
-    """Refuse positions beyond the ends of a tensor, which cupy would count on from the other end.
-
-    Raises:
-        IndexError: naming them; while a step is recorded, afterwards.
-    """
-    if backend.xp is np:
-        return  # numpy looks by itself
-    parts = key if isinstance(key, tuple) else (key,)
-    kinds = [getattr(getattr(part, "dtype", None), "kind", "") for part in parts]
-    taken = [
-        0 if part is None or part is ... else part.ndim if kind == "b" else 1
-        for part, kind in zip(parts, kinds, strict=True)
-    ]
-    axis = 0
-    for part, kind, axes in zip(parts, kinds, taken, strict=True):
-        if part is ...:
-            axis += len(shape) - sum(taken)
-        elif kind in ("i", "u") and axis < len(shape):
-            _check_axis(backend, part, shape[axis], axis)
-        axis += axes
-
-
-def _check_axis(backend: Backend, index: Any, length: int, axis: int) -> None:
-    def error() -> IndexError:
-        return IndexError(
-            f"wanted positions in {-length}..{length - 1} along axis {axis}, got "
-            f"{int(index.min())}..{int(index.max())}"
-        )
-
-    signed = index if index.dtype.kind == "i" else index.astype(np.int64)
-    bad = (signed < -length) | (signed >= length)
-    if isinstance(index, backend.xp.ndarray):
-        backend.refuse(bad, error)
-    elif bad.any():
-        raise error()
 
 
 def _share(tensor: ExTensor) -> ExTensor:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.apply import apply
+from extensor.autograd.positions import check_inside, check_positions, raw_key
 from extensor.autograd.primitive import BadInput, Sample, primitive
-from extensor.autograd.tensor import ExTensor, check_positions, raw_key
+from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import as_tensor, axis_index, tensors_only
 
 __all__ = ["gather", "getitem", "scatter_add", "take"]
@@ -97,19 +98,8 @@ def _positions(name: str, indices: Any, x: ExTensor) -> ExTensor:
     return made
 
 
-def _in_range(backend: Any, name: str, index: Any, length: int) -> None:
-    def error() -> IndexError:
-        return IndexError(
-            f"{name}: wanted positions in {-length}..{length - 1}, got "
-            f"{int(index.min())}..{int(index.max())}"
-        )
-
-    signed = index if index.dtype.kind == "i" else index.astype(np.int64)
-    backend.refuse((signed < -length) | (signed >= length), error)
-
-
 def _take(backend: Any, x: Any, index: Any, axis: int) -> Any:
-    _in_range(backend, "take", index, x.shape[axis])
+    check_inside(backend, [(index, x.shape[axis], axis)], "take: ")
     return backend.xp.take(x, index, axis=axis)
 
 
@@ -165,7 +155,7 @@ def _check_gather(name: str, x: ExTensor, index: ExTensor, at: int) -> None:
             f"{name}: wanted indices of {x.ndim} axes, none longer than in {x.shape} but axis "
             f"{at}, got shape {index.shape}"
         )
-    _in_range(x.backend, name, index.data, x.shape[at])
+    check_inside(x.backend, [(index.data, x.shape[at], at)], f"{name}: ")
 
 
 def _grid(xp: Any, index: Any, axis: int) -> Any:

@@ -79,14 +79,15 @@ struct Memory {
     u32 full, empty, held_full, held_empty;
 };
 
-template <int kHeld, int kStage, int kBeside>
+// kReaders: threads that say that they are done with a stage.
+template <int kHeld, int kStage, int kBeside, int kReaders = kWarps>
 __device__ __forceinline__ Memory begin(u8* raw) {
     u8* held = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
     u8* patches = held + kHeld + STAGES * kStage;
     const u32 full = shared_address(patches + kWarps * kPatch + kBeside), empty = full + 8 * STAGES;
     const Memory m = {held, held + kHeld, patches, full, empty, empty + 8 * STAGES, empty + 8 * STAGES + 8};
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, kWarps);
+        for (int s = 0; s < STAGES; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, kReaders);
         barrier_init(m.held_full, 1), barrier_init(m.held_empty, kWarps);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }

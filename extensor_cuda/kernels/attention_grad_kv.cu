@@ -24,7 +24,7 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
                   const __grid_constant__ TensorMap gk_map, const __grid_constant__ TensorMap gv_map,
                   const __grid_constant__ Problem e) {
     extern __shared__ u8 raw_memory[];
-    const Memory m = begin<2 * kHeldTile, kStage, STAGES * kVectors>(raw_memory);
+    const Memory m = begin<2 * kHeldTile, kStage, STAGES * kVectors, 32 * kWarps>(raw_memory);
     const u32 held = shared_address(m.held), ring = shared_address(m.ring);
     u8* vectors = m.patches + kWarps * kPatch;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
@@ -85,8 +85,7 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
                 end_products();
                 if (j) {
                     finish<2>(gk);
-                    __syncwarp();  // all lanes have read spread and t, too
-                    release(m.empty + 8 * last, lane);
+                    arrive(m.empty + 8 * last);  // each thread, since each has read spread and t, too
                 }
                 last = at.stage;
                 at.advance();
@@ -138,8 +137,7 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
                 query = query + kOthers < e.queries ? query + kOthers : begin;
             }
             finish<0>(gk);
-            __syncwarp();
-            release(m.empty + 8 * last, lane);
+            arrive(m.empty + 8 * last);
             release(m.held_empty, lane);
             write_rows(gv, 1.0f, 1.0f, &gv_map, patch, row0, e.keys, tile, lane);
             write_rows(gk, e.scale, e.scale, &gk_map, patch, row0, e.keys, tile, lane);

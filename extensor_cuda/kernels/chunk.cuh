@@ -37,14 +37,3 @@ __device__ __forceinline__ Scale encode_chunk(Chunk& v, const Tensor& tensor, u3
 #endif
     return s;
 }
-
-// Codes to their place, which is as wide as they are.
-__device__ __forceinline__ void store_words(u32* to, const u32 (&packed)[kWords]) {
-    if (kWords == 4)
-        *reinterpret_cast<uint4*>(to) = uint4{packed[0], packed[1], packed[2 % kWords], packed[3 % kWords]};
-    else if (kWords == 2)
-        *reinterpret_cast<uint2*>(to) = uint2{packed[0], packed[1]};
-    else
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) to[w] = packed[w];
-}

@@ -1,9 +1,10 @@
-// What decode.cu and decode_few.cu share: copies in advance, weights and activations as bfloat16, results.
-// Macros: BITS, IS_FLOAT, UE4M3, SCALED, HALF, DEPTH, IN and OUT (0: float32, 1: bfloat16).
+// What the three programs share: copies in advance, weights and activations as bfloat16, results.
+// Macros: BITS, IS_FLOAT, UE4M3, SCALED, HALF, IN and OUT (0: float32, 1: bfloat16).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef long long i64;
 
 #ifdef __CUDA_ARCH__

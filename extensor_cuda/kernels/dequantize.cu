@@ -15,7 +15,7 @@ __device__ __forceinline__ float scale_value(u32 byte) {
 #if UE4M3
     return grid_value(byte, 8, SCALE_MANTISSA, SCALE_MIN_EXPONENT, SCALE_MAX_CODE, false);
 #else
-    return byte == 255u ? nan_value() : float_of(byte == 0 ? 0x400000u : byte << 23);
+    return byte == 255u ? nan_value() : __uint_as_float(byte == 0 ? 0x400000u : byte << 23);
 #endif
 }
 

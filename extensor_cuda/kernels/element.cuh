@@ -1,19 +1,18 @@
 // Codes of an element grid -> float32, exactly. Macros: BITS, MANTISSA, IS_FLOAT; of a float grid
 // MIN_EXPONENT, MAX_CODE, HAS_INFINITY.
 
-__device__ __forceinline__ float float_of(u32 v) { return __uint_as_float(v); }
-__device__ __forceinline__ float nan_value() { return float_of(0x7FC00000u); }
+__device__ __forceinline__ float nan_value() { return __uint_as_float(0x7FC00000u); }
 
 // A float grid's code is a float's bits with other widths: shifted into place, it is off by a power
 // of two, subnormals included.
 __device__ __forceinline__ float grid_value(u32 code, int bits, int mantissa, int min_exponent,
                                             u32 max_code, bool infinite) {
     const u32 magnitude = code & ((1u << (bits - 1)) - 1), sign = code >> (bits - 1) << 31;
-    const float shifted = float_of(magnitude << (23 - mantissa));
-    float value = __fmul_rn(shifted, float_of(static_cast<u32>(253 + min_exponent) << 23));
+    const float shifted = __uint_as_float(magnitude << (23 - mantissa));
+    float value = __fmul_rn(shifted, __uint_as_float(static_cast<u32>(253 + min_exponent) << 23));
     if (magnitude > max_code)
-        value = infinite && magnitude == max_code + 1 ? float_of(0x7F800000u) : nan_value();
-    return float_of(__float_as_uint(value) | sign);
+        value = infinite && magnitude == max_code + 1 ? __uint_as_float(0x7F800000u) : nan_value();
+    return __uint_as_float(__float_as_uint(value) | sign);
 }
 
 __device__ __forceinline__ float element_value(u32 code) {
@@ -21,6 +20,6 @@ __device__ __forceinline__ float element_value(u32 code) {
     return grid_value(code, BITS, MANTISSA, MIN_EXPONENT, MAX_CODE, HAS_INFINITY);
 #else
     const int integer = static_cast<int>(code << (32 - BITS)) >> (32 - BITS);
-    return __fmul_rn(static_cast<float>(integer), float_of(static_cast<u32>(127 - MANTISSA) << 23));
+    return __fmul_rn(static_cast<float>(integer), __uint_as_float(static_cast<u32>(127 - MANTISSA) << 23));
 #endif
 }

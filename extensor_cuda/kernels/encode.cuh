@@ -1,9 +1,5 @@
 // Random words, and 16 values of a block to packed codes or decoded values.
 
-// ---- random words ----
-
-// ---- elements ----
-
 #include "rounding.cuh"
 
 struct Tally {
@@ -213,7 +209,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
     if (counts_values) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
-            zero_values += __fmul_rn(magnitude_of(codes[k * BITS / 32] >> (k * BITS % 32)), s.decode) == 0;
+            zero_values += __fmul_rn(element_value(codes[k * BITS / 32] >> (k * BITS % 32)), s.decode) == 0;
         flushed = zero_values - zero_inputs;
     }
 #elif UE4M3
@@ -222,4 +218,15 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
     tally.saturated += s.live ? saturated : 0;
     tally.flushed += s.live ? flushed : 0;
 #endif
+}
+
+// Codes to their place, which is as wide as they are.
+__device__ __forceinline__ void store_words(u32* to, const u32 (&packed)[kWords]) {
+    if (kWords == 4)
+        *reinterpret_cast<uint4*>(to) = uint4{packed[0], packed[1], packed[2 % kWords], packed[3 % kWords]};
+    else if (kWords == 2)
+        *reinterpret_cast<uint2*>(to) = uint2{packed[0], packed[1]};
+    else
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) to[w] = packed[w];
 }

@@ -5,18 +5,15 @@
 //
 // A thread has chunks of 16 neighbours: one Philox call at 8 random bits. Rows, and blocks of them, are
 // multiples of that, from multiples of 16 bytes on. No headers; macros: those of input.cuh and encode.cuh,
-// HALF (scales are float16), RULE_ONE, ZEROS (zero points), THREADS, KEPT. Other layouts: floats.cu.
+// those of float_scale.cuh, THREADS, KEPT, WAY (0: groups, 1: blocks, 2: all). Other layouts: floats.cu.
 
 #include "input.cuh"
+#include "element.cuh"
 #include "float_scale.cuh"
+#include "float_division.cuh"
 #include "encode.cuh"
 #include "totals.cuh"
 
-#if HALF
-typedef u16 Stored;
-#else
-typedef u32 Stored;
-#endif
 constexpr int kRawWords = sizeof(Raw) * kChunk / 4, kWarps = kThreads / 32;
 
 __device__ __forceinline__ void load_chunk(u32 (&raw)[kRawWords], const Raw* from, bool there) {
@@ -46,11 +43,7 @@ __device__ __forceinline__ void store_chunk(const u32 (&raw)[kRawWords], const S
     u32 packed[kWords];
     const Tensor tensor = {1, 1, 0, 1};
     encode(v, s, far, tensor, block, part, stream, packed, tally);
-    u32* const to = reinterpret_cast<u32*>(codes) + chunk * kWords;
-    if (kWords == 4)
-        *reinterpret_cast<uint4*>(to) = uint4{packed[0], packed[1], packed[2 % kWords], packed[3 % kWords]};
-    else
-        *reinterpret_cast<uint2*>(to) = uint2{packed[0], packed[1]};
+    store_words(reinterpret_cast<u32*>(codes) + chunk * kWords, packed);
 }
 
 __device__ __forceinline__ void store_scale(const Scale& s, Stored* scales, signed char* zeros, u32 block) {
@@ -58,36 +51,12 @@ __device__ __forceinline__ void store_scale(const Scale& s, Stored* scales, sign
     if (ZEROS) zeros[block] = static_cast<signed char>(s.zero);
 }
 
-#define ARGUMENTS                                                                                              \
-    const Raw *__restrict__ x, u8 *__restrict__ codes, Stored *__restrict__ scales,                            \
-        signed char *__restrict__ zeros, const Most *__restrict__ found, u64 *__restrict__ counters, const u32 *__restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1
+#define ARGUMENTS                                                                                                   \
+    const Raw *__restrict__ x, u8 *__restrict__ codes, Stored *__restrict__ scales, signed char *__restrict__ zeros, \
+        const Most *__restrict__ found, u64 *__restrict__ counters, const u32 *__restrict__ clock, u32 key0,         \
+        u32 key1, u32 high0, u32 high1
 
-// chunks: of the whole array; a block's are `kParts` neighbouring lanes'.
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_groups(ARGUMENTS, i64 chunks) {
-    [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
-    const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * KEPT) + threadIdx.x;
-    Tally tally = {0, 0};
-    u32 raw[KEPT][kRawWords];
-#pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
-        const i64 chunk = first + i * kThreads;
-        load_chunk(raw[i], x + chunk * kChunk, chunk < chunks);
-    }
-#pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
-        const i64 chunk = first + i * kThreads;
-        Most most = most_of_raw(raw[i]);
-        most.high = across_lanes(most.high);
-        if (ZEROS) most.low = across_lanes(most.low);
-        const Scale s = block_scale(most);
-        if (chunk >= chunks) continue;
-        const u32 block = static_cast<u32>(chunk / kParts), part = static_cast<u32>(chunk % kParts);
-        store_chunk(raw[i], s, is_far(most, s), block, part, stream, codes, chunk, tally);
-        if (part == 0) store_scale(s, scales, zeros, block);
-    }
-    add_counts(tally, counters);
-}
-
+#if WAY == 1
 // Arrays of (outer, rows, wide * across) chunks in blocks of (1, tall, wide); the last ones may be cut.
 extern "C" __global__ void __launch_bounds__(kThreads)
 quantize_blocks(ARGUMENTS, u32 rows, u32 columns, u32 tall, u32 wide, u32 down, u32 across) {
@@ -135,15 +104,43 @@ quantize_blocks(ARGUMENTS, u32 rows, u32 columns, u32 tall, u32 wide, u32 down, 
     if (threadIdx.x == 0) store_scale(s, scales, zeros, block);
     add_counts(tally, counters);
 }
+#else
+// This thread's chunks, kThreads apart, of `chunks` in all.
+__device__ __forceinline__ void load_chunks(u32 (&raw)[KEPT][kRawWords], const Raw* x, i64 first, i64 chunks) {
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) load_chunk(raw[i], x + (first + i * kThreads) * kChunk, first + i * kThreads < chunks);
+}
 
+#if WAY == 0
+// chunks: of the whole array; a block's are `kParts` neighbouring lanes'.
+extern "C" __global__ void __launch_bounds__(kThreads) quantize_groups(ARGUMENTS, i64 chunks) {
+    [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
+    const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * KEPT) + threadIdx.x;
+    Tally tally = {0, 0};
+    u32 raw[KEPT][kRawWords];
+    load_chunks(raw, x, first, chunks);
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) {
+        const i64 chunk = first + i * kThreads;
+        Most most = most_of_raw(raw[i]);
+        most.high = across_lanes(most.high);
+        if (ZEROS) most.low = across_lanes(most.low);
+        const Scale s = block_scale(most);
+        if (chunk >= chunks) continue;
+        const u32 block = static_cast<u32>(chunk / kParts), part = static_cast<u32>(chunk % kParts);
+        store_chunk(raw[i], s, is_far(most, s), block, part, stream, codes, chunk, tally);
+        if (part == 0) store_scale(s, scales, zeros, block);
+    }
+    add_counts(tally, counters);
+}
+#else
 // Of all, at first zeros.
 extern "C" __global__ void __launch_bounds__(kThreads)
 largest(const Raw* __restrict__ x, Most* __restrict__ found, i64 chunks) {
     const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * KEPT) + threadIdx.x;
     u32 raw[KEPT][kRawWords];
     Most most = {0, 0};
-#pragma unroll
-    for (int i = 0; i < KEPT; ++i) load_chunk(raw[i], x + (first + i * kThreads) * kChunk, first + i * kThreads < chunks);
+    load_chunks(raw, x, first, chunks);
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) join(most, most_of_raw(raw[i]));
     add_maximum(most.high, &found->high);
@@ -155,8 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) quantize_all(ARGUMENTS, i
     const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * KEPT) + threadIdx.x;
     Tally tally = {0, 0};
     u32 raw[KEPT][kRawWords];
-#pragma unroll
-    for (int i = 0; i < KEPT; ++i) load_chunk(raw[i], x + (first + i * kThreads) * kChunk, first + i * kThreads < chunks);
+    load_chunks(raw, x, first, chunks);
     const Most most = *found;
     const Scale s = block_scale(most);
     const bool far = is_far(most, s);
@@ -168,3 +164,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) quantize_all(ARGUMENTS, i
     if (blockIdx.x == 0 && threadIdx.x == 0) store_scale(s, scales, zeros, 0);
     add_counts(tally, counters);
 }
+#endif
+#endif

@@ -21,7 +21,7 @@ from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.quantize import CHUNK, INPUTS, THREADS, encoding_macros
 from extensor_cuda.recording import clock_of
 
-__all__ = ["Lines", "float_macros", "largest", "lines_of", "lines_source", "quantize"]
+__all__ = ["KERNELS", "Lines", "float_macros", "largest", "lines_of", "quantize", "source_of"]
 
 Array = Any
 
@@ -29,29 +29,31 @@ _SOURCE = Path(__file__).parent / "float_lines.cu"
 _KEPT = 4  # chunks that a thread holds
 _FAR = 8192  # chunks of a block of values beyond which its threads are too few
 _MOST_LANES = 32
+_GROUPS, _BLOCKS, _ALL = range(3)  # as in float_lines.cu
+KERNELS = ("quantize_groups", "quantize_blocks", "quantize_all")
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Blocks of values along rows, in chunks of 16.
+    """Blocks of values along rows, in chunks of 16, as a kernel of `float_lines.cu` takes them.
 
     Attributes:
         spec: resolved.
-        kernel: of `float_lines.cu`.
-        chunks: of the array.
-        blocks: how many there are.
-        sizes: of "quantize_blocks": rows, columns, a block's, and blocks down and across.
+        way: `_GROUPS`, `_BLOCKS` or `_ALL`.
+        block: values that share a scale where they are neighbouring lanes', else those of a lane.
         threads: of a block of threads.
         kept: chunks that a thread holds.
+        grid: blocks of threads.
+        sizes: chunks; of `_BLOCKS` rows, columns, a block's, and blocks down and across.
     """
 
     spec: QuantSpec
-    kernel: str
-    chunks: int
-    blocks: int
-    sizes: tuple[int, ...]
+    way: int
+    block: int
     threads: int
     kept: int
+    grid: int
+    sizes: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -59,7 +61,7 @@ def lines_of(
     spec: QuantSpec,
     sizes: tuple[int, int, int, int],
     each: tuple[int, int, int, int],
-    grid: tuple[int, int, int, int],
+    blocks: tuple[int, int, int, int],
 ) -> Lines | None:
     """How (outer, rows, 1, columns) elements in such blocks are taken; None: not by these kernels.
 
@@ -67,37 +69,48 @@ def lines_of(
         spec: resolved, under plain float scales.
         sizes: of the array, of which columns are contiguous.
         each: of a block.
-        grid: blocks along each.
+        blocks: how many there are along each.
     """
     _, rows, inner, columns = sizes
-    tall, wide, blocks = each[1], each[3], math.prod(grid)
+    tall, wide = each[1], each[3]
     nearest = spec.rounding == "nearest_even" and spec.ties == "even"
     if not (spec.symmetric or nearest) or inner > 1 or columns % CHUNK or wide % CHUNK:
         return None
     chunks, lanes = math.prod(sizes) // CHUNK, wide // CHUNK
     if each == sizes:
-        return Lines(spec, "quantize_all", chunks, 1, (chunks,), THREADS, _KEPT)
+        grid = -(-chunks // (THREADS * _KEPT))
+        return Lines(spec, _ALL, CHUNK, THREADS, _KEPT, grid, (chunks,))
     neat = lanes <= _MOST_LANES and lanes & (lanes - 1) == 0 and columns % wide == 0
     if tall == 1 and neat:
         kept = 1 if spec.rounding == "stochastic" else _KEPT
-        return Lines(spec, "quantize_groups", chunks, blocks, (chunks,), THREADS, kept)
+        grid = -(-chunks // (THREADS * kept))
+        return Lines(spec, _GROUPS, wide, THREADS, kept, grid, (chunks,))
     most = min(tall, rows) * min(lanes, columns // CHUNK)
     if each[0] > 1 or most > _FAR:
         return None
     threads = min(THREADS, max(32, 1 << (most - 1).bit_length()))
-    numbers = rows, columns // CHUNK, tall, lanes, grid[1], grid[3]
-    return Lines(
-        spec, "quantize_blocks", chunks, blocks, numbers, threads, min(_KEPT, -(-most // threads))
-    )
+    kept = min(_KEPT, -(-most // threads))
+    numbers = rows, columns // CHUNK, tall, lanes, blocks[1], blocks[3]
+    return Lines(spec, _BLOCKS, CHUNK, threads, kept, math.prod(blocks), numbers)
 
 
 @lru_cache(maxsize=1024)
-def lines_source(lines: Lines, dtype: str) -> Source:
-    """The program for input of a dtype."""
-    macros = float_macros(lines.spec, dtype) | {"THREADS": lines.threads, "KEPT": lines.kept}
-    if lines.kernel == "quantize_groups":
-        macros["BLOCK"] = lines.chunks // lines.blocks * CHUNK
-    return Source.read(_SOURCE, macros)
+def _source(
+    spec: QuantSpec,
+    dtype: str,
+    way: int = _ALL,
+    block: int = CHUNK,
+    threads: int = THREADS,
+    kept: int = _KEPT,
+) -> Source:
+    """The program for input of a dtype; the others are fields of `Lines`."""
+    sizes = {"WAY": way, "BLOCK": block, "THREADS": threads, "KEPT": kept}
+    return Source.read(_SOURCE, float_macros(spec, dtype) | sizes)
+
+
+def source_of(lines: Lines, dtype: str) -> Source:
+    """The program for blocks that are taken so."""
+    return _source(lines.spec, dtype, lines.way, lines.block, lines.threads, lines.kept)
 
 
 def float_macros(spec: QuantSpec, dtype: str) -> dict[str, object]:
@@ -123,8 +136,8 @@ def largest(x: Array, spec: QuantSpec, xp: Any) -> Array:
     For a spec with zero points those of the largest value above zero, and of that below it.
     """
     most, chunks = xp.zeros(2, dtype=np.uint32), x.size // CHUNK
-    source = lines_source(Lines(spec, "quantize_all", 0, 1, (), THREADS, _KEPT), x.dtype.name)
-    launch(source, "largest", -(-chunks // (THREADS * _KEPT)), THREADS, x, most, np.int64(chunks))
+    grid = -(-chunks // (THREADS * _KEPT))
+    launch(_source(spec, x.dtype.name), "largest", grid, THREADS, x, most, np.int64(chunks))
     return most
 
 
@@ -152,17 +165,14 @@ def quantize(
         zeros: int8, to be written like scales where the spec has zero points.
         most: what `largest` finds, if it is known.
     """
-    source = lines_source(lines, x.dtype.name)
-    blocks = -(-lines.chunks // (lines.threads * lines.kept))
-    if most is None and lines.kernel == "quantize_all":
+    if most is None and lines.way == _ALL:
         most = largest(x, lines.spec, xp)
     words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
-    by_block = lines.kernel == "quantize_blocks"
-    number = np.uint32 if by_block else np.int64
+    number = np.uint32 if lines.way == _BLOCKS else np.int64
     launch(
-        source,
-        lines.kernel,
-        lines.blocks if by_block else blocks,
+        source_of(lines, x.dtype.name),
+        KERNELS[lines.way],
+        lines.grid,
         lines.threads,
         x,
         codes,

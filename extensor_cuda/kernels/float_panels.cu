@@ -4,18 +4,15 @@
 //
 // A block of threads has 128 rows and columns; a warp 16 rows, a lane four neighbouring columns of them: four
 // chunks of 16 values. The number of columns is a multiple of 4, from multiples of 16 bytes on. No headers; macros:
-// those of float_lines.cu but KEPT, and the above.
+// those of input.cuh, encode.cuh and float_scale.cuh, and the above.
 
 #include "input.cuh"
+#include "element.cuh"
 #include "float_scale.cuh"
+#include "float_division.cuh"
 #include "encode.cuh"
 #include "totals.cuh"
 
-#if HALF
-typedef u16 Stored;
-#else
-typedef u32 Stored;
-#endif
 constexpr int kSide = 128, kWarps = kThreads / 32, kLane = 4, kShare = TALL / kChunk;  // warps of a block of values
 
 struct Place {
@@ -77,7 +74,7 @@ largest_of_columns(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, 
     u32 all = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) all = larger(all, found[w][threadIdx.x]);
-    if (all > *static_cast<volatile u32*>(most + column)) atomicMax(most + column, all);
+    raise(most + column, all);
 }
 #endif
 

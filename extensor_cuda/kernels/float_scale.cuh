@@ -1,8 +1,13 @@
-// A block's float scale from its largest magnitude, and values divided by it.
+// A block's float scale, and zero point, from its extremes. Macros: BITS, TOP, RULE_ONE (scales are 1), ZEROS (zero
+// points), HALF (scales are float16). After input.cuh.
 
 #include "half.cuh"
 
-#define DIVIDES 1  // for encode.cuh
+#if HALF
+typedef u16 Stored;
+#else
+typedef u32 Stored;  // a float's bits
+#endif
 
 // Of some values: the bits of the largest magnitude; under ZEROS of the largest above 0 and that below it.
 struct Most {
@@ -12,17 +17,6 @@ struct Most {
 __device__ __forceinline__ void join(Most& most, const Most& other) {
     most.high = larger(most.high, other.high);
     if (ZEROS) most.low = larger(most.low, other.low);
-}
-
-__device__ __forceinline__ Most most_of(const float (&x)[kChunk]) {
-#if ZEROS
-    float high = 0, low = 0;
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) high = max_with_nan(high, x[k]), low = max_with_nan(low, -x[k]);
-    return {bits_of(high) & kMagnitude, bits_of(low) & kMagnitude};
-#else
-    return {chunk_maximum(x), 0};
-#endif
 }
 
 struct Scale {
@@ -60,37 +54,4 @@ __device__ __forceinline__ Scale block_scale(const Most& most) {
     s.apply = __frcp_rn(scale);
     s.live = finite ? ~0u : 0;
     return s;
-}
-
-// Whether a block's largest value is so far beyond the grid that its code would not fit.
-__device__ __forceinline__ bool is_far(const Most& most, const Scale& s) {
-    return !(__fdiv_rn(float_of(most.high), s.decode) < float_of(CLAMP_BITS));
-}
-
-// x / scale, as a division rounds it. With the nearest reciprocal two corrections give that too, unless
-// a remainder is so small that a float does not hold it: that is so below 2^-101, whose quotient by a
-// scale in these bounds is 0 on any grid, to nearest.
-__device__ __forceinline__ void divide(const float (&x)[kChunk], const Scale& s, float (&y)[kChunk]) {
-    if (!WORDS && ELEMENT_SCALE == 1.0f && s.decode >= 0x1p-60f && s.decode <= 0x1p60f) {
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) {
-            float q = __fmul_rn(x[k], s.apply);
-            q = __fmaf_rn(__fmaf_rn(-q, s.decode, x[k]), s.apply, q);
-            q = __fmaf_rn(__fmaf_rn(-q, s.decode, x[k]), s.apply, q);
-            y[k] = float_of((bits_of(q) & kMagnitude) | (bits_of(x[k]) & kSign));  // of zeros
-        }
-    } else {
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) y[k] = __fdiv_rn(x[k], s.decode);
-    }
-}
-
-// What a code means without its sign.
-__device__ __forceinline__ float magnitude_of(u32 code) {
-#if IS_FLOAT
-    const u32 magnitude = code & ((1u << (BITS - 1)) - 1);
-    return __fmul_rn(float_of(magnitude << (23 - MANTISSA)), float_of(static_cast<u32>(253 + MIN_EXPONENT) << 23));
-#else
-    return (code & ((1u << BITS) - 1)) != 0;  // at least
-#endif
 }

@@ -6,28 +6,13 @@
 // An array is (outer, rows, inner) lines of `columns` elements, along which codes are packed. They lie in
 // memory as (outer, rows, columns, inner), or under FAST 2 as (columns, outer, rows). FAST is what memory
 // runs along: 0 columns, 1 inner, 2 rows. A thread has VEC bytes of codes that are neighbours in memory.
-// No inline assembly; macros besides those of float_codes.cuh and element.cuh: TOP, RULE_ONE, ZEROS, HALF
-// (scales are float16), FACTOR (on scaled values), FAST, VEC, WHOLE (vector loads fit), SAME (a thread's codes
-// are of one block), NEAT (blocks begin at multiples of their number of lanes, a power of two), RBITS.
+// Macros besides those of float_codes.cuh: FAST, VEC, WHOLE (vector loads fit), SAME (a thread's codes are of
+// one block), NEAT (blocks begin at multiples of their number of lanes, a power of two).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-#include "philox.cuh"
-#include "element.cuh"
-#include "half.cuh"
 #include "float_codes.cuh"
 
-constexpr int kThreads = 256, kWarps = 8, kSlots = 256, kPer = 8 / BITS, kDeep = 32;
+constexpr int kPer = 8 / BITS, kDeep = 32;
 constexpr int kElements = VEC * kPer;  // of a thread
-#if HALF
-typedef u16 Scale;
-#else
-typedef float Scale;
-#endif
 
 struct Sizes {
     u32 outer, rows, inner, columns;
@@ -42,26 +27,15 @@ __device__ __forceinline__ u32 block_of(const Sizes& grid, const Sizes& each, u3
     return offset(grid, o / each.outer, r / each.rows, i / each.inner, c / each.columns);
 }
 
-// What a block's scale needs of its values: the largest magnitude, or those below and above 0.
-struct Extremes {
-    u32 low, high;
-};
-
-__device__ __forceinline__ void widen(Extremes& held, float v) {
-    const u32 bits = __float_as_uint(v), magnitude = bits & 0x7FFFFFFFu;
-    const bool nan = magnitude > kInfinity;
-    if (!ZEROS || nan || !(bits >> 31)) held.high = held.high > magnitude ? held.high : magnitude;
-    if (ZEROS && (nan || bits >> 31)) held.low = held.low > magnitude ? held.low : magnitude;
+__device__ __forceinline__ void take(Most& held, float v) {
+    const u32 magnitude = bits_of(v) & kMagnitude;
+    const bool nan = magnitude > kExponent, negative = bits_of(v) & kSign;
+    join(held, {!ZEROS || nan || !negative ? magnitude : 0, nan || negative ? magnitude : 0});
 }
 
-__device__ __forceinline__ void join(Extremes& held, const Extremes& other) {
-    held.high = held.high > other.high ? held.high : other.high;
-    held.low = held.low > other.low ? held.low : other.low;
-}
-
-__device__ __forceinline__ void store(u32* most, u32 block, const Extremes& held) {
-    raise(most + block * (1 + ZEROS), held.high);
-    if (ZEROS) raise(most + block * 2 + 1, held.low);
+__device__ __forceinline__ void store(Most* most, u32 block, const Most& held) {
+    raise(&most[block].high, held.high);
+    if (ZEROS) raise(&most[block].low, held.low);
 }
 
 // Neighbours along what memory runs along, zeros beyond the end.
@@ -70,14 +44,14 @@ __device__ __forceinline__ void load(const Raw* x, u32 at, u32 left, float (&v)[
     load_four(x + at, v);
 #else
 #pragma unroll
-    for (int k = 0; k < 4; ++k) v[k] = static_cast<u32>(k) < left ? value_of(x[at + k]) : 0.0f;
+    for (int k = 0; k < 4; ++k) v[k] = static_cast<u32>(k) < left ? widen(x[at + k]) : 0.0f;
 #endif
 }
 
 // x -> the bits of each block's extremes, at first 0. A thread has four neighbours in memory, and as
 // many as kDeep along the columns where these are not the neighbours.
 extern "C" __global__ void __launch_bounds__(kThreads)
-extremes(const Raw* __restrict__ x, u32* __restrict__ most, u32 outer, u32 rows, u32 inner, u32 columns,
+extremes(const Raw* __restrict__ x, Most* __restrict__ most, u32 outer, u32 rows, u32 inner, u32 columns,
          u32 outer_each, u32 rows_each, u32 inner_each, u32 columns_each, u32 outer_grid, u32 rows_grid,
          u32 inner_grid, u32 columns_grid) {
     const Sizes all = {outer, rows, inner, columns}, each = {outer_each, rows_each, inner_each, columns_each};
@@ -88,7 +62,7 @@ extremes(const Raw* __restrict__ x, u32* __restrict__ most, u32 outer, u32 rows,
     t /= groups;
 #if FAST == 0
     const bool there = t < outer * rows;
-    Extremes held = {0, 0};
+    Most held = {0, 0};
     const u32 row = there ? t % rows : 0, o = there ? t / rows : 0;
     u32 block = block_of(grid, each, o, row, 0, first);
     if (there) {
@@ -101,13 +75,13 @@ extremes(const Raw* __restrict__ x, u32* __restrict__ most, u32 outer, u32 rows,
                 store(most, block, held);
                 block = mine, held = {0, 0};
             }
-            widen(held, v[k]);
+            take(held, v[k]);
         }
     }
 #if NEAT
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const Extremes other = {__shfl_xor_sync(~0u, held.low, step), __shfl_xor_sync(~0u, held.high, step)};
+        const Most other = {__shfl_xor_sync(~0u, held.high, step), __shfl_xor_sync(~0u, held.low, step)};
         if (__shfl_xor_sync(~0u, block, step) == block) join(held, other);
     }
     const u32 lanes = columns_each < 128 ? columns_each / 4 : 32;  // of one block: all have its extremes
@@ -122,15 +96,15 @@ extremes(const Raw* __restrict__ x, u32* __restrict__ most, u32 outer, u32 rows,
     if (t >= outer * of_rows) return;
     const u32 row = FAST == 2 ? 0 : t % rows, o = t / of_rows;
     const u32 end = columns - start < kDeep ? columns : start + kDeep;
-    Extremes held[4] = {};
+    Most held[4] = {};
     for (u32 c = start; c < end; ++c) {
         float v[4];
         load(x, FAST == 2 ? offset(all, o, first, 0, c) : offset(all, o, row, first, c), fast - first, v);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) widen(held[k], v[k]);
+        for (int k = 0; k < 4; ++k) take(held[k], v[k]);
         if (c + 1 < end && (c + 1) % columns_each) continue;
         u32 block = 0;
-        Extremes together = {0, 0};
+        Most together = {0, 0};
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             if (first + k >= fast) break;
@@ -146,71 +120,6 @@ extremes(const Raw* __restrict__ x, u32* __restrict__ most, u32 outer, u32 rows,
         store(most, block, together);
     }
 #endif
-}
-
-struct Range {
-    Scale stored;
-    float scale;
-    int zero;
-    bool finite;
-};
-
-__device__ __forceinline__ Range range_of(const u32* most, u32 block) {
-    Range found;
-    const u32 high = most[block * (1 + ZEROS)], low = ZEROS ? most[block * 2 + 1] : 0;
-    found.finite = high < kInfinity && low < kInfinity;
-    const float top = found.finite ? __uint_as_float(high) : 0.0f;
-    [[maybe_unused]] const double bottom = found.finite ? -static_cast<double>(__uint_as_float(low)) : 0.0;
-#if RULE_ONE
-    float scale = 1.0f;
-#elif ZEROS
-    float scale = static_cast<float>(__ddiv_rn(__dsub_rn(static_cast<double>(top), bottom), static_cast<double>((1 << BITS) - 1)));
-#else
-    float scale = __fdiv_rn(top, TOP);
-#endif
-    if (scale == 0.0f) scale = 1.0f;
-#if HALF
-    const u16 half = half_scale(scale);
-    scale = half_value(half);
-    found.stored = found.finite ? half : 0x7E00;
-#else
-    found.stored = found.finite ? scale : nan_value();
-#endif
-    found.scale = scale;
-    found.zero = 0;
-#if ZEROS
-    constexpr double kLeast = -(1 << (BITS - 1));
-    const double zero = rint(__dsub_rn(kLeast, __ddiv_rn(bottom, static_cast<double>(scale))));
-    found.zero = static_cast<int>(zero < kLeast ? kLeast : zero > -kLeast - 1 ? -kLeast - 1 : zero);
-#endif
-    return found;
-}
-
-__device__ __forceinline__ float decoded(u32 code, float scale, int zero) {
-    const float value = element_value(code);
-    return __fmul_rn(ZEROS ? __fsub_rn(value, static_cast<float>(zero)) : value, scale);
-}
-
-__device__ __forceinline__ u32 code_of(float x, const Range& range, u32 word, Tally& tally) {
-    float scaled = __fdiv_rn(x, range.scale);
-#ifdef FACTOR
-    scaled = __fmul_rn(scaled, FACTOR);
-#endif
-    const u32 bits = __float_as_uint(scaled), negative = bits >> 31;
-    u32 n = magnitude_code(bits, word), code;
-#if ZEROS
-    constexpr int kLeast = -(1 << (BITS - 1));
-    int coded = (negative ? -static_cast<int>(n) : static_cast<int>(n)) + range.zero;
-    tally.saturated += coded < kLeast || coded > -kLeast - 1;
-    coded = coded < kLeast ? kLeast : coded > -kLeast - 1 ? -kLeast - 1 : coded;
-    code = static_cast<u32>(coded) & ((1u << BITS) - 1);
-#else
-    tally.saturated += n > MAX_CODE;
-    n = n > MAX_CODE ? MAX_CODE : n;
-    code = IS_FLOAT ? n | negative << (BITS - 1) : (negative ? 0u - n : n) & ((1u << BITS) - 1);
-#endif
-    tally.flushed += x != 0.0f && decoded(code, range.scale, range.zero) == 0.0f;
-    return code;
 }
 
 // The place of a thread's bytes of codes, `bytes` of them along the columns.
@@ -238,7 +147,7 @@ __device__ __forceinline__ Element element_of(const Place& place, int k, int h) 
 
 // x and its blocks' extremes -> packed codes, scales, zero points; counts spread over pairs.
 extern "C" __global__ void __launch_bounds__(kThreads)
-codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ out, Scale* __restrict__ scales,
+codes(const Raw* __restrict__ x, const Most* __restrict__ most, u8* __restrict__ out, Stored* __restrict__ scales,
       signed char* __restrict__ zeros, u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0, u32 key1,
       u32 high0, u32 high1, u32 bytes, u32 outer, u32 rows, u32 inner, u32 columns, u32 outer_each, u32 rows_each,
       u32 inner_each, u32 columns_each, u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
@@ -263,12 +172,12 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
 #pragma unroll
         for (int n = 0; n < kElements; ++n) {
             const Element e = element_of(place, n / kPer, n % kPer);
-            v[n] = e.c < columns ? value_of(x[offset(all, e.o, e.r, e.i, e.c)]) : 0.0f;
+            v[n] = e.c < columns ? widen(x[offset(all, e.o, e.r, e.i, e.c)]) : 0.0f;
         }
 #endif
         u32 packed = 0, block = ~0u, at = 0;
-        Range range;
-#if WORDS
+        Scale s;
+#if RBITS
         u32 draw[4], call = ~0u, drawn = ~0u;
         constexpr u32 kShare = 128 / RBITS;  // positions of one call
 #endif
@@ -280,29 +189,27 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
                 ++at;
             } else {
                 const u32 mine = block_of(grid, each, e.o, e.r, e.i, e.c);
-                if (mine != block) range = range_of(most, mine);
+                if (mine != block) s = block_scale(most[mine]);
                 block = mine;
                 at = ((e.o % outer_each * rows_each + e.r % rows_each) * inner_each + e.i % inner_each) * columns_each +
                      e.c % columns_each;
             }
             if (at == 0) {
-                scales[block] = range.stored;
-#if ZEROS
-                zeros[block] = static_cast<signed char>(range.zero);
-#endif
+                scales[block] = static_cast<Stored>(s.stored);
+                if (ZEROS) zeros[block] = static_cast<signed char>(s.zero);
             }
-            if (!range.finite) continue;
-            u32 word = 0;
-#if WORDS
+            if (!s.live) continue;
+            u32 word = TIE_WORD;
+#if RBITS
             if (call != at / kShare || drawn != block) {
                 call = at / kShare, drawn = block;
                 philox(call, block, stream, draw);
             }
             const u32 which = at % kShare / (kShare / 4);
             word = which == 0 ? draw[0] : which == 1 ? draw[1] : which == 2 ? draw[2] : draw[3];
-            if (RBITS == 8) word = (word >> at % 4 * 8 & 0xFFu) << 24 | 1u << 23;
+            if (RBITS == 8) word = 0x43000080u | (word >> at % 4 * 8 & 0xFFu) << 8;  // as round_magnitude takes it
 #endif
-            packed |= code_of(v[n], range, word, tally) << (n / kPer * 8 + n % kPer * BITS);
+            packed |= code_of(v[n], s, word, tally) << (n / kPer * 8 + n % kPer * BITS);
         }
 #if VEC == 4
         *reinterpret_cast<u32*>(out + t) = packed;
@@ -310,12 +217,12 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
         out[t] = static_cast<u8>(packed);
 #endif
     }
-    count(tally, counters + (blockIdx.x * kWarps + threadIdx.x / 32) % kSlots * 2);
+    add_counts(tally, counters);
 }
 
 // Packed codes and scales -> float32.
 extern "C" __global__ void __launch_bounds__(kThreads)
-values(const u8* __restrict__ in, const Scale* __restrict__ scales, const signed char* __restrict__ zeros,
+values(const u8* __restrict__ in, const Stored* __restrict__ scales, const signed char* __restrict__ zeros,
        float* __restrict__ out, u32 bytes, u32 outer, u32 rows, u32 inner, u32 columns, u32 outer_each, u32 rows_each,
        u32 inner_each, u32 columns_each, u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
     const Sizes all = {outer, rows, inner, columns}, each = {outer_each, rows_each, inner_each, columns_each};
@@ -337,7 +244,7 @@ values(const u8* __restrict__ in, const Scale* __restrict__ scales, const signed
 #if HALF
         const float scale = half_value(scales[block]);
 #else
-        const float scale = scales[block];
+        const float scale = float_of(scales[block]);
 #endif
         const int zero = ZEROS ? zeros[block] : 0;
         v[n] = decoded(packed >> (n / kPer * 8 + n % kPer * BITS) & ((1u << BITS) - 1), scale, zero);

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from extensor.random import Stream
 from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import float_lines, float_panels
-from extensor_cuda.kernels.quantize import INPUTS, SLOTS, THREADS, element_macros, exact_float
+from extensor_cuda.kernels.quantize import SLOTS, THREADS
 from extensor_cuda.recording import clock_of
 
 __all__ = ["FloatPlan", "dequantize", "float_source", "operand", "plan_of", "quantize", "start"]
@@ -31,7 +31,6 @@ Array = Any
 
 _SOURCE = Path(__file__).parent / "floats.cu"
 _DEEP, _LANES = 32, 128  # as in floats.cu: elements a thread goes along, values of a warp
-_TIES = {"even": 0, "away": 1, "zero": 2}
 _COLUMNS, _INNER, _ROWS = range(3)  # what memory runs along
 
 
@@ -59,14 +58,14 @@ class FloatPlan:
     codes_shape: tuple[int, ...]
     scales_shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def lines(self) -> float_lines.Lines | None:
         """How faster kernels take blocks along rows, where they do."""
         if self.fast != _COLUMNS or self.bytes * self.per != self.sizes[3]:
             return None
         return float_lines.lines_of(self.spec, self.sizes, self.each, self.grid)
 
-    @property
+    @cached_property
     def panels(self) -> float_panels.Panels | None:
         """How faster kernels take blocks down a matrix's columns, where they do."""
         if self.fast != _ROWS or len(self.shape) != 2 or self.bytes * self.per != self.shape[0]:
@@ -147,27 +146,15 @@ def _sorted(axis: int, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
 @lru_cache(maxsize=1024)
 def float_source(plan: FloatPlan, dtype: str, aligned: bool) -> Source:
     """The program for input of a dtype, from a multiple of 16 bytes on or not."""
-    spec, element = plan.spec, plan.spec.row.element
-    elements = plan.vec * plan.per
+    spec, elements = plan.spec, plan.vec * plan.per
     whole = plan.fast != _COLUMNS or plan.sizes[3] % elements == 0
-    macros = element_macros(element) | {
-        "IN": INPUTS.index(dtype),
-        "GRID_EXPONENT": f"({element.grid_exponent})",
-        "TOP": exact_float(element.max),
-        "TIES": _TIES[spec.ties],
-        "WORDS": int(spec.rounding == "stochastic"),
-        "RBITS": spec.rbits,
-        "RULE_ONE": int(spec.rule == "one"),
-        "ZEROS": int(not spec.symmetric),
-        "HALF": int(spec.scale_name == "float16"),
+    macros = float_lines.float_macros(spec, dtype) | {
         "FAST": plan.fast,
         "VEC": plan.vec,
         "WHOLE": int(aligned and whole and plan.vec == 4),
         "SAME": int(plan.fast == _COLUMNS and plan.each[3] % elements == 0),
         "NEAT": int(plan.neat),
     }
-    if spec.element_scale != 1.0:
-        macros["FACTOR"] = exact_float(spec.element_scale)
     return Source.read(_SOURCE, macros)
 
 
@@ -197,8 +184,7 @@ def start(x: Array, plan: FloatPlan, stream: Stream | None, xp: Any) -> tuple[Qu
     groups = -(-(columns, inner, rows)[plan.fast] // 4)
     lines = outer * (1 if plan.fast == _ROWS else rows)
     deep = 1 if plan.fast == _COLUMNS else -(-columns // _DEEP)
-    of_block = 1 if spec.symmetric else 2
-    most = xp.zeros((of_block * math.prod(plan.scales_shape),), dtype=np.uint32)
+    most = xp.zeros((2 * math.prod(plan.scales_shape),), dtype=np.uint32)
     _launch(plan, dtype, x.data.ptr, "extremes", groups * lines * deep, x, most)
     words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     _launch(

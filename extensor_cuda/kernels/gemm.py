@@ -421,17 +421,17 @@ def _with(
         config = replace(
             config, tile_n=min(config.tile_n, 160 if fits else 128)
         )  # wider ones spill
+    by_blocks = scales is not None and not config.every
+    blocks = max(config.blocks, 1) if by_blocks else 0
     return replace(
         config,
         extras=extras,
         vectors=vectors,
         factors=factors is not None,
         zeros=zeros is not None,
-        blocks=(config.blocks or 1) if scales is not None and not config.every else 0,
+        blocks=blocks,
         grouped=offsets is not None,
-        promote=1 if scales is not None and not config.every else config.promote,
-        # The ring holds scales too.
-        patches=min(config.patches, 2)
-        if scales is not None and config.blocks <= 1
-        else config.patches,
+        promote=1 if by_blocks else config.promote,
+        # A ring that holds scales of every row leaves less.
+        patches=min(config.patches, 2) if scales is not None and blocks <= 1 else config.patches,
     )

@@ -90,6 +90,11 @@ class Config:
     expands: tuple[tuple[str, str], ...] = ()
     guard: bool = False
 
+    def __post_init__(self) -> None:
+        # True equals 1, but as a macro it is an unknown name, which #if takes for 0.
+        if isinstance(self.blocks, bool) or self.blocks not in (0, 1, 4):
+            raise ValueError(f"gemm: wanted scales of 0, 1 or 4 rows, got blocks={self.blocks}")
+
     @property
     def depth(self) -> int:
         """Stages of the ring."""

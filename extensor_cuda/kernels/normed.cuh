@@ -113,3 +113,21 @@ struct Tiles {
         fill(i + STAGES);
     }
 };
+
+// Each lane's sums of kSums rows -> lane l has the warp's sum of row l / (32 / kSums). The order is that of
+// the lanes, 16 apart first, however many rows there are.
+template <int kSums>
+__device__ __forceinline__ float over_warp(float (&sums)[kSums]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = kSums / 2, apart = 16; half; half /= 2, apart /= 2)
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const bool upper = lane & apart;
+            const float keep = upper ? sums[i + half] : sums[i], pass = upper ? sums[i] : sums[i + half];
+            sums[i] = __fadd_rn(keep, __shfl_xor_sync(~0u, pass, apart));
+        }
+#pragma unroll
+    for (int apart = 16 / kSums; apart; apart /= 2) sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(~0u, sums[0], apart));
+    return sums[0];
+}

@@ -16,23 +16,7 @@ static_assert(WIDE * sizeof(Given) == 1024 && TALL == 32 && GROUP <= kMostTerms,
 // its own has encoded the rows of so many before.
 constexpr int kPosts = 2 * LEAD + 2, kFound = LEAD + 1;
 
-// Each of kSummed sums over the warp: lane l has sum l / kShare.
-__device__ __forceinline__ float over_lanes(float (&sums)[kSummed]) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = kSummed / 2, apart = 16; half; half /= 2, apart /= 2)
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const bool upper = lane & apart;
-            const float keep = upper ? sums[i + half] : sums[i], pass = upper ? sums[i] : sums[i + half];
-            sums[i] = __fadd_rn(keep, __shfl_xor_sync(~0u, pass, apart));
-        }
-#pragma unroll
-    for (int apart = kShare / 2; apart; apart /= 2) sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(~0u, sums[0], apart));
-    return sums[0];
-}
-
-// The same of what `of` makes of sum e and a value. A lane has two vectors of a term's, `mine` on.
+// `over_warp` of what `of` makes of sum e and a value. A lane has two vectors of a term's, `mine` on.
 template <class Of>
 __device__ __forceinline__ float over_columns(const Given* mine, i64 real, Of of) {
     float sums[kSummed];
@@ -47,7 +31,7 @@ __device__ __forceinline__ float over_columns(const Given* mine, i64 real, Of of
             for (int k = 0; k < kGivenVector; ++k) sums[e] = of(sums[e], given(words, k), e, WHOLE || at < real);
         }
     }
-    return over_lanes(sums);
+    return over_warp(sums);
 }
 
 // Columns of a term.

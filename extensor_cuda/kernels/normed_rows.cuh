@@ -9,22 +9,6 @@ constexpr int kSlices = kSide / 32;    // warps that share a row of the block
 constexpr int kShare = 32 / kEach;     // of a warp that have the sum of one of its rows
 constexpr int kTerms = (GROUP * kSlices + 31) / 32 * 32;  // sums of warps that make a row's
 
-// Each lane's sums of kEach rows -> lane l has the warp's sum of row l / kShare. The order is that of the
-// lanes, 16 apart first, however many rows there are.
-__device__ __forceinline__ float across_warp(float (&sums)[kEach]) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = kEach / 2, apart = 16; half; half /= 2, apart /= 2)
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const bool upper = lane & apart;
-            const float keep = upper ? sums[i + half] : sums[i], pass = upper ? sums[i] : sums[i + half];
-            sums[i] = __fadd_rn(keep, __shfl_xor_sync(~0u, pass, apart));
-        }
-#pragma unroll
-    for (int apart = kShare / 2; apart; apart /= 2) sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(~0u, sums[0], apart));
-    return sums[0];
-}
 __device__ __forceinline__ float of_row(float of_lanes, int e) { return __shfl_sync(~0u, of_lanes, e * kShare); }
 
 // `*to = v` in block `rank` of the cluster, and 4 bytes more at its barrier.
@@ -63,7 +47,7 @@ __device__ __forceinline__ void send_sums(const Given* mine, i64 real, float wid
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) sums[e] = __fadd_rn(sums[e], given(words, k));
     }
-    mean = across_warp(sums);
+    mean = over_warp(sums);
     mean = width > 0 ? __fdiv_rn(mean, width) : 0.0f;
 #endif
 #pragma unroll
@@ -78,7 +62,7 @@ __device__ __forceinline__ void send_sums(const Given* mine, i64 real, float wid
             sums[e] = __fmaf_rn(v, v, sums[e]);
         }
     }
-    const float squares = across_warp(sums);
+    const float squares = over_warp(sums);
     for (int to = lane % kShare; to < GROUP; to += kShare) {
         send(&terms[0][row + lane / kShare][term], squares, barrier, to);
         if (NORM == 2) send(&terms[NORM - 1][row + lane / kShare][term], mean, barrier, to);
@@ -103,7 +87,7 @@ __device__ __forceinline__ float over_terms(Of of) {
         for (int t = 0; t < kTerms; t += 32)
             if (t + lane < GROUP * kSlices) sums[e] = __fadd_rn(sums[e], of(e, t + lane));
     }
-    return across_warp(sums);
+    return over_warp(sums);
 }
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(kThreads, 1)

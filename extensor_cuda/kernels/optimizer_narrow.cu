@@ -15,6 +15,7 @@ constexpr int kStride = 4 * kThreads, kResident = 4;  // blocks at a time on a m
 constexpr int kDrawn = BLOCKS ? BLOCK : 8192;  // values whose random words are one block of these
 
 __device__ __forceinline__ u32 bits_of(float v) { return __float_as_uint(v); }
+__device__ __forceinline__ float float_of(u32 v) { return __uint_as_float(v); }
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 __device__ __forceinline__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 

@@ -4,20 +4,12 @@
 //
 // Two passes: `maxima` finds each block's largest magnitude, `codes` divides by what it means. A warp
 // has 32 rows of 128 columns, a lane four neighbouring columns; a block of `tall` rows and `wide`
-// columns may be larger or smaller than that. No inline assembly; macros: IN (0: float32, 1: bfloat16,
-// 2: float16), MANTISSA, GRID_EXPONENT, IS_FLOAT, MAX_CODE, TOP, DOWN (contraction along axis 0), WORDS, TIES.
+// columns may be larger or smaller than that. Macros besides those of float_codes.cuh: DOWN (contraction
+// along axis 0).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-#include "philox.cuh"
-#include "half.cuh"
 #include "float_codes.cuh"
 
-constexpr int kThreads = 256, kWarps = 8, kRows = 32, kColumns = 128, kSlots = 256;
+constexpr int kWarps = kThreads / 32, kRows = 32, kColumns = 128;
 
 // Four neighbours of a row; zeros outside.
 __device__ __forceinline__ void load(const Raw* x, i64 row, i64 column, i64 rows, i64 columns, float (&v)[4]) {
@@ -26,7 +18,7 @@ __device__ __forceinline__ void load(const Raw* x, i64 row, i64 column, i64 rows
     } else {
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-            v[c] = row < rows && column + c < columns ? value_of(x[row * columns + column + c]) : 0.0f;
+            v[c] = row < rows && column + c < columns ? widen(x[row * columns + column + c]) : 0.0f;
     }
 }
 
@@ -45,21 +37,12 @@ maxima(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns,
         float v[4];
         load(x, row, column, rows, columns, v);
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const u32 magnitude = __float_as_uint(v[c]) & 0x7FFFFFFFu;
-            held[c] = held[c] > magnitude ? held[c] : magnitude;
-        }
+        for (int c = 0; c < 4; ++c) held[c] = larger(held[c], bits_of(v[c]) & kMagnitude);
         if (row + 1 < end && row + 1 < until) continue;
         u32* of_rows = most + row / tall * across;
         if (wide % kColumns == 0 || wide >= columns) {  // one block for the warp's columns
-            u32 all = held[0];
-#pragma unroll
-            for (int c = 1; c < 4; ++c) all = all > held[c] ? all : held[c];
-#pragma unroll
-            for (int step = 16; step; step /= 2) {
-                const u32 other = __shfl_xor_sync(~0u, all, step);
-                all = all > other ? all : other;
-            }
+            const u32 mine = larger(larger(held[0], held[1]), larger(held[2], held[3]));
+            const u32 all = __reduce_max_sync(~0u, mine);
             if (threadIdx.x % 32 == 0) raise(of_rows + column / wide, all);
         } else {
 #pragma unroll
@@ -72,29 +55,10 @@ maxima(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns,
     }
 }
 
-// x / scale on the grid, as a code with its sign; integers are two's complement.
-__device__ __forceinline__ u32 code_of(float x, float scale, u32 word, Tally& tally) {
-    const u32 bits = __float_as_uint(__fdiv_rn(x, scale));
-    u32 n = magnitude_code(bits, word);
-    tally.saturated += n > MAX_CODE;
-    n = n > MAX_CODE ? MAX_CODE : n;
-    bool zero = n == 0;
-    if (IS_FLOAT && scale < 1e-30f) {  // a code that is not 0 may decode to 0
-        const u32 part = n & ((1u << MANTISSA) - 1), top = n >> MANTISSA;
-        const int least = GRID_EXPONENT + MANTISSA;  // of the smallest normal
-        const float unit = __uint_as_float(static_cast<u32>(GRID_EXPONENT + 127) << 23);
-        const float grid = top ? __uint_as_float((top + static_cast<u32>(least + 126)) << 23 | part << (23 - MANTISSA))
-                               : static_cast<float>(part) * unit;
-        zero = grid * scale == 0.0f;
-    }
-    tally.flushed += zero && x != 0.0f;
-    return IS_FLOAT ? n | bits >> 31 << 7 : (bits >> 31 ? 0u - n : n) & 0xFFu;
-}
-
 // x -> `out` (rows, pitch), or (columns, pitch) if DOWN, with zeros up to the pitch's multiple of 16;
 // scales for each block; counts spread over pairs.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ out, float* __restrict__ scales,
+codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ out, Stored* __restrict__ scales,
       u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 tall,
       i64 wide, i64 across, i64 pitch) {
 #if DOWN
@@ -132,18 +96,16 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
                 for (int c = 0; c < 4; ++c) {
                     if (row >= rows || column + c >= columns) continue;
                     const i64 block = row / tall * across + (column + c) / wide;
-                    const u32 amax = most[block];
-                    const float ratio = amax < kInfinity ? __fdiv_rn(__uint_as_float(amax), TOP) : 0.0f;
-                    const float scale = ratio == 0.0f ? 1.0f : ratio;
-                    if (row % tall == 0 && (column + c) % wide == 0)
-                        scales[block] = amax < kInfinity ? scale : __uint_as_float(0x7FC00000u);
-                    if (amax >= kInfinity) continue;
+                    const Most found = {most[block], 0};
+                    const Scale s = block_scale(found);
+                    if (row % tall == 0 && (column + c) % wide == 0) scales[block] = s.stored;
+                    if (!s.live) continue;
 #if WORDS
                     const u32 word = DOWN ? draws[c][r] : draws[r][c];
 #else
                     const u32 word = 0;
 #endif
-                    words[r][c] = code_of(v[c], scale, word, tally);
+                    words[r][c] = code_of(v[c], s, word, tally);
                 }
             }
 #if DOWN
@@ -173,5 +135,5 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
         }
     }
 #endif
-    count(tally, counters + (blockIdx.x * kWarps + warp) % kSlots * 2);
+    add_counts(tally, counters);
 }

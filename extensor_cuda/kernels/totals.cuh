@@ -28,11 +28,14 @@ __device__ __forceinline__ void add_counts(const Tally& tally, u64* counters) {
 #endif
 }
 
+__device__ __forceinline__ void raise(u32* most, u32 mine) {
+    if (mine > *static_cast<volatile u32*>(most)) atomicMax(most, mine);
+}
+
 // The largest finite element (NVFP4), or the largest maximum of the blocks without NaN and Inf.
 __device__ __forceinline__ void add_maximum(u32 mine, u32* maximum) {
     const u32 most = __reduce_max_sync(~0u, mine);
-    if (threadIdx.x % 32 == 0 && most > *reinterpret_cast<volatile u32*>(maximum))
-        atomicMax(maximum, most);
+    if (threadIdx.x % 32 == 0) raise(maximum, most);
 }
 
 #if NEEDS_TENSOR

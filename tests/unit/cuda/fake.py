@@ -141,7 +141,7 @@ class Device(np.ndarray):
     @property
     def base(self) -> Any:
         """What owns the memory, whatever views lie between."""
-        owner: Any = np.ndarray.base.__get__(self)  # type: ignore[attr-defined]
+        owner = super().base
         while owner is not None and owner.base is not None:
             owner = owner.base
         return owner

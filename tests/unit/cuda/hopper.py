@@ -94,6 +94,23 @@ def _without_assembly(text: str) -> str:
     return text
 
 
+def _without_device(text: str) -> str:
+    """What is for a GPU's compiler alone left out: the emulator has its own."""
+    lines, depth, kept = [], 0, True
+    for line in text.splitlines():
+        if depth == 0 and line.startswith("#ifdef __CUDA_ARCH__"):
+            depth, kept = 1, False
+            continue
+        if depth:
+            depth += line.startswith("#if") - line.startswith("#endif")
+            if depth == 0 or (depth == 1 and line.startswith("#else")):
+                kept = True
+                continue
+        if kept:
+            lines.append(line)
+    return "\n".join(lines)
+
+
 def without_products(program: Source) -> Source:
     """A program that has Hopper's barriers and copies alone, or nothing of Hopper."""
     start = program.text.find("// Hopper's barriers")
@@ -118,7 +135,7 @@ def source_of(program: Source) -> Source:
     start, stop = text.index("__device__ __forceinline__ void wgmma("), text.index("// ---- tiles")
     text = f'{text[:start]}#include "{HEADER}"\n{text[stop:]}'
     text = text.replace("extern __shared__ u8 raw_memory[];", "u8* raw_memory = shared_bytes;")
-    text = _without_assembly(text).replace("void CLUSTER_DIMS ", "void ")
+    text = _without_assembly(_without_device(text)).replace("void CLUSTER_DIMS ", "void ")
     kinds = (("A_KIND", str(KINDS[found[1]])), ("B_KIND", str(KINDS[found[2]])))
     usual = {"KIND": "1", "A_DOWN": "0", "B_DOWN": "0"}  # of those that say nothing of it
     missing = [pair for pair in usual.items() if pair[0] not in dict(program.macros)]

@@ -21,6 +21,7 @@ def place(
     launching: Sequence[ModuleType],
     hopper: bool = True,
     quantizing: Sequence[ModuleType] = (),
+    products: Sequence[ModuleType] = (),
 ) -> Any:
     """The array module of a fixture with `PLACES` as params.
 
@@ -30,6 +31,7 @@ def place(
         launching: modules whose ``launch`` is the emulator's.
         hopper: whether the GPU must have wgmma; else mma.sync of bfloat16.
         quantizing: the same of modules whose programs hold assembly.
+        products: the same of modules whose programs hold wgmma.
     """
     if request.param == "on a GPU":
         xp = request.getfixturevalue("cuda").xp
@@ -40,10 +42,16 @@ def place(
     emulator = request.getfixturevalue("emulator")
     for module in launching:
         monkeypatch.setattr(module, "launch", emulator)
-    for module in quantizing:
-        monkeypatch.setattr(
-            module,
-            "launch",
-            lambda source, *rest: emulator(emulated.without_products(source), *rest),
-        )
+    for modules, changed in (
+        (quantizing, emulated.without_products),
+        (products, emulated.source_of),
+    ):
+        for module in modules:
+            monkeypatch.setattr(
+                module,
+                "launch",
+                lambda source, *rest, changed=changed, **options: emulator(
+                    changed(source), *rest, **options
+                ),
+            )
     return emulated.install(monkeypatch, emulator)

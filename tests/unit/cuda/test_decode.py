@@ -14,6 +14,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import bf16, decode, dense, expansion
 from extensor_cuda import weights as packed
+from extensor_cuda.kernels import decode_few, decode_hopper
 from extensor_cuda.kernels.gemm import Config, configure, gemm, gemm_source
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
@@ -68,13 +69,25 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 def test_no_kernel_for_few_tokens_spills(spec: QuantSpec) -> None:
     w = weights(spec, (16, 8192))
     for rows, dtype in ((1, "float32"), (5, "float32"), (1, "bfloat16"), (16, "bfloat16")):
-        check_compiles(decode.few_source(w, rows, dtype, dtype), "sm_90a")
+        check_compiles(decode_few.decode_source(w, rows, dtype, dtype), "sm_90a")
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", WEIGHTS[:4], ids=name)
+def test_no_kernel_for_hopper_spills(spec: QuantSpec) -> None:
+    """Each number of tokens' registers, each division that they leave room for."""
+    w = weights(spec, (16, 1024))
+    for rows, dtype in ((1, "float32"), (21, "float32"), (16, "bfloat16"), (64, "bfloat16")):
+        ways = decode_hopper.cuts(16, 1024, rows * decode_hopper.PARTS[dtype], dtype)
+        for made in {way.split: way for _, way in ways}.values():
+            source = decode_hopper.decode_source(w, rows, dtype, dtype, made)
+            check_compiles(source, "sm_90a")
 
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     decode._counters.cache_clear()
-    return place(request, monkeypatch, [decode], hopper=False)
+    return place(request, monkeypatch, [decode, decode_few], hopper=False, products=[decode_hopper])
 
 
 @pytest.fixture
@@ -146,8 +159,7 @@ def test_few_tokens(xp: Any, spec: QuantSpec) -> None:
         (9, 50, 2176, "bfloat16"),
     ):
         w = weights(spec, (n, k))
-        made = decode._few(w, m * (3 if dtype == "float32" else 1))
-        if made is None:
+        if not decode_few.taken(w, m * (3 if dtype == "float32" else 1)):
             assert k // tile_extent(w.spec, w.shape)[1] % 4
             continue
         check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
@@ -156,29 +168,79 @@ def test_few_tokens(xp: Any, spec: QuantSpec) -> None:
 def test_every_cut_of_few_tokens(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the bound, the same bits each time, counters left at zero."""
     x, w = activations((3, 1664), "bfloat16"), weights(QuantSpec("mxfp4"), (150, 1664))
-    ways = [way for _, way in decode.cuts(150, 1664, 3, 32)]
+    ways = [way for _, way in decode_few.cuts(150, 1664, 3, 32)]
     assert {(way.slices, way.parts) for way in ways} == {
         (1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)
     }  # fmt: skip
     for way in ways:
-        monkeypatch.setattr(decode, "cut", lambda *shape, way=way: way)
+        monkeypatch.setattr(decode_few, "cut", lambda *shape, way=way: way)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 
 
-def test_rows_without_a_program_for_few_tokens(xp: Any) -> None:
-    """Columns that do not lie in whole pieces, few rows, many tokens: the other program."""
+@pytest.fixture
+def many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens take the program for more."""
+    monkeypatch.setattr(decode_few, "taken", lambda w, tokens: False)
+
+
+@pytest.mark.usefixtures("many_tokens")
+@pytest.mark.parametrize("spec", WEIGHTS[:5], ids=name)
+def test_more_tokens_on_hopper(xp: Any, spec: QuantSpec) -> None:
+    """Ends of segments, pieces, tiles and tokens."""
+    for m, n, k, dtype in (
+        (1, 150, 1024, "bfloat16"),
+        (5, 33, 384, "float32"),
+        (21, 20, 128, "float32"),
+        (24, 40, 640, "bfloat16"),
+        (64, 65, 128, "bfloat16"),
+    ):
+        w = weights(spec, (n, k))
+        if decode_hopper.taken(w):
+            check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
+        else:
+            assert spec.tile == (1, 128)
+
+
+@pytest.mark.usefixtures("many_tokens")
+@pytest.mark.parametrize("split", [1, 2, 4])
+def test_every_division(xp: Any, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the bound, the same bits each time, counters left at zero."""
+    rows, lines, columns = 3, 258, 1664
+    x, w = activations((rows, columns), "bfloat16"), weights(QuantSpec("mxfp4"), (lines, columns))
+    ways = [way for _, way in decode_hopper.cuts(lines, columns, rows, "bfloat16")]
+    ways = [way for way in ways if way.split == split and way.slices in (1, 3, 13)]
+    assert [way.slices for way in ways] == [1, 3, 13][: 3 if split == 1 else 2]
+    for way in ways:
+        monkeypatch.setattr(decode_hopper, "cut", lambda *shape, way=way: way)
+        first = check(x, w, "float32", xp)
+        np.testing.assert_array_equal(check(x, w, "float32", xp), first)
+
+
+def test_what_the_other_programs_take(xp: Any) -> None:
+    """Columns that are not whole segments, few rows, integers, long blocks."""
     w = weights(QuantSpec("mxfp4"), (20, 256))
-    assert decode._few(w, 16) is not None and decode._few(w, 17) is None
-    assert decode._few(weights(QuantSpec("mxfp4"), (15, 256)), 1) is None
-    assert decode._few(weights(QuantSpec("mxfp4"), (20, 160)), 1) is None
-    assert decode._few(weights(INT4, (20, 256)), 1) is None
-    with_nan = weights(QuantSpec("mxfp4"), (20, 256))
-    with_nan.scales[3, 1], with_nan.scales[5, 2] = 255, 200
-    got = decode.product(
-        xp.asarray(activations((1, 256), "bfloat16")), sent(with_nan, xp), "float32", xp
-    ).get()
-    assert np.isnan(got[0, 3]) and np.isfinite(np.delete(got, 3, axis=1)).all()
+    assert decode_few.taken(w, 16) and not decode_few.taken(w, 17) and decode_hopper.taken(w)
+    assert not decode_few.taken(weights(QuantSpec("mxfp4"), (15, 256)), 1)
+    for other in (
+        weights(QuantSpec("mxfp4"), (20, 160)),
+        weights(QuantSpec("mxfp4", tile=(1, 64)), (20, 256)),
+        weights(INT4, (20, 256)),
+    ):
+        assert not decode_hopper.taken(other)
+    assert not decode_few.taken(weights(INT4, (20, 256)), 1)
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+def test_scales_that_are_not_decoded_at_once(xp: Any, rows: int) -> None:
+    """Above 2^9, beside others in a warp's rows; NaN stays in its row."""
+    w = weights(QuantSpec("mxfp4"), (20, 256))
+    w.scales[3, 1], w.scales[5, 2], w.scales[6, 0] = 137, 200, 240
+    x = activations((rows, 256), "bfloat16")
+    check(x, w, "float32", xp)
+    w.scales[3, 1] = 255
+    got = decode.product(xp.asarray(x), sent(w, xp), "float32", xp).get()
+    assert np.isnan(got[:, 3]).all() and np.isfinite(np.delete(got, 3, axis=1)).all()
 
 
 def test_stretches_of_k_are_added_in_order_and_leave_the_counters_at_zero(xp: Any) -> None:

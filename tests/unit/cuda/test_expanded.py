@@ -64,8 +64,8 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    quantizing = [operands, float_lines, float_panels]
-    return place(request, monkeypatch, [elementwise, expansion, scaling], quantizing=quantizing)
+    quantizing = [operands, scaling, float_lines, float_panels]
+    return place(request, monkeypatch, [elementwise, expansion], quantizing=quantizing)
 
 
 def made(shape: tuple[int, int], spec: QuantSpec, spread: int = 2) -> QuantArray:

@@ -43,7 +43,7 @@ def name(value: object) -> str:
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     return place(
-        request, monkeypatch, [floats], hopper=False, quantizing=[float_lines, float_panels]
+        request, monkeypatch, [], hopper=False, quantizing=[floats, float_lines, float_panels]
     )
 
 
@@ -104,7 +104,7 @@ def test_blocks_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], tile: A
         spec = QuantSpec(element, axis=-1, tile=tile, rounding=rounding, rbits=rbits)
         plan = floats.plan_of(spec, shape)
         assert isinstance(plan, floats.FloatPlan) and plan.lines
-        assert plan.lines.kernel == kernel
+        assert float_lines.KERNELS[plan.lines.way] == kernel
         x = sample(shape, len(shape) - 1, KINDS[number % len(KINDS)], seed=number)
         with np.errstate(over="ignore"):
             x = x.astype(list(DTYPES.values())[number % 3])
@@ -140,7 +140,7 @@ def test_zero_points_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], ti
         spec = QuantSpec(element, axis=-1, tile=tile, symmetric=False, scale_dtype=scale)
         plan = floats.plan_of(spec, shape)
         assert isinstance(plan, floats.FloatPlan) and plan.lines
-        assert plan.lines.kernel == kernel
+        assert float_lines.KERNELS[plan.lines.way] == kernel
         for kind in KINDS:
             x = sample(shape, len(shape) - 1, kind, seed=number)
             with np.errstate(over="ignore"):
@@ -274,5 +274,5 @@ def test_no_kernel_along_rows_spills(
         plan = floats.plan_of(spec, shape)
         assert isinstance(plan, floats.FloatPlan) and plan.lines
         for dtype in DTYPES:
-            source = float_lines.lines_source(plan.lines, dtype)
+            source = float_lines.source_of(plan.lines, dtype)
             check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])

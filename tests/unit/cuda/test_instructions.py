@@ -9,11 +9,13 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import jit, operands
-from extensor_cuda.kernels import attention, optimizer
+from extensor_cuda.kernels import attention, decode_hopper, optimizer
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import configure, gemm_source
 
@@ -138,3 +140,36 @@ def test_what_stays_in_registers_is_not_overwritten(
     )
     assert rounded and not tile & rounded
     assert bool(tile) == (kernel == "attention_grad_q" and d == 128)
+
+
+def overwritten(text: str) -> list[str]:
+    """Instructions that write registers from which a wgmma that is not waited for may yet read."""
+    flying: list[set[int]] = []
+    begun: set[int] = set()
+    found = []
+    for line in text.splitlines():
+        if product := re.search(r"HGMMA\S+ R\d+, R(\d+), gdesc", line):
+            begun |= {int(product[1]) + i for i in range(4)}
+            if "gsb0" in line:
+                flying, begun = [*flying, begun], set()
+        elif waited := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", line):
+            flying = flying[len(flying) - int(waited[1]) :] if int(waited[1]) else []
+        elif write := re.match(r"\s*(?:@!?U?P\d+\s+)?(?!ST|RED)([A-Z][\w.]*) R(\d+)\b", line):
+            wide = 4 if ".128" in write[1] else 2 if re.search(r"\.64|WIDE", write[1]) else 1
+            written = {int(write[2]) + i for i in range(wide)}
+            if written & set().union(begun, *flying):
+                found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("tokens", [17, 40, 64])
+def test_decoded_weights_stay_until_they_are_multiplied(
+    tokens: int, disassembler: str, tmp_path: Path
+) -> None:
+    w = reference.quantize(np.ones((64, 256), np.float32), QuantSpec("mxfp4", axis=1).resolve(2))[0]
+    made = decode_hopper.cut(*w.shape, tokens, "bfloat16")
+    source = decode_hopper.decode_source(w, tokens, "bfloat16", "bfloat16", made)
+    text = listing(source, disassembler, tmp_path)
+    assert text.count("HGMMA") == 16 and not overwritten(text)  # at once, and for large scales
+    assert overwritten(re.sub(r".*WARPGROUP\.DEPBAR.*", "", text))
+    assert "LDGSTS.E.BYPASS" in text and "HMMA" not in text

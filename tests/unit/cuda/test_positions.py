@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor.autograd.tensor import check_positions
+from extensor.autograd.positions import check_positions
 
 BEYOND = (
     (np.array([0, 3]), "axis 0, got 0..3"),
@@ -16,6 +16,8 @@ BEYOND = (
     ((None, slice(None), np.array([4], np.uint8)), "axis 1, got 4..4"),
     ((np.array([True, False, True]), np.array([1, 7])), "axis 1, got 1..7"),
     ((1, np.array(4)), "axis 1, got 4..4"),
+    ((np.array([0, 2]), np.array([1, 4])), "axis 1, got 1..4"),
+    ((np.array([3, 0]), np.array([1, 2])), "axis 0, got 0..3"),
 )
 
 
@@ -49,3 +51,12 @@ def test_others_are_not(gpu: Any) -> None:
         np.zeros(0, int),
     ):
         np.testing.assert_array_equal(there[key].numpy(), x[key])
+
+
+def test_the_gpu_is_waited_for_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, refuse = [], gpu.refuse
+    monkeypatch.setattr(gpu, "refuse", lambda *args: waits.append(0) or refuse(*args))
+    x = et.from_numpy(np.arange(12, dtype=np.float32).reshape(3, 4), device="cuda")
+    key = tuple(gpu.xp.asarray(part) for part in (np.array([[0], [2]]), np.array([1, 3])))
+    np.testing.assert_array_equal(x[key].numpy(), [[1, 3], [9, 11]])
+    assert len(waits) == 1

@@ -202,3 +202,9 @@ def test_options_that_exclude_each_other_are_refused(xp: Any) -> None:
     wide = xp.zeros((4, placed.MOST_TERMS + 17), np.uint8)
     with pytest.raises(ValueError, match="split K"):
         placed.gemm(wide, wide, out, s8)
+
+
+@pytest.mark.parametrize("blocks", [True, 2, -1, 128])
+def test_a_scale_is_of_one_row_or_of_four(blocks: int) -> None:
+    with pytest.raises(ValueError, match="wanted scales of 0, 1 or 4 rows"):
+        Config("e4m3", "e4m3", promote=1, blocks=blocks)

@@ -164,7 +164,16 @@ def test_a_damaged_table_is_warned_of_and_counts_as_none(gpu: Path, text: str) -
         assert tuned.least_work("scaled", 5) == 5
 
 
-def test_without_cupy_the_default_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cupy_or_a_driver_the_default_stands(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned.save(gpu, {"scaled": 7}, {})
+
+    def no_driver() -> int:
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "getDevice", no_driver)
+    assert tuned.least_work("scaled", 5) == 5
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert tuned.least_work("scaled", 5) == 5
 

@@ -1,0 +1,175 @@
+"""Placing `decode_few.cu`: products of up to 16 tokens with packed E2M1 weights on Hopper.
+
+How a product is divided is a model of what the busiest warp does, by shapes alone, so that sums are
+the same on any GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.array import QuantArray, tile_extent
+from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels import hopper
+
+__all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
+
+Array = Any
+
+_TOKENS, _WARPS, _CHUNK, _AHEAD, _PROCESSORS = 16, 8, 512, 2, 132
+"""Tokens at most, warps of a block, elements of K in a copy, copies ahead, blocks."""
+_SOURCE = Path(__file__).parent / "decode_few.cu"
+_FLOATS = ("float32", "bfloat16")  # as IN and OUT number them
+_PARTS = {"float32": 3, "bfloat16": 1}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How `decode_few.cu` divides a product.
+
+    Attributes:
+        slices: parts of K that different blocks have.
+        stretch: elements of K in one.
+        parts: of a slice, which a block's warps share; 1 if there are slices.
+        groups: of rows of weights, each of as many blocks as there are slices.
+        shared: bytes of shared memory of a block.
+    """
+
+    slices: int
+    stretch: int
+    parts: int
+    groups: int
+    shared: int
+
+
+def cuts(lines: int, columns: int, tokens: int, block: int) -> list[tuple[float, Cut]]:
+    """Ways to divide N = lines and K = columns that fit, and what the busiest warp has to do.
+
+    In copies of a chunk, each about 1.5 us where memory is the bound. No way asks how many
+    multiprocessors there are, so that sums are the same on any GPU. A block takes so much shared
+    memory that a multiprocessor has one: early starts put two on those that were done first.
+    """
+    chunks, tiles = -(-columns // _CHUNK), -(-lines // 16)
+    ring = _WARPS * _AHEAD * 16 * (_CHUNK // 2 + 32 + _CHUNK // block)
+    found = []
+    for slices in range(1, min(chunks, _PROCESSORS) + 1):
+        each = -(-chunks // slices)
+        groups = min(_PROCESSORS // slices, tiles)
+        most = -(-tiles // groups)  # of a block
+        for parts in (1, 2, 4, 8) if slices == 1 else (1,):
+            sums = 64 * most * tokens * parts if slices == 1 else 0
+            shared = ring + tokens * (2 * each * _CHUNK + 64) + sums
+            if (slices - 1) * each >= chunks or shared > hopper.SHARED - 64:
+                continue
+            cost = -(-most // (_WARPS // parts)) * -(-each // parts) + tokens * each / 40
+            if slices > 1:  # the last block adds what others left
+                cost += 1.3 + tokens * most * slices / 1900
+            shared = max(shared, hopper.SHARED // 2)
+            found.append((cost, Cut(slices, each * _CHUNK, parts, groups, shared)))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def cut(lines: int, columns: int, tokens: int, block: int) -> Cut | None:
+    """The quickest of `cuts`; None if there is none."""
+    found = cuts(lines, columns, tokens, block)
+    return min(found, key=lambda way: way[0])[1] if found else None
+
+
+def taken(w: QuantArray, tokens: int) -> bool:
+    """Whether the kernel has such weights, of which `extensor_cuda.decode` has a product at all.
+
+    Args:
+        w: (N, K), blocked along K.
+        tokens: rows of x, three for each of float32.
+    """
+    scaled = w.spec.is_mx or w.spec.row.tensor_scale
+    if not scaled or tokens > _TOKENS or w.shape[1] % 128 or w.shape[0] < 16:
+        return False
+    _, length = tile_extent(w.spec, w.shape)
+    if w.shape[1] // length % 4 or w.shape[0] * w.shape[1] >= 1 << 40:
+        return False
+    return cut(*w.shape, tokens, length) is not None
+
+
+@lru_cache(maxsize=256)
+def _source(ue4m3: bool, block: int, grain: int, tiles: int, dtype: str, out: str) -> Source:
+    macros = {
+        "BITS": 4,
+        "IS_FLOAT": 1,
+        "SCALED": 0,
+        "HALF": 0,
+        "UE4M3": int(ue4m3),
+        "BLOCK": block,
+        "GRAIN": grain,
+        "WARPS": _WARPS,
+        "CHUNK": _CHUNK,
+        "DEPTH": _AHEAD,
+        "TILES": tiles,
+        "PARTS": _PARTS[dtype],
+        "IN": _FLOATS.index(dtype),
+        "OUT": _FLOATS.index(out),
+    }
+    return Source.read(_SOURCE, macros)
+
+
+def decode_source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
+    """The program for weights, rows of activations of a dtype, and a result's dtype."""
+    _, block = tile_extent(w.spec, w.shape)
+    grain = 4 if w.shape[1] // block % 16 or _CHUNK // block % 16 else 16
+    tiles = -(-rows * _PARTS[dtype] // 8)
+    return _source(w.spec.row.tensor_scale, block, grain, tiles, dtype, out)
+
+
+def product(
+    x: Array,
+    w: QuantArray,
+    codes: Array,
+    scales: Array,
+    out: Array,
+    zeros: Callable[[int], Array],
+    xp: Any,
+) -> None:
+    """Write X w^T of contiguous arrays to `out`; does not wait.
+
+    Args:
+        x: (M, K), float32 or bfloat16, from a multiple of 16 bytes on, as are the next two.
+        w: (N, K), which `taken` has.
+        codes: its codes.
+        scales: its scales.
+        out: (M, N), float32 or bfloat16.
+        zeros: makes so many counters that are zero, and that the kernel leaves so.
+        xp: cupy.
+    """
+    (rows, columns), lines, dtype = x.shape, w.shape[0], x.dtype.name
+    tokens, null = rows * _PARTS[dtype], np.uint64(0)
+    made = cut(lines, columns, tokens, tile_extent(w.spec, w.shape)[1])
+    assert made is not None
+    partial, done = null, null
+    if made.slices > 1:
+        pitch = -(-lines // 4) * 4
+        partial = xp.empty((made.slices, tokens, pitch), dtype=np.float32)
+        done = zeros(made.groups)
+    launch(
+        decode_source(w, rows, dtype, out.dtype.name),
+        "decode_few",
+        made.groups * made.slices,
+        32 * _WARPS,
+        x,
+        codes,
+        scales,
+        null if w.tensor_scale is None else w.tensor_scale,
+        partial,
+        done,
+        out,
+        *(np.int32(n) for n in (rows, lines, columns, made.slices, made.stretch)),
+        np.int32(made.parts.bit_length() - 1),
+        shared=made.shared,
+        early=True,
+    )

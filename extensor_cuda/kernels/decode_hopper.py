@@ -1,0 +1,175 @@
+"""Placing `decode_hopper.cu`: products of up to 64 tokens with packed E2M1 weights on Hopper.
+
+How a product is divided is a model of what the busiest multiprocessor does, by shapes alone, so
+that sums are the same on any GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.array import QuantArray, tile_extent
+from extensor_cuda.jit import Source, launch
+from extensor_cuda.kernels import hopper
+
+__all__ = ["PARTS", "Cut", "cut", "cuts", "decode_source", "product", "taken"]
+
+Array = Any
+
+PARTS = {"float32": 3, "bfloat16": 1}
+"""Tokens, each a bfloat16 matrix's row, that a row of activations of a dtype is."""
+_FLOATS = ("float32", "bfloat16")  # as IN and OUT number them
+_THREADS, _BRINGING, _TALL, _SEGMENT, _PROCESSORS = 640, 4, 64, 128, 132
+_LONGEST = 32  # block of a scale, of which a lane has one at least
+_SOURCE = Path(__file__).parent / "decode_hopper.cu"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a product is divided.
+
+    Attributes:
+        split: warpgroups of a block that share rows of weights and divide K.
+        slices: parts of K that different blocks have.
+        stages: pieces of x that shared memory holds.
+        depth: segments of weights that a warp asks for in advance.
+        shared: bytes of shared memory of a block.
+    """
+
+    split: int
+    slices: int
+    stages: int
+    depth: int
+    shared: int
+
+
+def _fit(split: int, wide: int, dtype: str) -> tuple[int, int, int] | None:
+    """Stages, depth and bytes of shared memory for 8 `wide` tokens; None if there is not enough."""
+    tokens, item = 8 * wide, 4 if dtype == "float32" else 2
+    stage = split * 256 * tokens
+    raw = tokens // PARTS[dtype] * (split * _SEGMENT * item + 16)
+    least = max(2, -(-tokens * (_TALL + 4) // 1088))  # sums lie where the codes did
+    for stages, depth in ((8, 8), (6, 6), (4, 6), (4, 4), (4, 3), (4, 2)):
+        rings = -(-_BRINGING * raw // 128) * 128 + stages * (stage + 16) + 16 * depth * 1152
+        if depth >= least and (shared := 1024 + rings) <= hopper.SHARED - 1024:
+            return stages, depth, shared
+    return None
+
+
+def cuts(lines: int, columns: int, tokens: int, dtype: str) -> list[tuple[float, Cut]]:
+    """Ways to divide N = lines and K = columns, each with its time in us by the model.
+
+    Args:
+        lines: rows of weights.
+        columns: of weights.
+        tokens: rows of x times its `PARTS`.
+        dtype: of x.
+    """
+    found = []
+    for split in (1, 2, 4):
+        if (room := _fit(split, -(-tokens // 8), dtype)) is None:
+            continue
+        groups, pieces = -(-lines // (_TALL * 4 // split)), -(-(columns // _SEGMENT) // split)
+        for slices in range(1, min(pieces, _PROCESSORS) + 1):
+            # A piece as it was measured on an H200, for 1 to 64 tokens within a tenth.
+            piece = 0.82 + 0.0045 * tokens * (1 + split)
+            cost = -(-groups * slices // _PROCESSORS) * (-(-pieces // slices) * piece + 1)
+            if slices > 1:  # written and read again
+                cost += 2 + slices * tokens * lines / 5e5
+            found.append((cost, Cut(split, slices, *room)))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def cut(lines: int, columns: int, tokens: int, dtype: str) -> Cut:
+    """The quickest of `cuts`."""
+    return min(cuts(lines, columns, tokens, dtype), key=lambda way: way[0])[1]
+
+
+def taken(w: QuantArray) -> bool:
+    """Whether the kernel has such weights, of which `extensor_cuda.decode` has a product at all."""
+    scaled = w.spec.is_mx or w.spec.row.tensor_scale
+    if not scaled or tile_extent(w.spec, w.shape)[1] > _LONGEST:
+        return False
+    return w.shape[1] % _SEGMENT == 0 and w.shape[0] * w.shape[1] < 1 << 40
+
+
+@lru_cache(maxsize=256)
+def _source(ue4m3: bool, block: int, tiles: int, made: Cut, dtype: str, out: str) -> Source:
+    macros = {
+        "BITS": 4,
+        "IS_FLOAT": 1,
+        "SCALED": 0,
+        "HALF": 0,
+        "UE4M3": int(ue4m3),
+        "BLOCK": block,
+        "SPLIT": made.split,
+        "STAGES": made.stages,
+        "DEPTH": made.depth,
+        "TILES": tiles,
+        "PARTS": PARTS[dtype],
+        "IN": _FLOATS.index(dtype),
+        "OUT": _FLOATS.index(out),
+        "GUARD": 0,
+    }
+    plain = Source.read(_SOURCE, macros)
+    function = hopper.wgmma("bf16", "bf16", 8 * tiles, registers=True)
+    return replace(plain, text=plain.text.replace("//WGMMA//", function))
+
+
+def decode_source(w: QuantArray, rows: int, dtype: str, out: str, made: Cut) -> Source:
+    """The program for weights, rows of activations of a dtype, a result's dtype and a division."""
+    _, block = tile_extent(w.spec, w.shape)
+    return _source(w.spec.row.tensor_scale, block, -(-rows * PARTS[dtype] // 8), made, dtype, out)
+
+
+def product(
+    x: Array,
+    w: QuantArray,
+    codes: Array,
+    scales: Array,
+    out: Array,
+    zeros: Callable[[int], Array],
+    xp: Any,
+) -> None:
+    """Write X w^T of contiguous arrays to `out`; does not wait.
+
+    Args:
+        x: (M, K), float32 or bfloat16, from a multiple of 16 bytes on, as are the next two.
+        w: (N, K), which `taken` has.
+        codes: its codes.
+        scales: its scales.
+        out: (M, N), float32 or bfloat16.
+        zeros: makes so many counters that are zero, and that the kernel leaves so.
+        xp: cupy.
+    """
+    (rows, columns), lines, dtype = x.shape, w.shape[0], x.dtype.name
+    made = cut(lines, columns, rows * PARTS[dtype], dtype)
+    groups = -(-lines // (_TALL * 4 // made.split))
+    null = np.uint64(0)
+    partial, done = null, null
+    if made.slices > 1:
+        partial = xp.empty((made.slices, rows, -(-lines // 4) * 4), dtype=np.float32)
+        done = zeros(groups)
+    launch(
+        decode_source(w, rows, dtype, out.dtype.name, made),
+        "decode_tokens",
+        min(groups * made.slices, hopper.multiprocessors(xp.cuda.runtime.getDevice())),
+        _THREADS,
+        x,
+        codes,
+        scales,
+        null if w.tensor_scale is None else w.tensor_scale,
+        partial,
+        done,
+        out,
+        *(np.int32(n) for n in (rows, lines, columns, made.slices)),
+        shared=made.shared,
+        early=True,
+    )
