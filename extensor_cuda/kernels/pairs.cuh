@@ -117,12 +117,13 @@ __device__ __forceinline__ u32 zeros_of(u32 pair, u32 live) {
 }
 
 // Eight magnitudes in nibbles -> saturated ones, counted where `live`. By rceil's scale, at least a
-// sixth of the largest, no bfloat16 is beyond 6; what a block with NaN gives does not matter.
+// sixth of the largest, no bfloat16 is beyond 6 but infinity, where a dialect keeps its block; what a
+// block with NaN gives does not matter.
 __device__ __forceinline__ u32 saturate(u32 n, u32 live, Tally& tally) {
 #if PAIRS && !STATS
     return n;  // as it was clamped
 #endif
-#if RULE != 1
+#if RULE != 1 || INF_BYTE != 255
     const u32 over = n & 0x88888888u;
     n |= over - (over >> 3);
 #if STATS

@@ -43,3 +43,25 @@ def test_every_bfloat16(xp: Any, axis: int, stats: bool) -> None:
             same_bytes(name, done.q.parts[name].get(), want.parts[name], f"{rule}, axis {axis}")
         if stats:
             assert done.stats(plan.count)() == counts
+
+
+@pytest.mark.parametrize("stats", [True, False])
+@pytest.mark.parametrize("axis", [1, 0])
+@pytest.mark.parametrize("dialect", ["ocp", "nvidia", "torchao"])
+def test_infinities(xp: Any, dialect: str, axis: int, stats: bool) -> None:
+    """A block of NaN, or one that saturates, as the dialect says; beside values of every size."""
+    x = np.exp2(np.arange(-128, 128, dtype=np.float32)).reshape(8, 32).repeat(8, axis=0)
+    x[::3, 5], x[1::3, 20] = np.inf, -np.inf
+    x = np.ascontiguousarray(x.reshape(-1, 128) if axis else x.reshape(-1, 128).T)
+    spec = QuantSpec("mxfp4", axis=axis, dialect=dialect).resolve(2)
+    plan = kernels.plan_of(spec, x.shape)
+    assert isinstance(plan, kernels.Plan)
+    want, counts = reference.quantize(x.astype(ml_dtypes.bfloat16), spec)
+    done = kernels.quantize_raw(
+        xp.asarray(x.astype(ml_dtypes.bfloat16)), plan, None, xp, stats=stats
+    )
+    assert done.q is not None and (counts.saturated > 0 or dialect != "nvidia")
+    for name in ("codes", "scales"):
+        same_bytes(name, done.q.parts[name].get(), want.parts[name], f"{dialect}, axis {axis}")
+    if stats:
+        assert done.stats(plan.count)() == counts
