@@ -29,6 +29,7 @@ import numpy as np
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import decode_few, decode_hopper, hopper
+from extensor_cuda.kernels.decode_few import FLOATS, PARTS
 
 __all__ = [
     "MOST_TOKENS",
@@ -48,8 +49,6 @@ _PIECE = {1: 512, 2: 512, 4: 256, 8: 256}
 _DEPTH = {1: 4, 2: 4, 4: 4, 8: 2}
 _RESIDENT = {1: 8, 2: 6, 4: 3, 8: 2}
 _SOURCE = Path(__file__).parent / "kernels" / "decode.cu"
-_FLOATS = ("float32", "bfloat16")
-_PARTS = decode_hopper.PARTS
 
 
 def reason(x: Array, w: QuantArray, capability: str) -> str | None:
@@ -64,9 +63,9 @@ def reason(x: Array, w: QuantArray, capability: str) -> str | None:
         return f"compute capability {capability}; the kernel is for 80 and later"
     if x.ndim != 2 or len(w.shape) != 2 or w.spec.axis != 1:
         return "not two matrices, the weights blocked along the last axis"
-    if x.dtype.name not in _FLOATS:
+    if x.dtype.name not in FLOATS:
         return f"{x.dtype} activations; the kernel takes float32 and bfloat16"
-    tokens = x.shape[0] * _PARTS[x.dtype.name]
+    tokens = x.shape[0] * PARTS[x.dtype.name]
     if not 1 <= tokens <= MOST_TOKENS:
         return f"{x.shape[0]} rows of {x.dtype}; the kernel takes 1 to {MOST_TOKENS} tokens"
     if 0 in w.shape or max(*w.shape, x.shape[1]) > 1 << 30:
@@ -131,9 +130,9 @@ def _source(
         "PIECE": _PIECE[tiles],
         "DEPTH": _DEPTH[tiles],
         "TILES": tiles,
-        "PARTS": _PARTS[dtype],
-        "IN": _FLOATS.index(dtype),
-        "OUT": _FLOATS.index(out),
+        "PARTS": PARTS[dtype],
+        "IN": FLOATS.index(dtype),
+        "OUT": FLOATS.index(out),
         "RESIDENT": _RESIDENT[tiles],
     }
     return Source.read(_SOURCE, macros)
@@ -142,7 +141,7 @@ def _source(
 def decode_source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
     """The program for weights and that many rows of activations of a dtype."""
     spec, element = w.spec, w.spec.row.element
-    tiles = next(n for n in (1, 2, 4, 8) if 8 * n >= rows * _PARTS[dtype])
+    tiles = next(n for n in (1, 2, 4, 8) if 8 * n >= rows * PARTS[dtype])
     scaled = _is_scaled(w)
     length, lane = tile_extent(spec, w.shape)[1], _lane(w)
     block, group = (32, 0) if scaled else (length, 0)
@@ -184,7 +183,7 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> Array:
         (len(x), w.shape[0]), dtype=ml_dtypes.bfloat16 if out_dtype == "bfloat16" else "float32"
     )
     on_hopper = hopper.capability(xp.cuda.runtime.getDevice()) == "90"
-    if on_hopper and decode_few.taken(w, len(x) * _PARTS[x.dtype.name]):
+    if on_hopper and decode_few.taken(w, len(x) * PARTS[x.dtype.name]):
         decode_few.product(x, w, codes, scales, out, partial(_zeros, xp), xp)
     elif on_hopper and decode_hopper.taken(w):
         decode_hopper.product(x, w, codes, scales, out, partial(_zeros, xp), xp)

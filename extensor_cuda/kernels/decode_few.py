@@ -18,15 +18,17 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import hopper
 
-__all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
+__all__ = ["FLOATS", "PARTS", "Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
 Array = Any
 
 _TOKENS, _WARPS, _CHUNK, _AHEAD, _PROCESSORS = 16, 8, 512, 2, 132
 """Tokens at most, warps of a block, elements of K in a copy, copies ahead, blocks."""
 _SOURCE = Path(__file__).parent / "decode_few.cu"
-_FLOATS = ("float32", "bfloat16")  # as IN and OUT number them
-_PARTS = {"float32": 3, "bfloat16": 1}
+FLOATS = ("float32", "bfloat16")
+"""Dtypes of activations and results, as the programs number them."""
+PARTS = {"float32": 3, "bfloat16": 1}
+"""Tokens, each a bfloat16 matrix's row, that a row of activations of a dtype is."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,9 @@ def _source(ue4m3: bool, block: int, grain: int, tiles: int, dtype: str, out: st
         "CHUNK": _CHUNK,
         "DEPTH": _AHEAD,
         "TILES": tiles,
-        "PARTS": _PARTS[dtype],
-        "IN": _FLOATS.index(dtype),
-        "OUT": _FLOATS.index(out),
+        "PARTS": PARTS[dtype],
+        "IN": FLOATS.index(dtype),
+        "OUT": FLOATS.index(out),
     }
     return Source.read(_SOURCE, macros)
 
@@ -123,7 +125,7 @@ def decode_source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
     """The program for weights, rows of activations of a dtype, and a result's dtype."""
     _, block = tile_extent(w.spec, w.shape)
     grain = 4 if w.shape[1] // block % 16 or _CHUNK // block % 16 else 16
-    tiles = -(-rows * _PARTS[dtype] // 8)
+    tiles = -(-rows * PARTS[dtype] // 8)
     return _source(w.spec.row.tensor_scale, block, grain, tiles, dtype, out)
 
 
@@ -148,7 +150,7 @@ def product(
         xp: cupy.
     """
     (rows, columns), lines, dtype = x.shape, w.shape[0], x.dtype.name
-    tokens, null = rows * _PARTS[dtype], np.uint64(0)
+    tokens, null = rows * PARTS[dtype], np.uint64(0)
     made = cut(lines, columns, tokens, tile_extent(w.spec, w.shape)[1])
     assert made is not None
     partial, done = null, null

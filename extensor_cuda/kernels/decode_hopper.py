@@ -17,14 +17,12 @@ import numpy as np
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import hopper
+from extensor_cuda.kernels.decode_few import FLOATS, PARTS
 
-__all__ = ["PARTS", "Cut", "cut", "cuts", "decode_source", "product", "taken"]
+__all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
 Array = Any
 
-PARTS = {"float32": 3, "bfloat16": 1}
-"""Tokens, each a bfloat16 matrix's row, that a row of activations of a dtype is."""
-_FLOATS = ("float32", "bfloat16")  # as IN and OUT number them
 _THREADS, _BRINGING, _TALL, _SEGMENT, _PROCESSORS = 640, 4, 64, 128, 132
 _LONGEST = 32  # block of a scale, of which a lane has one at least
 _SOURCE = Path(__file__).parent / "decode_hopper.cu"
@@ -114,8 +112,8 @@ def _source(ue4m3: bool, block: int, tiles: int, made: Cut, dtype: str, out: str
         "DEPTH": made.depth,
         "TILES": tiles,
         "PARTS": PARTS[dtype],
-        "IN": _FLOATS.index(dtype),
-        "OUT": _FLOATS.index(out),
+        "IN": FLOATS.index(dtype),
+        "OUT": FLOATS.index(out),
         "GUARD": 0,
     }
     plain = Source.read(_SOURCE, macros)
@@ -138,17 +136,7 @@ def product(
     zeros: Callable[[int], Array],
     xp: Any,
 ) -> None:
-    """Write X w^T of contiguous arrays to `out`; does not wait.
-
-    Args:
-        x: (M, K), float32 or bfloat16, from a multiple of 16 bytes on, as are the next two.
-        w: (N, K), which `taken` has.
-        codes: its codes.
-        scales: its scales.
-        out: (M, N), float32 or bfloat16.
-        zeros: makes so many counters that are zero, and that the kernel leaves so.
-        xp: cupy.
-    """
+    """Write X w^T to `out`, of arguments as `decode_few.product` has them; does not wait."""
     (rows, columns), lines, dtype = x.shape, w.shape[0], x.dtype.name
     made = cut(lines, columns, rows * PARTS[dtype], dtype)
     groups = -(-lines // (_TALL * 4 // made.split))
