@@ -70,10 +70,10 @@ def test_what_is_stored_is_judged(part: str, spoils: Any) -> None:
         assert words in wrong and bool(wrong) == bool(words)
 
 
-def test_decoded_values_are_judged() -> None:
+def test_decoded_values_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Made(keep)
     decode = backend.dequantize
-    backend.dequantize = lambda q: -decode(q)  # type: ignore[method-assign]
+    monkeypatch.setattr(backend, "dequantize", lambda q: -decode(q))
     found = [cuda_fuzz.quantizers(np.random.default_rng(case), backend) for case in CASES]
     assert any("decoded values" in str(wrong) for wrong in found)
 
