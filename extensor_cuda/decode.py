@@ -1,15 +1,15 @@
 """Products of few rows of activations with packed weights, on tensor cores of sm_80 and later.
 
-Three programs. On Hopper E2M1 weights have two of their own: `decode_few.cu` for up to 16 tokens
-(warps on their own, mma.sync) and `decode_hopper.cu` for more (wgmma with weights from registers).
-`decode.cu` takes all else.
+Three programs. Hopper has two of its own: `decode_few.cu` for up to 16 tokens of E2M1 weights
+(warps on their own, mma.sync), and `decode_hopper.cu` (wgmma with weights from registers) for more,
+and for INT4 and INT8 in rows, or groups of multiples of 128. `decode.cu` takes all else.
 
 Weights are read once, packed, and become bfloat16 on the way to the tensor core, exactly: elements
 of MXFP4 and NVFP4 times their scales, codes of INT4 and INT8 less their zero points (whose sums are
 multiplied by the float scales). float32 activations are three bfloat16 numbers each, exactly. Sums
 are float32 that is cut (K 2**-22 S, as in `extensor_cuda.gemm`); those of parts of K are added
 in order, so that a result depends on shapes and values alone. With S = sum |x| |w| over K and n
-groups of float scales, the result is off by up to
+groups of float scales (of 128 elements, where they have more), the result is off by up to
 
     (K 2**-22 + (parts + n + 8) 2**-24) S
 

@@ -44,6 +44,12 @@ __device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
+// a & b ^ c in one instruction, of which the compiler makes two where b and c are constants.
+__device__ __forceinline__ u32 and_xor(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
 #endif
 
 __device__ __forceinline__ u32 twice(u32 half) { return half | half << 16; }
@@ -92,7 +98,7 @@ __device__ __forceinline__ void decode(const u32* words, u32 scale, bool folded,
         pairs[p] = fma_pair(folded ? bits : fma_pair(bits, 0x7E807E80u, 0u), scale, 0u);
 #else
         const u32 offset = twice(0xC300u | static_cast<u32>(8 + zero));  // -(136 + zero)
-        pairs[p] = fma_pair((words[0] >> (4 * p) & 0x000F000Fu) ^ 0x43084308u, 0x3F803F80u, offset);
+        pairs[p] = fma_pair(and_xor(words[0] >> (4 * p), 0x000F000Fu, 0x43084308u), 0x3F803F80u, offset);
 #endif
     }
 #else

@@ -1,16 +1,22 @@
-// out = x w^T for up to 64 rows of x, for Hopper: packed E2M1 weights under E8M0 or E4M3 scales, read once and decoded
-// to bfloat16 in the registers that wgmma takes them from (64 rows of w, 8 to 64 tokens); x lies in shared memory.
+// out = x w^T for up to 64 rows of x, for Hopper: packed weights of 4 or 8 bits, read once and decoded to bfloat16 in
+// the registers that wgmma takes them from (64 rows of w, 8 to 64 tokens); x lies in shared memory.
 //
 // A block is four warpgroups that multiply and one that brings x. SPLIT of the four share 64 rows of w, and take every
-// SPLIT-th segment of 128 elements of K. A lane has 32 neighbouring elements of two rows of a segment, which it has
-// copied to shared memory DEPTH segments ahead: no barrier guards them. Decoding leaves elements 4 apart in a register, so x is put in that order on its way
+// SPLIT-th segment of 128 elements of K. A lane has 32 elements of two rows of a segment, 16 bytes that lie together
+// (of 8 bits: twice 16), which it has copied to shared memory DEPTH segments ahead: no barrier guards them. Decoding
+// leaves elements 4 apart in a register (of 8 bits: neighbours), so x is put in that order on its way
 // through shared memory, and no element moves between lanes. float32 x is three bfloat16 matrices, which together are
 // exactly x: its rows are three tokens (PARTS).
 //
+// SCALED 0: E2M1 under E8M0 or E4M3 scales of BLOCK elements; element times scale is a bfloat16, exactly.
+// SCALED 1: integers under float scales of GROUP segments (0: all of K), and zero points if ZEROS; code less zero
+// point is a bfloat16, exactly. Sums are multiplied by groups' scales in float32 segment by segment, by a row's at the
+// end.
+//
 // Blocks take units in turn: a group of rows, and one of `slices` parts of K. Slices of a group meet in `partial`, where
 // the last one that is done adds all. Everything is added in an order that depends
-// on nothing but shapes. No headers; the wgmma function comes from decode_hopper.py. Macros: BLOCK (of a scale), SPLIT,
-// TILES (of 8 tokens), PARTS, STAGES; those of decode.cuh.
+// on nothing but shapes. No headers; the wgmma function comes from decode_hopper.py. Macros: BLOCK (of a scale), GROUP,
+// ZEROS, SPLIT, TILES (of 8 tokens), PARTS, STAGES, DEPTH; those of decode.cuh.
 
 #include "decode.cuh"
 
@@ -37,9 +43,13 @@ constexpr int kTile = kTokens * 128, kStage = SPLIT * 2 * kTile, kPitch = kTall 
 // A barrier's parity tells phases apart that are one apart. Who waits for a piece's place has seen the piece kBringing
 // before it in its place, and that is not more than two rounds of the ring ago.
 static_assert(STAGES >= kBringing, "a warp that brings x would take a place that is in use for an empty one");
-// A warp's part of a segment of w: codes, then each row's scales.
-constexpr int kGrain = 32 / BLOCK, kOfLine = kSegment / BLOCK, kSlot = 1024 + 16 * kOfLine;
+// A warp's part of a segment of w: codes, then each row's scales; those of groups are four bytes of each lane: of four
+// lanes that have two rows, two hold the rows' scales among them, two their zero points.
+constexpr int kUnits = BITS / 4, kCodes = 1024 * kUnits;
+constexpr int kGrain = 32 / BLOCK, kOfLine = SCALED ? 8 : kSegment / BLOCK, kSlot = kCodes + 16 * kOfLine;
 static_assert(kGrain > 0 && kTokens * kPitch * 4 <= 4 * DEPTH * kSlot, "sums lie where the codes did");
+constexpr bool kGrouped = SCALED && GROUP;
+constexpr int kGroup = kGrouped ? GROUP : 1;
 
 #ifdef __CUDA_ARCH__
 __device__ __forceinline__ void named_barrier(int number, int threads) {
@@ -47,6 +57,17 @@ __device__ __forceinline__ void named_barrier(int number, int threads) {
 }
 // In registers, and not added up from what it was made of each time.
 __device__ __forceinline__ void keep(const u8*& pointer) { asm volatile("" : "+l"(pointer)); }
+// Some other number, for all that the compiler knows: what is made of it is made anew, and kept in no register.
+__device__ __forceinline__ int unknown(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+// a b + c of bfloat16 pairs, rounded once, 0 where it is below.
+__device__ __forceinline__ u32 fma_pair_relu(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.relu.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
 #endif
 
 struct Problem {
@@ -61,9 +82,13 @@ struct Unit {
     int index, group, slice, begin, count;
     __device__ __forceinline__ bool next(const Problem& e) {
         if ((index += gridDim.x) >= e.units()) return false;
-        group = index / e.slices, slice = index % e.slices;
+        find(e);
         begin = e.pieces() * slice / e.slices, count = e.pieces() * (slice + 1) / e.slices - begin;
         return true;
+    }
+    __device__ __forceinline__ void find(const Problem& e) {
+        const int at = unknown(index);
+        group = at / e.slices, slice = at % e.slices;
     }
 };
 
@@ -74,6 +99,21 @@ struct Ring {
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 };
+
+// ---- weights of a byte ----
+
+// As `decode` has them, with fewer instructions of the ALU. u = code + 128 below the upper byte of 128.0 is 128 + u, or
+// 2 u from u = 128 on, where its upper bit doubles. Half of that, less 64 - u / 2 in the first case, is u again; each
+// step is exact.
+__device__ __forceinline__ void decode_bytes(const u32* words, int zero, u32 (&pairs)[4]) {
+    const u32 offset = twice(__float_as_uint(-static_cast<float>(128 + zero)) >> 16);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+        const u32 t = __byte_perm(words[p / 2] ^ 0x80808080u, 0x43434343u, p % 2 ? 0x4342 : 0x4140);
+        const u32 above = fma_pair_relu(t, 0xBF00BF00u, 0x43004300u);  // 128 - t / 2, or 0
+        pairs[p] = fma_pair(fma_pair(t, 0xBF00BF00u, above), 0xBF80BF80u, offset);  // u, negative, first
+    }
+}
 
 // ---- x ----
 
@@ -95,21 +135,28 @@ __device__ __forceinline__ void arrange(u8* to, const u8* from, int rows, int la
         const int token = u / (32 * SPLIT) * 8 + u % 8, j = u / 8 % 4, segment = u / 32 % SPLIT;
         if (token >= rows * PARTS) continue;
         const int part = PARTS == 1 ? 0 : token / rows;
-        const u8* row = from + (token - part * rows) * kRawPitch + (segment * kSegment + j * 8) * sizeof(Raw);
+        const int eight_of_lane = BITS == 4 ? j * 8 : j / 2 * 64 + j % 2 * 8;
+        const u8* row = from + (token - part * rows) * kRawPitch + (segment * kSegment + eight_of_lane) * sizeof(Raw);
         u32 pairs[4][4];
 #pragma unroll
         for (int of = 0; of < 4; ++of) {
-            const uint4* const eight = reinterpret_cast<const uint4*>(row + of * 32 * sizeof(Raw));
+            const uint4* const eight = reinterpret_cast<const uint4*>(row + of * (128 / BITS) * sizeof(Raw));
 #if IN == 1
             const uint4 w = eight[0];
+#if BITS == 8
+            pairs[0][of] = w.x, pairs[1][of] = w.y, pairs[2][of] = w.z, pairs[3][of] = w.w;
+#else
             pairs[0][of] = __byte_perm(w.x, w.z, 0x5410), pairs[1][of] = __byte_perm(w.x, w.z, 0x7632);
             pairs[2][of] = __byte_perm(w.y, w.w, 0x5410), pairs[3][of] = __byte_perm(w.y, w.w, 0x7632);
+#endif
 #else
             const uint4 a = eight[0], b = eight[1];
-            const u32 low[4] = {a.x, a.y, a.z, a.w}, high[4] = {b.x, b.y, b.z, b.w};
+            const u32 v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
-            for (int p = 0; p < 4; ++p)
-                pairs[p][of] = part_of(__uint_as_float(low[p]), part) | part_of(__uint_as_float(high[p]), part) << 16;
+            for (int p = 0; p < 4; ++p) {
+                const u32 low = v[BITS == 8 ? 2 * p : p], high = v[BITS == 8 ? 2 * p + 1 : p + 4];
+                pairs[p][of] = part_of(__uint_as_float(low), part) | part_of(__uint_as_float(high), part) << 16;
+            }
 #endif
         }
         u8* const tile = to + (segment * 2 + j / 2) * kTile;
@@ -127,9 +174,10 @@ __device__ __forceinline__ void add(float4& to, const float4& v) {
 // ---- the product ----
 
 extern "C" __global__ void __launch_bounds__(640, 1)
-decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __restrict__ scales,
-              const float* __restrict__ tensor_scale, float* __restrict__ partial, u32* __restrict__ done,
-              void* __restrict__ out, int rows, int lines, int columns, int slices) {
+decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Stored* __restrict__ scales,
+              const signed char* __restrict__ zeros, const float* __restrict__ tensor_scale, float* __restrict__ partial,
+              u32* __restrict__ done, void* __restrict__ out, int rows, int lines, int columns, int slices, i64 octets,
+              i64 blocks) {
     extern __shared__ u8 raw_memory[];
     __shared__ u32 last;
     u8* const ring = raw_memory + (1024 - (shared_address(raw_memory) & 1023)) % 1024;
@@ -179,42 +227,137 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8*
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
-    const int part = warpgroup % SPLIT, row = warpgroup / SPLIT * kTall + warp * 16 + lane / 4, quarter = lane % 4;
+    const int part = warpgroup % SPLIT, quarter = lane % 4;
     const int last_segment = e.segments() - 1;
     u8* const mine = slots + (warpgroup * 4 + warp) * DEPTH * kSlot;
     while (unit.next(e)) {
+        const int thread = unknown(threadIdx.x);
+        const int row = thread / (128 * SPLIT) * kTall + thread / 32 % 4 * 16 + thread % 32 / 4;
         const auto line_of = [&](int row) { return static_cast<i64>(min(unit.group * kRows + row, lines - 1)); };
-        const u8* code[2];
+        const u8* code = codes + line_of(row) * octets + quarter * 16;
+        keep(code);
+        const u32 below = static_cast<u32>((line_of(row + 8) - line_of(row)) * octets);  // the other row's codes
+        // Of quarters 0 and 1, the scales of the two rows; of 2 and 3, their zero points.
+        const i64 line = line_of(row + 8 * (quarter & 1)) * blocks;
+#if SCALED
+        const u32 item = quarter < 2 ? sizeof(Stored) : 1;
+        const u8* aside = reinterpret_cast<const u8*>(zeros + line);
+        if (quarter < 2) aside = reinterpret_cast<const u8*>(scales + line);
+        int zero[2] = {0, 0};
+#if ZEROS && !GROUP
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            code[h] = codes + line_of(row + 8 * h) * (columns / 2) + quarter * 16;
-            keep(code[h]);
-        }
-        // Of quarters 0 and 1, the scales of the two rows.
-        const u8* scale = scales + line_of(row + 8 * (quarter & 1)) * (columns / BLOCK);
-        keep(scale);
-        int wanted = unit.begin * SPLIT + part, put = 0, taken = 0;
+        for (int h = 0; h < 2; ++h) zero[h] = zeros[line_of(row + 8 * h) * blocks];
+#endif
+#else
+        const u8* aside = scales + line;
+#endif
+        keep(aside);
+        int segment = unit.begin * SPLIT + part, taken = 0;
         // Behind the last segment that one again: x is 0 there.
-        const auto ask = [&] {
+        const auto ask = [&](u8* to, int wanted) {
             const u32 segment = min(wanted, last_segment);
-            u8* const to = mine + put * kSlot;
 #pragma unroll
-            for (int h = 0; h < 2; ++h) copy_ahead<16>(to + h * 512 + lane * 16, code[h] + segment * (kSegment / 2), true);
-            if (quarter < 2) copy_ahead<kOfLine>(to + 1024 + (lane / 4 + 8 * quarter) * kOfLine, scale + segment * kOfLine, true);
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int n = 0; n < kUnits; ++n)
+                    copy_ahead<16>(to + (h * kUnits + n) * 512 + lane * 16,
+                                   code + (h * static_cast<u64>(below) + segment * (16 * BITS) + n * 64), true);
+#if !SCALED
+            u8* const beside = to + kCodes + (lane / 4 + 8 * quarter) * kOfLine;
+            if (quarter < 2) copy_ahead<kOfLine>(beside, aside + segment * kOfLine, true);
+#elif GROUP
+            const u64 from = reinterpret_cast<u64>(aside) + segment / kGroup * item;
+            if (ZEROS || quarter < 2)
+                copy_ahead<4>(to + kCodes + lane * 4, reinterpret_cast<const u8*>(from & ~3ull), true);
+#endif
             end_copies();
-            wanted += SPLIT;
-            if (++put == DEPTH) put = 0;
         };
 #pragma unroll 1
-        for (int i = 0; i < DEPTH; ++i) ask();
+        for (int i = 0; i < DEPTH; ++i) ask(mine + i * kSlot, segment + i * SPLIT);
         Sum sum[kTokens / 2];
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0;
+        Sum scaled[kGrouped ? kTokens / 2 : 1] = {};
+#if SCALED
+        const int stop = (unit.begin + unit.count) * SPLIT, end = min(stop, last_segment + 1);
 #pragma unroll 1
-        for (int piece = 0; piece < unit.count; ++piece) {
+        for (; segment < end; segment += SPLIT) {
+            arrived<DEPTH - 1>();  // of this lane's copies, which nobody else reads
+            u8* const slot = mine + taken * kSlot;
+            const u32 of_group = segment / kGroup, tokens = shared_address(ring) + at.stage * kStage + part * 2 * kTile;
+#if GROUP
+            // What the lane copied for the four that have its rows.
+            const u32 own = *reinterpret_cast<const u32*>(slot + kCodes + lane * 4) >>
+                            (static_cast<u32>(reinterpret_cast<u64>(aside)) + of_group * item) % 4 * 8;
+            const auto of_quarter = [&](int q) { return __shfl_sync(~0u, own, q, 4); };
+            if (ZEROS)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) zero[h] = static_cast<signed char>(of_quarter(2 + h));
+#endif
+            constexpr int kAtOnce = kGrouped ? 2 : 4;  // words, for want of registers
+            u32 a[2][2][4], words[2][kAtOnce];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                u32 pairs[2][4];
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    if (j * kUnits % kAtOnce == 0) {
+                        const u8* const from = slot + (h * kUnits + j * kUnits / 4) * 512 + lane * 16;
+#if GROUP
+                        const uint2 got = *reinterpret_cast<const uint2*>(from + j * kUnits % 4 * 4);
+#else
+                        const uint4 got = *reinterpret_cast<const uint4*>(from);
+                        words[h][2] = got.z, words[h][3] = got.w;
+#endif
+                        words[h][0] = got.x, words[h][1] = got.y;
+                    }
+#if BITS == 8
+                    decode_bytes(words[h] + j * kUnits % kAtOnce, zero[h], pairs[h]);
+#else
+                    decode(words[h] + j * kUnits % kAtOnce, 0, true, zero[h], pairs[h]);
+#endif
+                }
+                u32 (&left)[2][4] = a[j % 2];
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd)
+#pragma unroll
+                    for (int p = 0; p < 4; ++p) left[odd][p] = pairs[p % 2][2 * odd + p / 2];
+                if (j == 0) wait(full + 8 * at.stage, at.parity);
+                hold(sum);
+                begin_products();
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd)
+                    wgmma(sum, left[odd], descriptor<false>(tokens + j / 2 * kTile, 0) + (j % 2 * 2 + odd) * 2,
+                          j || odd || !kGrouped);
+                end_products();
+                if (j < 3) finish<1>(sum);
+            }
+            ask(slot, segment + DEPTH * SPLIT);
+            if (++taken == DEPTH) taken = 0;
+            finish<0>(sum);
+            release(empty + 8 * at.stage, lane);
+            at.advance();
+#if GROUP
+#if HALF
+            const float scale[2] = {scale_value(of_quarter(0)), scale_value(of_quarter(1))};
+#else
+            const float scale[2] = {__uint_as_float(of_quarter(0)), __uint_as_float(of_quarter(1))};
+#endif
+#pragma unroll
+            for (int i = 0; i < kTokens / 2; ++i) scaled[i] = __fmaf_rn(sum[i], scale[i / 2 % 2], scaled[i]);
+#endif
+        }
+        if (segment < stop) {  // x is 0 there, but a scale may be infinite
+            wait(full + 8 * at.stage, at.parity);
+            release(empty + 8 * at.stage, lane);
+            at.advance();
+        }
+#else
+#pragma unroll 1
+        for (int piece = 0; piece < unit.count; ++piece, segment += SPLIT) {
             arrived<DEPTH - 1>();
             __syncwarp();
-            const u8* const slot = mine + taken * kSlot;
+            u8* const slot = mine + taken * kSlot;
             uint4 words[2];
             u32 bytes[2][kGrain];
             u32 large = 0;
@@ -257,7 +400,7 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8*
                     end_products();
                     if (j == 0) {
                         __syncwarp();  // all lanes have read the slot
-                        ask();
+                        ask(slot, segment + DEPTH * SPLIT);
                     }
                     if (j < 3) finish<1>(sum);
                 }
@@ -270,26 +413,36 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8*
             release(empty + 8 * at.stage, lane);
             at.advance();
         }
+#endif
         arrived<0>();
+        if (kGrouped) unit.find(e);  // for want of registers
 
         named_barrier(2, kMath);  // nobody waits for codes
+        const int who = unknown(threadIdx.x);
+        float* const put = sums + who / 128 * kSums + who % 4 * 2 * kPitch + who % 128 / 32 * 16 + who % 32 / 4;
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i)
-            sums[warpgroup * kSums + (i / 4 * 8 + quarter * 2 + i % 2) * kPitch + warp * 16 + lane / 4 + i / 2 % 2 * 8] = sum[i];
+            put[(i / 4 * 8 + i % 2) * kPitch + i / 2 % 2 * 8] = kGrouped ? scaled[i] : sum[i];
         named_barrier(2, kMath);
+#if SCALED
+        const auto factor_of = [&](int line) { return kGrouped ? 1.0f : scale_value(scales[line * blocks]); };
+#else
         const float factor = (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // the scales were times 2^-8
-        const int line0 = unit.group * kRows, below = min(kRows, lines - line0);
+        const auto factor_of = [&](int) { return factor; };
+#endif
+        const int line0 = unit.group * kRows, height = min(kRows, lines - line0);
         const i64 pitch = (lines + 3) / 4 * 4;
         const auto write = [&](int token, int line, const float4& total) {
             const float four[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
             for (int c = 0; c < 4; ++c)
-                if (line + c < below) finish(out, static_cast<i64>(token) * lines + line0 + line + c, four[c] * factor);
+                if (line + c < height)
+                    finish(out, static_cast<i64>(token) * lines + line0 + line + c, four[c] * factor_of(line0 + line + c));
         };
         constexpr int kFours = kRows / 4, kBatch = 4;
         for (int u = threadIdx.x; u < rows * kFours; u += kMath) {
             const int token = u / kFours, line = u % kFours * 4;
-            if (line >= below) continue;
+            if (line >= height) continue;
             float4 total = {0, 0, 0, 0};
             for (int p = PARTS - 1; p >= 0; --p) {  // the smallest first
                 const float* const from = sums + line / kTall * SPLIT * kSums + (p * rows + token) * kPitch + line % kTall;
@@ -318,7 +471,7 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8*
             const float* from[kBatch];
 #pragma unroll
             for (int n = 0; n < kBatch; ++n) {
-                const int i = min(u + n * kMath, rows * kFours - 1), line = min(i % kFours * 4, (below - 1) / 4 * 4);
+                const int i = min(u + n * kMath, rows * kFours - 1), line = min(i % kFours * 4, (height - 1) / 4 * 4);
                 from[n] = partial + i / kFours * pitch + line0 + line;
             }
 #pragma unroll 2

@@ -1,4 +1,6 @@
-"""Placing `decode_hopper.cu`: products of up to 64 tokens with packed E2M1 weights on Hopper.
+"""Placing `decode_hopper.cu`: products of up to 64 tokens with packed weights on Hopper.
+
+E2M1, INT4 and INT8, these under float scales of rows or of groups of whole segments.
 
 How a product is divided is a model of what the busiest multiprocessor does, by shapes alone, so
 that sums are the same on any GPU.
@@ -24,7 +26,7 @@ __all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
 Array = Any
 
 _THREADS, _BRINGING, _TALL, _SEGMENT, _PROCESSORS = 640, 4, 64, 128, 132
-_LONGEST = 32  # block of a scale, of which a lane has one at least
+_LONGEST = 32  # block of a scale of E2M1, of which a lane has one at least
 _SOURCE = Path(__file__).parent / "decode_hopper.cu"
 
 
@@ -47,20 +49,25 @@ class Cut:
     shared: int
 
 
-def _fit(split: int, wide: int, dtype: str) -> tuple[int, int, int] | None:
+def _fit(split: int, wide: int, dtype: str, bits: int) -> tuple[int, int, int] | None:
     """Stages, depth and bytes of shared memory for 8 `wide` tokens; None if there is not enough."""
     tokens, item = 8 * wide, 4 if dtype == "float32" else 2
     stage = split * 256 * tokens
     raw = tokens // PARTS[dtype] * (split * _SEGMENT * item + 16)
-    least = max(2, -(-tokens * (_TALL + 4) // 1088))  # sums lie where the codes did
+    codes = 256 * bits  # of 16 rows
+    least = max(2, -(-tokens * (_TALL + 4) // (codes + 16 * bits)))  # sums lie where the codes did
     for stages, depth in ((8, 8), (6, 6), (4, 6), (4, 4), (4, 3), (4, 2)):
-        rings = -(-_BRINGING * raw // 128) * 128 + stages * (stage + 16) + 16 * depth * 1152
+        rings = (
+            -(-_BRINGING * raw // 128) * 128 + stages * (stage + 16) + 16 * depth * (codes + 128)
+        )
         if depth >= least and (shared := 1024 + rings) <= hopper.SHARED - 1024:
             return stages, depth, shared
     return None
 
 
-def cuts(lines: int, columns: int, tokens: int, dtype: str) -> list[tuple[float, Cut]]:
+def cuts(
+    lines: int, columns: int, tokens: int, dtype: str, bits: int = 4
+) -> list[tuple[float, Cut]]:
     """Ways to divide N = lines and K = columns, each with its time in us by the model.
 
     Args:
@@ -68,14 +75,16 @@ def cuts(lines: int, columns: int, tokens: int, dtype: str) -> list[tuple[float,
         columns: of weights.
         tokens: rows of x times its `PARTS`.
         dtype: of x.
+        bits: of a weight.
     """
     found = []
     for split in (1, 2, 4):
-        if (room := _fit(split, -(-tokens // 8), dtype)) is None:
+        if (room := _fit(split, -(-tokens // 8), dtype, bits)) is None:
             continue
         groups, pieces = -(-lines // (_TALL * 4 // split)), -(-(columns // _SEGMENT) // split)
         for slices in range(1, min(pieces, _PROCESSORS) + 1):
-            # A piece as it was measured on an H200, for 1 to 64 tokens within a tenth.
+            # A piece as it was measured on an H200, for 1 to 64 tokens within a tenth; of integers
+            # within a fifth, INT4 quicker, INT8 slower.
             piece = 0.82 + 0.0045 * tokens * (1 + split)
             cost = -(-groups * slices // _PROCESSORS) * (-(-pieces // slices) * piece + 1)
             if slices > 1:  # written and read again
@@ -85,28 +94,40 @@ def cuts(lines: int, columns: int, tokens: int, dtype: str) -> list[tuple[float,
 
 
 @lru_cache(maxsize=1024)
-def cut(lines: int, columns: int, tokens: int, dtype: str) -> Cut:
+def cut(lines: int, columns: int, tokens: int, dtype: str, bits: int = 4) -> Cut:
     """The quickest of `cuts`."""
-    return min(cuts(lines, columns, tokens, dtype), key=lambda way: way[0])[1]
+    return min(cuts(lines, columns, tokens, dtype, bits), key=lambda way: way[0])[1]
+
+
+def _is_scaled(w: QuantArray) -> bool:
+    """Whether scales are floats."""
+    return not (w.spec.is_mx or w.spec.row.tensor_scale)
+
+
+def _group(w: QuantArray) -> int:
+    """Segments that have a float scale, 0 if it is a row's."""
+    _, length = tile_extent(w.spec, w.shape)
+    return 0 if length >= w.shape[1] else length // _SEGMENT
 
 
 def taken(w: QuantArray) -> bool:
     """Whether the kernel has such weights, of which `extensor_cuda.decode` has a product at all."""
-    scaled = w.spec.is_mx or w.spec.row.tensor_scale
-    if not scaled or tile_extent(w.spec, w.shape)[1] > _LONGEST:
+    if w.shape[1] % _SEGMENT or w.shape[0] * w.shape[1] >= 1 << 40 or w.codes.shape[1] >= 1 << 29:
         return False
-    return w.shape[1] % _SEGMENT == 0 and w.shape[0] * w.shape[1] < 1 << 40
+    _, length = tile_extent(w.spec, w.shape)
+    if not _is_scaled(w):
+        return length <= _LONGEST
+    if length >= w.shape[1]:
+        return bool(w.codes.shape[1] % 16 == 0)  # which are padded to whole groups
+    # Scales and zero points of groups are copied four bytes at a time.
+    return length % _SEGMENT == 0 and w.scales.size % 4 == 0
 
 
 @lru_cache(maxsize=256)
-def _source(ue4m3: bool, block: int, tiles: int, made: Cut, dtype: str, out: str) -> Source:
-    macros = {
-        "BITS": 4,
-        "IS_FLOAT": 1,
-        "SCALED": 0,
-        "HALF": 0,
-        "UE4M3": int(ue4m3),
-        "BLOCK": block,
+def _source(
+    macros: tuple[tuple[str, int], ...], tiles: int, made: Cut, dtype: str, out: str
+) -> Source:
+    division = {
         "SPLIT": made.split,
         "STAGES": made.stages,
         "DEPTH": made.depth,
@@ -116,15 +137,25 @@ def _source(ue4m3: bool, block: int, tiles: int, made: Cut, dtype: str, out: str
         "OUT": FLOATS.index(out),
         "GUARD": 0,
     }
-    plain = Source.read(_SOURCE, macros)
+    plain = Source.read(_SOURCE, dict(macros) | division)
     function = hopper.wgmma("bf16", "bf16", 8 * tiles, registers=True)
     return replace(plain, text=plain.text.replace("//WGMMA//", function))
 
 
 def decode_source(w: QuantArray, rows: int, dtype: str, out: str, made: Cut) -> Source:
     """The program for weights, rows of activations of a dtype, a result's dtype and a division."""
-    _, block = tile_extent(w.spec, w.shape)
-    return _source(w.spec.row.tensor_scale, block, -(-rows * PARTS[dtype] // 8), made, dtype, out)
+    scaled, element = _is_scaled(w), w.spec.row.element
+    macros = {
+        "BITS": element.bits,
+        "IS_FLOAT": int(element.is_float),
+        "SCALED": int(scaled),
+        "HALF": int(w.spec.scale_name == "float16"),
+        "UE4M3": int(w.spec.row.tensor_scale),
+        "BLOCK": 32 if scaled else tile_extent(w.spec, w.shape)[1],
+        "GROUP": _group(w) if scaled else 0,
+        "ZEROS": int(w.zero_points is not None),
+    }
+    return _source(tuple(macros.items()), -(-rows * PARTS[dtype] // 8), made, dtype, out)
 
 
 def product(
@@ -138,9 +169,13 @@ def product(
 ) -> None:
     """Write X w^T to `out`, of arguments as `decode_few.product` has them; does not wait."""
     (rows, columns), lines, dtype = x.shape, w.shape[0], x.dtype.name
-    made = cut(lines, columns, rows * PARTS[dtype], dtype)
+    made = cut(lines, columns, rows * PARTS[dtype], dtype, w.spec.row.element.bits)
     groups = -(-lines // (_TALL * 4 // made.split))
     null = np.uint64(0)
+    points = null
+    if w.zero_points is not None:  # four of which are copied at a time
+        points = xp.ascontiguousarray(w.zero_points)
+        points = points.copy() if points.data.ptr % 16 else points
     partial, done = null, null
     if made.slices > 1:
         partial = xp.empty((made.slices, rows, -(-lines // 4) * 4), dtype=np.float32)
@@ -153,11 +188,14 @@ def product(
         x,
         codes,
         scales,
+        points,
         null if w.tensor_scale is None else w.tensor_scale,
         partial,
         done,
         out,
         *(np.int32(n) for n in (rows, lines, columns, made.slices)),
+        np.int64(codes.shape[1]),
+        np.int64(scales.shape[1] if len(scales) == lines else 0),
         shared=made.shared,
         early=True,
     )

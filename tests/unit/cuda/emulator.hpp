@@ -183,6 +183,11 @@ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
     }
     return out;
 }
+inline unsigned and_xor(unsigned a, unsigned b, unsigned c) { return a & b ^ c; }
+inline unsigned fma_pair_relu(unsigned a, unsigned b, unsigned c) {
+    const unsigned v = fma_pair(a, b, c);
+    return (v & 0x8000u ? 0u : v & 0xFFFFu) | (v >> 31 ? 0u : v & 0xFFFF0000u);
+}
 // The larger ones, NaN if one is, or the smaller ones, the other one if one is NaN.
 template <bool kLarger>
 unsigned choose_pair(unsigned a, unsigned b) {
@@ -235,6 +240,8 @@ inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
 
 template <class T>
 T __shfl_sync(unsigned, T mine, int lane) { return exchange(mine, threadIdx.x / 32 * 32 + lane); }
+template <class T>
+T __shfl_sync(unsigned, T mine, int lane, int width) { return exchange(mine, threadIdx.x / width * width + lane); }
 inline bool __all_sync(unsigned, bool mine) { return !__any_sync(0, !mine); }
 inline unsigned __reduce_max_sync(unsigned, unsigned mine) {
     for (int step = 1; step < 32; step *= 2) mine = max(mine, exchange(mine, threadIdx.x ^ step));

@@ -38,6 +38,20 @@ WEIGHTS = (
     INT8.replace(tile=(1, 32)),
     INT8.replace(tile=(1, 128), scale_dtype="float16", symmetric=False),
 )
+INTEGERS = (
+    INT4.replace(tile="channel"),
+    INT4.replace(tile="channel", symmetric=False),
+    INT4.replace(tile=(1, 128)),
+    INT4.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"),
+    INT4.replace(tile=(1, 256), symmetric=False),
+    INT4.replace(tile="tensor", symmetric=False, scale_dtype="float16"),
+    INT8,
+    INT8.replace(symmetric=False, scale_dtype="float16"),
+    INT8.replace(tile="tensor", symmetric=False),
+    INT8.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"),
+    INT8.replace(tile=(1, 256), scale_dtype="float16"),
+)
+"""What `decode_hopper.cu` has of integers."""
 SHAPES = ((1, 70, 96), (2, 17, 600), (3, 5, 33))
 
 
@@ -73,12 +87,14 @@ def test_no_kernel_for_few_tokens_spills(spec: QuantSpec) -> None:
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("spec", [WEIGHTS[0], WEIGHTS[1], WEIGHTS[3]], ids=name)
+@pytest.mark.parametrize(
+    "spec", [*WEIGHTS[:2], WEIGHTS[3], *INTEGERS[1:6], *INTEGERS[7::2]], ids=name
+)
 def test_no_kernel_for_hopper_spills(spec: QuantSpec) -> None:
     """Each number of tokens' registers, each division that they leave room for."""
-    w = weights(spec, (16, 1024))
+    w, bits = weights(spec, (16, 1024)), spec.row.element.bits
     for rows, dtype in ((1, "float32"), (21, "float32"), (16, "bfloat16"), (64, "bfloat16")):
-        ways = decode_hopper.cuts(16, 1024, rows * decode_few.PARTS[dtype], dtype)
+        ways = decode_hopper.cuts(16, 1024, rows * decode_few.PARTS[dtype], dtype, bits)
         for made in {way.split: way for _, way in ways}.values():
             source = decode_hopper.decode_source(w, rows, dtype, dtype, made)
             check_compiles(source, "sm_90a")
@@ -202,6 +218,23 @@ def test_more_tokens_on_hopper(xp: Any, spec: QuantSpec) -> None:
             assert spec.tile == (1, 128)
 
 
+@pytest.mark.parametrize("spec", INTEGERS, ids=name)
+def test_integers_on_hopper(xp: Any, spec: QuantSpec) -> None:
+    """Ends of segments, pieces, groups, rows, tiles and tokens; one row, and one of a pair."""
+    for i, (m, n, k, dtype) in enumerate(
+        (
+            (1, 150, 1024, "bfloat16"),
+            (5, 36, 384, "float32"),
+            (21, 20, 128, "float32"),
+            (24, 76, 640, "bfloat16"),
+            (64, 68, 384, "bfloat16"),
+        )
+    ):
+        w = weights(spec, (n, k), i)
+        assert decode_hopper.taken(w)
+        check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
+
+
 @pytest.mark.usefixtures("many_tokens")
 @pytest.mark.parametrize("split", [1, 2, 4])
 def test_every_division(xp: Any, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +250,78 @@ def test_every_division(xp: Any, split: int, monkeypatch: pytest.MonkeyPatch) ->
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 
 
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("spec", [INTEGERS[4], INTEGERS[7]], ids=name)
+def test_every_division_of_integers(
+    xp: Any, spec: QuantSpec, split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above; slices that end inside of groups, warpgroups without a segment."""
+    rows, lines, columns = 3, 260, 1408
+    x, w = activations((rows, columns), "bfloat16"), weights(spec, (lines, columns))
+    bits = spec.row.element.bits
+    ways = [way for _, way in decode_hopper.cuts(lines, columns, rows, "bfloat16", bits)]
+    ways = [way for way in ways if way.split == split and way.slices in (1, 3)]
+    assert len(ways) == 2
+    for way in ways:
+        monkeypatch.setattr(decode_hopper, "cut", lambda *shape, way=way: way)
+        first = check(x, w, "float32", xp)
+        np.testing.assert_array_equal(check(x, w, "float32", xp), first)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [*INTEGERS[3:5], *INTEGERS[7:10], WEIGHTS[8], WEIGHTS[13].replace(tile=(1, 64))],
+    ids=name,
+)
+def test_each_code_less_each_zero_point(xp: Any, spec: QuantSpec) -> None:
+    """Each element of w alone, with one as its scale, comes out as it is."""
+    bits, rows = spec.row.element.bits, 5
+    lines = 3 << bits
+    w = weights(spec, (lines, 256 if bits == 4 else 128))
+    codes = np.arange(lines)[:, None] % (1 << bits) + np.arange(w.shape[1])
+    if bits == 4:
+        codes = codes[:, ::2] & 15 | (codes[:, 1::2] & 15) << 4
+    w.codes[...] = codes.astype(np.uint8)
+    w.scales[...] = 1
+    assert w.zero_points is not None
+    least = -(1 << (bits - 1))
+    points = np.repeat([least, -least - 1, 0], 1 << bits)[:, None]
+    w.zero_points[...] = points if len(w.zero_points) == lines else least
+    x = np.zeros((rows, w.shape[1]), ml_dtypes.bfloat16)
+    places = [0, 37, 66, 101, 127]
+    x[range(rows), places] = 1
+    got = decode.product(xp.asarray(x), sent(w, xp), "float32", xp).get()
+    np.testing.assert_array_equal(got, exact(w).T[places])
+
+
+@pytest.mark.parametrize("spec", [INTEGERS[0], INTEGERS[3], INTEGERS[4], INTEGERS[9]], ids=name)
+def test_scales_that_are_no_numbers_stay_in_their_row(xp: Any, spec: QuantSpec) -> None:
+    """Of the last group too, behind which a warpgroup may have nothing; infinity stays one."""
+    w = weights(spec, (40, 640))
+    w.scales[7, 0], w.scales[12, -1] = np.nan, np.inf
+    x = np.abs(activations((3, 640), "float32"))
+    got = decode.product(xp.asarray(x), sent(w, xp), "float32", xp).get()
+    assert np.isnan(got[:, 7]).all() and np.isinf(got[:, 12]).all()
+    assert np.isfinite(np.delete(got, [7, 12], axis=1)).all()
+    x[1, 5], x[2, 9] = np.nan, np.inf
+    got = np.delete(
+        decode.product(xp.asarray(x), sent(w, xp), "float32", xp).get(), [7, 12], axis=1
+    )
+    assert np.isfinite(got[0]).all() and np.isnan(got[1]).all() and not np.isfinite(got[2]).any()
+
+
+def test_zero_points_need_not_be_aligned(xp: Any) -> None:
+    w = sent(weights(INTEGERS[4], (36, 512)), xp)
+    assert w.zero_points is not None
+    held = xp.empty(w.zero_points.size + 1, dtype=np.int8)
+    held[1:] = w.zero_points.ravel()
+    x = xp.asarray(activations((3, 512), "bfloat16"))
+    odd = replace(w, zero_points=held[1:].reshape(w.zero_points.shape))
+    np.testing.assert_array_equal(
+        decode.product(x, odd, "float32", xp).get(), decode.product(x, w, "float32", xp).get()
+    )
+
+
 def test_what_the_other_programs_take(xp: Any) -> None:
     """Columns that are not whole segments, few rows, integers, long blocks."""
     w = weights(QuantSpec("mxfp4"), (20, 256))
@@ -226,6 +331,12 @@ def test_what_the_other_programs_take(xp: Any) -> None:
         weights(QuantSpec("mxfp4"), (20, 160)),
         weights(QuantSpec("mxfp4", tile=(1, 64)), (20, 256)),
         weights(INT4, (20, 256)),
+        weights(INT4.replace(tile=(1, 64)), (20, 256)),
+        weights(
+            INT4.replace(tile=(1, 128)), (21, 256)
+        ),  # scales and zero points are copied by fours
+        weights(INT8, (20, 160)),
+        weights(INT8.replace(tile=(1, 200)), (20, 128)),  # rows of 200 bytes
     ):
         assert not decode_hopper.taken(other)
     assert not decode_few.taken(weights(INT4, (20, 256)), 1)

@@ -162,14 +162,42 @@ def overwritten(text: str) -> list[str]:
     return found
 
 
+INT4, INT8 = QuantSpec("int4", axis=1), QuantSpec("int8", axis=1)
+
+
 @pytest.mark.parametrize("tokens", [17, 40, 64])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QuantSpec("mxfp4", axis=1),
+        INT4.replace(tile="channel", symmetric=False),
+        INT4.replace(tile=(1, 128), symmetric=False),
+        INT8,
+        INT8.replace(tile=(1, 256), scale_dtype="float16", symmetric=False),
+    ],
+    ids=lambda spec: f"{spec.format}-{spec.tile}",
+)
 def test_decoded_weights_stay_until_they_are_multiplied(
-    tokens: int, disassembler: str, tmp_path: Path
+    spec: QuantSpec, tokens: int, disassembler: str, tmp_path: Path
 ) -> None:
-    w = reference.quantize(np.ones((64, 256), np.float32), QuantSpec("mxfp4", axis=1).resolve(2))[0]
-    made = decode_hopper.cut(*w.shape, tokens, "bfloat16")
+    w = reference.quantize(np.ones((64, 512), np.float32), spec.resolve(2))[0]
+    made = decode_hopper.cut(*w.shape, tokens, "bfloat16", spec.row.element.bits)
     source = decode_hopper.decode_source(w, tokens, "bfloat16", "bfloat16", made)
     text = listing(source, disassembler, tmp_path)
-    assert text.count("HGMMA") == 16 and not overwritten(text)  # at once, and for large scales
+    # E2M1's at once, and for large scales
+    assert text.count("HGMMA") == (8 if spec.format.startswith("int") else 16)
+    turns = loop(text) * 2
+    assert not overwritten(text) and not overwritten(turns)
+    assert overwritten(re.sub(r".*WARPGROUP\.DEPBAR\.LE gsb0, 0x0.*", "", turns))
     assert overwritten(re.sub(r".*WARPGROUP\.DEPBAR.*", "", text))
     assert "LDGSTS.E.BYPASS" in text and "HMMA" not in text
+
+
+def loop(text: str) -> str:
+    """The innermost loop that holds all products."""
+    first, last = text.index("HGMMA"), text.rindex("HGMMA")
+    for branch in re.finditer(r"BRA `\((\.L\w+)\)", text[last:]):
+        begin = text.index(f"\n{branch[1]}:")
+        if begin < first:
+            return text[begin : last + branch.end()]
+    raise AssertionError("no loop")
