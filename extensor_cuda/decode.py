@@ -27,9 +27,10 @@ import ml_dtypes
 import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
+from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import decode_few, decode_hopper, hopper
-from extensor_cuda.kernels.decode_few import FLOATS, PARTS
+from extensor_cuda.kernels.decode_program import FLOATS, PARTS, is_scaled, program
 
 __all__ = [
     "MOST_TOKENS",
@@ -99,59 +100,33 @@ def stretches(lines: int, columns: int, segment: int) -> tuple[int, int]:
     return -(-segments // each), each * segment
 
 
-def _is_scaled(w: QuantArray) -> bool:
-    """Whether scales are floats."""
-    return not (w.spec.is_mx or w.spec.row.tensor_scale)
-
-
-def _lane(w: QuantArray) -> int:
+def _lane(spec: QuantSpec, shape: tuple[int, ...]) -> int:
     """Neighbouring elements of a row in a lane: 16 bytes, if four lanes' share a group's scale."""
-    widest = 128 // w.spec.row.element.bits
-    _, length = tile_extent(w.spec, w.shape)
-    if not _is_scaled(w) or length >= w.shape[1]:
+    widest = 128 // spec.row.element.bits
+    _, length = tile_extent(spec, shape)
+    if not is_scaled(spec) or length >= shape[1]:
         return widest
     return next(n for n in (32, 16, 8) if n <= widest and length % (4 * n) == 0)
 
 
-@lru_cache(maxsize=256)
-def _source(
-    bits: int, is_float: bool, ue4m3: bool, block: int, scaled: bool, group: int, half: bool,
-    lane: int, tiles: int, dtype: str, out: str,
-) -> Source:  # fmt: skip
-    macros = {
-        "BITS": bits,
-        "IS_FLOAT": int(is_float),
-        "UE4M3": int(ue4m3),
-        "BLOCK": block,
-        "SCALED": int(scaled),
-        "GROUP": group,
-        "HALF": int(half),
-        "LANE": lane,
-        "PIECE": _PIECE[tiles],
-        "DEPTH": _DEPTH[tiles],
-        "TILES": tiles,
-        "PARTS": PARTS[dtype],
-        "IN": FLOATS.index(dtype),
-        "OUT": FLOATS.index(out),
-        "RESIDENT": _RESIDENT[tiles],
-    }
-    return Source.read(_SOURCE, macros)
+@lru_cache(maxsize=1024)
+def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out: str) -> Source:
+    tiles = next(n for n in (1, 2, 4, 8) if 8 * n >= rows * PARTS[dtype])
+    length, lane = tile_extent(spec, shape)[1], _lane(spec, shape)
+    return program(
+        _SOURCE, spec, shape, dtype, out,
+        GROUP=length // (4 * lane) if is_scaled(spec) and length < shape[1] else 0,
+        LANE=lane,
+        PIECE=_PIECE[tiles],
+        DEPTH=_DEPTH[tiles],
+        TILES=tiles,
+        RESIDENT=_RESIDENT[tiles],
+    )  # fmt: skip
 
 
 def decode_source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
     """The program for weights and that many rows of activations of a dtype."""
-    spec, element = w.spec, w.spec.row.element
-    tiles = next(n for n in (1, 2, 4, 8) if 8 * n >= rows * PARTS[dtype])
-    scaled = _is_scaled(w)
-    length, lane = tile_extent(spec, w.shape)[1], _lane(w)
-    block, group = (32, 0) if scaled else (length, 0)
-    if scaled and length < w.shape[1]:
-        group = length // (4 * lane)
-    half = spec.scale_name == "float16"
-    return _source(
-        element.bits, element.is_float, spec.row.tensor_scale, block, scaled, group, half, lane,
-        tiles, dtype, out,
-    )  # fmt: skip
+    return _source(w.spec, w.shape, rows, dtype, out)
 
 
 @lru_cache(maxsize=256)

@@ -15,20 +15,18 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
+from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import hopper
+from extensor_cuda.kernels.decode_program import PARTS, is_scaled, program
 
-__all__ = ["FLOATS", "PARTS", "Cut", "cut", "cuts", "decode_source", "product", "taken"]
+__all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
 Array = Any
 
 _TOKENS, _WARPS, _CHUNK, _AHEAD, _PROCESSORS = 16, 8, 512, 2, 132
 """Tokens at most, warps of a block, elements of K in a copy, copies ahead, blocks."""
 _SOURCE = Path(__file__).parent / "decode_few.cu"
-FLOATS = ("float32", "bfloat16")
-"""Dtypes of activations and results, as the programs number them."""
-PARTS = {"float32": 3, "bfloat16": 1}
-"""Tokens, each a bfloat16 matrix's row, that a row of activations of a dtype is."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,7 @@ def taken(w: QuantArray, tokens: int) -> bool:
         w: (N, K), blocked along K.
         tokens: rows of x, three for each of float32.
     """
-    scaled = w.spec.is_mx or w.spec.row.tensor_scale
-    if not scaled or tokens > _TOKENS or w.shape[1] % 128 or w.shape[0] < 16:
+    if is_scaled(w.spec) or tokens > _TOKENS or w.shape[1] % 128 or w.shape[0] < 16:
         return False
     _, length = tile_extent(w.spec, w.shape)
     if w.shape[1] // length % 4 or w.shape[0] * w.shape[1] >= 1 << 40:
@@ -100,33 +97,22 @@ def taken(w: QuantArray, tokens: int) -> bool:
     return cut(*w.shape, tokens, length) is not None
 
 
-@lru_cache(maxsize=256)
-def _source(ue4m3: bool, block: int, grain: int, tiles: int, dtype: str, out: str) -> Source:
-    macros = {
-        "BITS": 4,
-        "IS_FLOAT": 1,
-        "SCALED": 0,
-        "HALF": 0,
-        "UE4M3": int(ue4m3),
-        "BLOCK": block,
-        "GRAIN": grain,
-        "WARPS": _WARPS,
-        "CHUNK": _CHUNK,
-        "DEPTH": _AHEAD,
-        "TILES": tiles,
-        "PARTS": PARTS[dtype],
-        "IN": FLOATS.index(dtype),
-        "OUT": FLOATS.index(out),
-    }
-    return Source.read(_SOURCE, macros)
+@lru_cache(maxsize=1024)
+def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out: str) -> Source:
+    _, block = tile_extent(spec, shape)
+    return program(
+        _SOURCE, spec, shape, dtype, out,
+        GRAIN=4 if shape[1] // block % 16 or _CHUNK // block % 16 else 16,
+        WARPS=_WARPS,
+        CHUNK=_CHUNK,
+        DEPTH=_AHEAD,
+        TILES=-(-rows * PARTS[dtype] // 8),
+    )  # fmt: skip
 
 
 def decode_source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
     """The program for weights, rows of activations of a dtype, and a result's dtype."""
-    _, block = tile_extent(w.spec, w.shape)
-    grain = 4 if w.shape[1] // block % 16 or _CHUNK // block % 16 else 16
-    tiles = -(-rows * PARTS[dtype] // 8)
-    return _source(w.spec.row.tensor_scale, block, grain, tiles, dtype, out)
+    return _source(w.spec, w.shape, rows, dtype, out)
 
 
 def product(

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
+from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import hopper
-from extensor_cuda.kernels.decode_few import FLOATS, PARTS
+from extensor_cuda.kernels.decode_program import PARTS, is_scaled, program
 
 __all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
@@ -99,15 +100,10 @@ def cut(lines: int, columns: int, tokens: int, dtype: str, bits: int = 4) -> Cut
     return min(cuts(lines, columns, tokens, dtype, bits), key=lambda way: way[0])[1]
 
 
-def _is_scaled(w: QuantArray) -> bool:
-    """Whether scales are floats."""
-    return not (w.spec.is_mx or w.spec.row.tensor_scale)
-
-
-def _group(w: QuantArray) -> int:
+def _group(spec: QuantSpec, shape: tuple[int, ...]) -> int:
     """Segments that have a float scale, 0 if it is a row's."""
-    _, length = tile_extent(w.spec, w.shape)
-    return 0 if length >= w.shape[1] else length // _SEGMENT
+    _, length = tile_extent(spec, shape)
+    return 0 if length >= shape[1] else length // _SEGMENT
 
 
 def taken(w: QuantArray) -> bool:
@@ -115,7 +111,7 @@ def taken(w: QuantArray) -> bool:
     if w.shape[1] % _SEGMENT or w.shape[0] * w.shape[1] >= 1 << 40 or w.codes.shape[1] >= 1 << 29:
         return False
     _, length = tile_extent(w.spec, w.shape)
-    if not _is_scaled(w):
+    if not is_scaled(w.spec):
         return length <= _LONGEST
     if length >= w.shape[1]:
         return bool(w.codes.shape[1] % 16 == 0)  # which are padded to whole groups
@@ -124,38 +120,32 @@ def taken(w: QuantArray) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _source(
-    macros: tuple[tuple[str, int], ...], tiles: int, made: Cut, dtype: str, out: str
-) -> Source:
-    division = {
-        "SPLIT": made.split,
-        "STAGES": made.stages,
-        "DEPTH": made.depth,
-        "TILES": tiles,
-        "PARTS": PARTS[dtype],
-        "IN": FLOATS.index(dtype),
-        "OUT": FLOATS.index(out),
-        "GUARD": 0,
-    }
-    plain = Source.read(_SOURCE, dict(macros) | division)
+def _with_wgmma(plain: Source, tiles: int) -> Source:
     function = hopper.wgmma("bf16", "bf16", 8 * tiles, registers=True)
     return replace(plain, text=plain.text.replace("//WGMMA//", function))
 
 
+@lru_cache(maxsize=1024)
+def _source(
+    spec: QuantSpec, shape: tuple[int, ...], zeros: bool, rows: int, dtype: str, out: str, made: Cut
+) -> Source:
+    tiles = -(-rows * PARTS[dtype] // 8)
+    plain = program(
+        _SOURCE, spec, shape, dtype, out,
+        GROUP=_group(spec, shape) if is_scaled(spec) else 0,
+        ZEROS=int(zeros),
+        SPLIT=made.split,
+        STAGES=made.stages,
+        DEPTH=made.depth,
+        TILES=tiles,
+        GUARD=0,
+    )  # fmt: skip
+    return _with_wgmma(plain, tiles)
+
+
 def decode_source(w: QuantArray, rows: int, dtype: str, out: str, made: Cut) -> Source:
     """The program for weights, rows of activations of a dtype, a result's dtype and a division."""
-    scaled, element = _is_scaled(w), w.spec.row.element
-    macros = {
-        "BITS": element.bits,
-        "IS_FLOAT": int(element.is_float),
-        "SCALED": int(scaled),
-        "HALF": int(w.spec.scale_name == "float16"),
-        "UE4M3": int(w.spec.row.tensor_scale),
-        "BLOCK": 32 if scaled else tile_extent(w.spec, w.shape)[1],
-        "GROUP": _group(w) if scaled else 0,
-        "ZEROS": int(w.zero_points is not None),
-    }
-    return _source(tuple(macros.items()), -(-rows * PARTS[dtype] // 8), made, dtype, out)
+    return _source(w.spec, w.shape, w.zero_points is not None, rows, dtype, out, made)
 
 
 def product(

@@ -1,0 +1,103 @@
+"""What tests of products with packed weights share: weights, activations, the bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from extensor.quant import reference
+from extensor.quant.array import QuantArray
+from extensor.quant.spec import QuantSpec
+from extensor_cuda import decode
+from extensor_cuda.kernels import decode_few, decode_hopper
+from tests.product_cases import exact
+from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda.places import place
+
+INT4, INT8 = QuantSpec("int4"), QuantSpec("int8")
+
+WEIGHTS = (
+    QuantSpec("mxfp4"),
+    QuantSpec("mxfp4", tile=(1, 16)),
+    QuantSpec("mxfp4", tile=(1, 128)),
+    QuantSpec("nvfp4"),
+    QuantSpec("nvfp4", scale_rule="four_over_six"),
+    INT4,
+    INT4.replace(tile=(1, 64), scale_dtype="float16"),
+    INT4.replace(tile=(1, 128), symmetric=False),
+    INT4.replace(tile="channel", symmetric=False),
+    INT8,
+    INT8.replace(symmetric=False),
+    INT8.replace(tile="tensor", symmetric=False),
+    INT8.replace(tile=(1, 32)),
+    INT8.replace(tile=(1, 128), scale_dtype="float16", symmetric=False),
+)
+
+INTEGERS = (
+    INT4.replace(tile="channel"),
+    INT4.replace(tile="channel", symmetric=False),
+    INT4.replace(tile=(1, 128)),
+    INT4.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"),
+    INT4.replace(tile=(1, 256), symmetric=False),
+    INT4.replace(tile="tensor", symmetric=False, scale_dtype="float16"),
+    INT8,
+    INT8.replace(symmetric=False, scale_dtype="float16"),
+    INT8.replace(tile="tensor", symmetric=False),
+    INT8.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"),
+    INT8.replace(tile=(1, 256), scale_dtype="float16"),
+)
+"""What `decode_hopper.cu` has of integers."""
+
+
+def name(value: object) -> str:
+    if not isinstance(value, QuantSpec):
+        return str(value)
+    return f"{value.format}-{value.tile}-{value.rule}-{value.scale_name}-{value.symmetric}"
+
+
+def weights(spec: QuantSpec, shape: tuple[int, int], seed: int = 0) -> QuantArray:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 5, shape)) + 0.3
+    return reference.quantize(x.astype(np.float32), spec.replace(axis=1).resolve(2))[0]
+
+
+def placed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The array module of a fixture with `PLACES` as params; counters are new."""
+    decode._counters.cache_clear()
+    return place(request, monkeypatch, [decode, decode_few], hopper=False, products=[decode_hopper])
+
+
+def emulated(xp: Any) -> bool:
+    return isinstance(xp, emulation.Cupy)
+
+
+def sent(q: QuantArray, xp: Any) -> QuantArray:
+    return replace(q, **{part: xp.asarray(array) for part, array in q.parts.items()})
+
+
+def activations(shape: tuple[int, int], dtype: str) -> np.ndarray:
+    rng = np.random.default_rng(shape[1])
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, shape))
+    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+
+
+def check(x: np.ndarray, w: QuantArray, out: str, xp: Any) -> np.ndarray:
+    assert decode.reason(x, w, "80") is None
+    got = decode.product(xp.asarray(x), sent(w, xp), out, xp)
+    a, b = x.astype(np.float64), exact(w)
+    k = x.shape[1]
+    want, size = a @ b.T, np.abs(a) @ np.abs(b).T
+    groups = w.scales.shape[1] if w.spec.scale_name.startswith("float") else 0
+    splits = 64  # at most, of these shapes
+    bound = (k * 2.0**-22 + (splits + groups + 8) * 2.0**-24) * size + k * 2.0**-126
+    if out == "bfloat16":
+        bound = bound * 2 + 2.0**-8 * np.abs(want)
+    result = np.asarray(got.get())
+    assert result.shape == want.shape and result.dtype.name == out
+    error = np.abs(result.astype(np.float64) - want)
+    assert (error <= bound).all(), (error / np.maximum(bound, 1e-300)).max()
+    return result

@@ -1,0 +1,65 @@
+"""Products of up to 16 tokens with packed E2M1 weights on Hopper: emulated, and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from extensor.quant.array import tile_extent
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.kernels import decode_few
+from tests.unit.cuda import decoding
+from tests.unit.cuda.decoding import (
+    WEIGHTS,
+    activations,
+    check,
+    name,
+    weights,
+)
+from tests.unit.cuda.places import PLACES
+from tests.unit.cuda.test_compile import check_compiles
+
+
+@pytest.fixture(params=PLACES)
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return decoding.placed(request, monkeypatch)
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", WEIGHTS[:4], ids=name)
+def test_no_kernel_for_few_tokens_spills(spec: QuantSpec) -> None:
+    w = weights(spec, (16, 8192))
+    for rows, dtype in ((1, "float32"), (5, "float32"), (1, "bfloat16"), (16, "bfloat16")):
+        check_compiles(decode_few.decode_source(w, rows, dtype, dtype), "sm_90a")
+
+
+@pytest.mark.parametrize("spec", WEIGHTS[:5], ids=name)
+def test_few_tokens(xp: Any, spec: QuantSpec) -> None:
+    """K of a block and in slices; ends of chunks, tiles and tokens; both ways to copy scales."""
+    for m, n, k, dtype in (
+        (1, 200, 1024, "bfloat16"),
+        (5, 33, 2560, "float32"),
+        (16, 40, 5632, "bfloat16"),  # in slices
+        (3, 16, 640, "float32"),
+        (9, 50, 2176, "bfloat16"),
+    ):
+        w = weights(spec, (n, k))
+        if not decode_few.taken(w, m * (3 if dtype == "float32" else 1)):
+            assert k // tile_extent(w.spec, w.shape)[1] % 4
+            continue
+        check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
+
+
+def test_every_cut_of_few_tokens(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the bound, the same bits each time, counters left at zero."""
+    x, w = activations((3, 1664), "bfloat16"), weights(QuantSpec("mxfp4"), (150, 1664))
+    ways = [way for _, way in decode_few.cuts(150, 1664, 3, 32)]
+    assert {(way.slices, way.parts) for way in ways} == {
+        (1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)
+    }  # fmt: skip
+    for way in ways:
+        monkeypatch.setattr(decode_few, "cut", lambda *shape, way=way: way)
+        first = check(x, w, "float32", xp)
+        np.testing.assert_array_equal(check(x, w, "float32", xp), first)

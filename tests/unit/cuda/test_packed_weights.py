@@ -1,0 +1,265 @@
+"""Products of many rows with packed weights: emulated, and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from extensor.quant.array import tile_extent
+from extensor.quant.spec import QuantSpec
+from extensor_cuda import bf16, dense, expansion
+from extensor_cuda import weights as packed
+from extensor_cuda.kernels.gemm import Config, configure, gemm, gemm_source
+from tests.product_cases import exact
+from tests.unit.cuda import decoding
+from tests.unit.cuda import emulator as emulation
+from tests.unit.cuda.decoding import (
+    INT4,
+    INT8,
+    activations,
+    emulated,
+    name,
+    sent,
+    weights,
+)
+from tests.unit.cuda.places import PLACES
+from tests.unit.cuda.test_compile import check_compiles
+
+
+@pytest.fixture(params=PLACES)
+def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return decoding.placed(request, monkeypatch)
+
+
+@pytest.fixture
+def many(xp: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> Any:
+    """The array module, where products of many rows run too."""
+    if isinstance(xp, emulation.Cupy):
+        for module in (dense, expansion):
+            monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
+    elif xp.cuda.Device().compute_capability != "90":
+        pytest.skip("the GPU is not a Hopper: no wgmma")
+    return xp
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "mxfp8_e4m3", "mxfp6_e2m3"])
+def test_many_rows_expand_the_weights(many: Any, form: str, dtype: str) -> None:
+    x, w = activations((70, 300), dtype), weights(QuantSpec(form), (33, 300))
+    x[3, 4] = 0
+    assert packed.reason(x, w, "90") is None
+    for out in ("float32", "bfloat16"):
+        done = packed.product(many.asarray(x), sent(w, many), out, many)
+        assert not isinstance(done, str) and done[1] == packed.EXPANDED
+        a, b = x.astype(np.float64), exact(w)
+        want, size = a @ b.T, np.abs(a) @ np.abs(b).T
+        bound = (300 * 2.0**-22 + 2.0**-20) * size + (2.0**-8 * np.abs(want) + 1e-4 * size) * (
+            out == "bfloat16"
+        )
+        assert (np.abs(done[0].get().astype(np.float64) - want) <= bound).all()
+
+
+def refuse(array: Any) -> Any:
+    raise AssertionError("read on the host")
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+def test_whether_weights_fit_is_read_once(
+    many: Any, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not isinstance(many, emulation.Cupy):
+        pytest.skip("counts the emulator's reads")
+    w = sent(weights(QuantSpec(form), (33, 300)), many)
+    x = many.asarray(activations((70, 300), "bfloat16"))
+    if form == "mxfp4":
+        packed.product(x, w, "bfloat16", many)
+    monkeypatch.setattr(emulation.Device, "get", refuse)
+    done = packed.product(x, w, "bfloat16", many)
+    assert not isinstance(done, str) and done[1] == packed.EXPANDED
+    if form == "mxfp4":
+        with pytest.raises(AssertionError, match="read on the host"):
+            packed.product(x, replace(w), "bfloat16", many)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "fits"), [(1, 1, True), (200, 254, True), (100, 254, False)]
+)
+def test_weights_beyond_bfloat16_go_by_their_largest_scale(
+    many: Any, low: int, high: int, fits: bool
+) -> None:
+    """Least values below bfloat16's, or a largest one above; or both, and there is no product."""
+    w = weights(QuantSpec("mxfp8_e5m2"), (33, 96))
+    w.scales[...] = low
+    w.scales[0, 0] = high
+    w.codes[...] = np.where(w.codes & 0x7F, 1, 0)  # the least magnitude
+    w.codes[0, 0] = 0x7B if high > low else 1
+    x = many.asarray(activations((70, 96), "bfloat16"))
+    stored = sent(w, many)
+    for _ in range(2):
+        done = packed.product(x, stored, "float32", many)
+        assert isinstance(done, str) is not fits
+        if isinstance(done, str):
+            assert done == "values that bfloat16 does not hold"
+        assert bf16._FITS[stored] is False
+    twice = sent(w, many)
+    assert (bf16.whole([twice, twice], many) is not None) is fits
+    assert bf16._FITS[twice] is False
+
+
+def test_activations_are_multiplied_as_they_lie(many: Any) -> None:
+    x = many.asarray(activations((70, 320), "bfloat16"))
+    for view, copied in ((x, False), (x[:, :300], False), (x[:, 8:], False), (x[:, 1:], True)):
+        parts = packed.pitched(view.view(np.uint16), many)
+        assert (parts.data.ptr != view.data.ptr) is copied
+        np.testing.assert_array_equal(parts.get(), view.view(np.uint16).get())
+
+
+def test_the_parts_of_a_float32_add_up_to_it(many: Any) -> None:
+    x = activations((9, 40), "float32")
+    x[0, :4] = np.inf, -np.inf, np.nan, -0.0
+    x[1, 0] = np.uint32(0x7F800001).view(np.float32)  # NaN by its last bit alone
+    parts = dense.thirds(many.asarray(x), many).get()
+    values = (np.asarray(parts).astype(np.uint32) << 16).view(np.float32).reshape(3, 9, 40)
+    with np.errstate(invalid="ignore"):  # of the signaling NaN
+        want = x.astype(np.float64)
+    np.testing.assert_array_equal(values.astype(np.float64).sum(axis=0), want)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        (QuantSpec("mxfp4"), "float32"),
+        (QuantSpec("mxfp4"), "bfloat16"),
+        (QuantSpec("nvfp4"), "bfloat16"),
+        (QuantSpec("mxfp6_e2m3"), "bfloat16"),
+        (INT4, "bfloat16"),
+        (INT4.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"), "bfloat16"),
+        (INT8.replace(symmetric=False), "bfloat16"),
+        (QuantSpec("fp8_e4m3", tile=(128, 128)), "bfloat16"),
+    ],
+    ids=name,
+)
+def test_weights_are_expanded_beside_the_products(
+    many: Any, spec: QuantSpec, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of weights expanded before; K that ends in a block, N in a tile."""
+    rows, n, tall = (70, 700, 1) if emulated(many) else (2048, 2560 + 40, 16)
+    readies = []
+
+    def multiplied(*arguments: Any, packed: Any, **options: Any) -> None:
+        readies.append(packed.ready)
+        gemm(*arguments, packed=packed, **options)
+
+    monkeypatch.setattr(bf16, "gemm", multiplied)
+    for k in (340, 40) if emulated(many) else (1300, 300):
+        x = many.asarray(activations((rows, k), dtype))
+        w = sent(weights(spec, (n, k)), many)
+        results = []
+        for together in (1 << 20, tall, tall):
+            monkeypatch.setattr(bf16, "_TALL", together)
+            made = packed.product(x, w, dtype, many)
+            assert not isinstance(made, str)
+            results.append(made[0].get())
+        np.testing.assert_array_equal(results[1], results[0])
+        np.testing.assert_array_equal(results[2], results[0])
+    assert len(readies) == 4 and all(0 < ready < n for ready in readies)
+
+
+FLOAT_SCALED = (
+    INT4,
+    INT4.replace(tile=(1, 64), scale_dtype="float16", symmetric=False),
+    INT4.replace(tile=(1, 128), scale_dtype="float16"),
+    INT4.replace(tile="channel", symmetric=False),
+    INT8,
+    INT8.replace(tile="tensor", symmetric=False),
+    INT8.replace(tile=(1, 192), symmetric=False),
+    QuantSpec("fp8_e4m3"),
+    QuantSpec("fp8_e5m2", tile="channel"),
+    QuantSpec("fp8_e4m3", tile=(1, 128)),
+    QuantSpec("fp8_e4m3", tile=(128, 128)),
+)
+
+
+@pytest.mark.parametrize("spec", FLOAT_SCALED, ids=name)
+def test_many_rows_leave_float_scales_apart(many: Any, spec: QuantSpec) -> None:
+    for i, (m, n, k) in enumerate(((70, 33, 300), (65, 150, 640), (66, 40, 277))):
+        dtype, out = (("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16"))[i]
+        x, w = activations((m, k), dtype), weights(spec, (n, k), i)
+        assert packed.reason(x, w, "90") is None
+        done = packed.product(many.asarray(x), sent(w, many), out, many)
+        assert not isinstance(done, str) and done[1] == packed.EXPANDED
+        a, b = x.astype(np.float64), exact(w)
+        want, size = a @ b.T, np.abs(a) @ np.abs(b).T
+        bound = (k * 2.0**-22 + w.scales.shape[1] * 2.0**-24 + 2.0**-20) * size + k * 2.0**-126
+        bound += 2.0**-8 * np.abs(want) + bound if out == "bfloat16" else 0
+        error = np.abs(done[0].get().astype(np.float64) - want)
+        assert done[0].shape == (m, n) and (error <= bound).all(), (i, (error / size).max())
+
+
+@pytest.mark.parametrize("spec", FLOAT_SCALED, ids=name)
+def test_codes_less_their_zero_points_are_exact(many: Any, spec: QuantSpec) -> None:
+    """Every code, at both ends of the zero points."""
+    bits, length = spec.row.element.bits, 1 << spec.row.element.bits
+    w = weights(spec, (3, 640 if length < 640 else length))
+    w.codes[...] = np.resize(
+        np.arange(256, dtype=np.uint8) if bits == 8 else np.arange(256, dtype=np.uint8)[::-1],
+        w.codes.shape,
+    )
+    if w.zero_points is not None:
+        least = -(1 << (bits - 1))
+        w.zero_points[...] = np.resize([least, -least - 1, 0], w.zero_points.shape)
+    made = bf16.as_bf16(sent(w, many), many)
+    held = (np.asarray(made.codes.get()).astype(np.uint32) << 16).view(np.float32)
+    ones = replace(w, scales=np.ones_like(w.scales))
+    np.testing.assert_array_equal(held, exact(ones))
+    scales = w.scales.astype(np.float32).repeat(tile_extent(w.spec, w.shape)[0], axis=0)[:3]
+    if made.scales is None:
+        assert made.factor is not None
+        factors = np.broadcast_to(made.factor.get(), len(scales))
+        np.testing.assert_array_equal(factors, scales[:, 0])
+    else:
+        np.testing.assert_array_equal(made.scales.get()[: scales.shape[1], :3], scales.T)
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("every", [32, 64, 128])
+def test_no_product_under_group_scales_spills(every: int) -> None:
+    for columns, patches in ((128, 2), (176, 2), (192, 2)):
+        promote = max(every // 64, 1)
+        config = Config("bf16", "bf16", columns, promote, patches=patches, every=every)
+        check_compiles(gemm_source(replace(config, out="bfloat16")), "sm_90a")
+
+
+BESIDE = (QuantSpec("mxfp4"), QuantSpec("nvfp4"), QuantSpec("mxfp8_e4m3"), *FLOAT_SCALED[:4])
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", BESIDE, ids=name)
+def test_no_product_that_expands_spills(spec: QuantSpec) -> None:
+    """The warps that expand have 40 registers."""
+    w = weights(spec, (64, 256))
+    every = bf16._every(w)
+    config = configure("bf16", 2048, 8192, "bfloat16", every=every)
+    factors = spec.format != "mxfp4" and spec.format != "mxfp8_e4m3" and not every
+    check_compiles(
+        gemm_source(replace(config, expands=bf16._source(w).macros, factors=factors)), "sm_90a"
+    )
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", FLOAT_SCALED[::3], ids=name)
+def test_no_expansion_of_codes_spills(spec: QuantSpec) -> None:
+    for whole in (False, True):
+        source = expansion.expand_source(spec.replace(axis=1).resolve(2), "bf16", 0, True, whole)
+        check_compiles(source, "sm_90a")
+
+
+def test_what_many_rows_do_not_cover_is_named() -> None:
+    x = activations((70, 256), "float32")
+    cases = ((INT4, "80", "70 rows"), (INT4.replace(tile=(1, 96)), "90", "groups of 96"))
+    for spec, capability, words in cases:
+        assert words in str(packed.reason(x, weights(spec, (32, 256)), capability))
+    assert "70 rows" in str(packed.reason(x, weights(QuantSpec("mxfp4"), (32, 256)), "80"))
