@@ -4,9 +4,9 @@
 // A block is four warpgroups that multiply and one that brings x. SPLIT of the four share 64 rows of w, and take every
 // SPLIT-th segment of 128 elements of K. A lane has 32 elements of two rows of a segment, 16 bytes that lie together
 // (of 8 bits: twice 16), which it has copied to shared memory DEPTH segments ahead: no barrier guards them. Decoding
-// leaves elements 4 apart in a register (of 8 bits: neighbours), so x is put in that order on its way
-// through shared memory, and no element moves between lanes. float32 x is three bfloat16 matrices, which together are
-// exactly x: its rows are three tokens (PARTS).
+// leaves elements 4 apart in a register (of 8 bits: neighbours), so x is put in that order on its way through shared
+// memory, and no element moves between lanes. float32 x is three bfloat16 matrices, which together are exactly x: its
+// rows are three tokens (PARTS).
 //
 // SCALED 0: E2M1 under E8M0 or E4M3 scales of BLOCK elements; element times scale is a bfloat16, exactly.
 // SCALED 1: integers under float scales of GROUP segments (0: all of K), and zero points if ZEROS; code less zero
@@ -14,9 +14,9 @@
 // end.
 //
 // Blocks take units in turn: a group of rows, and one of `slices` parts of K. Slices of a group meet in `partial`, where
-// the last one that is done adds all. Everything is added in an order that depends
-// on nothing but shapes. No headers; the wgmma function comes from decode_hopper.py. Macros: BLOCK (of a scale), GROUP,
-// ZEROS, SPLIT, TILES (of 8 tokens), PARTS, STAGES, DEPTH; those of decode.cuh.
+// the last one that is done adds all. Everything is added in an order that depends on nothing but shapes. No headers; the
+// wgmma function comes from decode_hopper.py. Macros: BLOCK (of a scale), GROUP, ZEROS, SPLIT, TILES (of 8 tokens),
+// PARTS, STAGES, DEPTH; those of decode.cuh.
 
 #include "decode.cuh"
 
@@ -62,12 +62,6 @@ __device__ __forceinline__ int unknown(int number) {
     asm volatile("" : "+r"(number));
     return number;
 }
-// a b + c of bfloat16 pairs, rounded once, 0 where it is below.
-__device__ __forceinline__ u32 fma_pair_relu(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("fma.rn.relu.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
 #endif
 
 struct Problem {
@@ -102,70 +96,13 @@ struct Ring {
 
 // ---- weights of a byte ----
 
-// As `decode` has them, with fewer instructions of the ALU. u = code + 128 below the upper byte of 128.0 is 128 + u, or
-// 2 u from u = 128 on, where its upper bit doubles. Half of that, less 64 - u / 2 in the first case, is u again; each
-// step is exact.
-__device__ __forceinline__ void decode_bytes(const u32* words, int zero, u32 (&pairs)[4]) {
-    const u32 offset = twice(__float_as_uint(-static_cast<float>(128 + zero)) >> 16);
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-        const u32 t = __byte_perm(words[p / 2] ^ 0x80808080u, 0x43434343u, p % 2 ? 0x4342 : 0x4140);
-        const u32 above = fma_pair_relu(t, 0xBF00BF00u, 0x43004300u);  // 128 - t / 2, or 0
-        pairs[p] = fma_pair(fma_pair(t, 0xBF00BF00u, above), 0xBF80BF80u, offset);  // u, negative, first
-    }
-}
+#include "decode_bytes.cuh"
 
 // ---- x ----
 
-// A warp's piece of x as it lies, zeros behind K.
-__device__ __forceinline__ void fetch(u8* to, const Raw* x, const Problem& e, int piece, int lane) {
-    constexpr int kUnits = kOfRow / 16, kOfUnit = 16 / sizeof(Raw), kAtOnce = kUnits < 32 ? 32 / kUnits : 1;
-    for (int at = lane % kUnits; at < kUnits; at += 32) {
-        const int k = piece * SPLIT * kSegment + at * kOfUnit;
-        const bool there = k < e.columns;
-        const Raw* from = x + static_cast<i64>(lane / kUnits) * e.columns + (there ? k : 0);
-        for (int row = lane / kUnits; row < e.rows; row += kAtOnce, from += static_cast<i64>(kAtOnce) * e.columns)
-            copy_ahead<16>(to + row * kRawPitch + at * 16, from, there);
-    }
-}
+#include "decode_x.cuh"
 
-// A piece as decoding leaves the weights: of four lanes, the first elements of eights that go together.
-__device__ __forceinline__ void arrange(u8* to, const u8* from, int rows, int lane) {
-    for (int u = lane; u < kTokens * 4 * SPLIT; u += 32) {
-        const int token = u / (32 * SPLIT) * 8 + u % 8, j = u / 8 % 4, segment = u / 32 % SPLIT;
-        if (token >= rows * PARTS) continue;
-        const int part = PARTS == 1 ? 0 : token / rows;
-        const int eight_of_lane = BITS == 4 ? j * 8 : j / 2 * 64 + j % 2 * 8;
-        const u8* row = from + (token - part * rows) * kRawPitch + (segment * kSegment + eight_of_lane) * sizeof(Raw);
-        u32 pairs[4][4];
-#pragma unroll
-        for (int of = 0; of < 4; ++of) {
-            const uint4* const eight = reinterpret_cast<const uint4*>(row + of * (128 / BITS) * sizeof(Raw));
-#if IN == 1
-            const uint4 w = eight[0];
-#if BITS == 8
-            pairs[0][of] = w.x, pairs[1][of] = w.y, pairs[2][of] = w.z, pairs[3][of] = w.w;
-#else
-            pairs[0][of] = __byte_perm(w.x, w.z, 0x5410), pairs[1][of] = __byte_perm(w.x, w.z, 0x7632);
-            pairs[2][of] = __byte_perm(w.y, w.w, 0x5410), pairs[3][of] = __byte_perm(w.y, w.w, 0x7632);
-#endif
-#else
-            const uint4 a = eight[0], b = eight[1];
-            const u32 v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-            for (int p = 0; p < 4; ++p) {
-                const u32 low = v[BITS == 8 ? 2 * p : p], high = v[BITS == 8 ? 2 * p + 1 : p + 4];
-                pairs[p][of] = part_of(__uint_as_float(low), part) | part_of(__uint_as_float(high), part) << 16;
-            }
-#endif
-        }
-        u8* const tile = to + (segment * 2 + j / 2) * kTile;
-#pragma unroll
-        for (int p = 0; p < 4; ++p)
-            *reinterpret_cast<uint4*>(tile + place(token, j % 2 * 4 + p)) =
-                uint4{pairs[p][0], pairs[p][1], pairs[p][2], pairs[p][3]};
-    }
-}
+// ---- sums ----
 
 __device__ __forceinline__ void add(float4& to, const float4& v) {
     to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w;
