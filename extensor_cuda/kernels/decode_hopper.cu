@@ -110,6 +110,24 @@ __device__ __forceinline__ void add(float4& to, const float4& v) {
 
 // ---- the product ----
 
+// Decoded eights of two rows as the left sides of two products.
+__device__ __forceinline__ void pick_left(u32 (&left)[2][4], const u32 (&pairs)[2][4]) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd)
+#pragma unroll
+        for (int p = 0; p < 4; ++p) left[odd][p] = pairs[p % 2][2 * odd + p / 2];
+}
+
+// Begins both products with a segment's j-th eights of x; sums that they do not add to are overwritten.
+__device__ __forceinline__ void begin_eights(Sum (&sum)[kTokens / 2], const u32 (&left)[2][4], u32 tokens, int j, bool adds) {
+    hold(sum);
+    begin_products();
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd)
+        wgmma(sum, left[odd], descriptor<false>(tokens + j / 2 * kTile, 0) + (j % 2 * 2 + odd) * 2, odd || adds);
+    end_products();
+}
+
 extern "C" __global__ void __launch_bounds__(640, 1)
 decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Stored* __restrict__ scales,
               const signed char* __restrict__ zeros, const float* __restrict__ tensor_scale, float* __restrict__ partial,
@@ -254,19 +272,9 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Sto
                     decode(words[h] + j * kUnits % kAtOnce, 0, true, zero[h], pairs[h]);
 #endif
                 }
-                u32 (&left)[2][4] = a[j % 2];
-#pragma unroll
-                for (int odd = 0; odd < 2; ++odd)
-#pragma unroll
-                    for (int p = 0; p < 4; ++p) left[odd][p] = pairs[p % 2][2 * odd + p / 2];
+                pick_left(a[j % 2], pairs);
                 if (j == 0) wait(full + 8 * at.stage, at.parity);
-                hold(sum);
-                begin_products();
-#pragma unroll
-                for (int odd = 0; odd < 2; ++odd)
-                    wgmma(sum, left[odd], descriptor<false>(tokens + j / 2 * kTile, 0) + (j % 2 * 2 + odd) * 2,
-                          j || odd || !kGrouped);
-                end_products();
+                begin_eights(sum, a[j % 2], tokens, j, j > 0 || !kGrouped);
                 if (j < 3) finish<1>(sum);
             }
             ask(slot, segment + DEPTH * SPLIT);
@@ -323,18 +331,9 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Sto
                         const u32 word[4] = {words[h].x, words[h].y, words[h].z, words[h].w};
                         decode(word + j, factor[h][j * kGrain / 4], folded, 0, pairs[h]);
                     }
-                    u32 (&left)[2][4] = a[j % 2];
-#pragma unroll
-                    for (int odd = 0; odd < 2; ++odd)
-#pragma unroll
-                        for (int p = 0; p < 4; ++p) left[odd][p] = pairs[p % 2][2 * odd + p / 2];
+                    pick_left(a[j % 2], pairs);
                     if (j == 0) wait(full + 8 * at.stage, at.parity);
-                    hold(sum);
-                    begin_products();
-#pragma unroll
-                    for (int odd = 0; odd < 2; ++odd)
-                        wgmma(sum, left[odd], descriptor<false>(tokens + j / 2 * kTile, 0) + (j % 2 * 2 + odd) * 2, 1);
-                    end_products();
+                    begin_eights(sum, a[j % 2], tokens, j, true);
                     if (j == 0) {
                         __syncwarp();  // all lanes have read the slot
                         ask(slot, segment + DEPTH * SPLIT);

@@ -66,9 +66,7 @@ def _fit(split: int, wide: int, dtype: str, bits: int) -> tuple[int, int, int] |
     return None
 
 
-def cuts(
-    lines: int, columns: int, tokens: int, dtype: str, bits: int = 4
-) -> list[tuple[float, Cut]]:
+def cuts(lines: int, columns: int, tokens: int, dtype: str, bits: int) -> list[tuple[float, Cut]]:
     """Ways to divide N = lines and K = columns, each with its time in us by the model.
 
     Args:
@@ -95,7 +93,7 @@ def cuts(
 
 
 @lru_cache(maxsize=1024)
-def cut(lines: int, columns: int, tokens: int, dtype: str, bits: int = 4) -> Cut:
+def cut(lines: int, columns: int, tokens: int, dtype: str, bits: int) -> Cut:
     """The quickest of `cuts`."""
     return min(cuts(lines, columns, tokens, dtype, bits), key=lambda way: way[0])[1]
 

@@ -93,7 +93,7 @@ def test_every_division(xp: Any, split: int, monkeypatch: pytest.MonkeyPatch) ->
     """Within the bound, the same bits each time, counters left at zero."""
     rows, lines, columns = 3, 258, 1664
     x, w = activations((rows, columns), "bfloat16"), weights(QuantSpec("mxfp4"), (lines, columns))
-    ways = [way for _, way in decode_hopper.cuts(lines, columns, rows, "bfloat16")]
+    ways = [way for _, way in decode_hopper.cuts(lines, columns, rows, "bfloat16", 4)]
     ways = [way for way in ways if way.split == split and way.slices in (1, 3, 13)]
     assert [way.slices for way in ways] == [1, 3, 13][: 3 if split == 1 else 2]
     for way in ways:
