@@ -119,7 +119,7 @@ constexpr u32 kHalfCode = 0x200000u, kCodeBits = 0xFFC00000u, kTopCode = 0x01FFF
 __device__ __forceinline__ float near_inverse(float w) {
 #ifdef __CUDA_ARCH__
     float inverse;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(w));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(w));
     return inverse;
 #else
     return __frcp_rn(w);
