@@ -1,11 +1,13 @@
 // Blocks down columns: COLUMNS chunks per thread.
 
 constexpr int kPanel = kThreads / 32 * kChunk;  // positions of a thread block: 128
+// Blocks of threads that share a multiprocessor, as the registers allow without spilling.
+constexpr int kBlocks = SEARCH ? (ROWS == 1 && !WORDS && OUT != 1 ? 3 : 1) : (IN == 0 && WORDS) || HADAMARD || OUT == 1 ? 1 : 2;
 
 // x (outer, length, inner) blocked along `length`. A warp holds 16 rows of 32 * COLUMNS columns; the
 // warps of a block exchange maxima. Whole: length is a multiple of 128, inner of COLUMNS, and x is
 // aligned to a thread's columns.
-extern "C" __global__ void __launch_bounds__(kThreads, (IN == 0 && WORDS) || HADAMARD || SEARCH || OUT == 1 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
                  float* __restrict__ values, const Tensor* __restrict__ tensor_of,
                  u32* __restrict__ maximum, u64* __restrict__ counters, const u32* __restrict__ clock,

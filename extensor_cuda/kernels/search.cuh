@@ -15,7 +15,9 @@ constexpr u32 kExactTop = kScaleLowest + (14u << 23) + 0x400000u;  // 1, 1.25 an
 #endif
 struct Options {
     float value[kOptions];
+#if RULE == 6
     u32 code[kOptions];
+#endif
 };
 
 __device__ __forceinline__ Options options_of(u32 amax, const Tensor& tensor) {
@@ -26,24 +28,28 @@ __device__ __forceinline__ Options options_of(u32 amax, const Tensor& tensor) {
     o.code[1] = scale_code(__fmul_rn(base, 1.5f), o.value[1]);
 #else
     const float base = fminf(__fmul_rn(float_of(amax), tensor.encode), SCALE_TOP);
-    // A step is a quarter of a binade, and the last two are one. First the least that reaches the base.
+    // Three steps of a quarter of a binade, of which the last is two. First the least that reaches the base.
     u32 at = (larger(bits_of(base), kScaleLowest) + 0x1FFFFFu) & ~0x1FFFFFu;
     at += (at & 0x600000u) == 0x600000u ? 0x200000u : 0;
     at = smaller(at, kExactTop);
-    u32 all[kOptions];
-    all[0] = smaller(at + (at & 0x400000u ? 0x400000u : 0x200000u), kExactTop);
+    o.value[0] = float_of(smaller(at + (at & 0x400000u ? 0x400000u : 0x200000u), kExactTop));
 #pragma unroll
     for (int n = 1; n < kOptions; ++n) {
-        all[n] = larger(at, kScaleLowest);
-        at = all[n] - (all[n] & kMantissa ? 0x200000u : 0x400000u);
-    }
-#pragma unroll
-    for (int n = 0; n < kOptions; ++n) {
-        o.value[n] = float_of(all[n]);
-        o.code[n] = 8 + ((all[n] - kScaleLowest) >> 20);
+        at = larger(at, kScaleLowest);
+        o.value[n] = float_of(at);
+        at -= at & kMantissa ? 0x200000u : 0x400000u;
     }
 #endif
     return o;
+}
+
+// The code of an option, from its number if that is known.
+__device__ __forceinline__ u32 code_of(const Options& o, int number) {
+#if RULE == 6
+    return o.code[number];
+#else
+    return 8 + ((bits_of(o.value[number]) - kScaleLowest) >> 20);
+#endif
 }
 
 // ---- as the reference does it ----
@@ -70,20 +76,23 @@ __device__ __forceinline__ float square(float x, float inverse, float value, con
     return __fmul_rn(difference, difference);
 }
 
-// The number of the option with the least error, of a block whose values lie in N chunks of this thread,
-// and (SPAN > N) of its neighbours: chunk r of the SPAN in lane `base + r / N * STEP`.
+// The number of the option with the least error among some, a bit for each, of a block whose values lie
+// in N chunks of this thread, and (SPAN > N) of its neighbours: chunk r of the SPAN in lane
+// `base + r / N * STEP`.
 template <int N, int SPAN, int STEP>
-__device__ __forceinline__ int exact_search(const float (&x)[N][kChunk], int base, const Options& o,
+__device__ __forceinline__ int exact_search(const float (&x)[N][kChunk], int base, const Options& o, u32 some,
                                             const Tensor& tensor) {
-    int best = 0;
+    int best = -1;
     float least = 0;
 #pragma unroll 1
     for (int number = 0; number < kOptions; ++number) {
+        const bool mine = some >> number & 1;
+        if (!__any_sync(~0u, mine)) continue;
         float value = o.value[0];
-        u32 code = o.code[0];
+        u32 code = code_of(o, 0);
 #pragma unroll
         for (int n = 1; n < kOptions; ++n)
-            if (n == number) value = o.value[n], code = o.code[n];
+            if (n == number) value = o.value[n], code = code_of(o, n);
         const float inverse = scale_inverse(code, value, tensor);
         float error = 0;
 #pragma unroll 1
@@ -96,7 +105,7 @@ __device__ __forceinline__ int exact_search(const float (&x)[N][kChunk], int bas
                     sum = __fadd_rn(sum, square(x[c][k], inverse, value, tensor));
             error = SPAN > N ? __shfl_sync(~0u, sum, base + r / N * STEP) : sum;
         }
-        if (number == 0 || error < least) best = number, least = error;
+        if (mine && (best < 0 || error < least)) best = number, least = error;
     }
     return best;
 }
@@ -116,20 +125,20 @@ constexpr float kTiny = 1.1754943508222875e-38f, kHuge = 8.507059173023462e37f; 
 constexpr u32 kHalfCode = 0x200000u, kCodeBits = 0xFFC00000u, kTopCode = 0x01FFFFFFu;
 
 // Off by 2**-23 of it at most.
-__device__ __forceinline__ float near_inverse(float w) {
+__device__ __forceinline__ float near_inverse(float v) {
 #ifdef __CUDA_ARCH__
     float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(w));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(v));
     return inverse;
 #else
-    return __frcp_rn(w);
+    return __frcp_rn(v);
 #endif
 }
 
-// The sum of a block's squared errors with the scale w; each lane sums its own, then all have the sum.
+// The sum of a block's squared errors, w times 2**126 being `value`; of each lane's own, then of all.
 template <int N, int SPAN, int STEP>
-__device__ __forceinline__ float near_error(const float (&z)[N][kChunk], float w) {
-    const float inverse = __fmul_rn(near_inverse(w), kTiny), value = __fmul_rn(w, kHuge);
+__device__ __forceinline__ float near_error(const float (&z)[N][kChunk], float value) {
+    const float inverse = near_inverse(value);
     float sum = 0;
 #pragma unroll
     for (int c = 0; c < N; ++c)
@@ -160,6 +169,9 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
 #else
     const float unit = __fmul_rn(tensor.scale, shift);
 #endif
+    // An option's w times 2**126, in an order that does not overflow unless all codes are zero.
+    const float part = __fmul_rn(unit, 1.2676506002282294e30f);
+    const auto huge = [&](int n) { return __fmul_rn(__fmul_rn(o.value[n], 67108864.0f), part); };
     float z[N][kChunk];
 #pragma unroll
     for (int c = 0; c < N; ++c)
@@ -167,47 +179,56 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
         for (int k = 0; k < kChunk; ++k) z[c][k] = __fmul_rn(fabsf(x[c][k]), shift);
 
     constexpr float kMore = 1 + (SPAN > 1 ? 4.0f : 2.0f) / (1 << 15);  // of the second least error
-    const float apart = __fmul_rn(__fmul_rn(top, top), 2.0f * SPAN / (1 << 20));
-    const auto is_more = [&](float error, float least) { return error > __fmul_rn(__fadd_rn(least, apart), kMore); };
-    u32 code = o.code[0];
-    float value = o.value[0], least = 0, second = __int_as_float(0x7F800000);
-    const auto take = [&](int n, float error) {
-        if (n == 0) {
-            least = error;
-            return;
-        }
-        second = fminf(second, fmaxf(error, least));
-        if (error < least) code = o.code[n], value = o.value[n];
-        least = fminf(error, least);
-    };
+    const float apart = __fmul_rn(__fmul_rn(top, top), 2.0f * SPAN / (1 << 20)), infinite = float_of(kExponent);
+    const auto limit = [&](float least) { return __fmul_rn(__fadd_rn(least, apart), kMore); };
+    float error[kOptions];
     const auto consider = [&](int n) {
-        const bool again = n > 0 && o.code[n] == o.code[n - 1];  // at either end of the scales
-        const float error = near_error<N, SPAN, STEP>(z, __fmul_rn(o.value[n], unit));
-        take(n, again ? __int_as_float(0x7F800000) : error);
+        error[n] = near_error<N, SPAN, STEP>(z, huge(n));
+        if (n > 0 && o.value[n] == o.value[n - 1]) error[n] = infinite;  // at either end of the scales
     };
     constexpr int kAlways = kOptions < 3 ? kOptions : 3;
 #pragma unroll
     for (int n = 0; n < kAlways; ++n) consider(n);
+    // If all codes are zero, whatever the scale, the first one wins.
     const float last = __fmul_rn(o.value[kOptions - 1], unit);
-    // All codes are zero, whatever the scale: the first one wins.
     bool settled = !finite || amax == 0 || (usual && top < __fmul_rn(last, 0.2499f));
+    float least = error[0];
+#pragma unroll
+    for (int n = 1; n < kAlways; ++n) least = fminf(least, error[n]);
 #if RULE == 6
     settled |= o.code[0] == o.code[1];
-    const bool odd = o.code[1] == 0 || o.code[0] == 0;
+    const bool plain = usual && o.code[0] != 0;
 #else
-    constexpr bool odd = false;
+    const bool plain = usual;
     // The last scale is so small that the largest value is beyond 6, and seldom worth it.
     const float beyond = fmaxf(__fsub_rn(top, __fmul_rn(last, TOP)), 0.0f);
-    const bool hopeless = o.code[3] == o.code[2] || is_more(__fmul_rn(beyond, beyond), least);
-    if (__any_sync(~0u, usual && !settled && !hopeless)) consider(3);
-#endif
-    if (settled) code = o.code[0], value = o.value[0];
-    if (__any_sync(~0u, !settled && (!usual || odd || !is_more(second, least)))) {
-        const int best = exact_search<N, SPAN, STEP>(x, base, o, tensor);
-#pragma unroll
-        for (int n = 0; n < kOptions; ++n)
-            if (best == n && !settled) code = o.code[n], value = o.value[n];
+    error[3] = infinite;
+    if (__any_sync(~0u, plain && !settled && o.value[3] != o.value[2] && !(__fmul_rn(beyond, beyond) > limit(least)))) {
+        consider(3);
+        least = fminf(least, error[3]);
     }
+#endif
+    // Those that the reference may find to be least.
+    const float most = limit(least);
+    u32 some = 0;
+#pragma unroll
+    for (int n = 0; n < kOptions; ++n) some |= !plain || !(error[n] > most) ? 1u << n : 0;
+    if (settled) some = 1;
+    if (const bool open = some & (some - 1); __any_sync(~0u, open)) {
+        const int best = exact_search<N, SPAN, STEP>(x, base, o, open ? some : 0, tensor);
+        if (open) some = 1u << best;
+    }
+    float value = o.value[0];
+    u32 code = code_of(o, 0);
+#pragma unroll
+    for (int n = 1; n < kOptions; ++n)
+        if (some >> n & 1) {
+            value = o.value[n];
+            if (RULE == 6) code = code_of(o, n);
+        }
+#if RULE != 6
+    code = 8 + ((bits_of(value) - kScaleLowest) >> 20);
+#endif
     return scale_of(code, value, amax, tensor);
 }
 #endif
