@@ -55,7 +55,7 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
         activate(raw[k]);
     }
     Tally tally = {0, 0};
-#if HADAMARD || SEARCH
+#if HADAMARD || (SEARCH && ROWS > 1)
     float kept[COLUMNS][kChunk];  // as float, for what needs them more than once
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
@@ -131,12 +131,17 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
     u32 codes_of[COLUMNS][kWords];
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
+#if SEARCH && ROWS == 1 && defined __CUDA_ARCH__
+        // One column after the other, each unpacked again, as registers are few.
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k)
+            asm volatile("" : "+r"(raw[k][c * sizeof(Raw) / 4]) : "r"(c ? codes_of[c - 1][0] : amax[0]));
+#endif
         float v[kChunk];
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) v[k] = VALUE(k, c);
 #if SEARCH && ROWS == 1
-        const Scale s = best_scale<1, 1, 1>(reinterpret_cast<const float(&)[1][kChunk]>(kept[c]), 0,
-                                            amax[c], tensor);
+        const Scale s = best_scale<1, 1, 1>(reinterpret_cast<const float(&)[1][kChunk]>(v), 0, amax[c], tensor);
 #elif !SEARCH
         const Scale s = block_scale(amax[c], tensor);
 #endif

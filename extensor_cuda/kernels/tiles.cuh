@@ -3,7 +3,7 @@
 constexpr int kWarps = ROWS / 16;  // warps of a tile's rows; each holds 16 rows of two chunks
 
 // x (images, rows, length), tiles of (ROWS, BLOCK), blocks numbered along the rows.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, SEARCH ? 2 : 1)
 quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
                float* __restrict__ values, const Tensor* __restrict__ tensor_of,
                u32* __restrict__ maximum, u64* __restrict__ counters, const u32* __restrict__ clock,
