@@ -131,7 +131,7 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
     u32 codes_of[COLUMNS][kWords];
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-#if SEARCH && ROWS == 1 && defined __CUDA_ARCH__
+#if SEARCH && ROWS == 1
         // One column after the other, each unpacked again, as registers are few.
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
