@@ -28,7 +28,7 @@ __device__ __forceinline__ Options options_of(u32 amax, const Tensor& tensor) {
     o.code[1] = scale_code(__fmul_rn(base, 1.5f), o.value[1]);
 #else
     const float base = fminf(__fmul_rn(float_of(amax), tensor.encode), SCALE_TOP);
-    // Three steps of a quarter of a binade, of which the last is two. First the least that reaches the base.
+    // A step is a quarter of a binade, each third one a half. First the least that reaches the base.
     u32 at = (larger(bits_of(base), kScaleLowest) + 0x1FFFFFu) & ~0x1FFFFFu;
     at += (at & 0x600000u) == 0x600000u ? 0x200000u : 0;
     at = smaller(at, kExactTop);
@@ -121,7 +121,7 @@ __device__ __forceinline__ int exact_search(const float (&x)[N][kChunk], int bas
 // of M values: 2**-15 of the sum (M / 2**24 more beyond 16), and 2**-24 of M times the largest's square.
 // Options whose errors are further apart than twice that are told apart for sure.
 
-constexpr float kTiny = 1.1754943508222875e-38f, kHuge = 8.507059173023462e37f;  // 2**-126 and 2**126
+constexpr float kLift = 1.2676506002282294e30f, kLiftMore = 67108864.0f;  // 2**100 and 2**26
 constexpr u32 kHalfCode = 0x200000u, kCodeBits = 0xFFC00000u, kTopCode = 0x01FFFFFFu;
 
 // Off by 2**-23 of it at most.
@@ -170,8 +170,8 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
     const float unit = __fmul_rn(tensor.scale, shift);
 #endif
     // An option's w times 2**126, in an order that does not overflow unless all codes are zero.
-    const float part = __fmul_rn(unit, 1.2676506002282294e30f);
-    const auto huge = [&](int n) { return __fmul_rn(__fmul_rn(o.value[n], 67108864.0f), part); };
+    const float lifted = __fmul_rn(unit, kLift);
+    const auto huge = [&](int n) { return __fmul_rn(__fmul_rn(o.value[n], kLiftMore), lifted); };
     float z[N][kChunk];
 #pragma unroll
     for (int c = 0; c < N; ++c)
@@ -189,9 +189,7 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
     constexpr int kAlways = kOptions < 3 ? kOptions : 3;
 #pragma unroll
     for (int n = 0; n < kAlways; ++n) consider(n);
-    // If all codes are zero, whatever the scale, the first one wins.
-    const float last = __fmul_rn(o.value[kOptions - 1], unit);
-    bool settled = !finite || amax == 0 || (usual && top < __fmul_rn(last, 0.2499f));
+    bool settled = !finite || amax == 0;
     float least = error[0];
 #pragma unroll
     for (int n = 1; n < kAlways; ++n) least = fminf(least, error[n]);
@@ -200,6 +198,8 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
     const bool plain = usual && o.code[0] != 0;
 #else
     const bool plain = usual;
+    const float last = __fmul_rn(o.value[3], unit);
+    settled |= usual && top < __fmul_rn(last, 0.2499f);  // all codes are zero, whatever the scale
     // The last scale is so small that the largest value is beyond 6, and seldom worth it.
     const float beyond = fmaxf(__fsub_rn(top, __fmul_rn(last, TOP)), 0.0f);
     error[3] = infinite;
