@@ -80,7 +80,7 @@ def test_quantizers_read_and_write_vectors(name: str, disassembler: str, tmp_pat
 def test_searches_round_in_two_instructions(
     name: str, options: int, disassembler: str, tmp_path: Path
 ) -> None:
-    """An addition with a limit and a mask: in each of a thread's two blocks, 16 under each option."""
+    """An addition with a limit and a mask, for 16 values of two blocks under each option."""
     rule = "four_over_six" if name == "nvfp4" else "least_error"
     plan = kernels.plan_of(QuantSpec(name, scale_rule=rule), (256, 256))
     assert isinstance(plan, kernels.Plan)

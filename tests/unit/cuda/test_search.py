@@ -123,6 +123,21 @@ def test_nearly_equal_errors(xp: Any, rule: str) -> None:
     check_blocks(xp, flips(rule), rule, "next to a change of scale")
 
 
+def test_a_scale_that_cuts_the_largest_value(xp: Any) -> None:
+    """It costs 2.25 at least: the others' errors must come to more, which they seldom do."""
+    rng = np.random.default_rng(6)
+    worth = np.array([7.52, 6, 6, 6, 4, *([0.5] * 11)], F)
+    for spread in (0, 0.02, 0.05):
+        blocks = worth * (1 + spread * rng.standard_normal((200, 16)))
+        blocks[:, 0] = np.maximum(blocks[:, 0], 7.51)
+        power = rng.integers(-5, 6, 200)
+        blocks = rng.permuted(blocks, axis=1) * np.exp2(power)[:, None]
+        x = under(TOPS["least_error"], blocks.astype(F))
+        cut = scales_of(x, "least_error")[8:] == 8 * (power + 7)  # else 1.25, 1.5 or 2 times that
+        assert 0.1 < cut.mean() and (cut.mean() == 1) == (spread == 0)
+        check_blocks(xp, x, "least_error", f"spread {spread}")
+
+
 @pytest.mark.parametrize("rule", SEARCHES)
 def test_ties_of_values(xp: Any, rule: str) -> None:
     """All values halfway between codes under one of the scales, or a bit beside."""
