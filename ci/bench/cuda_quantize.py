@@ -56,7 +56,12 @@ SPECS = {
         "mxfp4", axis=0, transform=Hadamard(16), rounding="stochastic", rbits=8
     ),
     "nvfp4 rows, four-over-six, amax given": QuantSpec("nvfp4", scale_rule="four_over_six"),
+    "nvfp4 columns, four-over-six, amax given": QuantSpec(
+        "nvfp4", axis=0, scale_rule="four_over_six"
+    ),
     "nvfp4_fp8exact rows, amax given": QuantSpec("nvfp4_fp8exact"),
+    "nvfp4_fp8exact columns, amax given": QuantSpec("nvfp4_fp8exact", axis=0),
+    "nvfp4_fp8exact 16x16 tiles, amax given": QuantSpec("nvfp4_fp8exact", tile=(16, 16)),
     "nvfp4 16x16 tiles, amax given": QuantSpec("nvfp4", tile=(16, 16)),
     "mxfp8_e4m3 32x32 tiles": QuantSpec("mxfp8_e4m3", tile=(32, 32)),
 }

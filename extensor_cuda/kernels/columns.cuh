@@ -1,11 +1,13 @@
 // Blocks down columns: COLUMNS chunks per thread.
 
 constexpr int kPanel = kThreads / 32 * kChunk;  // positions of a thread block: 128
+// Blocks of threads that share a multiprocessor, as the registers allow without spilling.
+constexpr int kBlocks = SEARCH ? (ROWS == 1 && !WORDS && OUT != 1 ? 3 : 1) : (IN == 0 && WORDS) || HADAMARD || OUT == 1 ? 1 : 2;
 
 // x (outer, length, inner) blocked along `length`. A warp holds 16 rows of 32 * COLUMNS columns; the
 // warps of a block exchange maxima. Whole: length is a multiple of 128, inner of COLUMNS, and x is
 // aligned to a thread's columns.
-extern "C" __global__ void __launch_bounds__(kThreads, (IN == 0 && WORDS) || HADAMARD || SEARCH || OUT == 1 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
                  float* __restrict__ values, const Tensor* __restrict__ tensor_of,
                  u32* __restrict__ maximum, u64* __restrict__ counters, const u32* __restrict__ clock,
@@ -53,7 +55,7 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
         activate(raw[k]);
     }
     Tally tally = {0, 0};
-#if HADAMARD || SEARCH
+#if HADAMARD || (SEARCH && ROWS > 1)
     float kept[COLUMNS][kChunk];  // as float, for what needs them more than once
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
@@ -129,12 +131,17 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
     u32 codes_of[COLUMNS][kWords];
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
+#if SEARCH && ROWS == 1
+        // One column after the other, each unpacked again, as registers are few.
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k)
+            asm volatile("" : "+r"(raw[k][c * sizeof(Raw) / 4]) : "r"(c ? codes_of[c - 1][0] : amax[0]));
+#endif
         float v[kChunk];
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) v[k] = VALUE(k, c);
 #if SEARCH && ROWS == 1
-        const Scale s = best_scale<1, 1, 1>(reinterpret_cast<const float(&)[1][kChunk]>(kept[c]), 0,
-                                            amax[c], tensor);
+        const Scale s = best_scale<1, 1, 1>(reinterpret_cast<const float(&)[1][kChunk]>(v), 0, amax[c], tensor);
 #elif !SEARCH
         const Scale s = block_scale(amax[c], tensor);
 #endif

@@ -43,11 +43,26 @@ __device__ __forceinline__ void random_words(u32 block, u32 part, const Stream& 
 }
 #endif
 
-// The bytes that hold the signs of four floats.
-__device__ __forceinline__ u32 high_bytes(float a, float b, float c, float d) {
-    return __byte_perm(__byte_perm(bits_of(a), bits_of(b), 0x73),
-                       __byte_perm(bits_of(c), bits_of(d), 0x73), 0x5410);
+// The top bytes of four words, and those that hold the signs of four floats.
+__device__ __forceinline__ u32 high_bytes(u32 a, u32 b, u32 c, u32 d) {
+    return __byte_perm(__byte_perm(a, b, 0x73), __byte_perm(c, d, 0x73), 0x5410);
 }
+__device__ __forceinline__ u32 high_bytes(float a, float b, float c, float d) {
+    return high_bytes(bits_of(a), bits_of(b), bits_of(c), bits_of(d));
+}
+
+#define NIBBLES (CODES && BITS == 4 && IS_FLOAT && !WORDS)
+#if NIBBLES
+static_assert(MANTISSA == 1 && MIN_EXPONENT == 0, "E2M1");
+// The magnitude of y, which is below 32, to nearest: its code, up to 10, plus kOver in the top byte. The
+// sum's last place is the grid's spacing. Its last places and twice its exponent, 298 at least, are the
+// code: the product brings both there.
+constexpr u32 kOver = 298 & 0xFF;
+__device__ __forceinline__ u32 top_byte(float y) {
+    const float anchor = float_of(larger(bits_of(y) & kExponent, kLowest));
+    return bits_of(__fmaf_rn(anchor, 4194304.0f, fabsf(y))) * ((1u << 24) + 4);
+}
+#endif
 
 // 16 values of one block -> words of packed codes (CODES) or decoded values (OUT 1, into x).
 __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool far,
@@ -137,6 +152,15 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #endif
     }
 #else
+#if NIBBLES
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+        u32 n[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) n[k] = top_byte(y[8 * w + k]);
+        codes[w] = high_bytes(n[1], n[3], n[5], n[7]) * 16 + high_bytes(n[0], n[2], n[4], n[6]) - kOver * 0x11111111u;
+    }
+#else
 #pragma unroll
     for (int w = 0; w < kWords; ++w) codes[w] = 0;
     // Of E2M1: magnitudes first (up to 10: bit 3 says that it saturates), then eight at a time.
@@ -176,6 +200,7 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         if (at % 32 + BITS > 32) codes[at / 32 + 1] |= n >> (32 - at % 32);
 #endif
     }
+#endif
 #if CODES && BITS == 4 && IS_FLOAT
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {

@@ -312,10 +312,11 @@ def columns_of(plan: Plan, dtype: str) -> int:
 
 def is_whole(plan: Plan, pointer: int, dtype: str) -> bool:
     """Whether every vector access is in bounds and aligned."""
-    if plan.length != plan.coded or (plan.rows > 1 and not plan.columns):
+    if plan.length != plan.coded:
         return False
     if not plan.columns:
-        return plan.length % plan.block == 0 and pointer % 16 == 0
+        chunk = plan.block if plan.rows == 1 else CHUNK
+        return plan.length % chunk == 0 and pointer % 16 == 0
     columns = columns_of(plan, dtype)
     return plan.length % PANEL == 0 and plan.inner % columns == 0 and pointer % 8 == 0
 

@@ -2,8 +2,9 @@
 
 constexpr int kWarps = ROWS / 16;  // warps of a tile's rows; each holds 16 rows of two chunks
 
-// x (images, rows, length), tiles of (ROWS, BLOCK), blocks numbered along the rows.
-extern "C" __global__ void __launch_bounds__(kThreads)
+// x (images, rows, length), tiles of (ROWS, BLOCK), blocks numbered along the rows. Whole: length is a
+// multiple of 16, and x is aligned to 16 bytes.
+extern "C" __global__ void __launch_bounds__(kThreads, SEARCH ? 2 : 1)
 quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
                float* __restrict__ values, const Tensor* __restrict__ tensor_of,
                u32* __restrict__ maximum, u64* __restrict__ counters, const u32* __restrict__ clock,
@@ -24,9 +25,21 @@ quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict
     const Tensor tensor = {1, 1, 0, 1};
 #endif
     float v[1][kChunk];
+#if WHOLE
+    u32 raw[sizeof(Raw) * kChunk / 4];
+    const uint4* from = reinterpret_cast<const uint4*>(x + line * length + start);
+#pragma unroll
+    for (int i = 0; i < kChunk / kPerVector; ++i) {
+        const uint4 four = real && start < length ? __ldg(from + i) : uint4{0, 0, 0, 0};
+        raw[4 * i] = four.x, raw[4 * i + 1] = four.y, raw[4 * i + 2] = four.z, raw[4 * i + 3] = four.w;
+    }
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) v[0][k] = element(raw, k);
+#else
 #pragma unroll
     for (int k = 0; k < kChunk; ++k)
         v[0][k] = real && start + k < length ? widen(x[line * length + start + k]) : 0.0f;
+#endif
     activate(v[0]);
     u32 amax = across_lanes(chunk_maximum(v[0]));
 #pragma unroll
@@ -53,9 +66,7 @@ quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict
     encode(v[0], s, is_far(amax, s), tensor, static_cast<u32>(block), part, stream, packed, tally);
     if (real) {
 #if OUT == 0
-        u32* to = reinterpret_cast<u32*>(codes) + (line * across * kParts + start / kChunk) * kWords;
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) to[w] = packed[w];
+        store_words(reinterpret_cast<u32*>(codes) + (line * across * kParts + start / kChunk) * kWords, packed);
 #else
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)

@@ -49,6 +49,7 @@ NOTHING = (
     "mul.wide.u32",  # in parts that are not compiled here
     "cvt.rn.satfinite",  # likewise
     "rcp.approx",
+    '"+r"(raw[',
     "fence",
     "nanosleep",
     "setmaxnreg",

@@ -98,6 +98,11 @@ def test_vectors_are_used_only_where_they_fit() -> None:
         assert isinstance(plan, kernels.Plan)
         assert kernels.is_whole(plan, 4096, "bfloat16") is wanted, shape
         assert not kernels.is_whole(plan, 4098, "bfloat16")
+    for columns, wanted in ((48, True), (40, False)):
+        plan = kernels.plan_of(QuantSpec("mxfp4", tile=(32, 32)), (70, columns))
+        assert isinstance(plan, kernels.Plan)
+        assert kernels.is_whole(plan, 4096, "bfloat16") is wanted, columns
+        assert not kernels.is_whole(plan, 4098, "bfloat16")
 
 
 def test_a_fork_after_cuda_started_raises() -> None:

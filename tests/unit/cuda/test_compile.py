@@ -24,6 +24,8 @@ SPECIAL = (
     QuantSpec("nvfp4", transform=Hadamard(16), rounding="stochastic", rbits=8),
     QuantSpec("mxfp8_e4m3", tile=(32, 32)),
     QuantSpec("nvfp4", tile=(16, 16), scale_rule="four_over_six"),
+    QuantSpec("nvfp4", scale_rule="four_over_six"),
+    QuantSpec("nvfp4_fp8exact"),
     QuantSpec("nvfp4_fp8exact", rounding="stochastic"),
 )
 """What is not said by a format and a rounding alone."""

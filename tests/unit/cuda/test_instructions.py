@@ -76,6 +76,20 @@ def test_quantizers_read_and_write_vectors(name: str, disassembler: str, tmp_pat
     assert not starting(found, "LDL")
 
 
+@pytest.mark.parametrize(("name", "options"), [("nvfp4", 2), ("nvfp4_fp8exact", 4)])
+def test_searches_round_in_two_instructions(
+    name: str, options: int, disassembler: str, tmp_path: Path
+) -> None:
+    """An addition with a limit and a mask, for 16 values of two blocks under each option."""
+    rule = "four_over_six" if name == "nvfp4" else "least_error"
+    plan = kernels.plan_of(QuantSpec(name, scale_rule=rule), (256, 256))
+    assert isinstance(plan, kernels.Plan)
+    source = kernels.quantize_source(plan, "bfloat16", "codes", True, False)
+    found = instructions(source, disassembler, tmp_path)
+    assert starting(found, "VIADDMNMX") >= 2 * 16 * options
+    assert not starting(found, "LDL") and not starting(found, "STL")
+
+
 def test_operands_are_fetched_without_registers(disassembler: str, tmp_path: Path) -> None:
     spec = QuantSpec("mxfp4", axis=1, scale_rule="rceil").resolve(2)
     source = operands.operand_source(spec, "bfloat16", True, True, False)
