@@ -35,7 +35,8 @@ __device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int firs
     constexpr int kBatch = 8;
     const int count = rows * PARTS * of_token;
     const float inverse = 1.0f / of_token;
-    for (int start = threadIdx.x; start < count; start += kBatch * kThreads) {
+    int start = threadIdx.x;
+    do {  // threads that have nothing of x, too, do what is done then
         uint4 got[kBatch];
 #pragma unroll
         for (int n = 0; n < kBatch; ++n) {
@@ -64,7 +65,8 @@ __device__ __forceinline__ void load_x(u8* to, int pitch, const Raw* x, int firs
                 uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632),
                       __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
         }
-    }
+        start += kBatch * kThreads;
+    } while (start < count);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels import decode_few
+from extensor_cuda.kernels import decode_few, hopper
 from tests.unit.cuda import decoding
 from tests.unit.cuda.decoding import (
     WEIGHTS,
@@ -63,3 +64,15 @@ def test_every_cut_of_few_tokens(xp: Any, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(decode_few, "cut", lambda *shape, way=way: way)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_every_warp_has_tiles(xp: Any, monkeypatch: pytest.MonkeyPatch, slices: int) -> None:
+    """Little of x, too, which then is not all threads' to load."""
+    for m, k in ((1, 1024), (1, 2048), (2, 1024)):
+        x, w = activations((m, k), "bfloat16"), weights(QuantSpec("mxfp4"), (16 * 17, k))
+        stretch = k // slices
+        cut = next(c for _, c in decode_few.cuts(272, stretch, m, 32) if c.parts == 1)
+        cut = replace(cut, slices=slices, stretch=stretch, groups=1, shared=hopper.SHARED // 2)
+        monkeypatch.setattr(decode_few, "cut", lambda *shape, cut=cut: cut)
+        check(x, w, "float32", xp)
