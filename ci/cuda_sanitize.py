@@ -203,6 +203,12 @@ def stored_products(backend: Any, rng: Any) -> int:
         for name in ("mxfp8_e4m3", "mxfp4"):
             gemm.matmul(rows, rows, xp, out_dtype=QuantSpec(name, axis=1))
         count += 5
+    x = xp.asarray(rng.standard_normal((4300, 640)).astype("float32"))  # several tiles a block
+    for spec in (QuantSpec("mxfp4", axis=1), QuantSpec("nvfp4", axis=1)):
+        w, _ = backend.quantize(x, spec.resolve(2))
+        for tokens, dtype in ((1, "bfloat16"), (3, "bfloat16"), (5, "float32"), (40, "bfloat16")):
+            weights.product(x[:tokens].astype(dtype), w, dtype, xp)
+            count += 1
     return count
 
 

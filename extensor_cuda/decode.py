@@ -1,8 +1,9 @@
 """Products of few rows of activations with packed weights, on tensor cores of sm_80 and later.
 
-Three programs. Hopper has two of its own: `decode_few.cu` for up to 16 tokens of E2M1 weights
-(warps on their own, mma.sync), and `decode_hopper.cu` (wgmma with weights from registers) for more,
-and for INT4 and INT8 in rows, or groups of multiples of 128. `decode.cu` takes all else.
+Four programs. Hopper has three of its own. For E2M1 weights: `decode_ring.cu` for 3 to 16 tokens
+and more than 4224 rows of weights (x passes by in a ring), `decode_few.cu` for fewer of either (x
+lies in shared memory). `decode_hopper.cu` (wgmma with weights from registers) for more tokens, and
+for INT4 and INT8 in rows, or groups of multiples of 128. `decode.cu` takes all else.
 
 Weights are read once, packed, and become bfloat16 on the way to the tensor core, exactly: elements
 of MXFP4 and NVFP4 times their scales, codes of INT4 and INT8 less their zero points (whose sums are
@@ -29,7 +30,7 @@ import numpy as np
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels import decode_few, decode_hopper, hopper
+from extensor_cuda.kernels import decode_few, decode_hopper, decode_ring, hopper
 from extensor_cuda.kernels.decode_program import FLOATS, PARTS, is_scaled, program
 
 __all__ = [
@@ -158,10 +159,13 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> Array:
         (len(x), w.shape[0]), dtype=ml_dtypes.bfloat16 if out_dtype == "bfloat16" else "float32"
     )
     on_hopper = hopper.capability(xp.cuda.runtime.getDevice()) == "90"
-    if on_hopper and decode_few.taken(w, len(x) * PARTS[x.dtype.name]):
-        decode_few.product(x, w, codes, scales, out, partial(_zeros, xp), xp)
+    tokens, zeros = len(x) * PARTS[x.dtype.name], partial(_zeros, xp)
+    if on_hopper and decode_ring.taken(w, tokens):
+        decode_ring.product(x, w, codes, scales, out, zeros, xp)
+    elif on_hopper and decode_few.taken(w, tokens):
+        decode_few.product(x, w, codes, scales, out, zeros, xp)
     elif on_hopper and decode_hopper.taken(w):
-        decode_hopper.product(x, w, codes, scales, out, partial(_zeros, xp), xp)
+        decode_hopper.product(x, w, codes, scales, out, zeros, xp)
     else:
         _launch(x, w, codes, scales, out, xp)
     return out

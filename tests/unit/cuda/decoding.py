@@ -13,7 +13,7 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import decode
-from extensor_cuda.kernels import decode_few, decode_hopper
+from extensor_cuda.kernels import decode_few, decode_hopper, decode_ring
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.places import place
@@ -68,7 +68,8 @@ def weights(spec: QuantSpec, shape: tuple[int, int], seed: int = 0) -> QuantArra
 def placed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The array module of a fixture with `PLACES` as params; counters are new."""
     decode._counters.cache_clear()
-    return place(request, monkeypatch, [decode, decode_few], hopper=False, products=[decode_hopper])
+    products = [decode_ring, decode_hopper]
+    return place(request, monkeypatch, [decode, decode_few], hopper=False, products=products)
 
 
 def emulated(xp: Any) -> bool:

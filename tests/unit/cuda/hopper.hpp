@@ -112,6 +112,8 @@ inline void add_released(u32* to, u32 count) { *to += count; }
 inline void show_to_copies() {}
 
 inline void keep(const u8*&) {}
+inline void keep(int&) {}
+inline void keep(i64&) {}
 inline int unknown(int number) { return number; }
 
 static Barrier named[16];

@@ -58,6 +58,7 @@ NOTHING = (
     "bulk.wait_group",
     "commit_group",
 )
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?u8 raw_memory\[\];")
 KINDS = {"e4m3": 0, "e5m2": 1, "s8": 2, "bf16": 0}
 
 
@@ -118,10 +119,11 @@ def without_products(program: Source) -> Source:
     stop = program.text.find("// ---- after barriers", start)
     start = stop if start < 0 else start
     kinds = f'typedef float Sum;\nstruct TensorMap {{ u64 words[16]; }};\n#include "{HEADER}"\n'
-    at = program.text.index("constexpr u32 kMagnitude")
+    at = program.text.find("constexpr u32 kMagnitude")
+    at = start if at < 0 else at
     text = program.text[:start] + program.text[stop:] if start >= 0 else program.text
-    text = _without_assembly(text[:at] + kinds + text[at:])
-    text = text.replace("extern __shared__ u8 raw_memory[];", "u8* raw_memory = shared_bytes;")
+    text = _without_assembly(_without_device(text[:at] + kinds + text[at:]))
+    text = _DYNAMIC.sub("u8* raw_memory = shared_bytes;", text)
     usual = {"KIND": "1", "A_DOWN": "0", "B_DOWN": "0", "A_KIND": "0", "B_KIND": "0"}
     text = text.replace("void CLUSTER_DIMS ", "void ")
     return replace(program, text=text, macros=(*program.macros, *usual.items()))
@@ -135,7 +137,7 @@ def source_of(program: Source) -> Source:
         return without_products(program)
     start, stop = text.index("__device__ __forceinline__ void wgmma("), text.index("// ---- tiles")
     text = f'{text[:start]}#include "{HEADER}"\n{text[stop:]}'
-    text = text.replace("extern __shared__ u8 raw_memory[];", "u8* raw_memory = shared_bytes;")
+    text = _DYNAMIC.sub("u8* raw_memory = shared_bytes;", text)
     text = _without_assembly(_without_device(text)).replace("void CLUSTER_DIMS ", "void ")
     kinds = (("A_KIND", str(KINDS[found[1]])), ("B_KIND", str(KINDS[found[2]])))
     usual = {"KIND": "1", "A_DOWN": "0", "B_DOWN": "0"}  # of those that say nothing of it
