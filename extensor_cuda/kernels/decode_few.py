@@ -18,7 +18,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import hopper
-from extensor_cuda.kernels.decode_program import PARTS, is_scaled, program
+from extensor_cuda.kernels.decode_program import PARTS, countable, is_scaled, program
 
 __all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
@@ -92,7 +92,7 @@ def taken(w: QuantArray, tokens: int) -> bool:
     if is_scaled(w.spec) or tokens > _TOKENS or w.shape[1] % 128 or w.shape[0] < 16:
         return False
     _, length = tile_extent(w.spec, w.shape)
-    if w.shape[1] // length % 4 or w.shape[0] * w.shape[1] >= 1 << 40:
+    if w.shape[1] // length % 4 or not countable(w.shape):
         return False
     return cut(*w.shape, tokens, length) is not None
 

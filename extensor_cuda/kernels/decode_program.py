@@ -9,7 +9,7 @@ from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source
 
-__all__ = ["FLOATS", "PARTS", "is_scaled", "program"]
+__all__ = ["FLOATS", "PARTS", "countable", "is_scaled", "program"]
 
 FLOATS = ("float32", "bfloat16")
 """Dtypes of activations and results, as the programs number them."""
@@ -20,6 +20,11 @@ PARTS = {"float32": 3, "bfloat16": 1}
 def is_scaled(spec: QuantSpec) -> bool:
     """Whether scales are floats."""
     return not (spec.is_mx or spec.row.tensor_scale)
+
+
+def countable(shape: tuple[int, ...]) -> bool:
+    """Whether 32 bits count tiles of 16 of N rows times 132 blocks, and 40 bits the elements."""
+    return shape[0] < 1 << 28 and shape[0] * shape[1] < 1 << 40
 
 
 @lru_cache(maxsize=512)

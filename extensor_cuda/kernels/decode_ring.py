@@ -18,7 +18,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import hopper
-from extensor_cuda.kernels.decode_program import PARTS, is_scaled, program
+from extensor_cuda.kernels.decode_program import PARTS, countable, is_scaled, program
 
 __all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
@@ -111,7 +111,7 @@ def taken(w: QuantArray, tokens: int) -> bool:
     if w.shape[0] <= 2 * _PROCESSORS * _TALL:  # a block would have a pair of tiles or less
         return False
     _, length = tile_extent(w.spec, w.shape)
-    return w.shape[1] // length % 4 == 0 and w.shape[0] * w.shape[1] < 1 << 40
+    return w.shape[1] // length % 4 == 0 and countable(w.shape)
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +11,7 @@ import pytest
 
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import decode
-from extensor_cuda.kernels import decode_few, decode_hopper
+from extensor_cuda.kernels import decode_few, decode_hopper, decode_ring
 from tests.unit.cuda import decoding
 from tests.unit.cuda.decoding import (
     INT4,
@@ -67,6 +68,9 @@ def test_what_the_other_programs_take(xp: Any) -> None:
     """Columns that are not whole segments, few rows, integers, long blocks."""
     w = weights(QuantSpec("mxfp4"), (20, 256))
     assert decode_few.taken(w, 16) and not decode_few.taken(w, 17) and decode_hopper.taken(w)
+    for kernel in (decode_few, decode_ring):  # whose tiles 32 bits count
+        assert kernel.taken(replace(w, shape=((1 << 28) - 1, 1024)), 4)
+        assert not kernel.taken(replace(w, shape=(1 << 28, 1024)), 4)
     assert not decode_few.taken(weights(QuantSpec("mxfp4"), (15, 256)), 1)
     for other in (
         weights(QuantSpec("mxfp4"), (20, 160)),
