@@ -1,4 +1,4 @@
-// What the three programs share: copies in advance, weights and activations as bfloat16, results.
+// What programs that decode weights share: copies in advance, weights and activations as bfloat16, results.
 // Macros: BITS, IS_FLOAT, UE4M3, SCALED, HALF, IN and OUT (0: float32, 1: bfloat16).
 
 typedef unsigned char u8;

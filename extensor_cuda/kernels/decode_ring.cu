@@ -1,15 +1,15 @@
 // out = x w^T for up to 16 rows of x, for Hopper: packed E2M1 weights under E8M0 or E4M3 scales, read once, decoded to
-// bfloat16 on the way to mma.sync (m16n8k16; weights on the side of 16). Other than decode_few.cu, which has all of its
-// x in shared memory before it begins, this one lets x pass by in a ring, so that a block needs no slice of K however
-// many tokens there are, and nothing is added across blocks.
+// bfloat16 on the way to mma.sync (m16n8k16; weights on the side of 16). Other than decode_few.cu, which has all of a
+// block's x in shared memory before it begins, this one lets x pass by in a ring, so that how much of it there is asks
+// for no slices of K, which would have to be added across blocks; what few rows of w leave idle may.
 //
 // A block has a group of tiles of 16 rows of w, and all of K or a slice. A warp that multiplies has two tiles, whose
-// pieces of 256 elements of K, or a share of them, it copies to shared memory itself, DEPTH ahead, in whole lines of
-// memory: a request costs the second-level cache as much for 32 bytes as for 128. All have as much to do, and want
-// about the same x at a time. A lane then has 32 neighbouring elements of each second row of a segment, half a piece.
-// kBringing more warps bring x, piece by piece, some rows each, in the order in which decoding leaves the elements, so
-// that no element moves between lanes. float32 x is three bfloat16 matrices, which together are exactly x: its rows are
-// three tokens (PARTS).
+// pieces of 256 elements of K, or a share of them, it copies to shared memory itself, DEPTH ahead, 128 bytes of a row at
+// a time, lines of memory if K is a multiple of 256: a request costs the second-level cache as much for 32 bytes. All
+// have as much to do, and want about the same x at a time. A lane then has 32 neighbouring elements of every eighth row
+// of a segment, half a piece. kBringing more warps bring x, piece by piece, some rows each, in the order in which
+// decoding leaves the elements, so that no element moves between lanes. float32 x is three bfloat16 matrices, which
+// together are exactly x: its rows are three tokens (PARTS).
 //
 // Sums of shares of a tile meet in shared memory, those of slices in `partial`, where the last block of a group adds
 // them; everything in an order that depends on nothing but shapes. No headers. Macros: WARPS (that multiply), SHARES
@@ -38,7 +38,6 @@ constexpr int kRing = kWarps * DEPTH * kSlot;  // where stages begin
 // Sums, in floats: from a warp's to the next one's, from a token's to the next one's, of a tile.
 constexpr int kSums = DEPTH * kSlot / 4, kSumPitch = kTall + 4, kOfTile = kTokens * kSumPitch;
 static_assert(2 * kOfTile <= kSums, "sums lie where the codes did");
-static_assert(SHARES <= STAGES, "a warp would wait for x that has no place yet, and mistake parities");
 
 #ifdef __CUDA_ARCH__
 __device__ __forceinline__ void named_barrier(int number, int threads) {
@@ -51,6 +50,8 @@ __device__ __forceinline__ void keep(i64& number) { asm volatile("" : "+l"(numbe
 #endif
 
 #include "decode_shares.cuh"
+
+static_assert(kFurthest <= STAGES, "a warp would wait for x that has no place yet, and mistake parities");
 
 // Where warps leave the sums of a line.
 struct Parts {

@@ -62,7 +62,7 @@ def _memory(warps: int, tokens: int, block: int) -> tuple[int, int]:
 def _idle(pieces: int, pairs: int, parts: int) -> float:
     """The time of the busiest scheduler to what it were if all had as much to do."""
     warps = pairs * parts
-    if parts == 2 and pairs % 2:  # shared so that they have
+    if parts == 2 and pairs % 2 and pairs > 1:  # shared so that they have
         return 1.0 + parts / pieces
     return -(-warps // 4) * 4 / warps * -(-pieces // parts) * parts / pieces
 

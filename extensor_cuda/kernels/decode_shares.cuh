@@ -6,6 +6,7 @@ constexpr int kPairs = kWarps / kShares;
 // so many pieces `step` are of the first warp, as evenly spread as may be: those k with k step % kPeriod < step.
 constexpr bool kUneven = kShares == 2 && kPairs % 2 && kPairs > 1;
 constexpr int kPeriod = 2 * kPairs;
+constexpr int kFurthest = kUneven ? 3 : kShares;  // pieces from one of a share to the next, at most
 
 // The pair that a warp has, and which of its shares.
 struct Share {

@@ -76,3 +76,11 @@ def test_every_warp_has_tiles(xp: Any, monkeypatch: pytest.MonkeyPatch, slices: 
         cut = replace(cut, slices=slices, stretch=stretch, groups=1, shared=hopper.SHARED // 2)
         monkeypatch.setattr(decode_few, "cut", lambda *shape, cut=cut: cut)
         check(x, w, "float32", xp)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (1, "float32")])
+def test_few_rows_of_weights(xp: Any, rows: int, dtype: str) -> None:
+    """As for a projection of keys: K in many slices, whose blocks have tiles for every warp."""
+    w = weights(QuantSpec("mxfp4"), (800, 8192))
+    assert decode_few.cut(800, 8192, 3, 32).stretch == 512
+    check(activations((rows, 8192), dtype), w, "float32", xp)

@@ -107,7 +107,7 @@ def test_every_cut_of_a_ring(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tokens", [3, 16])
 @pytest.mark.parametrize("block", [16, 128])
 def test_cuts_suit_the_kernel(tokens: int, block: int) -> None:
-    """All tiles have warps, all warps pieces, and none waits for x that has no place yet."""
+    """All tiles have warps, and none waits for x that has no place yet."""
     for lines, columns in ((2113, 128), (28672, 8192), (8192, 28672), (8192, 8192), (129280, 7168)):
         ways = decode_ring.cuts(lines, columns, tokens, block)
         assert ways
