@@ -119,10 +119,11 @@ def without_products(program: Source) -> Source:
     stop = program.text.find("// ---- after barriers", start)
     start = stop if start < 0 else start
     kinds = f'typedef float Sum;\nstruct TensorMap {{ u64 words[16]; }};\n#include "{HEADER}"\n'
-    at = program.text.find("constexpr u32 kMagnitude")
-    at = start if at < 0 else at
+    quantizes = program.text.find("constexpr u32 kMagnitude")
+    at = start if quantizes < 0 else quantizes
     text = program.text[:start] + program.text[stop:] if start >= 0 else program.text
-    text = _without_assembly(_without_device(text[:at] + kinds + text[at:]))
+    text = text[:at] + kinds + text[at:]
+    text = _without_assembly(_without_device(text) if quantizes < 0 else text)
     text = _DYNAMIC.sub("u8* raw_memory = shared_bytes;", text)
     usual = {"KIND": "1", "A_DOWN": "0", "B_DOWN": "0", "A_KIND": "0", "B_KIND": "0"}
     text = text.replace("void CLUSTER_DIMS ", "void ")
