@@ -202,7 +202,11 @@ def weights(rng: Rng, backend: Any) -> str | None:
     if rng.integers(
         2
     ):  # what programs for few tokens take, and so many rows that warps have several
-        m, n, k = min(m, 64), int(rng.choice([n, rng.integers(16, 20_000)])), 128 * (k // 128 + 1)
+        m, n, k = (
+            min(m, 64),
+            int(rng.choice([n, int(rng.integers(16, 20_000))])),
+            128 * (k // 128 + 1),
+        )
     options: dict[str, Any] = {}
     if name in WEIGHTS[3:]:
         options = {"tile": GROUPS[rng.integers(len(GROUPS))]}
