@@ -199,14 +199,9 @@ def weights(rng: Rng, backend: Any) -> str | None:
 
     name, xp = WEIGHTS[rng.integers(len(WEIGHTS))], backend.xp
     m, n, k = int(rng.choice([1, size(rng, 30), size(rng)])), size(rng), size(rng, 1500)
-    if rng.integers(
-        2
-    ):  # what programs for few tokens take, and so many rows that warps have several
-        m, n, k = (
-            min(m, 64),
-            int(rng.choice([n, int(rng.integers(16, 20_000))])),
-            128 * (k // 128 + 1),
-        )
+    if rng.integers(2):  # programs for few tokens take such, whose warps have several tiles then
+        m, k = min(m, 64), 128 * (k // 128 + 1)
+        n = int(rng.integers(16, 20_000)) if rng.integers(2) else n
     options: dict[str, Any] = {}
     if name in WEIGHTS[3:]:
         options = {"tile": GROUPS[rng.integers(len(GROUPS))]}

@@ -125,7 +125,6 @@ def test_cuts_suit_the_kernel(tokens: int, block: int) -> None:
         ((8192, 8192), 2, 4),
         ((14336, 4096), 4, 2),
         ((10240, 8192), 3, 4),
-        ((4096, 4096), 1, 8),
     ],
 )
 def test_cuts_that_were_measured(shape: tuple[int, int], pairs: int, parts: int) -> None:
