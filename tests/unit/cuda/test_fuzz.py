@@ -1,4 +1,4 @@
-"""What `ci/cuda_fuzz.py` says of kernels that are right, wrong, or not there. Without a GPU."""
+"""What `ci.cuda_fuzz` says of kernels that are right, wrong, or not there. Without a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ci import cuda_fuzz
+from ci import cuda_cases, cuda_fuzz
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
@@ -74,7 +74,7 @@ def test_decoded_values_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Made(keep)
     decode = backend.dequantize
     monkeypatch.setattr(backend, "dequantize", lambda q: -decode(q))
-    found = [cuda_fuzz.quantizers(np.random.default_rng(case), backend) for case in CASES]
+    found = [cuda_cases.quantizers(np.random.default_rng(case), backend) for case in CASES]
     assert any("decoded values" in str(wrong) for wrong in found)
 
 
@@ -83,11 +83,22 @@ def test_sums_are_judged() -> None:
     share = 2.0**-10
     for off, good in ((0.9, True), (1.1, False), (np.nan, False), (np.inf, False)):
         got = want + np.array([[0, off * share * 4]])
-        assert bool(cuda_fuzz.judged(got, want, sums, share, "")) != good
+        assert bool(cuda_cases.judged(got, want, sums, share, "")) != good
     tie = want + np.array([[2.0**-8, 0]])  # halfway to the next bfloat16
-    half = tie.astype(cuda_fuzz.HALF)
-    assert not cuda_fuzz.judged(half, tie, sums, share, "")
-    assert cuda_fuzz.judged(half.astype(np.float64), tie, sums, share, "")
+    half = tie.astype(cuda_cases.HALF)
+    assert not cuda_cases.judged(half, tie, sums, share, "")
+    assert cuda_cases.judged(half.astype(np.float64), tie, sums, share, "")
+
+
+def test_products_are_judged_whole() -> None:
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal((rows, 1 << 15)) for rows in (3, 4500))  # w in three slices
+    got = x @ w.T
+    assert not cuda_cases.multiplied(got, x, w, 2.0**-20, "")
+    for column in (0, 2047, 2048, 4499):
+        off = got.copy()
+        off[2, column] *= 1.01
+        assert "columns from" in cuda_cases.multiplied(off, x, w, 2.0**-20, "")
 
 
 def test_a_part_without_a_kernel_has_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
