@@ -36,16 +36,14 @@ from extensor_cuda.expansion import Expansion
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.dequantize import dequantize
-from extensor_cuda.kernels.gemm import configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm import LINES, configure, empty_rows, gemm
 
-__all__ = ["LINES", "Inexact", "Square", "multiply", "near", "near_source", "squares"]
+__all__ = ["Inexact", "Square", "multiply", "near", "near_source", "squares"]
 
 Array = Any
 
 _SOURCE = Path(__file__).parent / "kernels" / "near.cu"
 _THREADS = 128
-LINES = 4
-"""Rows for which there is a float of a square's scale: what TMA copies is 16 bytes or more."""
 _BEHIND = 64  # floats that may be read behind the last row's: a tile's width
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
@@ -138,7 +136,7 @@ def multiply(a: Square, b: Square, dtype: str, xp: Any, bias: Array | None = Non
     """
     m, n = a.shape[0], b.shape[0]
     out = empty_rows(xp, m, n, _OUT[dtype])
-    config = configure(a.kind, m, n, dtype, b=b.kind, squares=LINES)
+    config = configure(a.kind, m, n, dtype, b=b.kind, scales=(LINES, LINES))
     gemm(a.codes, b.codes, out, config, bias=bias, scales=(a.scales, b.scales))
     return xp.ascontiguousarray(out)
 

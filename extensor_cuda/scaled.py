@@ -25,6 +25,7 @@ import numpy as np
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.expansion import Expansion
 from extensor_cuda.kernels.gemm import (
+    LINES,
     MOST_TERMS,
     Zeros,
     block_scales,
@@ -142,11 +143,13 @@ def _zeros(a: Side, b: Side, xp: Any) -> Zeros | None:
     return Zeros(row, row_sum - np.int32(a.codes.shape[1]) * row, column, column_sum)
 
 
-def _grid(side: Side, blocks: int, xp: Any) -> Array:
-    scales = (
-        side.scales if not side.by_row else xp.broadcast_to(side.scales, (len(side.scales), blocks))
-    )
-    return block_scales(scales, len(side.codes), side.each, xp)
+def _grid(side: Side, xp: Any) -> tuple[Array, int]:
+    """Scales of each 128 along K as the kernel reads them, and of how many rows."""
+    rows, k = side.codes.shape
+    alike = side.each % 128 == 0 or side.each >= rows
+    lines = LINES if alike else 1
+    scales = xp.broadcast_to(side.scales, (len(side.scales), -(-k // _BLOCK)))
+    return block_scales(scales, -(-side.each // lines), xp), lines
 
 
 def by_row(a: QuantArray, b: QuantArray, xp: Any) -> tuple[Expansion, Expansion]:
@@ -193,15 +196,15 @@ def multiply(
     m, n = len(left.codes), len(right.codes)
     out = out_dtype if isinstance(out_dtype, Requantized) else empty_rows(xp, m, n, _OUT[out_dtype])
     by_row = left.by_row and right.by_row
-    config = configure(left.kind, m, n, type_of(out), None if by_row else 1, b=right.kind)
     if by_row:
+        config = configure(left.kind, m, n, type_of(out), b=right.kind)
         factors = left.factor(), right.factor()
         zeros = _zeros(left, right, xp)
         gemm(left.codes, right.codes, out, config, bias=bias, factors=factors, zeros=zeros)
         way = "int8 tensor cores" if left.kind == "s8" else "FP8 tensor cores"
     else:
-        blocks = -(-left.codes.shape[1] // _BLOCK)
-        scales = _grid(left, blocks, xp), _grid(right, blocks, xp)
-        gemm(left.codes, right.codes, out, config, bias=bias, scales=scales)
+        (rows, of_left), (columns, of_right) = _grid(left, xp), _grid(right, xp)
+        config = configure(left.kind, m, n, type_of(out), b=right.kind, scales=(of_left, of_right))
+        gemm(left.codes, right.codes, out, config, bias=bias, scales=(rows, columns))
         way = f"FP8 tensor cores, scaled every {_BLOCK}"
     return finished(out, xp), way

@@ -12,7 +12,7 @@
 // so that every PROMOTE stages the partial sum is added to float32 registers. The order of all
 // additions depends on K and PROMOTE alone, never on the tile or the cluster. BLOCKS: float scales of
 // 128 elements along K on both sides, by which each stage's sum is multiplied when it is promoted; one
-// for so many rows of A and of B, and if that is not 1, 128 rows from the first on have the same.
+// for A_EACH rows of A and B_EACH of B, and if that is not 1, 128 rows from the first on have the same.
 //
 // TURNS: a warpgroup issues a stage when the other one has: their products end one after the other, and
 // each promotes while the other's run.
@@ -88,7 +88,7 @@ constexpr int kPatches = PATCHES;             // of these a warp has
 constexpr int kTable = 64 + kTileN;           // exponents of a warpgroup's rows, and of the columns
 constexpr int kTables = ZEROS ? 3 * kTable : kTable;  // with zero points and sums behind them
 constexpr int kLines = EVERY && EVERY < 64 ? 64 / EVERY : 1;  // EVERY: scales of a column in a stage
-constexpr int kScales = BLOCKS ? (kTileM + kTileN) / (BLOCKS ? BLOCKS : 1) : EVERY ? kLines * kTileN : 0;  // of a stage
+constexpr int kScales = BLOCKS ? kTileM / A_EACH + kTileN / B_EACH : EVERY ? kLines * kTileN : 0;  // of a stage
 // Registers of a thread beside those that multiply, and of these: three warpgroups have 504.
 constexpr int kBeside = EXPANDS || (REQUANTIZED && kTileN > 128) ? 72 : REQUANTIZED ? 104 : 40;
 constexpr int kMultiplying = (504 - kBeside) / 2;
@@ -268,9 +268,9 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     }
 #if BLOCKS
                     const u32 factors = shared_address(scales + stage * kScales);
-                    constexpr int kRowLine = 4 * kTileM / BLOCKS, kColumnLine = 4 * kTileN / BLOCKS;
-                    load_line(factors, e.row_blocks + k * e.row_block_pitch + row / BLOCKS, kRowLine, barrier);
-                    load_line(factors + kRowLine, e.column_blocks + k * e.column_block_pitch + column / BLOCKS,
+                    constexpr int kRowLine = 4 * kTileM / A_EACH, kColumnLine = 4 * kTileN / B_EACH;
+                    load_line(factors, e.row_blocks + k * e.row_block_pitch + row / A_EACH, kRowLine, barrier);
+                    load_line(factors + kRowLine, e.column_blocks + k * e.column_block_pitch + column / B_EACH,
                               kColumnLine, barrier);
 #elif EVERY
                     const u32 factors = shared_address(scales + stage * kScales);

@@ -11,6 +11,7 @@ import numpy as np
 from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.gemm_program import (
     BOX,
+    LINES,
     ROW_BYTES,
     STAGE_OF_BF16,
     THREADS,
@@ -25,6 +26,7 @@ from extensor_cuda.kernels.gemm_program import (
 from extensor_cuda.kernels.requantize import Requantized, type_of
 
 __all__ = [
+    "LINES",
     "MOST_TERMS",
     "STAGE_OF_BF16",
     "TILE_M",
@@ -164,22 +166,22 @@ def _pointer(array: Any) -> int | None:
     return None if array is None else int(array.data.ptr)
 
 
-def block_scales(scales: Any, rows: int, each: int, xp: Any, whole: int = 1) -> Any:
+def block_scales(scales: Any, each: int, xp: Any, whole: int = 1) -> Any:
     """Float scales of elements along K, as the kernel reads them.
 
     Args:
         scales: floats (ceil(rows / each), blocks along K).
-        rows: of the operand.
-        each: rows that share a scale.
+        each: rows that share a scale; of `LINES` rows where the config says so.
         xp: cupy.
         whole: a multiple of so many blocks is made.
 
     Returns:
-        float32 (blocks, pitch); what lies beyond the rows and blocks is 0.
+        float32 (blocks, pitch); what lies beyond the scales and blocks is 0.
     """
-    blocks, pitch = scales.shape[1], -(-rows // 4) * 4 + _BEYOND
-    out = xp.zeros((-(-blocks // whole) * whole, pitch), dtype=np.float32)
-    out[:blocks, :rows] = scales.T if each == 1 else scales.T.repeat(each, axis=1)[:, :rows]
+    groups, blocks = scales.shape
+    rows = groups * each
+    out = xp.zeros((-(-blocks // whole) * whole, -(-rows // 4) * 4 + _BEYOND), dtype=np.float32)
+    out[:blocks, :rows].reshape(blocks, groups, each)[...] = scales.T[:, :, None]
     return out
 
 
@@ -279,7 +281,7 @@ def gemm(
             by the row's, then by the column's.
         zeros: zero points, with 8-bit integers and factors.
         scales: from `block_scales`, of a and of b: float32 for each 128 elements along K, with FP8;
-            of several rows each if the config says so, readable a tile beyond the last.
+            of as many rows each as the config says, readable a tile beyond the last.
             With bf16 and a config that says for how many, b's alone: float32 (whole stages of
             groups, pitch), readable a tile beyond the last.
         offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
@@ -422,16 +424,15 @@ def _with(
             config, tile_n=min(config.tile_n, 160 if fits else 128)
         )  # wider ones spill
     by_blocks = scales is not None and not config.every
-    blocks = max(config.blocks, 1) if by_blocks else 0
+    if by_blocks != bool(config.blocks):
+        raise ValueError(f"gemm: scales of 128 along K go with a config of such, got {config}")
     return replace(
         config,
         extras=extras,
         vectors=vectors,
         factors=factors is not None,
         zeros=zeros is not None,
-        blocks=blocks,
         grouped=offsets is not None,
-        promote=1 if by_blocks else config.promote,
         # A ring that holds scales of every row leaves less.
-        patches=min(config.patches, 2) if scales is not None and blocks <= 1 else config.patches,
+        patches=min(config.patches, 2) if config.every or 1 in config.blocks else config.patches,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 from extensor.quant.spec import QuantSpec
@@ -13,6 +14,7 @@ from extensor_cuda.kernels.hopper import SHARED, wgmma
 
 __all__ = [
     "BOX",
+    "LINES",
     "ROW_BYTES",
     "STAGE_OF_BF16",
     "THREADS",
@@ -29,6 +31,7 @@ _PROMOTE = 4  # stages of FP8 between additions in float32: 512 elements
 STAGE_OF_BF16 = ROW_BYTES // 2  # elements of K
 PATCH_COLUMNS = 64  # of a patch of bfloat16
 BOX = 64  # columns, and of K, of a box of an operand that lies the other way
+LINES = 4  # rows to a float scale that 128 rows share: TMA copies 16 bytes at a time
 ACTIVATIONS = ("none", "relu", "silu", "gelu_tanh", "gelu")
 _WARPS, _PATCH, _SLACK = 8, 16 * 128, 1024
 _FOLDER = Path(__file__).parent
@@ -55,7 +58,7 @@ class Config:
         factors: float32 factors instead of exponents, for both operands.
         zeros: zero points, with s8 and factors.
         blocks: float32 scales of 128 elements along K on both sides, with FP8 and promote=1: one
-            for so many rows of an operand: 1, or 4 where 128 rows have the same. 0: none.
+            for so many rows of a, and of b: 1, or `LINES` where 128 rows have the same. (): none.
         every: elements of K for which B's rows have float32 scales, with bf16: 32 or a multiple
             of 64; promote is then what it takes. 0: none.
         grouped: rows of A in groups, each with a B of its own.
@@ -81,7 +84,7 @@ class Config:
     vectors: bool = False
     factors: bool = False
     zeros: bool = False
-    blocks: int = 0
+    blocks: tuple[int, int] | tuple[()] = ()
     every: int = 0
     grouped: bool = False
     down: tuple[bool, bool] = (False, False)
@@ -91,9 +94,10 @@ class Config:
     guard: bool = False
 
     def __post_init__(self) -> None:
-        # True equals 1, but as a macro it is an unknown name, which #if takes for 0.
-        if isinstance(self.blocks, bool) or self.blocks not in (0, 1, 4):
-            raise ValueError(f"gemm: wanted scales of 0, 1 or 4 rows, got blocks={self.blocks}")
+        if self.blocks not in ((), *product((1, LINES), repeat=2)):
+            raise ValueError(
+                f"gemm: wanted scales of 1 or {LINES} rows of both, or (), got {self.blocks}"
+            )
 
     @property
     def depth(self) -> int:
@@ -106,7 +110,9 @@ class Config:
     def _stage(self) -> int:
         """Bytes of a stage: two tiles, their scales, two barriers."""
         lines = max(STAGE_OF_BF16 // self.every, 1) if self.every else 0  # of scales of columns
-        scales = (TILE_M + self.tile_n) // self.blocks if self.blocks else lines * self.tile_n
+        scales = lines * self.tile_n
+        if self.blocks:
+            scales = TILE_M // self.blocks[0] + self.tile_n // self.blocks[1]
         return (TILE_M + self.tile_n) * ROW_BYTES + 4 * scales + 16
 
     @property
@@ -140,7 +146,7 @@ def configure(
     blocks: int = 132,
     b: str | None = None,
     every: int = 0,
-    squares: int = 0,
+    scales: tuple[int, int] | tuple[()] = (),
 ) -> Config:
     """The program for a product's size: the tile that fills the last round of blocks best.
 
@@ -153,9 +159,9 @@ def configure(
         blocks: multiprocessors of the GPU.
         b: element type of b, where it is another.
         every: as in `Config`.
-        squares: `Config.blocks` above 1, or 0; promote is then 1.
+        scales: `Config.blocks`; promote is then 1.
     """
-    if squares:
+    if scales:
         promote = 1
     if every:
         promote = max(every // STAGE_OF_BF16, 1)
@@ -173,7 +179,7 @@ def configure(
     tile_n, patches, _ = min(tiles, key=cost)
     config = Config(kind, b or kind, tile_n, promote, out=out, patches=patches, every=every)
     # Turns pay where a stage is long: of 192 columns 4 to 12%, of fewer they cost 1 to 4% (H100).
-    return replace(config, blocks=squares, turns=tile_n == 192) if squares else config
+    return replace(config, blocks=scales, turns=tile_n == 192) if scales else config
 
 
 def quantizes(tile_n: int, spec: QuantSpec) -> bool:
@@ -272,7 +278,9 @@ def gemm_source(config: Config) -> jit.Source:
         "TURNS": int(config.turns),
         "VECTORS": 2 if config.factors else int(config.vectors),
         "ZEROS": int(config.zeros),
-        "BLOCKS": config.blocks,
+        "BLOCKS": int(bool(config.blocks)),
+        "A_EACH": config.blocks[0] if config.blocks else 1,
+        "B_EACH": config.blocks[1] if config.blocks else 1,
         "EVERY": config.every,
         "GROUPED": int(config.grouped),
         "A_DOWN": int(config.down[0]),

@@ -15,6 +15,7 @@ from extensor_cuda import jit
 from extensor_cuda.gemm_model import accumulate
 from extensor_cuda.kernels import gemm as placed
 from extensor_cuda.kernels.gemm import (
+    LINES,
     Config,
     Flags,
     block_scales,
@@ -231,24 +232,33 @@ def test_groups_with_exponents_bias_residual_and_amax(
                 )
 
 
+@pytest.mark.parametrize("each", [(1, 1), (1, 128), (128, 1), (128, 128)], ids=str)
 @pytest.mark.parametrize("tile", [128, 176, 192])
-def test_scales_of_128_along_k_multiply_exact_sums(hopper: Any, tile: int) -> None:
+def test_scales_of_128_along_k_multiply_exact_sums(
+    hopper: Any, tile: int, each: tuple[int, int]
+) -> None:
     """Powers of two as scales and small values: every sum is exact, and so is the result."""
     rng = np.random.default_rng(tile)
     for m, n, k in ((130, 200, 640), (1, 7, 130), (257, 33, 1000)):
         (a, va), (b, vb) = (operand(rng, rows, k, "e4m3", hopper) for rows in (m, n))
         blocks = -(-k // 128)
         scales = [
-            np.exp2(rng.integers(-2, 3, (rows, blocks))).astype(np.float32) for rows in (m, n)
+            np.exp2(rng.integers(-2, 3, (-(-rows // of), blocks))).astype(np.float32)
+            for rows, of in zip((m, n), each, strict=True)
         ]
         out = empty_rows(hopper, m, n, np.float32)
         out[...] = np.nan
-        made = [block_scales(hopper.asarray(s), len(s), 1, hopper) for s in scales]
-        config = Config("e4m3", "e4m3", tile, 1, patches=2)
+        lines = LINES if each[0] > 1 else 1, LINES if each[1] > 1 else 1
+        made = [
+            block_scales(hopper.asarray(s), of // line, hopper)
+            for s, of, line in zip(scales, each, lines, strict=True)
+        ]
+        turns = tile == 192
+        config = Config("e4m3", "e4m3", tile, 1, patches=2, blocks=lines, turns=turns)
         gemm(a, b, out, config, scales=(made[0], made[1]))
         left, right = (
-            v * s.astype(float).repeat(128, axis=1)[:, :k]
-            for v, s in zip((va, vb), scales, strict=True)
+            v * s.astype(float).repeat(of, axis=0)[: len(v)].repeat(128, axis=1)[:, :k]
+            for v, s, of in zip((va, vb), scales, each, strict=True)
         )
         np.testing.assert_array_equal(out.get(), (left @ right.T).astype(np.float32))
 

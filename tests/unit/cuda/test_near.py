@@ -17,7 +17,7 @@ from extensor.quant.near import near_exact
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import dense, expansion, gemm, near, operands
-from extensor_cuda.kernels.gemm import configure, gemm_source
+from extensor_cuda.kernels.gemm import LINES, configure, gemm_source
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
 from tests.unit.cuda.places import PLACES, place
@@ -70,7 +70,7 @@ def test_no_kernel_of_squares_spills(rounding: str, dtype: str) -> None:
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("tile", [128, 176, 192])
 def test_no_gemm_of_squares_spills(tile: int, extras: bool) -> None:
-    config = configure("e4m3", 4096, 4096, "bfloat16", squares=near.LINES)
+    config = configure("e4m3", 4096, 4096, "bfloat16", scales=(LINES, LINES))
     config = replace(config, tile_n=tile, turns=tile == 192, extras=extras)
     check_compiles(gemm_source(config), "sm_90a")
 

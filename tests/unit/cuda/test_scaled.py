@@ -26,8 +26,10 @@ COMPILED = (
     Config("s8", "s8", 256, 0, factors=True),
     Config("s8", "s8", 192, 0, factors=True, zeros=True, patches=3),
     Config("e4m3", "e5m2", factors=True, patches=3),
-    Config("e4m3", "e4m3", 128, 1, blocks=1, patches=2, out="bfloat16"),
-    Config("e4m3", "e4m3", 192, 1, blocks=1, patches=2),
+    Config("e4m3", "e4m3", 128, 1, blocks=(1, 1), patches=2, out="bfloat16"),
+    Config("e4m3", "e4m3", 192, 1, blocks=(1, 1), patches=2, turns=True),
+    Config("e4m3", "e5m2", 192, 1, blocks=(1, 4), patches=2, turns=True, out="bfloat16"),
+    Config("e4m3", "e4m3", 176, 1, blocks=(4, 1), patches=2),
     Config("bf16", "bf16", 256, 0, grouped=True, out="bfloat16"),
     Config("e5m2", "e5m2", grouped=True, patches=3, vectors=True),
     Config("e4m3", "e4m3", 128, grouped=True, factors=True, extras=True, activation="gelu"),
@@ -204,7 +206,7 @@ def test_options_that_exclude_each_other_are_refused(xp: Any) -> None:
         placed.gemm(wide, wide, out, s8)
 
 
-@pytest.mark.parametrize("blocks", [True, 2, -1, 128])
-def test_a_scale_is_of_one_row_or_of_four(blocks: int) -> None:
-    with pytest.raises(ValueError, match="wanted scales of 0, 1 or 4 rows"):
+@pytest.mark.parametrize("blocks", [1, (1,), (0, 1), (2, 4), (1, 128)])
+def test_a_scale_is_of_one_row_or_of_four(blocks: Any) -> None:
+    with pytest.raises(ValueError, match="wanted scales of 1 or 4 rows of both"):
         Config("e4m3", "e4m3", promote=1, blocks=blocks)
