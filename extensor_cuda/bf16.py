@@ -85,7 +85,7 @@ def _begin(
     else:
         packed = replace(packed, scales=aligned(q.scales, xp))
     if every:
-        scales = block_scales(q.scales, each, xp, max(STAGE_OF_BF16 // every, 1))
+        scales = block_scales(q.scales.T, each, xp, max(STAGE_OF_BF16 // every, 1))
     elif scaled:
         factor = q.scales[:, 0].astype(np.float32)
         factor = factor if each == 1 or len(factor) == 1 else factor.repeat(each)[:lines]

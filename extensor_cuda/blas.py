@@ -1,8 +1,9 @@
 """Float32 products by cuBLAS, in and out of CUDA graphs.
 
 cupy refuses to call cuBLAS while a stream is captured. cuBLAS itself does not mind, given memory of
-its own to work in, so this calls the library that cupy has loaded, with a handle and a workspace of
-its own. Eager and captured products go the same way and give the same bits. Everything that is no
+its own to work in, so this calls the library that cupy has loaded, with a handle of its own and a
+workspace for each stream. Graphs share one: replay those that have such products one after the
+other. Eager and captured products go the same way and give the same bits. Everything that is no
 pair of float32 arrays of two axes or more is left to cupy.
 
 Sums are float32 (no TF32), in cuBLAS's order: |error| <= 2 K 2**-24 sum |a| |b|.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 import types
 from functools import lru_cache, partial
 from typing import Any
@@ -52,7 +54,9 @@ class Blas:
             )
         self.handle = ctypes.c_void_p()
         self._call("cublasCreate_v2", ctypes.byref(self.handle))
-        self.workspace = xp.empty(_WORKSPACE, dtype=xp.uint8)
+        self._lock = threading.Lock()
+        self._recorded = xp.empty(_WORKSPACE, dtype=xp.uint8)
+        self._workspaces: dict[int, Array] = {}
 
     def _call(self, name: str, *arguments: Any) -> None:
         if status := getattr(self.library, name)(*arguments):
@@ -68,28 +72,36 @@ class Blas:
         batch: int,
     ) -> None:
         """The column-major product of cublasSgemmStridedBatched, on the current stream."""
-        stream = self.xp.cuda.get_current_stream().ptr
-        self._call("cublasSetStream_v2", self.handle, _POINTER(stream))
-        # Setting the stream has taken the workspace away.
-        memory = _POINTER(self.workspace.data.ptr)
-        size = ctypes.c_size_t(_WORKSPACE)
-        self._call("cublasSetWorkspace_v2", self.handle, memory, size)
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
         a, b, c = (
             (_POINTER(array.data.ptr), _INT(pitch), _I64(stride))
             for array, pitch, stride in zip(arrays, pitches, strides, strict=True)
         )
-        self._call(
-            "cublasSgemmStridedBatched",
-            self.handle,
-            *(_INT(number) for number in (*turned, *sizes)),
-            ctypes.byref(one),
-            *a,
-            *b,
-            ctypes.byref(zero),
-            *c,
-            _INT(batch),
-        )
+        stream = self.xp.cuda.get_current_stream()
+        size = ctypes.c_size_t(_WORKSPACE)
+        with self._lock:  # the handle's stream is this thread's until the product is launched
+            memory = _POINTER(self._workspace(stream).data.ptr)
+            self._call("cublasSetStream_v2", self.handle, _POINTER(stream.ptr))
+            # Setting the stream has taken the workspace away.
+            self._call("cublasSetWorkspace_v2", self.handle, memory, size)
+            self._call(
+                "cublasSgemmStridedBatched",
+                self.handle,
+                *(_INT(number) for number in (*turned, *sizes)),
+                ctypes.byref(one),
+                *a,
+                *b,
+                ctypes.byref(zero),
+                *c,
+                _INT(batch),
+            )
+
+    def _workspace(self, stream: Any) -> Array:
+        if stream.is_capturing():
+            return self._recorded
+        if stream.ptr not in self._workspaces:
+            self._workspaces[stream.ptr] = self.xp.empty(_WORKSPACE, dtype=self.xp.uint8)
+        return self._workspaces[stream.ptr]
 
 
 @lru_cache(maxsize=16)

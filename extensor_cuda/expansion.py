@@ -46,6 +46,7 @@ Array = Any
 
 _FOLDER = Path(__file__).parent / "kernels"
 _THREADS, _GUARDED_BLOCKS, _ANCHOR_BLOCKS = 256, 264, 264
+_MOST_THREADS = 1 << 31  # of 16 elements each
 _ALL = 1 << 30  # elements or rows that share a scale: all there are
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 _KINDS = ("bf16", "e5m2", "e4m3")  # as in expand.cu
@@ -186,7 +187,14 @@ def launch_expand(
         rows: how many.
         heads: the largest scale, and the tensor's scale.
         made: what becomes of exponent, factor and flag; two guards.
+
+    Raises:
+        ValueError: for more than the kernel counts in 32 bits.
     """
+    if threads >= _MOST_THREADS:
+        raise ValueError(
+            f"expand: wanted less than 2**35 elements, got {out.shape}; multiply parts of its rows"
+        )
     null, counts = np.uint64(0), packed.counts
     blocks = packed.zeros if packed.scales is None else packed.scales
     pitches = out.shape[1], packed.codes.shape[1], 0 if blocks is None else blocks.shape[1]

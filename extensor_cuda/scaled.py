@@ -50,7 +50,7 @@ class Side:
     Attributes:
         kind: element type of the codes: "e4m3", "e5m2" or "s8".
         codes: (rows, K), rows a multiple of 16 bytes apart.
-        scales: float32 (rows or fewer, blocks along K).
+        scales: float32 (blocks along K, rows or fewer).
         each: rows that share a scale.
         zeros: zero points, int32 (rows,), or None.
     """
@@ -64,13 +64,13 @@ class Side:
     @property
     def by_row(self) -> bool:
         """Whether one scale holds for all of K."""
-        return bool(self.scales.shape[1] == 1)
+        return bool(self.scales.shape[0] == 1)
 
     def factor(self) -> Array:
         """One scale for each row, or one for all."""
         if self.scales.size == 1 or self.each == 1:
-            return self.scales[:, 0]
-        return self.scales[:, 0].repeat(self.each)[: len(self.codes)]
+            return self.scales[0]
+        return self.scales[0].repeat(self.each)[: len(self.codes)]
 
 
 def reason(a: QuantArray, b: QuantArray) -> str | None:
@@ -125,7 +125,7 @@ def pitched(codes: Array, xp: Any) -> Array:
 def _side(q: QuantArray, xp: Any) -> Side:
     rows, k = q.shape
     each, _ = tile_extent(q.spec, q.shape)
-    scales = xp.ascontiguousarray(q.scales.astype(np.float32, copy=False))
+    scales = q.scales.astype(np.float32, copy=False).T
     zeros = None
     if q.zero_points is not None:
         zeros = q.zero_points[:, 0].astype(np.int32).repeat(each)[:rows]
@@ -148,8 +148,8 @@ def _grid(side: Side, xp: Any) -> tuple[Array, int]:
     rows, k = side.codes.shape
     alike = side.each % 128 == 0 or side.each >= rows
     lines = LINES if alike else 1
-    scales = xp.broadcast_to(side.scales, (len(side.scales), -(-k // _BLOCK)))
-    return block_scales(scales, -(-side.each // lines), xp), lines
+    scales = xp.broadcast_to(side.scales, (-(-k // _BLOCK), side.scales.shape[1]))
+    return block_scales(scales, -(-min(side.each, rows) // lines), xp), lines
 
 
 def by_row(a: QuantArray, b: QuantArray, xp: Any) -> tuple[Expansion, Expansion]:

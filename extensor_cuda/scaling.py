@@ -129,8 +129,7 @@ def _make(
         _any_shape(spec, (tall, wide), *written)
     element = spec.row.element
     kind = element.name if element.is_float else "s8"
-    along = scales if spec.axis == 1 else xp.ascontiguousarray(scales.T)
-    each = tall if spec.axis == 1 else wide
+    along, each = (scales.T, tall) if spec.axis == 1 else (scales, wide)
     return Side(kind, out[:, :k], along, each), Counts(counters, (0, 2 * kernels.SLOTS), x.size)
 
 
@@ -164,7 +163,7 @@ def values(side: Side, xp: Any) -> Array:
 
     element = ELEMENTS[{"s8": "int8"}.get(side.kind, side.kind)]
     rows, k = side.codes.shape
-    grid = side.scales.repeat(side.each, axis=0)[:rows]
+    grid = side.scales.T.repeat(side.each, axis=0)[:rows]
     if not side.by_row:
         grid = grid.repeat(128, axis=1)[:, :k]
     return decode(side.codes, element, xp) * grid

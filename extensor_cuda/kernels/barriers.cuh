@@ -35,6 +35,18 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
     }
 }
 
+// Whether a phase is over, without waiting for it.
+__device__ __forceinline__ bool is_over(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+
 // Bytes that lie together: a multiple of 16, at such an address.
 __device__ __forceinline__ void load_line(u32 to, const void* from, int bytes, u32 barrier) {
     asm volatile(

@@ -239,7 +239,7 @@ __device__ __forceinline__ void store_together(u8* out, u32 chunk, u32 count, co
     uint4 theirs = odd ? units[0] : units[1];
     const uint4 own = odd ? units[1] : units[0];
     theirs = uint4{neighbours(theirs.x), neighbours(theirs.y), neighbours(theirs.z), neighbours(theirs.w)};
-    uint4* to = reinterpret_cast<uint4*>(out) + (chunk - odd) * 2 + odd;
+    uint4* to = reinterpret_cast<uint4*>(out) + static_cast<i64>(chunk - odd) * 2 + odd;
     if (chunk - odd < count) to[0] = odd ? theirs : own;
     if (chunk - odd + 1 < count) to[2] = odd ? own : theirs;
 }

@@ -159,20 +159,18 @@ struct Walk {
 };
 #endif
 
-#include "gemm_epilogue.cuh"
-
-#if EVERY
-// sum += part times the scales of its columns.
-__device__ __forceinline__ void add_columns(float (&sum)[kRegisters], const float (&part)[kRegisters],
-                                            const float* scales, int lane) {
-#pragma unroll
-    for (int j = 0; j < kTileN / 8; ++j) {
-        const float2 two = *reinterpret_cast<const float2*>(scales + 8 * j + lane % 4 * 2);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[4 * j + i] = __fmaf_rn(part[4 * j + i], i % 2 ? two.y : two.x, sum[4 * j + i]);
-    }
+// TURNS: what both warpgroups wait for in turn.
+__device__ __forceinline__ void take_turn(int warpgroup) {
+    if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(4 + warpgroup) : "memory");
 }
-#endif
+__device__ __forceinline__ void give_turn(int warpgroup) {
+    if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(5 - warpgroup) : "memory");
+}
+
+#define SCALED (BLOCKS || EVERY >= 64)  // sums of whole stages are multiplied by scales
+#include "gemm_scales.cuh"
+
+#include "gemm_epilogue.cuh"
 
 #if EXPANDS
 #include "gemm_expands.cuh"
@@ -311,9 +309,10 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
             factors.second = power_of_two(exponent - (exponent >> 1));
         }
 #if TURNS
-        static_assert(PROMOTE == 1, "a stage is a turn");
-        if (warpgroup == 1) asm volatile("bar.arrive 4, 256;" ::: "memory");  // the first begins
+        static_assert(PROMOTE > 0, "warpgroups promote in turn");
+        if (warpgroup == 1) give_turn(1);  // the first begins
 #endif
+        bool there = false;  // the next stage, as far as was seen while the last one was multiplied
         bool behind = SKEW && warpgroup == 1;  // the second warpgroup starts SKEW stages late
         bool ahead = SKEW && warpgroup == 0;
         for (int index = blockIdx.x / kCluster; TILES; index += step) {
@@ -337,17 +336,15 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
             const int& stages = e.stages_of_k;
 #endif
             for (int k = 0; k < stages;) {
-                const int end = PROMOTE ? min(k + PROMOTE, stages) : stages;
+                const int end = PROMOTE == 1 ? k + 1 : PROMOTE ? min(k + PROMOTE, stages) : stages;
                 int last = -1;
                 for (int more = 0; k < end; ++k) {
-                    wait(full + 8 * stage, parity);
+                    if (!there) wait(full + 8 * stage, parity);
                     const u64 a = descriptor<A_DOWN>(base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
                     const u64 b = descriptor<B_DOWN>(base + stage * kStage + kABytes, kBoxBytes);
-#if TURNS
-                    asm volatile("bar.sync %0, 256;" ::"r"(4 + warpgroup) : "memory");
-#endif
+                    take_turn(warpgroup);
                     hold(part);
-                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                    begin_products();
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         wgmma(part, a + kAStep * i, b + kBStep * i, more);
@@ -355,32 +352,39 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #if EVERY && EVERY < 64
                         if ((i + 1) % (EVERY / 16)) continue;
                         end_products();
+                        give_turn(warpgroup);
+                        const Scales of_line(scales + stage * kScales + i / (EVERY / 16) * kTileN, warp, lane);
+                        end_block(of_line.latest());
                         finish<0>(part);
-                        add_columns(sum, part, scales + stage * kScales + i / (EVERY / 16) * kTileN, lane);
+                        of_line.promote(sum, part);
+                        if (i < 3) take_turn(warpgroup);
                         hold(part);
                         begin_products();
                         more = 0;
 #endif
                     }
-                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                    end_products();
                     if (ahead && (k + 1 == SKEW || k + 1 == stages)) {
                         asm volatile("bar.arrive 3, 256;" ::: "memory");
                         ahead = false;
                     }
-#if TURNS
-                    asm volatile("bar.arrive %0, 256;" ::"r"(5 - warpgroup) : "memory");
-#endif
-                    finish<1>(part);
-                    if (last >= 0) release(empty + 8 * last, lane);
-                    last = stage;
+                    if (!EVERY || EVERY >= 64) give_turn(warpgroup);
+                    const int now = stage;
                     if (++stage == kStages) stage = 0, parity ^= 1;
+                    there = is_over(full + 8 * stage, parity);
+                    if (PROMOTE != 1) finish<1>(part);
+                    if (last >= 0) release(empty + 8 * last, lane);
+                    last = now;
                 }
+#if SCALED
+                const Scales of_stage(scales + last * kScales, warp, lane);
+                end_block(of_stage.latest());
+#endif
                 finish<0>(part);
-#if BLOCKS
-                promote(sum, part, scales + last * kScales, warp, lane);
-                __syncwarp();
-#elif EVERY
-                if (EVERY >= 64) add_columns(sum, part, scales + last * kScales, lane);
+#if SCALED
+                of_stage.promote(sum, part);
+#endif
+#if BLOCKS || EVERY
                 __syncwarp();
 #endif
                 release(empty + 8 * last, lane);

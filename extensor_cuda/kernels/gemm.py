@@ -47,6 +47,7 @@ __all__ = [
 MOST_TERMS = (1 << 17) - 1
 """K of a product of 8-bit integers: 128 * 128 * K stays below 2**31."""
 _BEYOND = 256  # scales that may be read behind a row of them: a tile's width
+_WIDEST = 64  # columns of a block that a result is quantized in, at most
 
 
 class _Epilogue(ctypes.Structure):
@@ -170,18 +171,25 @@ def block_scales(scales: Any, each: int, xp: Any, whole: int = 1) -> Any:
     """Float scales of elements along K, as the kernel reads them.
 
     Args:
-        scales: floats (ceil(rows / each), blocks along K).
+        scales: floats (blocks along K, ceil(rows / each)).
         each: rows that share a scale; of `LINES` rows where the config says so.
         xp: cupy.
         whole: a multiple of so many blocks is made.
 
     Returns:
-        float32 (blocks, pitch); what lies beyond the scales and blocks is 0.
+        float32 (blocks, pitch), readable beyond the last; what lies beyond the scales of a block is
+        0, or another block's scales where no block of a result's columns could reach there.
     """
-    groups, blocks = scales.shape
+    blocks, groups = scales.shape
     rows = groups * each
-    out = xp.zeros((-(-blocks // whole) * whole, -(-rows // 4) * 4 + _BEYOND), dtype=np.float32)
-    out[:blocks, :rows].reshape(blocks, groups, each)[...] = scales.T[:, :, None]
+    if rows % _WIDEST or blocks % whole:
+        lines = -(-blocks // whole) * whole
+        out = xp.zeros((lines, -(-rows // 4) * 4 + _BEYOND), dtype=np.float32)
+    else:
+        room = xp.empty(blocks * rows + _BEYOND, dtype=np.float32)
+        out = room[: blocks * rows].reshape(blocks, rows)
+    to = out[:blocks, :rows].reshape(blocks, groups, each)
+    to[...] = scales[:, :, None]
     return out
 
 
@@ -423,6 +431,8 @@ def _with(
         config = replace(
             config, tile_n=min(config.tile_n, 160 if fits else 128)
         )  # wider ones spill
+    elif vectors and offsets is not None and config.promote:
+        config = replace(config, tile_n=min(config.tile_n, 176))  # 192 spill
     by_blocks = scales is not None and not config.every
     if by_blocks != bool(config.blocks):
         raise ValueError(f"gemm: scales of 128 along K go with a config of such, got {config}")

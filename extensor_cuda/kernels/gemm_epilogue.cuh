@@ -80,38 +80,6 @@ __device__ __forceinline__ void await_tables(int warpgroup) {
     asm volatile("cp.async.wait_all;\nbar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
 
-#if BLOCKS
-// sum += part times the scales of its row and column, of one stage.
-__device__ __forceinline__ void promote(float (&sum)[kRegisters], const float (&part)[kRegisters],
-                                        const float* scales, int warp, int lane) {
-#if A_EACH > 1
-    const float upper = scales[0], lower = upper;
-#else
-    const float* rows = scales + warp * 16 + lane / 4;
-    const float upper = rows[0], lower = rows[8];
-#endif
-    const float* columns = scales + kTileM / A_EACH;
-#if B_EACH > 1
-    constexpr int kLow = kTileN & -kTileN, kAlike = kLow < 128 ? kLow : 128;  // columns under one scale
-#pragma unroll
-    for (int from = 0; from < kTileN; from += kAlike) {
-        const float column = columns[from / B_EACH], both[2] = {upper * column, lower * column};
-#pragma unroll
-        for (int i = from / 2; i < (from + kAlike) / 2; ++i) sum[i] = __fmaf_rn(part[i], both[i / 2 % 2], sum[i]);
-    }
-#else
-#pragma unroll
-    for (int j = 0; j < kTileN / 8; ++j) {
-        const float2 two = *reinterpret_cast<const float2*>(columns + 8 * j + lane % 4 * 2);
-        sum[4 * j] = __fmaf_rn(part[4 * j], upper * two.x, sum[4 * j]);
-        sum[4 * j + 1] = __fmaf_rn(part[4 * j + 1], upper * two.y, sum[4 * j + 1]);
-        sum[4 * j + 2] = __fmaf_rn(part[4 * j + 2], lower * two.x, sum[4 * j + 2]);
-        sum[4 * j + 3] = __fmaf_rn(part[4 * j + 3], lower * two.y, sum[4 * j + 3]);
-    }
-#endif
-}
-#endif
-
 // What multiplies a sum: two powers of two for all of C, or what its own row and column say.
 struct Factors {
     float first, second;

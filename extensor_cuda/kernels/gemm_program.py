@@ -53,7 +53,7 @@ class Config:
         group: rows of blocks that are walked together, for the second-level cache.
         skew: stages by which the second warpgroup starts late, so that they promote in turn.
         turns: a warpgroup issues a stage when the other one has, and promotes while that one is
-            multiplied; with promote=1.
+            multiplied; with promote.
         vectors: exponents of each row or column; else one for all of an operand.
         factors: float32 factors instead of exponents, for both operands.
         zeros: zero points, with s8 and factors.
@@ -178,8 +178,10 @@ def configure(
         tiles = tuple(tile for tile in _TILES if quantizes(tile[0], out))
     tile_n, patches, _ = min(tiles, key=cost)
     config = Config(kind, b or kind, tile_n, promote, out=out, patches=patches, every=every)
-    # Turns pay where a stage is long: of 192 columns 4 to 12%, of fewer they cost 1 to 4% (H100).
-    return replace(config, blocks=scales, turns=tile_n == 192) if scales else config
+    # Turns pay where each stage is promoted, or is long: 2% of 192 columns, of fewer they cost 1%.
+    turns = tile_n == 192 and promote > 0 and not every and isinstance(out, str)
+    turns = turns or bool(scales)
+    return replace(config, blocks=scales, turns=turns)
 
 
 def quantizes(tile_n: int, spec: QuantSpec) -> bool:

@@ -82,6 +82,9 @@ __device__ __forceinline__ void hold(Sum (&d)[kSums]) {
     for (int i = 0; i < kSums; ++i) asm volatile("" : "+" SUM(d[i])::"memory");
 }
 
+// Made here, not where it is used.
+__device__ __forceinline__ void keep(float& v) { asm volatile("" : "+f"(v)); }
+
 // Ends the block of instructions within which the compiler moves a wait for products up, before
 // sums that could go beside them. No sum of exponentials is negative.
 __device__ __forceinline__ void end_block(float never_negative) {

@@ -34,6 +34,7 @@ inline void brought(u32 barrier, int bytes) {
     a.bytes -= bytes;
     settle(a);
 }
+inline bool is_over(u32 barrier, u32 parity) { return arrivals_at(barrier).phase != parity; }
 inline void wait(u32 barrier, u32 parity) {
     for (int spins = 0; arrivals_at(barrier).phase == parity; ++spins) {
         if (spins > 1000000) std::fprintf(stderr, "a barrier is never reached\n"), std::exit(3);
@@ -134,6 +135,7 @@ inline u32 rounded_pair(float high, float low) {
 // ---- wgmma ----
 
 inline void end_block(float) {}
+inline void keep(float&) {}
 inline void begin_products() {}
 inline void end_products() {}
 template <int n>

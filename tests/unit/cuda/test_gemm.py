@@ -250,7 +250,7 @@ def test_scales_of_128_along_k_multiply_exact_sums(
         out[...] = np.nan
         lines = LINES if each[0] > 1 else 1, LINES if each[1] > 1 else 1
         made = [
-            block_scales(hopper.asarray(s), of // line, hopper)
+            block_scales(hopper.asarray(s).T, of // line, hopper)
             for s, of, line in zip(scales, each, lines, strict=True)
         ]
         turns = tile == 192

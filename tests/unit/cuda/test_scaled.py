@@ -31,7 +31,7 @@ COMPILED = (
     Config("e4m3", "e5m2", 192, 1, blocks=(1, 4), patches=2, turns=True, out="bfloat16"),
     Config("e4m3", "e4m3", 176, 1, blocks=(4, 1), patches=2),
     Config("bf16", "bf16", 256, 0, grouped=True, out="bfloat16"),
-    Config("e5m2", "e5m2", grouped=True, patches=3, vectors=True),
+    Config("e5m2", "e5m2", 176, grouped=True, patches=3, vectors=True),
     Config("e4m3", "e4m3", 128, grouped=True, factors=True, extras=True, activation="gelu"),
 )
 SHAPES = ((1, 7, 16), (130, 200, 1000), (70, 33, 2050))

@@ -83,7 +83,7 @@ def test_operands_are_the_references(xp: Any, spec: QuantSpec, axis: int, dtype:
             got = np.asarray(side.codes.get())
             assert got.shape == want.shape and side.codes.strides[0] % 16 == 0
             np.testing.assert_array_equal(got, want, err_msg=f"{shape} {kind}")
-            scales = q.scales if axis else q.scales.T
+            scales = q.scales.T if axis else q.scales
             np.testing.assert_array_equal(np.asarray(side.scales.get()), scales)
             assert counts() == stats, (shape, kind)
             decoded = reference.dequantize(q)
