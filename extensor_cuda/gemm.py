@@ -5,10 +5,12 @@ that FP8 holds are expanded to FP8, everything else that the decoder covers to b
 (`extensor_cuda.expansion`; NVFP4 without its tensor scale, which multiplies the result). With
 S = sum |a| |b| over K, the result is off the product of the exact values by up to
 
-    FP8    (K' 34 / 32 2**-13 + 2**-20) S, K' = min(K, 512): the tensor core aligns 32 products and
-           its sum to the largest and cuts each to 13 fraction bits (`extensor_cuda.gemm_model`);
-           every 512 elements the sum moves to float32. The bound is for the worst case; most
-           results of normal data are exact (docs/log.md)
+    FP8    (K' 34 / 32 2**-13 + (K / 512 + 3) 2**-24) S, K' = min(K, 512): the tensor core aligns
+           32 products and its sum to the largest and cuts each to 13 fraction bits
+           (`extensor_cuda.gemm_model`); every 512 elements the sum moves to float32. A subnormal
+           code counts as large as the smallest normal: where it makes a product the largest of its
+           32, the first term is up to 4 (E5M2) or 8 times (E4M3) that. The bound is for the worst
+           case; most results of normal data are exact (docs/log.md)
     bf16   K 2**-22 S: a float32 sum that is cut, not rounded
 
 plus, for a result below 2**-126, what underflows: less than 2**-126 a term. A bfloat16 output adds

@@ -6,7 +6,7 @@ sum of each 128 is multiplied by both scales as it moves to float32. INT8 sums a
 zero points are taken off in 64 bits, and the result is rounded three times: to float32 and by each
 scale. With S = sum |a| |b| over K and r the exact result, the product is off by up to
 
-    FP8, scales of rows    (K' 34 / 32 2**-13 + 2**-20) S, K' = min(K, 512)
+    FP8, scales of rows    (K' 34 / 32 2**-13 + (K / 512 + 3) 2**-24) S, K' = min(K, 512)
     FP8, scales of 128     (128 34 / 32 2**-13 + (K / 128 + 2) 2**-24) S
     INT8                   2**-22 |r|
 
