@@ -1,13 +1,19 @@
 """``extensor tune``: measure from which size on each way of multiplying pays on this GPU.
 
-For cubes of growing size and each way of making operands, a forward product with everything
-included (quantizing both operands, multiplying) is timed through our kernels and through cupy,
-whose operands are float32 values. A way is taken from the smallest size on from which it wins at
-every larger one. The table goes to `extensor_cuda.tuned`, the curve to an SVG.
+For cubes of growing size and each way of making operands, a forward product of bfloat16 matrices
+with everything included (quantizing both operands, multiplying) is timed through our kernels and
+through cupy, whose operands are float32 values. A way is taken from the smallest size on from which
+it wins at every larger one: the table goes to `extensor_cuda.tuned`. Beside them the same product
+without quantizing, in bfloat16, says from which size on a quantized one is quicker than that; no
+choice follows from it. The curves go to an SVG.
+
+Everything is timed as a captured training step runs it, from CUDA graphs (`CudaGraph`), small
+products many in one graph: it is the GPU's work that is compared. Called by Python, products below
+about 2048 cubed take as long as Python does, whichever way they go.
 
 With `hadamard`, also what Hadamard transforms cost a linear layer's forward and backward: under
-recipes that have them and the same without them, in bfloat16 and from CUDA graphs, 2048 wide and up
-to the 8192 of a transformer of 70B parameters.
+recipes that have them and the same without them, in bfloat16, 2048 wide and up to the 8192 of a
+transformer of 70B parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +22,8 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -40,8 +47,11 @@ __all__ = [
     "crossovers",
     "curve",
     "draw",
+    "label",
     "measure",
+    "of_bf16",
     "overheads",
+    "together",
     "tune",
     "without_hadamard",
 ]
@@ -56,28 +66,32 @@ RECIPES = {
     "scaled": "fp8_block",
     "dense": "bf16",
 }
-"""A recipe whose forward product takes each way."""
+"""A recipe whose forward product takes each way; the last is what the others are held against."""
 WIDTHS = (2048, 4096, 8192)
 """Inputs of layers that Hadamard transforms are measured on, from 1B to 70B parameters."""
 TURNED = ("nvfp4_nvidia", "mxfp4_tseng")
 """Recipes that have them."""
 _TOKENS, _WIDER = 8192, 3.5  # rows of a layer's input, and its outputs for an input
+_MOST, _ENOUGH = 16, 1 << 37  # products of one graph, and their M N K in all
 Work = Callable[[], object]
 Clock = Callable[..., Sequence[float]]
 """Seconds of one call of each of the works that are given, which take turns."""
+_BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One way at one size: seconds through our kernels, and through cupy.
+    """One way at one size: seconds through our kernels, through cupy, and of plain bfloat16.
 
-    Of a recipe at a width: seconds without its Hadamard transforms, and with them.
+    Of a recipe at a width: seconds without its Hadamard transforms, and with them. What was not
+    measured is None.
     """
 
     way: str
     size: int
     ours: float
     other: float
+    bf16: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -85,9 +99,14 @@ class Timing:
         return self.other / self.ours
 
 
+def together(size: int) -> int:
+    """Products of a cube in one graph: many, where a graph's launch would be seen beside one."""
+    return max(1, min(_MOST, _ENOUGH // size**3))
+
+
 def measure(
     clock: Clock,
-    works: Callable[[str, int], tuple[Work, Work]],
+    works: Callable[[str, int], Sequence[Work]],
     ways: Sequence[str] = tuned.WAYS,
     sizes: Sequence[int] = SIZES,
 ) -> list[Timing]:
@@ -95,11 +114,21 @@ def measure(
 
     Args:
         clock: seconds of works.
-        works: for a way and a size, our work and the other one.
+        works: for a way and a size our work, cupy's and, where it is another one, bfloat16's: as
+            many products each as `together` says.
         ways: to measure.
         sizes: sides of cubes.
     """
-    return [Timing(way, size, *clock(*works(way, size))) for way in ways for size in sizes]
+    return [
+        Timing(way, size, *(seconds / together(size) for seconds in clock(*works(way, size))))
+        for way in ways
+        for size in sizes
+    ]
+
+
+def of_bf16(timings: Sequence[Timing]) -> list[Timing]:
+    """The same with plain bfloat16 as the other one, of ways that were held against it."""
+    return [replace(t, other=t.bf16, bf16=None) for t in timings if t.bf16 is not None]
 
 
 def crossovers(timings: Sequence[Timing]) -> dict[str, int]:
@@ -115,17 +144,21 @@ def crossovers(timings: Sequence[Timing]) -> dict[str, int]:
 
 
 def curve(timings: Sequence[Timing], title: str, ticks: Sequence[float]) -> str:
-    """The ratios over the sizes as an SVG, both axes logarithmic; the first two ticks are shown."""
-    width, height, edge = 640, 400, 60
+    """The ratios over the sizes as an SVG, both axes logarithmic; the first two ticks are shown.
+
+    Those of plain bfloat16 are dashed.
+    """
+    width, height, edge, right = 760, 400, 60, 580
+    dashed = of_bf16(timings)
     colours = ("#1b6ca8", "#c2571a", "#3c8d40", "#8a3ab9")
     sizes = sorted({t.size for t in timings})
-    low = min(ticks[0], *(t.ratio for t in timings))
-    high = max(ticks[1], *(t.ratio for t in timings))
+    ratios = [t.ratio for t in (*timings, *dashed)]
+    low, high = min(ticks[0], *ratios), max(ticks[1], *ratios)
     low, high = low * (low / high) ** 0.05, high * (high / low) ** 0.05
 
     def place(size: float, ratio: float) -> tuple[float, float]:
         span = max(math.log(sizes[-1] / sizes[0]), 1e-9)
-        x = edge + (width - 2 * edge) * math.log(size / sizes[0]) / span
+        x = edge + (right - edge) * math.log(size / sizes[0]) / span
         return x, height - edge - (height - 2 * edge) * math.log(ratio / low) / math.log(high / low)
 
     def text(x: float, y: float, words: str, more: str = "") -> str:
@@ -138,21 +171,32 @@ def curve(timings: Sequence[Timing], title: str, ticks: Sequence[float]) -> str:
         text(edge, 24, title),
     ]
     for tick in (tick for tick in ticks if low <= tick <= high):
-        (left, y), (right, _) = place(sizes[0], tick), place(sizes[-1], tick)
-        dashes = "" if tick == 1 else ' stroke-dasharray="4"'
-        parts.append(f'<path d="M{left:.1f} {y:.1f}H{right:.1f}" stroke="#999"{dashes}/>')
+        y = place(sizes[0], tick)[1]
+        parts.append(
+            f'<path d="M{edge} {y:.1f}H{right}" stroke="{"#333" if tick == 1 else "#ddd"}"/>'
+        )
         parts.append(text(8, y + 4, f"{tick:g}x"))
     parts += [
         text(place(size, low)[0], height - edge + 20, str(size), 'text-anchor="middle"')
         for size in sizes
     ]
     for i, way in enumerate(dict.fromkeys(t.way for t in timings)):
-        points = [place(t.size, t.ratio) for t in timings if t.way == way]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         colour = colours[i % len(colours)]
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(text(width - edge - 90, 44 + 16 * i, way, f'fill="{colour}"'))
+        for held, dashes in ((timings, ""), (dashed, ' stroke-dasharray="6 4"')):
+            points = [place(t.size, t.ratio) for t in held if t.way == way]
+            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            if points:
+                parts.append(
+                    f'<polyline points="{line}" fill="none" stroke="{colour}" '
+                    f'stroke-width="2"{dashes}/>'
+                )
+        parts.append(text(right + 12, edge + 16 * i, label(way), f'fill="{colour}"'))
     return "\n".join([*parts, "</svg>\n"])
+
+
+def label(way: str) -> str:
+    """A way with the recipe that was measured for it; a recipe is its own."""
+    return f"{way} ({RECIPES[way]})" if way in RECIPES else way
 
 
 _SLOW = 0.05  # seconds of a call that is not repeated as often
@@ -185,34 +229,30 @@ def _clock(xp: Any) -> Clock:
     return timed
 
 
-def _works(backend: Any) -> Callable[[str, int], tuple[Work, Work]]:
-    """Forward products of normal bfloat16 cubes, with our kernels and with cupy."""
+def _works(backend: Any) -> Callable[[str, int], Sequence[Work]]:
+    """Forward products of normal bfloat16 cubes: our kernels, cupy, and unquantized in our own."""
 
-    def product(recipe: str, size: int, work: int) -> Work:
-        rng = np.random.default_rng(size)
-        x, w = (
-            backend.xp.asarray(rng.standard_normal((size, size)).astype(np.float32))
-            for _ in range(2)
-        )
-        context = layer_context(get_recipe(recipe).layers, seed=1)
-        sizes = (size, size, work // size**2)
+    def product(recipe: str, x: Any, w: Any, kernels: bool) -> Work:
+        context, size = layer_context(get_recipe(recipe).layers, seed=1), len(x)
+        sizes = (size, size, size if kernels else 0)  # 0 is too little work for every kernel
 
         def run() -> object:
-            (a,) = slots.of_products(backend, x, context, [("fprop.x", -1)], sizes)
-            (b,) = slots.of_products(backend, w, context, [("fprop.w", -1)], sizes)
-            return backend.operand_product(a, b)
+            with tuned.always() if kernels else nullcontext():
+                for _ in range(together(size)):
+                    (a,) = slots.of_products(backend, x, context, [("fprop.x", -1)], sizes)
+                    (b,) = slots.of_products(backend, w, context, [("fprop.w", -1)], sizes)
+                    out = backend.cast(backend.operand_product(a, b, "bfloat16"), _BF16)
+            return out
 
         return run
 
-    def both(way: str, size: int) -> tuple[Work, Work]:
-        def ours() -> object:
-            with tuned.always():
-                return work()
+    def works(way: str, size: int) -> Sequence[Work]:
+        rng = np.random.default_rng(size)
+        x, w = (_rows(backend.xp, rng, size, size) for _ in range(2))
+        found = [product(RECIPES[way], x, w, kernels) for kernels in (True, False)]
+        return found if way == "dense" else [*found, product(RECIPES["dense"], x, w, True)]
 
-        work = product(RECIPES[way], size, size**3)
-        return ours, product(RECIPES[way], size, 0)
-
-    return both
+    return works
 
 
 def without_hadamard(layer: LayerRecipe) -> LayerRecipe:
@@ -263,22 +303,13 @@ def overheads(
     return found
 
 
-def _captured(xp: Any, work: Work) -> Work:
-    """The work as a CUDA graph, with memory of its own: no launch is waited for."""
-    pool, stream = xp.cuda.MemoryPool(), xp.cuda.Stream(non_blocking=True)
-    xp.cuda.Device().synchronize()
-    with xp.cuda.using_allocator(pool.malloc), stream:
-        work()
-        stream.synchronize()
-        stream.begin_capture()
-        kept = work()
-        graph = stream.end_capture()
-
-    def launch() -> object:
-        graph.launch()
-        return kept
-
-    return launch
+def _repeated(backend: Any, work: Work) -> Work:
+    """The work as a captured training step is run: recorded, then repeated without Python."""
+    graph = backend.new_graph()
+    for stage in (graph.run, graph.rehearse, graph.record):
+        stage(work)
+    repeat: Work = graph.repeat
+    return repeat
 
 
 def _rows(xp: Any, rng: np.random.Generator, rows: int, columns: int) -> Any:
@@ -292,8 +323,18 @@ def draw(
 ) -> None:
     """Write the curve, and its numbers with what they are about to a JSON file of the same name."""
     to.write_text(curve(timings, f"{about['gpu']}: {what}", ticks), encoding="utf-8")
-    record = about | {"what": what, "timings": [asdict(t) | {"ratio": t.ratio} for t in timings]}
+    record = about | {"what": what, "timings": [_numbers(t) for t in timings]}
     to.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _numbers(timing: Timing) -> dict[str, Any]:
+    """A timing with its ratios, for JSON."""
+    found = asdict(timing) | {"ratio": timing.ratio}
+    if timing.bf16 is None:
+        del found["bf16"]
+    else:
+        found["bf16_ratio"] = timing.bf16 / timing.ours
+    return found
 
 
 def tune(
@@ -325,18 +366,19 @@ def tune(
     runtime = xp.cuda.runtime
     gpu = runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
     driver = runtime.driverGetVersion()
-    clock = _clock(xp)
-    timings = measure(clock, _works(backend), sizes=sizes)
+    timed = _clock(xp)
+
+    def clock(*works: Work) -> Sequence[float]:
+        return timed(*(_repeated(backend, work) for work in works))
+
+    timings = measure(clock, _works(backend), sizes=sorted(set(sizes)))
     path = tuned.path_of(gpu, driver)
-    about = {"gpu": gpu, "driver": driver, "date": str(date.today())}
-    tuned.save(path, crossovers(timings), about | {"timings": [asdict(t) for t in timings]})
+    about = {"gpu": gpu, "driver": driver, "date": str(date.today()), "timed": "CUDA graphs"}
+    tuned.save(path, crossovers(timings), about | {"timings": [_numbers(t) for t in timings]})
     if plot is not None:
-        draw(plot, timings, about, "our kernels against cupy", (0.5, 1, 2, 4, 8, 16, 32))
-
-    def graphs(*works: Work) -> Sequence[float]:
-        return clock(*(_captured(xp, work) for work in works))
-
-    costs = [] if hadamard is None else overheads(backend, graphs, WIDTHS)
+        what = "our kernels against cupy, dashed: against plain bfloat16"
+        draw(plot, timings, about | {"recipes": RECIPES}, what, (0.5, 1, 0.25, 2, 4, 8, 16, 32))
+    costs = [] if hadamard is None else overheads(backend, clock, WIDTHS)
     if hadamard is not None:
         what = "a linear layer's step with Hadamard transforms, of one without, by width"
         draw(hadamard, costs, about, what, (1, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5))

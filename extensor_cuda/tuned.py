@@ -1,8 +1,11 @@
 """From which size on a way of multiplying pays on this GPU: measured once, read ever after.
 
-`extensor tune` (`extensor_cuda.tune`) writes a table per GPU, driver and sources; without one the
-defaults stand. A table decides which code runs and no value of a result: quantized operands are the
-same bits either way.
+`extensor tune` (`extensor_cuda.tune`) writes a table per GPU, driver and sources, and nothing else
+does; without one fixed defaults stand. A table decides which way a product takes. That never
+changes the bits of quantized operands, nor how a kernel multiplies: its tiles, its order of K and
+into how many parts K is split follow from the shape alone. It may change sums: FP8's, moved to
+float32 every 512, differ from cupy's of float32 values within the bounds that `extensor_cuda.gemm`
+states.
 """
 
 from __future__ import annotations

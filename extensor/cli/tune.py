@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
 
 from extensor.cli.sheet import CommandError, Sheet, show
 
@@ -16,38 +15,70 @@ MODULE = "extensor_cuda.tune"
 def tune(
     plot: Path | None = None, sizes: tuple[int, ...] = (), hadamard: Path | None = None
 ) -> None:
-    """Measure products on this GPU; the choice between kernels and cupy follows what is found.
+    """Measure from which size on this GPU's kernels pay; the choice for training follows it.
+
+    For an H100 or H200. Takes about a minute and shows all at the end: cubes of bfloat16 values are
+    quantized and multiplied from CUDA graphs, as in a captured training step, by the kernels for
+    tensor cores and by cupy in float32. From then on layers take a kernel from the size (M N K) on
+    from which it won; without a table that is 2^30. Operands keep their bits, sums may change
+    within the kernels' bounds. The table is a file, named at the end: delete it to have the
+    default again.
+
+    What the same product takes in plain bfloat16 is shown beside it, and from which size on the
+    quantized one is quicker; nothing is chosen by that.
 
     Args:
-        plot: an SVG file for the curve; its numbers go to a JSON file of the same name.
-        sizes: sides of the cubes to measure; none: 128 to 4096.
+        plot: an SVG file for the curves; their numbers go to a JSON file of the same name.
+        sizes: sides of the cubes to measure, 16 or more; none: 128 to 4096.
         hadamard: measure what Hadamard transforms cost layers of growing width too; an SVG file.
     """
     if any(size < 16 for size in sizes):
         raise CommandError(f"--sizes: wanted sides of 16 or more, got {min(sizes)}")
+    for name, file in (("--plot", plot), ("--hadamard", hadamard)):
+        if file is not None and not (file.suffix == ".svg" and file.parent.is_dir()):
+            raise CommandError(f"{name}: wanted an .svg file in a folder that exists, got {file}")
     try:
         module = importlib.import_module(MODULE)
         path, timings, costs = module.tune(plot, sizes or module.SIZES, hadamard)
-    except (RuntimeError, ImportError) as error:
+    except (RuntimeError, ImportError, MemoryError) as error:
         raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(f"{error.filename}: {error.strerror}") from error
 
-    def rows(found: list[Any]) -> tuple[tuple[str, ...], ...]:
-        return tuple(
-            (t.way, str(t.size), f"{t.ours * 1e3:.3f}", f"{t.other * 1e3:.3f}", f"{t.ratio:.3f}x")
-            for t in found
-        )
+    def milliseconds(*seconds: float) -> tuple[str, ...]:
+        return tuple(f"{each * 1e3:.4f}" for each in seconds)
 
-    least = tuple(
-        (way, "never" if work == module.NEVER else f"{work:,}")
-        for way, work in module.crossovers(timings).items()
+    def size_of(least: dict[str, int], way: str) -> str:
+        return "never" if least[way] == module.NEVER else f"{least[way]:,}"
+
+    plain = module.of_bf16(timings)
+    against = {(t.way, t.size): (*milliseconds(t.other), f"{t.ratio:.3f}x") for t in plain}
+    products = tuple(
+        (
+            *(module.label(t.way), str(t.size)),
+            *(*milliseconds(t.ours, t.other), f"{t.ratio:.3f}x"),
+            *against.get((t.way, t.size), ("", "")),
+        )
+        for t in timings
     )
+    taken, quicker = module.crossovers(timings), module.crossovers(plain)
+    least = tuple(
+        (module.label(way), size_of(taken, way), size_of(quicker, way) if way in quicker else "")
+        for way in taken
+    )
+    named = ("way (recipe)", "size", "ours, ms", "cupy, ms", "ratio", "bf16, ms", "ratio")
     sheets = [
-        Sheet("Products", ("way", "size", "ours, ms", "cupy, ms", "ratio"), rows(timings)),
-        Sheet(f"Taken from (M N K), in {path}", ("way", "least"), least),
+        Sheet("Products", named, products),
+        Sheet(
+            f"Quicker from (M N K); the first column decides, kept in {path}",
+            ("way (recipe)", "than cupy", "than bf16"),
+            least,
+        ),
     ]
     if costs:
         columns = ("recipe", "width", "without, ms", "with, ms", "ratio")
-        sheets.append(Sheet("Hadamard transforms", columns, rows(costs)))
+        rows = tuple(
+            (t.way, str(t.size), *milliseconds(t.ours, t.other), f"{t.ratio:.3f}x") for t in costs
+        )
+        sheets.append(Sheet("Hadamard transforms", columns, rows))
     show(sheets)

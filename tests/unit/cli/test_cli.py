@@ -352,25 +352,43 @@ def test_tune_shows_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     timing = SimpleNamespace(way="scaled", size=512, ours=0.001, other=0.002, ratio=2.0)
+    dense = SimpleNamespace(way="dense", size=512, ours=0.003, other=0.004, ratio=1.333)
+    plain = SimpleNamespace(way="scaled", size=512, ours=0.001, other=0.00071, ratio=0.71)
     module = SimpleNamespace(
         SIZES=(512,),
         NEVER=9,
         tune=lambda plot, sizes, hadamard: (
             tmp_path / "table.json",
-            [timing],
+            [timing, dense],
             [timing][: bool(hadamard)],
         ),
-        crossovers=lambda timings: {"scaled": 512**3, "dense": 9},
+        crossovers=lambda timings: (
+            {"scaled": 77**3} if timings == [plain] else {"scaled": 512**3, "dense": 9}
+        ),
+        of_bf16=lambda timings: [plain],
+        label=lambda way: f"{way} (recipe)",
     )
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "extensor_cuda.tune", module)
     assert cli.main(["tune"]) == 0
     text = capsys.readouterr().out
-    assert "2.000x" in text and "134,217,728" in text and "never" in text
-    assert "Hadamard" not in text
+    rows = [line.replace("│", " ").split() for line in text.splitlines()]
+    measured = ["scaled", "(recipe)", "512", "1.0000", "2.0000", "2.000x", "0.7100", "0.710x"]
+    assert measured in rows
+    assert ["dense", "(recipe)", "512", "3.0000", "4.0000", "1.333x"] in rows
+    assert ["scaled", "(recipe)", "134,217,728", "456,533"] in rows
+    assert ["dense", "(recipe)", "never"] in rows
+    assert "Hadamard" not in text and str(tmp_path / "table.json") in text.replace("\n", "")
     assert cli.main(["tune", "--hadamard", "cost.svg"]) == 0
     assert "Hadamard" in capsys.readouterr().out
     assert cli.main(["tune", "--sizes", "8"]) == 2
     assert "sides of 16 or more" in capsys.readouterr().err
+    for bad in ("cost.json", "nowhere/cost.svg"):
+        for name in ("--plot", "--hadamard"):
+            assert cli.main(["tune", name, bad]) == 2
+            assert f"{name}: wanted an .svg file in a folder that exists, got {bad}" in (
+                capsys.readouterr().err
+            )
 
     def fails(plot: object, sizes: object, hadamard: object) -> None:
         raise RuntimeError("no GPU here")

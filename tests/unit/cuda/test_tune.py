@@ -18,7 +18,7 @@ from extensor.backends import registry
 from extensor.ops import operands
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import expanded, tune, tuned
-from extensor_cuda.tune import NEVER, Timing, crossovers, curve, measure
+from extensor_cuda.tune import NEVER, Timing, crossovers, curve, measure, of_bf16, together
 
 
 def timings(ratios: dict[int, float], way: str = "scaled") -> list[Timing]:
@@ -33,6 +33,20 @@ def test_a_way_is_taken_from_where_it_wins_at_every_larger_size() -> None:
     assert both == {"scaled": 64**3, "dense": NEVER}
 
 
+def test_where_a_way_is_quicker_than_bfloat16_is_found_likewise() -> None:
+    held = [
+        Timing("scaled", 64, 1.0, 9.0, 0.5),
+        Timing("scaled", 128, 1.0, 9.0, 1.5),
+        Timing("dense", 64, 1.0, 0.5),
+    ]
+    assert crossovers(held) == {"scaled": 64**3, "dense": NEVER}
+    assert [(t.way, t.size, t.ratio) for t in of_bf16(held)] == [
+        ("scaled", 64, 0.5),
+        ("scaled", 128, 1.5),
+    ]
+    assert crossovers(of_bf16(held)) == {"scaled": 128**3}
+
+
 def test_every_way_is_timed_at_every_size() -> None:
     calls: list[str] = []
 
@@ -44,11 +58,78 @@ def test_every_way_is_timed_at_every_size() -> None:
             work()
         return [{"other": 3.0}.get(call, 1.5) for call in calls[-2:]]
 
-    found = measure(clock, works, ("dense", "scaled"), (16, 32))
+    found = measure(clock, works, ("dense", "scaled"), (16, 8192))
     assert [(t.way, t.size, t.ratio) for t in found] == [
-        (way, size, 2.0) for way in ("dense", "scaled") for size in (16, 32)
+        (way, size, 2.0) for way in ("dense", "scaled") for size in (16, 8192)
     ]
     assert len(calls) == 8
+    # Seconds of a graph, of which a product has its share.
+    assert [t.ours for t in found[:2]] == [1.5 / together(16), 1.5 / together(8192)]
+    assert together(16) > 1 == together(8192)
+
+
+@pytest.mark.parametrize("way", tuned.WAYS)
+def test_works_are_products_with_kernels_with_cupy_and_in_bfloat16(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = registry.get("cpu")
+    operand_product, made = backend.operand_product, []
+
+    def product(a: Any, b: Any, dtype: str) -> Any:
+        made.append((list(tuned._asked), np.array(a), np.array(b), dtype))
+        return operand_product(a, b, dtype)
+
+    works: list[int] = []
+    slots_of = operands.of_products
+
+    def of_products(*args: Any) -> Any:
+        works.append(args[4][2])
+        return slots_of(*args)
+
+    monkeypatch.setattr(backend, "operand_product", product, raising=False)
+    monkeypatch.setattr(operands, "of_products", of_products)
+    outs = [work() for work in tune._works(backend)(way, 32)]
+    count = together(32)
+    wanted = [[1], []] if way == "dense" else [[1], [], [1]]
+    assert [asked for asked, *_ in made] == [asked for asked in wanted for _ in range(count)]
+    assert works == [32 * bool(asked) for asked in wanted for _ in range(2 * count)]
+    assert {dtype for *_, dtype in made} == {"bfloat16"} == {out.dtype.name for out in outs}
+    ours, other, last = (made[i * count][1:3] for i in (0, 1, -1))
+    np.testing.assert_array_equal(ours, other)  # the same operands, whoever multiplies them
+    plain = np.equal(ours, last).all()
+    assert plain == (way == "dense")
+    rows = tune._rows(np, np.random.default_rng(32), 32, 32)
+    np.testing.assert_array_equal(last[0], rows.astype(np.float32))
+
+
+def test_what_is_timed_is_repeated_without_python(gpu: Any) -> None:
+    calls, x = [], gpu.xp.zeros(40, dtype=np.float32)
+
+    def work() -> None:
+        calls.append(1)
+        x[...] = x + 1
+
+    again = tune._repeated(gpu, work)
+    before, seen = len(calls), x.get()
+    for _ in range(3):
+        again()
+    assert len(calls) == before
+    np.testing.assert_array_equal(x.get(), seen + 3)
+
+
+@pytest.mark.parametrize("way", ["made at once", "expanded", "dense"])
+def test_products_are_recorded_whole(gpu: Any, way: str) -> None:
+    works = tune._works(gpu)(way, 32)
+    for work in works:
+        out: list[Any] = []
+
+        def kept(work: Any = work, out: list[Any] = out) -> None:
+            out[:] = [work()]
+
+        want = work()
+        again = tune._repeated(gpu, kept)
+        again()
+        np.testing.assert_array_equal(out[0].get(), want.get())
 
 
 def test_works_take_turns_and_slow_ones_are_repeated_less_often() -> None:
@@ -77,11 +158,48 @@ def test_works_take_turns_and_slow_ones_are_repeated_less_often() -> None:
 def test_the_curve_is_a_picture_with_a_line_a_way() -> None:
     held = timings({64: 0.1, 512: 4.0}) + timings({64: 1.0, 512: 2.0}, "dense")
     root = ElementTree.fromstring(curve(held, "A GPU", (0.5, 1, 2, 9)))
-    names = [element.tag.rpartition("}")[2] for element in root]
-    assert names.count("polyline") == 2
     words = {element.text for element in root if element.tag.endswith("text")}
-    assert {"A GPU", "scaled", "dense", "64", "512", "0.5x", "1x", "2x"} <= words
+    labels = {"scaled (fp8_block)", "dense (bf16)"}
+    assert {"A GPU", "64", "512", "0.5x", "1x", "2x"} | labels <= words
     assert "9x" not in words
+    assert [line.get("stroke-dasharray") for line in lines(root)] == [None, None]
+
+
+def lines(root: ElementTree.Element) -> list[ElementTree.Element]:
+    return [element for element in root if element.tag.endswith("polyline")]
+
+
+def test_the_curve_of_bfloat16_is_dashed_in_the_colour_of_its_way() -> None:
+    held = [Timing("scaled", 64, 1.0, 4.0, 0.25), Timing("scaled", 512, 1.0, 9.0, 4.0)]
+    held += timings({64: 1.0, 512: 2.0}, "dense")
+    solid, dashed, dense = lines(ElementTree.fromstring(curve(held, "A GPU", (0.5, 1))))
+    assert [line.get("stroke-dasharray") is None for line in (solid, dashed, dense)] == [1, 0, 1]
+    assert solid.get("stroke") == dashed.get("stroke") != dense.get("stroke")
+    (_, first), (_, last) = (
+        [float(number) for number in point.split(",")] for point in dashed.get("points", "").split()
+    )
+    assert float(solid.get("points", "").split()[0].split(",")[1]) == pytest.approx(last)
+    assert first > last  # slower is lower, and in the picture
+    assert 0 < last < first < 400
+
+
+def test_numbers_lie_beside_the_picture_and_what_was_not_measured_does_not(tmp_path: Path) -> None:
+    held = [Timing("scaled", 64, 1.0, 4.0, 0.25), Timing("dense", 64, 2.0, 4.0)]
+    tune.draw(tmp_path / "a.svg", held, {"gpu": "A GPU"}, "what", (0.5, 1))
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["gpu"] == "A GPU" and record["what"] == "what"
+    assert record["timings"] == [
+        {
+            "way": "scaled",
+            "size": 64,
+            "ours": 1.0,
+            "other": 4.0,
+            "bf16": 0.25,
+            "ratio": 4.0,
+            "bf16_ratio": 0.25,
+        },
+        {"way": "dense", "size": 64, "ours": 2.0, "other": 4.0, "ratio": 2.0},
+    ]
 
 
 def test_transforms_are_measured_against_the_same_recipe_without_them() -> None:
@@ -119,7 +237,7 @@ def counting(into: list[Any]) -> Iterator[None]:
 
 
 @pytest.fixture
-def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A cupy that names a GPU, and a cache folder of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runtime = SimpleNamespace(
@@ -134,20 +252,20 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     tuned._table.cache_clear()
 
 
-def test_a_table_decides_and_is_of_one_gpu_driver_and_source(gpu: Path) -> None:
-    assert gpu.name.startswith("NVIDIA-H100-80GB-13000-") and tuned.source_digest() in gpu.name
-    assert tuned.path_of("other", 13000) != gpu != tuned.path_of("NVIDIA H100 80GB", 13010)
+def test_a_table_decides_and_is_of_one_gpu_driver_and_source(table: Path) -> None:
+    assert table.name.startswith("NVIDIA-H100-80GB-13000-") and tuned.source_digest() in table.name
+    assert tuned.path_of("other", 13000) != table != tuned.path_of("NVIDIA H100 80GB", 13010)
     assert tuned.least_work("scaled", 77) == 77
-    tuned.save(gpu, {"scaled": 512**3, "expanded": 0}, {"date": "today"})
+    tuned.save(table, {"scaled": 512**3, "expanded": 0}, {"date": "today"})
     assert tuned.least_work("scaled", 77) == 512**3
     assert tuned.least_work("expanded", 77) == 1  # 0 is a product without the way
     assert tuned.least_work("dense", 77) == 77
-    assert json.loads(gpu.read_text())["date"] == "today"
+    assert json.loads(table.read_text())["date"] == "today"
     x = np.ones((64, 64), dtype=np.float32)
     spec = QuantSpec("mxfp4", axis=1).resolve(2)
     assert expanded.reason(x, spec, 1, "90") is None
     assert "fewer than 1" in str(expanded.reason(x, spec, 0, "90"))
-    tuned.save(gpu, {"expanded": NEVER}, {})
+    tuned.save(table, {"expanded": NEVER}, {})
     assert f"fewer than {NEVER}" in str(expanded.reason(x, spec, 1 << 50, "90"))
     with tuned.always():
         assert expanded.reason(x, spec, 1, "90") is None
@@ -157,17 +275,17 @@ def test_a_table_decides_and_is_of_one_gpu_driver_and_source(gpu: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"least_work": {"scaled": "x"}}', '{"least_work": {"?": 1}}']
 )
-def test_a_damaged_table_is_warned_of_and_counts_as_none(gpu: Path, text: str) -> None:
-    gpu.parent.mkdir(parents=True, exist_ok=True)
-    gpu.write_text(text)
+def test_a_damaged_table_is_warned_of_and_counts_as_none(table: Path, text: str) -> None:
+    table.parent.mkdir(parents=True, exist_ok=True)
+    table.write_text(text)
     with pytest.warns(RuntimeWarning, match="extensor tune"):
         assert tuned.least_work("scaled", 5) == 5
 
 
 def test_without_cupy_or_a_driver_the_default_stands(
-    gpu: Path, monkeypatch: pytest.MonkeyPatch
+    table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned.save(gpu, {"scaled": 7}, {})
+    tuned.save(table, {"scaled": 7}, {})
 
     def no_driver() -> int:
         raise RuntimeError("cudaErrorInsufficientDriver")
@@ -186,8 +304,10 @@ def test_tune_on_a_gpu_writes_what_it_measured(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tune, "WIDTHS", (512,))
     plots = tmp_path / "curve.svg", tmp_path / "cost.svg"
-    path, held, costs = tune.tune(plots[0], (128, 512), plots[1])
+    path, held, costs = tune.tune(plots[0], (512, 128), plots[1])
     assert len(held) == 2 * len(tuned.WAYS) and all(t.ours > 0 and t.other > 0 for t in held)
+    assert all(t.bf16 is None if t.way == "dense" else t.bf16 > 0 for t in held)
+    assert max(t.ours for t in held) < 4e-4  # the GPU's time; Python's is more
     assert tuned.load(path) == crossovers(held)
     assert len(costs) == len(tune.TURNED) and all(t.ours > 0 and t.other > 0 for t in costs)
     for plot, timings in zip(plots, (held, costs), strict=True):
