@@ -3,7 +3,8 @@
     python ci/bench/cuda_products.py [--rounds N] [--only scaled near requantized ...]
 
 scaled: square bfloat16 results of normal data from codes, against torch's bf16, FP8 (`_scaled_mm`,
-row scales) and INT8 (`_int_mm`, int32 results) products. decode: x (M, K) bfloat16 and packed
+row scales, and those of 128 elements on the same codes) and INT8 (`_int_mm`, int32 results)
+products. decode: x (M, K) bfloat16 and packed
 weights (N, K), against torch's bf16 `linear`; "of_copy" is what the weights' stored bytes would
 take at the speed of torch's clone. weights: the same for many rows. near: MXFP8 from storage on
 FP8 tensor cores, with the shares of values that this changes and sets to zero; its two kernels
@@ -92,6 +93,8 @@ def scaled(backend: Any, rounds: int) -> Rows:
             "torch FP8, row scales, promoted": _torch_fp8(a, b),
             "torch INT8": partial(_torch_int8, integers[0], integers[1]),
         }
+        for name in ("1x128 x 128x128", "1x128 x 1x128"):
+            calls[f"torch FP8, {name}"] = _torch_blocks(sides[f"E4M3, {name}"])
         for name, pair in sides.items():
             calls[name] = partial(_multiply, pair, xp)
             calls[f"{name}: quantizing a"] = partial(_quantizing, a, specs[name][0], xp)
@@ -111,6 +114,19 @@ def _torch_fp8(a: Any, b: Any) -> Call:
 
     def call(turn: int) -> Any:
         return torch._scaled_mm(x, y.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=False)
+
+    return call
+
+
+def _torch_blocks(sides: list[Any]) -> Call:
+    """Torch's product of a pair of operands under scales of 128 elements, laid out as it asks."""
+    x, y = (torch.from_dlpack(side.codes).view(torch.float8_e4m3fn) for side in sides)
+    rows, columns = (torch.from_dlpack(side.scales.copy()) for side in sides)
+    if sides[1].each > 1:
+        columns = columns.T.contiguous().T
+
+    def call(turn: int) -> Any:
+        return torch._scaled_mm(x, y.T, rows.T, columns, out_dtype=torch.bfloat16)
 
     return call
 
