@@ -92,6 +92,7 @@ constexpr int kScales = BLOCKS ? kTileM / A_EACH + kTileN / B_EACH : EVERY ? kLi
 // Registers of a thread beside those that multiply, and of these: three warpgroups have 504.
 constexpr int kBeside = EXPANDS || (REQUANTIZED && kTileN > 128) ? 72 : REQUANTIZED ? 104 : 40;
 constexpr int kMultiplying = (504 - kBeside) / 2;
+constexpr bool kPeeks = !REQUANTIZED || kTileN <= 128;  // for which there are registers
 static_assert(!(EXPANDS && REQUANTIZED), "the warps beside the one that loads do one thing");
 constexpr int kGroup = GROUP / kCluster;      // rows of tiles that are walked together
 constexpr int kBox = 64, kBoxBytes = kBox * kRowBytes;  // A_DOWN, B_DOWN: of K, and all of a box
@@ -167,7 +168,7 @@ __device__ __forceinline__ void give_turn(int warpgroup) {
     if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(5 - warpgroup) : "memory");
 }
 
-#define SCALED (BLOCKS || EVERY >= 64)  // sums of whole stages are multiplied by scales
+#define STAGE_SCALES (BLOCKS || EVERY >= 64)  // sums of whole stages are multiplied by scales
 #include "gemm_scales.cuh"
 
 #include "gemm_epilogue.cuh"
@@ -371,17 +372,17 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     if (!EVERY || EVERY >= 64) give_turn(warpgroup);
                     const int now = stage;
                     if (++stage == kStages) stage = 0, parity ^= 1;
-                    there = is_over(full + 8 * stage, parity);
+                    if (kPeeks) there = is_over(full + 8 * stage, parity);
                     if (PROMOTE != 1) finish<1>(part);
                     if (last >= 0) release(empty + 8 * last, lane);
                     last = now;
                 }
-#if SCALED
+#if STAGE_SCALES
                 const Scales of_stage(scales + last * kScales, warp, lane);
                 end_block(of_stage.latest());
 #endif
                 finish<0>(part);
-#if SCALED
+#if STAGE_SCALES
                 of_stage.promote(sum, part);
 #endif
 #if BLOCKS || EVERY

@@ -175,7 +175,8 @@ def configure(
     tiles: tuple[tuple[int, int, float], ...] = _TILES if promote else _WIDE_TILES
     tiles = _SCALED_TILES if every else tiles
     if isinstance(out, QuantSpec):
-        tiles = tuple(tile for tile in _TILES if quantizes(tile[0], out))
+        widest = 128 if scales else 256  # of sums under scales, for which registers are left
+        tiles = tuple(tile for tile in _TILES if tile[0] <= widest and quantizes(tile[0], out))
     tile_n, patches, _ = min(tiles, key=cost)
     config = Config(kind, b or kind, tile_n, promote, out=out, patches=patches, every=every)
     # Turns pay where each stage is promoted, or is long: 2% of 192 columns, of fewer they cost 1%.

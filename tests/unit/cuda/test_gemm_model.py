@@ -225,7 +225,8 @@ def test_parts_of_k_are_added_in_order(hopper: Any, data: str) -> None:
     want = np.zeros((m, n), dtype=np.float32)
     for start in range(0, k, 1024):
         want += promoted(a[:, start : start + 1024], b[:, start : start + 1024], -14, -14, 512)
-    assert (want != promoted(a, b, -14, -14, 512)).any()
+    if data == "held":  # others may be exact either way
+        assert (want != promoted(a, b, -14, -14, 512)).any()
     codes = sent(a, "e5m2", hopper), sent(b, "e5m2", hopper)
     for tile in TILES[512]:
         got = multiplied(hopper, *codes, Config(tile_n=tile), Split(3, 8))

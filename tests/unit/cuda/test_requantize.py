@@ -51,7 +51,7 @@ COMPILED = (
     Config("bf16", "bf16", out=spec_of("mxfp4"), promote=0, extras=True, activation="silu"),
     Config("e4m3", "e4m3", out=spec_of("mxfp6_e3m2"), factors=True),
     Config("s8", "s8", out=spec_of("mxint8"), promote=0, zeros=True, factors=True),
-    Config("e4m3", "e4m3", out=spec_of("mxfp8_e4m3"), blocks=(1, 1), promote=1, turns=True),
+    configure("e4m3", 4096, 4096, spec_of("mxfp8_e4m3"), scales=(1, 1)),
     Config(out=spec_of("mxfp4"), tile_n=128, grouped=True, extras=True),
     Config(out=spec_of("nvfp4"), vectors=True),
     Config(out=spec_of("nvfp4", scale_rule="four_over_six"), tile_n=128, extras=True),
