@@ -26,6 +26,7 @@ from extensor_cuda import (
     dense,
     expanded,
     gemm,
+    grouped,
     near,
     operands,
     scaled,
@@ -150,8 +151,9 @@ class CudaBackend(CudaTraining):
         a pair that is not read once; "expanded: " and the reason for operands of a product that
         are quantized to packed storage first; "scaled kernel" for those under float scales.
 
-        A product's way depends on the values, so that `block_matmul` and `weight_matmul` are run to
-        tell: see `extensor_cuda.gemm.Product` and `extensor_cuda.weights`.
+        A product's way depends on the values, so that `block_matmul`, `block_matmul_batch` ("one
+        after the other: " and the reason where it is no single launch) and `weight_matmul` are run
+        to tell: see `extensor_cuda.gemm.Product` and `extensor_cuda.weights`.
 
         Raises:
             ValueError: for a method that has no kernel.
@@ -159,6 +161,9 @@ class CudaBackend(CudaTraining):
         if method == "block_matmul":
             done = self._product(*args)
             return f"generic: {done}" if isinstance(done, str) else done.path
+        if method == "block_matmul_batch":
+            each = self._batched(*args)
+            return f"one after the other: {each}" if isinstance(each, str) else each.path
         if method == "weight_matmul":
             made = self._weight_product(*args)
             return f"generic: {made}" if isinstance(made, str) else made[1]
@@ -174,7 +179,8 @@ class CudaBackend(CudaTraining):
             reason = training[method](*args)
             return "fused kernel" if reason is None else f"generic: {reason}"
         if method not in reasons:
-            known = ", ".join((*reasons, *training, "block_matmul", "weight_matmul"))
+            products = "block_matmul", "block_matmul_batch", "weight_matmul"
+            known = ", ".join((*reasons, *training, *products))
             raise ValueError(f"path: wanted one of {known}, got {method!r}")
         reason = reasons[method](*args)
         if reason is not None and method.endswith("_pair"):
@@ -287,6 +293,11 @@ class CudaBackend(CudaTraining):
         done = self._product(a, b)
         return super().block_matmul(a, b) if isinstance(done, str) else done.out
 
+    def block_matmul_batch(self, a: QuantArray, b: QuantArray) -> Array:
+        """See the protocol: one launch where `extensor_cuda.grouped` has it. Waits for the GPU."""
+        done = self._batched(a, b)
+        return super().block_matmul_batch(a, b) if isinstance(done, str) else done.out
+
     def weight_matmul(self, x: Array, w: QuantArray) -> Array:
         """See the protocol; `extensor_cuda.weights` has ways, bounds, and which of them wait."""
         done = self._weight_product(x, w)
@@ -301,6 +312,10 @@ class CudaBackend(CudaTraining):
         """The product on the tensor cores, or why there is none."""
         capability = _capability(self.xp.cuda.runtime.getDevice())
         return gemm.reason(a, b, capability) or gemm.matmul(a, b, self.xp)
+
+    def _batched(self, a: QuantArray, b: QuantArray) -> gemm.Product | str:
+        """The products of a batch in one launch, or why there is none."""
+        return grouped.batch(a, b, self.xp)
 
     def new_graph(self) -> CudaGraph:
         """See the protocol."""

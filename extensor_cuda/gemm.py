@@ -38,6 +38,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from extensor.autograd.tensor import ExTensor
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import scaled
@@ -49,7 +50,7 @@ from extensor_cuda.kernels.gemm import MOST_TERMS, configure, empty_rows, gemm
 from extensor_cuda.kernels.requantize import Requantized, finished, requantized, type_of
 from extensor_cuda.near import Inexact, near
 
-__all__ = ["INT_SPAN", "SPAN", "Product", "matmul", "reason", "rebase_source"]
+__all__ = ["INT_SPAN", "SPAN", "Product", "matmul", "reason", "rebase_source", "refuse_tensors"]
 
 Array = Any
 
@@ -84,7 +85,11 @@ def reason(a: QuantArray, b: QuantArray, capability: str) -> str | None:
         a: left operand, (M, K).
         b: right operand, (N, K).
         capability: compute capability of the GPU, such as "90".
+
+    Raises:
+        TypeError: for tensors.
     """
+    refuse_tensors("matmul", a, b)
     if capability != "90":
         return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
     for q in (a, b):
@@ -99,6 +104,20 @@ def reason(a: QuantArray, b: QuantArray, capability: str) -> str | None:
         if isinstance(plan, str):
             return plan
     return None
+
+
+def refuse_tensors(name: str, *given: Any) -> None:
+    """Refuse ExTensors: products here take what they hold.
+
+    Raises:
+        TypeError: for one.
+    """
+    for x in given:
+        if isinstance(x, ExTensor):
+            raise TypeError(
+                f"{name}: wanted what a tensor holds, got an ExTensor of {x.dtype.name}; pass "
+                "q.data (and get a raw array, without a gradient), or write a @ b.T"
+            )
 
 
 def _is_float_scaled(q: QuantArray) -> bool:
@@ -223,6 +242,7 @@ def matmul(
 
     Raises:
         ValueError: for an unknown option, operands that do not fit, or that `reason` refuses.
+        TypeError: for tensors.
     """
     if accumulate not in (*_PROMOTE, "exact", "bf16") or (
         not isinstance(out_dtype, QuantSpec) and out_dtype not in _OUT

@@ -35,7 +35,7 @@ from extensor_cuda.kernels.gemm import (
 )
 from extensor_cuda.kernels.requantize import Requantized, finished, type_of
 
-__all__ = ["Side", "by_row", "joinable", "multiply", "pitched", "product", "reason"]
+__all__ = ["Side", "by_row", "joinable", "multiply", "pitched", "product", "reason", "row_reason"]
 
 Array = Any
 
@@ -158,15 +158,22 @@ def by_row(a: QuantArray, b: QuantArray, xp: Any) -> tuple[Expansion, Expansion]
     Raises:
         ValueError: for scales that vary along K, and for zero points.
     """
+    if refused := row_reason(a) or row_reason(b):
+        raise ValueError(refused)
     sides = _side(a, xp), _side(b, xp)
-    for side, q in zip(sides, (a, b), strict=True):
-        if not side.by_row or side.zeros is not None:
-            raise ValueError(
-                f"wanted one scale along K and no zero points, got {q.spec.format} in tiles "
-                f"{q.spec.tile}"
-            )
     left, right = (Expansion(s.codes, s.kind, None, s.factor()) for s in sides)
     return left, right
+
+
+def row_reason(q: QuantArray) -> str | None:
+    """Why a matrix that `reason` covers is more than codes and factors of its rows."""
+    if q.scales.shape[1] == 1 and q.zero_points is None:
+        return None
+    zeros = "" if q.zero_points is None else " and zero points"
+    return (
+        f"wanted one scale along K and no zero points, got {q.spec.format} in tiles "
+        f"{q.spec.tile}{zeros}"
+    )
 
 
 def product(

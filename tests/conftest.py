@@ -17,6 +17,7 @@ pytest.register_assert_rewrite("tests.array_api", "tests.kernels", "tests.produc
 PROCESS_WIDE = (
     "set_level(", "set_gemm_level(", "set_threads(", "tracemalloc.", "gc.disable(", "setrlimit(",
     "subprocess.", "threading.active_count(", "parse_train(", 'PRIMITIVES["exp"] = ',
+    "MonkeyPatch.context(",
 )  # fmt: skip
 """What a test body may not do while another thread runs it: these are the process's.
 

@@ -140,13 +140,14 @@ class CpuBackend(CpuQuantize, CpuDense, CpuTraining, CpuWindows, CpuLayers):
         return step if isinstance(step, str) else None
 
     def weight_matmul(self, x: Array, w: QuantArray) -> Array:
-        """See the protocol; bounds in `extensor.backends.products`."""
+        """See the protocol; bounds in `extensor.backends.products`. Widens bfloat16."""
+        x = self._wide(x)
         if self._weight_matmul_reason(x, w):
             return super().weight_matmul(x, w)
         return self.core.weight_matmul(ready(x), products.matrix(self.core, w))
 
     def _weight_matmul_reason(self, x: Array, w: QuantArray) -> str | None:
-        return self.core_missing if self.core is None else products.weight_reason(x, w)
+        return self.core_missing if self.core is None else products.weight_reason(self._wide(x), w)
 
     def operand_matmul(self, a: Array, b: Array) -> Array:
         """See the protocol; bounds in `extensor.backends.products`."""

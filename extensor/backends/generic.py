@@ -17,7 +17,7 @@ import numpy as np
 from extensor.backends import dense, layers, training, windows
 from extensor.backends.protocol import Array, Finite, Window
 from extensor.backends.recording import Graph, Guard, Recording
-from extensor.quant import reference
+from extensor.quant import reference, views
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.context import Counts
 from extensor.quant.spec import QuantSpec
@@ -116,9 +116,20 @@ class GenericBackend:
         """See the protocol."""
         return self.xp.matmul(self.dequantize(a), self.dequantize(b).T)
 
+    def block_matmul_batch(self, a: QuantArray, b: QuantArray) -> Array:
+        """See the protocol: one after the other."""
+        out = self.xp.empty((*a.shape[:2], b.shape[1]), dtype=_FLOAT32)
+        for i, sides in enumerate(zip(views.matrices(a), views.matrices(b), strict=True)):
+            out[i] = self.block_matmul(*sides)
+        return out
+
     def weight_matmul(self, x: Array, w: QuantArray) -> Array:
         """See the protocol."""
-        return self.xp.matmul(x, self.dequantize(w).T)
+        return self.xp.matmul(self._wide(x), self.dequantize(w).T)
+
+    def _wide(self, x: Array) -> Array:
+        """Bfloat16 as float32; everything else as it is."""
+        return self.cast(x, _FLOAT32) if x.dtype == _BFLOAT16 else x
 
     def operand_matmul(self, a: Array, b: Array) -> Array:
         """See the protocol."""

@@ -25,6 +25,7 @@ __all__ = [
     "relu",
     "relu_grad",
     "sgd",
+    "weight_activations",
 ]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -63,6 +64,23 @@ def dense_values(backend: Backend, x: Array, dtype: str) -> Array:
     """
     x = x.astype(backend.xp.float32, copy=False)
     return x if dtype == "float32" else backend.bfloat16_values(x)
+
+
+def weight_activations(backend: Backend, x: Array, dtype: str = "float32") -> Array:
+    """The same for a product with packed weights: bfloat16 where x is that, or is rounded to it.
+
+    Args:
+        backend: the device's.
+        x: of any dtype that float32 stands for.
+        dtype: "float32" or "bfloat16".
+    """
+    if x.dtype == _BFLOAT16:
+        return x
+    x = backend.cast(x, np.dtype(np.float32))
+    if dtype == "float32":
+        return x
+    with np.errstate(all="ignore"):
+        return backend.cast(x, _BFLOAT16)
 
 
 def all_finite(x: Array, xp: Any) -> bool:

@@ -118,8 +118,15 @@ class Backend(Protocol):
         """Float32 a b^T of (M, K) and (N, K), both blocked along the last axis: (M, N)."""
         ...
 
+    def block_matmul_batch(self, a: QuantArray, b: QuantArray) -> Array:
+        """`block_matmul` of each of (B, M, K) and (B, N, K), blocked along the last: (B, M, N)."""
+        ...
+
     def weight_matmul(self, x: Array, w: QuantArray) -> Array:
-        """Float32 x w^T of a dense (M, K) and (N, K) blocked along the last axis: (M, N)."""
+        """Float32 x w^T of a dense (M, K) and (N, K) blocked along the last axis: (M, N).
+
+        x is float32 or bfloat16, which is multiplied as it is or widened, exactly.
+        """
         ...
 
     def operand_matmul(self, a: Array, b: Array) -> Array:

@@ -13,7 +13,7 @@ from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import axis_index, pair, tensors_only
 from extensor.ops.einsum import einsum
 
-__all__ = ["dot", "einsum", "inner", "linear", "matmul", "outer", "tensordot"]
+__all__ = ["as_rows", "dot", "einsum", "inner", "linear", "matmul", "outer", "tensordot"]
 
 
 def _matmul(backend: Any, a: Any, b: Any) -> Any:
@@ -26,7 +26,7 @@ def _left_vjp(g: ExTensor, out: None, a: ExTensor, b: ExTensor) -> ExTensor:
 
 def _right_vjp(g: ExTensor, out: None, a: ExTensor, b: ExTensor) -> ExTensor:
     if b.ndim == 2 and a.ndim > 2:
-        a, g = _as_rows(a), _as_rows(g)
+        a, g = as_rows(a), as_rows(g)
     return apply("matmul", a.swapaxes(-1, -2), g)
 
 
@@ -36,7 +36,7 @@ def _fused_vjp(backend: Any, g: Any, out: None, inputs: Any, needs: Any) -> Any:
     if not needs[1]:
         return left, None
     if b.ndim == 2 and a.ndim > 2:
-        a, g = _as_rows(a), _as_rows(g)
+        a, g = as_rows(a), as_rows(g)
     return left, backend.matmul(a.swapaxes(-1, -2), g)
 
 
@@ -65,7 +65,9 @@ def matmul(a: ExTensor, b: ExTensor) -> ExTensor:
     """Matrix product of (..., M, K) and (..., K, N), leading axes broadcasting: (..., M, N).
 
     A vector on the left is a row, on the right a column, and its axis is not in the result.
-    Blocked operands must be blocked along K.
+    Blocked operands must be blocked along K. A product with a blocked right operand multiplies what
+    is stored and is float32; one that is blocked on the left alone, or whose other operand is
+    float64 or complex, multiplies dequantized values (`extensor.ops.blocked` has the one other).
 
     Raises:
         ValueError: if the K's differ, leading axes do not broadcast, or an operand has no axes.
@@ -92,23 +94,23 @@ def matmul(a: ExTensor, b: ExTensor) -> ExTensor:
 
 
 def _linear(backend: Any, x: Any, weight: Any, bias: Any = None) -> Any:
-    rows = backend.matmul(_as_rows(x), weight.T, bias)
+    rows = backend.matmul(as_rows(x), weight.T, bias)
     return rows.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _as_rows(x: Any) -> Any:
+def as_rows(x: Any) -> Any:
     """(..., n) -> (rows, n), of an array or a tensor; -1 would not do where n is 0."""
     return x.reshape((math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 def _linear_fused(backend: Any, g: Any, out: None, inputs: Any, needs: Any) -> Any:
     x, weight = inputs[:2]
-    rows = _as_rows(g)
+    rows = as_rows(g)
     grads = [None, None, None]
     if needs[0]:
         grads[0] = backend.matmul(rows, weight).reshape(x.shape)
     if needs[1]:
-        grads[1] = backend.matmul(rows.T, _as_rows(x))
+        grads[1] = backend.matmul(rows.T, as_rows(x))
     if len(needs) > 2 and needs[2]:
         grads[2] = backend.leading_sum(rows, 1)
     return grads[: len(needs)]
@@ -124,11 +126,9 @@ def _linear_samples(rng: np.random.Generator) -> list[Sample]:
 @primitive(
     forward=_linear,
     vjps=(
-        lambda g, out, x, weight, bias=None: apply("matmul", _as_rows(g), weight).reshape(x.shape),
-        lambda g, out, x, weight, bias=None: apply(
-            "matmul", _as_rows(g).swapaxes(0, 1), _as_rows(x)
-        ),
-        lambda g, out, x, weight, bias: _as_rows(g).sum(axis=0),
+        lambda g, out, x, weight, bias=None: apply("matmul", as_rows(g), weight).reshape(x.shape),
+        lambda g, out, x, weight, bias=None: apply("matmul", as_rows(g).swapaxes(0, 1), as_rows(x)),
+        lambda g, out, x, weight, bias: as_rows(g).sum(axis=0),
     ),
     fused_vjp=_linear_fused,
     reads="inputs",
@@ -143,7 +143,8 @@ def _linear_samples(rng: np.random.Generator) -> list[Sample]:
 def linear(x: ExTensor, weight: ExTensor, bias: ExTensor | None = None) -> ExTensor:
     """X weight^T + bias: (..., K), (N, K) and (N,) or None -> (..., N).
 
-    Blocked operands must be blocked along K, their last axis.
+    Blocked operands must be blocked along K, their last axis. Blocked weights are multiplied as
+    they are stored, as by `matmul`.
 
     Raises:
         TypeError, ValueError: for shapes that do not go together, or a K or N of 0.

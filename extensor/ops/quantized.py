@@ -49,7 +49,18 @@ _ONCE = (
 
 
 def layer_context(layer: LayerRecipe, seed: int = 0) -> LayerContext:
-    """A context for a layer recipe used by hand, outside a model."""
+    """A context for a layer recipe used by hand, outside a model.
+
+    Raises:
+        TypeError: for anything else, a recipe's name for one.
+    """
+    if not isinstance(layer, LayerRecipe):
+        raise TypeError(
+            "layer_context: wanted a LayerRecipe, got "
+            f"{repr(layer) if isinstance(layer, str) else type(layer).__name__}; "
+            "et.RECIPES['mxfp4'].layers is one, and extensor.quant.recipe makes others: "
+            "LayerRecipe.uniform(et.QuantSpec('mxfp4'))"
+        )
     state = RecipeState(Recipe("by hand", "one layer recipe used by hand", layer), seed)
     context = LayerContext("layer", 0, layer, state)
     state.layers["layer"] = context

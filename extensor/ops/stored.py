@@ -3,7 +3,8 @@
 The weight is codes and scales (N, K), blocked along K once and for all. The layer's context says
 what becomes of the activations: multiplied as they are (weight only), quantized by their own
 blocks, or under the fixed scale that calibration found (`LayerContext.fixed`). Both sides blocked,
-the product is the backend's `block_matmul`; else its `weight_matmul`.
+the product is the backend's `block_matmul`; else its `weight_matmul`, which takes bfloat16
+activations as bfloat16.
 
 A convolution multiplies x's patches by the flattened kernels (O, C kh kw), as in
 `extensor.ops.quantized`. Under a fixed scale x is quantized once and patches are taken of the
@@ -12,6 +13,7 @@ codes, where a padded zero is the code of 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +23,7 @@ from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends import windows
-from extensor.backends.layers import dense_values
+from extensor.backends.layers import dense_values, weight_activations
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import Pair, int_pair
@@ -35,6 +37,7 @@ from extensor.quant.spec import QuantSpec
 
 __all__ = ["stored_conv2d", "stored_matmul"]
 
+_FLOAT32 = np.dtype(np.float32)
 _ONCE = (
     "a stored product is piecewise constant in its input, so its straight-through gradient has no "
     "derivative of its own; differentiate the float model instead"
@@ -45,6 +48,7 @@ def _quantized(backend: Backend, x: Array, context: LayerContext, axis: int) -> 
     """The activations in blocks, counted."""
     wanted = context.operand("fprop.x")
     assert isinstance(wanted, QuantSpec)
+    x = backend.cast(x, _FLOAT32)
     spec = wanted.replace(axis=axis).resolve(x.ndim)
     if context.fixed is None:
         q, stats = backend.quantize(x, spec)
@@ -58,13 +62,13 @@ def _quantized(backend: Backend, x: Array, context: LayerContext, axis: int) -> 
 
 
 def _matmul_forward(backend: Backend, x: Array, w: QuantArray, context: LayerContext) -> Array:
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     operand = context.operand("fprop.x")
     if isinstance(operand, str):
-        out = backend.weight_matmul(dense_values(backend, rows, operand), w)
+        out = backend.weight_matmul(weight_activations(backend, rows, operand), w)
     else:
         out = backend.block_matmul(_quantized(backend, rows, context, 1), w)
-    return out.reshape(*x.shape[:-1], w.shape[0])
+    return backend.cast(out.reshape(*x.shape[:-1], w.shape[0]), x.dtype)
 
 
 def _matmul_vjp(
@@ -78,7 +82,7 @@ def _matmul_vjp(
     x, w = inputs
     if not needs[0]:
         return None, None
-    rows = g.reshape(-1, w.shape[0])
+    rows = backend.cast(g.reshape(math.prod(x.shape[:-1]), w.shape[0]), _FLOAT32)
     return backend.xp.matmul(rows, backend.dequantize(w)).reshape(x.shape), None
 
 
@@ -102,6 +106,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     fused_vjp=_matmul_vjp,
     once=_ONCE,
     reads="inputs",
+    mixed=True,
     takes_blocked=True,
     samples=_matmul_samples,
     errors=(
@@ -121,7 +126,7 @@ def stored_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTensor:
         context: says how x is quantized, and counts.
 
     Returns:
-        (..., N), summed in float32.
+        (..., N), summed in float32 and rounded once, to x's dtype.
 
     Raises:
         ValueError: if the shapes do not fit, or w is blocked along the other axis.

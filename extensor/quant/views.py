@@ -15,7 +15,7 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 
-__all__ = ["reshape", "slice_blocks", "transpose"]
+__all__ = ["matrices", "reshape", "rows", "slice_blocks", "transpose"]
 
 Array = Any
 _WAY_OUT = "call .dequantize() first, and quantize the result again"
@@ -24,7 +24,7 @@ _WAY_OUT = "call .dequantize() first, and quantize the result again"
 def _map_parts(q: QuantArray, change: Callable[[str, Array], Array]) -> dict[str, Array]:
     """Apply ``change(name, part)`` to every stored array that has the tensor's axes."""
     return {
-        name: np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part
+        name: part.copy() if isinstance(part, np.ndarray) and not part.flags.c_contiguous else part
         for name, part in (
             (name, change(name, part)) for name, part in q.parts.items() if name != "tensor_scale"
         )
@@ -136,8 +136,11 @@ def _check_slice(axis: int, start: int, stop: int, step: int, length: int, exten
 def reshape(q: QuantArray, shape: tuple[int, ...]) -> QuantArray:
     """Reshape around the block axis, which must stay whole.
 
+    Tiles of several rows allow what leaves their row axis as it is, and what splits or merges
+    it at multiples of their rows.
+
     Raises:
-        ValueError: if the new shape splits or merges the block axis (or a tile's row axis).
+        ValueError: if the new shape splits or merges the block axis (or cuts a tile's rows).
     """
     before = math.prod(q.shape[: q.spec.axis])
     length = q.shape[q.spec.axis]
@@ -148,26 +151,58 @@ def reshape(q: QuantArray, shape: tuple[int, ...]) -> QuantArray:
         if n == length
         and math.prod(shape[:axis]) == before
         and math.prod(shape) == math.prod(q.shape)
-        and (
-            rows == 1
-            or (axis > 0 and q.spec.axis > 0 and shape[axis - 1] == q.shape[q.spec.axis - 1])
-        )
+        and (rows == 1 or _keeps_tiles(q, shape, axis))
     ]
     if not matches:
         raise ValueError(
             f"reshaping {q.shape} to {shape} does not keep the block axis {q.spec.axis} (length "
             f"{length}, tile {q.spec.tile}) whole; {_WAY_OUT}"
         )
-    axis = matches[0]
+    same = len(shape) - len(q.shape) + q.spec.axis  # among axes of length 1: as far from the end
+    axis = same if same in matches else matches[0]
 
     def change(_: str, part: Array) -> Array:
         stored = list(shape)
         stored[axis] = part.shape[q.spec.axis]
         if rows > 1 and part.shape[q.spec.axis - 1] != q.shape[q.spec.axis - 1]:
-            stored[axis - 1] = part.shape[q.spec.axis - 1]
-        if q.spec.tile == "tensor" and part is q.scales:
+            stored[axis - 1] = -(-shape[axis - 1] // rows)
+        if q.spec.tile == "tensor" and (part is q.scales or part is q.zero_points):
             stored = [1] * len(shape)
         return part.reshape(stored)
 
     parts = _map_parts(q, change)
     return dataclasses.replace(q, **parts, shape=shape, spec=q.spec.replace(axis=axis))
+
+
+def _keeps_tiles(q: QuantArray, shape: tuple[int, ...], axis: int) -> bool:
+    """Whether no tile of several rows is cut or joined, with the block axis at ``axis``."""
+    if axis == 0 or q.spec.axis == 0:
+        return False
+    old, new = q.shape[q.spec.axis - 1], shape[axis - 1]
+    return old == new or (old % _tile_rows(q) == 0 and new % _tile_rows(q) == 0)
+
+
+def rows(q: QuantArray) -> QuantArray | None:
+    """(..., K), blocked along the last axis, as a matrix (rows, K); None where tiles forbid it."""
+    shape = math.prod(q.shape[:-1]), q.shape[-1]
+    if q.shape == shape:
+        return q
+    whole = _tile_rows(q) == 1 or _keeps_tiles(q, shape, 1)
+    return reshape(q, shape) if whole else None
+
+
+def matrices(q: QuantArray) -> list[QuantArray]:
+    """The matrices (R, K) of a stack (..., R, K) that is blocked along its last axis; views."""
+    spec, shape = q.spec.replace(axis=1), q.shape[-2:]
+    stacks = {
+        name: part.reshape((math.prod(part.shape[:-2]), *part.shape[-2:]))
+        for name, part in q.parts.items()
+        if name != "tensor_scale"
+    }
+
+    def at(index: int) -> QuantArray:
+        # One block may be the whole tensor's, and is each matrix's then.
+        parts = {name: part[min(index, len(part) - 1)] for name, part in stacks.items()}
+        return dataclasses.replace(q, **parts, shape=shape, spec=spec)
+
+    return [at(index) for index in range(math.prod(q.shape[:-2]))]

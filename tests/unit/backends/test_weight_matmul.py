@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -40,6 +41,10 @@ def test_weight_only(variant: str, spec: QuantSpec) -> None:
         check(BACKEND.weight_matmul(x, w), x.astype(np.float64), exact(w), k, (m, n, k))
         wide = np.repeat(x, 2, axis=1)[:, ::2]
         assert np.array_equal(BACKEND.weight_matmul(wide, w), BACKEND.weight_matmul(x, w))
+        half = x.astype(ml_dtypes.bfloat16)
+        assert BACKEND.path("weight_matmul", half, w) == path
+        same = BACKEND.weight_matmul(half.astype(np.float32), w)
+        assert BACKEND.weight_matmul(half, w).tobytes() == same.tobytes()
 
 
 def test_weights_ignore_what_is_left_in_memory(variant: str) -> None:

@@ -134,6 +134,32 @@ def test_reshape_keeps_the_block_axis(name: str) -> None:
         q.reshape((6, 384))
 
 
+@pytest.mark.parametrize("tile", ["tensor", "channel", (1, 32)])
+def test_reshape_moves_zero_points(tile: object) -> None:
+    q = _tensor().to_int8(tile=tile, symmetric=False)
+    assert np.array_equal(
+        q.reshape((24, 96)).dequantize().numpy(), q.dequantize().numpy().reshape(24, 96)
+    )
+
+
+def test_reshape_keeps_square_tiles_whole() -> None:
+    q = _tensor().to_mxfp4(tile=(2, 16))
+    for shape in ((24, 96), (3, 8, 96), (12, 2, 96), (6, 2, 2, 96), (1, 6, 4, 96)):
+        moved = q.reshape(shape)
+        assert moved.axis == len(shape) - 1
+        assert np.array_equal(moved.dequantize().numpy(), q.dequantize().numpy().reshape(shape))
+    odd = _tensor(X[:, :3]).to_mxfp4(tile=(2, 16))  # a tile ends within each matrix
+    for moving, shape in ((q, (8, 3, 96)), (odd, (18, 96)), (odd, (9, 2, 96))):
+        with pytest.raises(ValueError, match="dequantize"):
+            moving.reshape(shape)
+    assert odd.reshape((2, 3, 3, 96)).shape == (2, 3, 3, 96)
+
+
+def test_the_block_axis_among_axes_of_one() -> None:
+    q = _tensor(X[:1, :1, :1]).to_mxfp4()
+    assert q.reshape((1, 1)).axis == 1 and q.reshape((1, 1, 1, 1)).axis == 3
+
+
 def test_promotion_and_arithmetic() -> None:
     x = _tensor()
     q = x.to_mxfp8()

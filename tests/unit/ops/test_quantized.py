@@ -259,6 +259,14 @@ def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...], ...], match: str)
         quantized_matmul(et.ones(shapes[0]), et.ones(shapes[1]), context)
 
 
+@pytest.mark.parametrize(
+    ("given", "named"), [("mxfp4", "'mxfp4'"), (RECIPES["mxfp4"], "Recipe"), (None, "NoneType")]
+)
+def test_a_context_is_of_a_layer_recipe(given: Any, named: str) -> None:
+    with pytest.raises(TypeError, match=rf"wanted a LayerRecipe, got {named}; et.RECIPES\["):
+        layer_context(given)
+
+
 def test_integers_and_float64_are_refused() -> None:
     context = layer_context(RECIPES["mxfp4"].layers)
     for dtype in ("int32", "float64"):

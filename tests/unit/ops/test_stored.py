@@ -89,6 +89,44 @@ def test_a_convolution_is_that_of_the_decoded_operands(name: str, groups: int) -
         )
 
 
+@pytest.mark.host
+@pytest.mark.parametrize("operand", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_bfloat16_activations_reach_the_product_as_that(
+    operand: str, dtype: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the bits are those of their float32 values, which the CPU multiplies."""
+    x, w, g = arrays((2, rows, 75), (12, 75), (2, rows, 12))
+    x[0, :3, 0] = 1e30, 1e-40, -0.0
+    if dtype == "float16":
+        x[0, 0, 0] = 6e3
+    given, stored = et.from_numpy(x).to(dtype), et.from_numpy(w).to_mxfp4()
+    given.requires_grad = True
+    context = layer_context(LayerRecipe(Gemm(operand, QuantSpec("mxfp4")), DENSE, DENSE))
+    backend, seen = given.backend, []
+    multiply = type(backend).weight_matmul
+
+    def spy(self, a, b):
+        seen.append(a.dtype.name)
+        return multiply(self, a, b)
+
+    monkeypatch.setattr(type(backend), "weight_matmul", spy)
+    y = stored_matmul(given, stored, context)
+    assert seen == ["bfloat16" if "bfloat16" in (operand, dtype) else "float32"]
+    wide = given.numpy().astype(np.float32).reshape(-1, 75)
+    wide = backend.bfloat16_values(wide) if operand == "bfloat16" else wide
+    with np.errstate(over="ignore"):
+        wanted = multiply(backend, wide, stored.data).astype(given.numpy().dtype)
+    assert y.dtype is given.dtype and y.numpy().tobytes() == wanted.tobytes()
+    (y.to("float32") * et.from_numpy(g)).sum().backward()
+    rounded = et.from_numpy(g).to(dtype).to("float32").numpy().reshape(-1, 12)
+    wanted = rounded @ stored.dequantize().numpy()
+    assert given.grad is not None and given.grad.dtype is given.dtype
+    got = given.grad.numpy().reshape(-1, 75)
+    assert got.tobytes() == wanted.astype(got.dtype).tobytes()
+
+
 def test_integers_are_multiplied_exactly() -> None:
     """Codes whose product is known: (x - z) w as integers times both scales."""
     rng = np.random.default_rng(2)
