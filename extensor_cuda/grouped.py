@@ -117,6 +117,9 @@ def matmul(a: Any, b: Any, offsets: Array, xp: Any, *, out_dtype: str = "float32
         )
     if out_dtype not in _OUT:
         raise ValueError(f"grouped: wanted out_dtype 'float32' or 'bfloat16', got {out_dtype!r}")
+    if not a.shape[0]:  # a rank to which no token was sent
+        out = xp.empty((0, b.shape[0] // groups), dtype=_OUT[out_dtype])
+        return Product(out, "nothing to multiply")
     _check_kinds(a, b, xp)
     done = _matmul(a, b, offsets, xp, out_dtype)
     if isinstance(done, str):

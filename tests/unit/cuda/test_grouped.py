@@ -75,6 +75,13 @@ def test_each_group_is_a_product_of_its_own(xp: Any, form: str, sizes: tuple[int
         assert (np.abs(got - want) <= bound).all()
 
 
+def test_a_rank_without_tokens_gets_nothing(xp: Any) -> None:
+    offsets = grouped.offsets_of(xp.asarray(np.zeros(3, np.int64)), xp)
+    a, b = (xp.zeros((rows, 64), dtype=ml_dtypes.bfloat16) for rows in (0, 3 * 40))
+    done = grouped.matmul(a, b, offsets, xp, out_dtype="bfloat16")
+    assert done.out.shape == (0, 40) and done.out.dtype == ml_dtypes.bfloat16
+
+
 def test_what_does_not_fit_is_refused(xp: Any) -> None:
     a = xp.asarray(np.ones((6, 64), dtype=ml_dtypes.bfloat16))
     q = sent(
