@@ -150,15 +150,34 @@ def judged(got: Array, want: Array, sums: Array, share: float, what: object) -> 
     return "" if off <= 1 else f"{what}: {off} times the bound"
 
 
-def multiplied(got: Array, x: Array, w: Array, share: float, what: object, span: float = 0) -> str:
-    """`judged` of x w^T, by some rows of w at a time; each |w| is ``span`` more in the bound."""
+def multiplied(
+    got: Array,
+    x: Array,
+    w: Array,
+    share: float,
+    what: object,
+    span: float = 0,
+    least: tuple[float, float] = (0.0, 0.0),
+) -> str:
+    """`judged` of x w^T, by some rows of w at a time.
+
+    In the bound each |w| is ``span`` more, and what is not 0 has a magnitude of ``least`` or more.
+    """
     wide, some = x.astype(np.float64), max((1 << 26) // max(len(x), w.shape[1]), 1)
+    large = abs(wide).clip(least[0], None) * (wide != 0)
     for at in (slice(start, start + some) for start in range(0, len(w), some)):
         b = w[at].astype(np.float64)
-        sums = abs(wide) @ (abs(b) + span).T
+        sums = large @ (abs(b).clip(least[1], None) * (b != 0) + span).T
         if wrong := judged(got[:, at], wide @ b.T, sums, share, what):
             return f"{wrong}, in columns from {at.start} on"
     return ""
+
+
+def normal(q: Any) -> float:
+    """Of plain FP8 the smallest normal magnitude, as which the tensor cores align smaller ones."""
+    if not q.spec.format.startswith("fp8"):
+        return 0.0
+    return float(q.scales.max()) * 2.0**q.spec.row.element.min_exponent
 
 
 def fp8_share(k: int) -> float:
@@ -185,8 +204,10 @@ def products(rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None) 
         for out in ("bfloat16", "float32", spec)
     ]
     x, y = (backend.dequantize(q) for q in (a, b))
+    least = normal(a), normal(b)
     for done in made[:2]:
-        if wrong := multiplied(done.out, x, y, fp8_share(k), (*what, done.path)):
+        told = *what, done.path
+        if wrong := multiplied(done.out, x, y, fp8_share(k), told, least=least):
             return wrong
     if shape:  # the reference would take minutes
         return ""
@@ -228,7 +249,7 @@ def weights(rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None) -
 
 
 def groups(
-    rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None, least: int = 1
+    rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None, fewest: int = 1
 ) -> str:
     """Groups of rows, each times a matrix of its own."""
     from extensor_cuda import grouped
@@ -236,7 +257,7 @@ def groups(
     sizes, n, k = rng.integers(0, 200, rng.integers(1, 6)), size(rng, 300), size(rng)
     if shape:
         m, n, k = shape
-        experts = max((1 << 28) // (n * k), least)
+        experts = max((1 << 28) // (n * k), fewest)
         sizes = rng.multinomial(m, rng.dirichlet(np.full(experts, 0.5)))
     sizes[0] += 1
     name = ("mxfp4", "mxfp8_e4m3", "fp8_e4m3")[rng.integers(3)]
@@ -248,14 +269,14 @@ def groups(
         a, b, grouped.offsets_of(backend.xp.asarray(sizes), backend.xp), backend.xp
     )
     x, y = (backend.dequantize(q) for q in (a, b))
-    end = 0
+    least, end = (normal(a), normal(b)), 0
     for group, rows in enumerate(sizes.tolist()):
         start, end = end, end + rows
         if not rows:
             continue
         what = (name, sizes.tolist(), n, k, group, done.path)
         mine = x[start:end], y[group * n : (group + 1) * n]
-        if wrong := multiplied(done.out[start:end], *mine, fp8_share(k), what):
+        if wrong := multiplied(done.out[start:end], *mine, fp8_share(k), what, least=least):
             return wrong
     return ""
 

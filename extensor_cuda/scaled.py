@@ -11,7 +11,7 @@ scale. With S = sum |a| |b| over K and r the exact result, the product is off by
     INT8                   2**-22 |r|
 
 plus, where a partial product with a scale is below 2**-126, that much. The FP8 bounds are those of
-`extensor_cuda.gemm`.
+`extensor_cuda.gemm`: subnormal codes count as large as the smallest normal.
 """
 
 from __future__ import annotations

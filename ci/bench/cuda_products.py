@@ -8,7 +8,8 @@ products. decode: x (M, K) bfloat16 and packed
 weights (N, K), against torch's bf16 `linear`; "of_copy" is what the weights' stored bytes would
 take at the speed of torch's clone. weights: the same for many rows. near: MXFP8 from storage on
 FP8 tensor cores, with the shares of values that this changes and sets to zero; its two kernels
-alone, under other tiles too; and the exact way. requantized: MXFP4 operands made before, whose
+alone, under other tiles too; and the exact way. operands: products as training makes them, of
+operands made before and with both made. requantized: MXFP4 operands made before, whose
 product leaves quantized, against one in bfloat16 that the row quantizer then reads. grouped:
 eight groups of unequal size, against a bf16 product of torch for each. CUDA events around four
 calls, the contestants taking turns in one process, medians over the rounds; weights rotate past the
@@ -200,6 +201,46 @@ def _placed(a: Any, b: Any, out: Any, config: Config, turn: int) -> None:
     gemm(a.codes, b.codes, out, config, a.exponent, b.exponent)
 
 
+def trained(backend: Any, rounds: int) -> Rows:
+    """Operands as training makes them, and their products."""
+    near_exact = {"scale_rule": "rceil", "near": True}
+    specs = {
+        "MXFP4": QuantSpec("mxfp4"),
+        "NVFP4 FP8-exact": QuantSpec("nvfp4_fp8exact"),
+        "MXFP6 E2M3": QuantSpec("mxfp6_e2m3"),
+        "MXFP8 near-exact": QuantSpec("mxfp8_e4m3", **near_exact),
+        "MXFP8 exact": QuantSpec("mxfp8_e4m3"),
+        "NVFP4": QuantSpec("nvfp4"),
+        "FP8 1x128": QuantSpec("fp8_e4m3", tile=(1, 128)),
+        "INT8": QuantSpec("int8"),
+    }
+    for size in (4096, 8192):
+        a, b = tensor(size, size), tensor(size, size, seed=1)
+        pair = ours(a, backend.xp), ours(b, backend.xp)
+        calls: dict[str, Call] = {
+            "torch bf16": partial(_torch_bf16, a, b),
+            "torch FP8, row scales, promoted": _torch_fp8(a, b),
+        }
+        for name, spec in specs.items():
+            made = [_operand(x, spec, backend) for x in pair]
+            calls[name] = partial(_joining, made, backend)
+            calls[f"{name}, making both"] = partial(_making, pair, spec, backend)
+        yield from _rates("operands", f"{size}^3", measure(calls, rounds), 2 * size**3)
+
+
+def _operand(x: Any, spec: QuantSpec, backend: Any) -> Any:
+    resolved = spec.replace(axis=1).resolve(2)
+    return backend.product_operands(x, [resolved], [None], len(x) ** 3)[0][0]
+
+
+def _joining(sides: Any, backend: Any, turn: int) -> Any:
+    return backend.operand_product(*sides, "bfloat16")
+
+
+def _making(pair: Any, spec: QuantSpec, backend: Any, turn: int) -> Any:
+    return backend.operand_product(*(_operand(x, spec, backend) for x in pair), "bfloat16")
+
+
 def leaving(backend: Any, rounds: int) -> Rows:
     """MXFP4 products whose results are quantized."""
     xp, rows = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
@@ -336,12 +377,14 @@ def groups(backend: Any, rounds: int) -> Rows:
     ends = np.cumsum([0, *sizes])
     parts = [(x[ends[g] : ends[g + 1]], w[g * n : (g + 1) * n]) for g in range(len(sizes))]
     fp8 = [packed(v, "fp8_e4m3", backend, tile="channel") for v in (x, w)]
+    fp4 = [packed(v, "mxfp4", backend) for v in (x, w)]
     plain = [ours(v, xp) for v in (x, w)]
     times = measure(
         {
             "torch bf16": lambda turn: [a @ b.T for a, b in parts],
             "bf16": partial(_grouped, plain, offsets, xp),
             "E4M3, scales of rows": partial(_grouped, fp8, offsets, xp),
+            "MXFP4, from storage": partial(_grouped, fp4, offsets, xp),
         },
         rounds,
     )
@@ -356,6 +399,7 @@ def _grouped(sides: list[Any], offsets: Any, xp: Any, turn: int) -> Any:
 PARTS = {
     "scaled": scaled,
     "near": near_exact,
+    "operands": trained,
     "requantized": leaving,
     "decode": decoding,
     "weights": many,
