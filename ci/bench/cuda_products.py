@@ -203,12 +203,12 @@ def _placed(a: Any, b: Any, out: Any, config: Config, turn: int) -> None:
 
 def trained(backend: Any, rounds: int) -> Rows:
     """Operands as training makes them, and their products."""
-    near_exact = {"scale_rule": "rceil", "near": True}
+    square: dict[str, Any] = {"scale_rule": "rceil", "near": True}
     specs = {
         "MXFP4": QuantSpec("mxfp4"),
         "NVFP4 FP8-exact": QuantSpec("nvfp4_fp8exact"),
         "MXFP6 E2M3": QuantSpec("mxfp6_e2m3"),
-        "MXFP8 near-exact": QuantSpec("mxfp8_e4m3", **near_exact),
+        "MXFP8 near-exact": QuantSpec("mxfp8_e4m3", **square),
         "MXFP8 exact": QuantSpec("mxfp8_e4m3"),
         "NVFP4": QuantSpec("nvfp4"),
         "FP8 1x128": QuantSpec("fp8_e4m3", tile=(1, 128)),
