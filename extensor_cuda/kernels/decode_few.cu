@@ -165,12 +165,9 @@ decode_few(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* __
             };
             bool folded = true;
 #if !UE4M3
-            u32 large = 0;  // scales above 2^9, four at a time
+            u32 large = 0;
 #pragma unroll
-            for (int i = lane; i < kTall * kScales / 4; i += 32) {
-                const u32 four = reinterpret_cast<const u32*>(stage + kCodes)[i];
-                large |= (four & 0x7F7F7F7Fu) + 0x77777777u & four & 0x80808080u;
-            }
+            for (int i = lane; i < kTall * kScales / 4; i += 32) large |= large_of(reinterpret_cast<const u32*>(stage + kCodes)[i]);
             folded = !__any_sync(0xFFFFFFFFu, large != 0);
 #endif
             if (UE4M3 || folded)

@@ -18,7 +18,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import hopper
-from extensor_cuda.kernels.decode_program import PARTS, countable, is_scaled, program
+from extensor_cuda.kernels.decode_program import PARTS, countable, is_scaled, program, room
 
 __all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
@@ -139,11 +139,7 @@ def product(
     tokens, null = rows * PARTS[dtype], np.uint64(0)
     made = cut(lines, columns, tokens, tile_extent(w.spec, w.shape)[1])
     assert made is not None
-    partial, done = null, null
-    if made.slices > 1:
-        pitch = -(-lines // 4) * 4
-        partial = xp.empty((made.slices, tokens, pitch), dtype=np.float32)
-        done = zeros(made.groups)
+    partial, done = room(made.slices, tokens, lines, made.groups, zeros, xp)
     launch(
         decode_source(w, rows, dtype, out.dtype.name),
         "decode_few",

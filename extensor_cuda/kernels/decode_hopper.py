@@ -20,7 +20,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import hopper
-from extensor_cuda.kernels.decode_program import PARTS, is_scaled, program
+from extensor_cuda.kernels.decode_program import PARTS, is_scaled, program, room
 
 __all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
@@ -164,10 +164,7 @@ def product(
     if w.zero_points is not None:  # four of which are copied at a time
         points = xp.ascontiguousarray(w.zero_points)
         points = points.copy() if points.data.ptr % 16 else points
-    partial, done = null, null
-    if made.slices > 1:
-        partial = xp.empty((made.slices, rows, -(-lines // 4) * 4), dtype=np.float32)
-        done = zeros(groups)
+    partial, done = room(made.slices, rows, lines, groups, zeros, xp)
     launch(
         decode_source(w, rows, dtype, out.dtype.name, made),
         "decode_tokens",

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source
 
-__all__ = ["FLOATS", "PARTS", "countable", "is_scaled", "program"]
+__all__ = ["FLOATS", "PARTS", "countable", "is_scaled", "program", "room"]
+
+Array = Any
 
 FLOATS = ("float32", "bfloat16")
 """Dtypes of activations and results, as the programs number them."""
@@ -58,3 +64,26 @@ def program(
         "OUT": FLOATS.index(out),
     }
     return _read(path, tuple((macros | own).items()))
+
+
+def room(
+    slices: int,
+    tokens: int,
+    lines: int,
+    groups: int,
+    zeros: Callable[[int], Array],
+    xp: Any,
+) -> tuple[Any, Any]:
+    """Where slices of K leave their sums, and counts of a group's slices that are done.
+
+    Args:
+        slices: of K; nulls for one.
+        tokens: rows of sums.
+        lines: of weights.
+        groups: of blocks, each of a slice.
+        zeros: makes so many counters that are zero, and that the kernel leaves so.
+        xp: cupy.
+    """
+    if slices == 1:
+        return np.uint64(0), np.uint64(0)
+    return xp.empty((slices, tokens, -(-lines // 4) * 4), dtype=np.float32), zeros(groups)

@@ -231,12 +231,9 @@ decode_ring(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* _
             };
             bool folded = true;
 #if !UE4M3
-            u32 large = 0;  // scales above 2^9, four at a time
+            u32 large = 0;
 #pragma unroll
-            for (int g = 0; g < kScales; g += 4) {
-                const u32 four = *reinterpret_cast<const u32*>(raw_memory + of_scales + slot + g);
-                large |= (four & 0x7F7F7F7Fu) + 0x77777777u & four & 0x80808080u;
-            }
+            for (int g = 0; g < kScales; g += 4) large |= large_of(*reinterpret_cast<const u32*>(raw_memory + of_scales + slot + g));
             folded = !__any_sync(0xFFFFFFFFu, large != 0);
 #endif
             if (UE4M3 || folded)

@@ -18,7 +18,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import hopper
-from extensor_cuda.kernels.decode_program import PARTS, countable, is_scaled, program
+from extensor_cuda.kernels.decode_program import PARTS, countable, is_scaled, program, room
 
 __all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
@@ -171,10 +171,7 @@ def product(
     (rows, columns), lines, dtype = x.shape, w.shape[0], x.dtype.name
     null = np.uint64(0)
     source, made, shared = decode_source(w, rows, dtype, out.dtype.name)
-    partial, done = null, null
-    if made.slices > 1:
-        partial = xp.empty((made.slices, rows, -(-lines // 4) * 4), dtype=np.float32)
-        done = zeros(made.groups)
+    partial, done = room(made.slices, rows, lines, made.groups, zeros, xp)
     launch(
         source,
         "decode_ring",

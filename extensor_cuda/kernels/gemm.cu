@@ -314,17 +314,11 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
         if (warpgroup == 1) give_turn(1);  // the first begins
 #endif
         bool there = false;  // the next stage, as far as was seen while the last one was multiplied
-        bool behind = SKEW && warpgroup == 1;  // the second warpgroup starts SKEW stages late
-        bool ahead = SKEW && warpgroup == 0;
         for (int index = blockIdx.x / kCluster; TILES; index += step) {
             const Tile tile = TILE;
             const int row = start + (tile.row * kCluster + rank) * kTileM + warpgroup * 64;
             const int column = tile.column * kTileN;
             if (VECTORS) fetch_tables(table, e, row, column, end_of_rows, group * e.columns);
-            if (behind) {
-                asm volatile("bar.sync 3, 256;" ::: "memory");
-                behind = false;
-            }
             Sum part[kRegisters];
 #if PROMOTE
             float sum[kRegisters];
@@ -365,10 +359,6 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #endif
                     }
                     end_products();
-                    if (ahead && (k + 1 == SKEW || k + 1 == stages)) {
-                        asm volatile("bar.arrive 3, 256;" ::: "memory");
-                        ahead = false;
-                    }
                     if (!EVERY || EVERY >= 64) give_turn(warpgroup);
                     const int now = stage;
                     if (++stage == kStages) stage = 0, parity ^= 1;

@@ -51,7 +51,6 @@ class Config:
         activation: applied to the sum with its bias.
         patches: of 16 rows of 128 bytes, in which a warp's results leave while it goes on.
         group: rows of blocks that are walked together, for the second-level cache.
-        skew: stages by which the second warpgroup starts late, so that they promote in turn.
         turns: a warpgroup issues a stage when the other one has, and promotes while that one is
             multiplied; with promote.
         vectors: exponents of each row or column; else one for all of an operand.
@@ -79,7 +78,6 @@ class Config:
     activation: str = "none"
     patches: int = 1
     group: int = 8
-    skew: int = 0
     turns: bool = False
     vectors: bool = False
     factors: bool = False
@@ -277,7 +275,6 @@ def gemm_source(config: Config) -> jit.Source:
         "ACTIVATION": ACTIVATIONS.index(config.activation),
         "PATCHES": config.patches,
         "GROUP": config.group,
-        "SKEW": config.skew,
         "TURNS": int(config.turns),
         "VECTORS": 2 if config.factors else int(config.vectors),
         "ZEROS": int(config.zeros),

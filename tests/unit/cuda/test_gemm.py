@@ -35,7 +35,7 @@ COMPILED = (
     Config(tile_n=256, promote=0, out="bfloat16"),
     Config("bf16", "bf16", tile_n=192, promote=0, out="bfloat16", activation="silu"),
     Config("s8", "s8", tile_n=256, promote=0),
-    Config(out="bfloat16", cluster=2, patches=3, skew=2),
+    Config(out="bfloat16", cluster=2, patches=3, turns=True),
     Config(tile_n=176, extras=True, activation="silu"),
 )
 SHAPES = ((1, 7, 16), (300, 200, 1000), (128, 192, 4096), (513, 770, 2050))
@@ -66,7 +66,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
 def here(config: Config, xp: Any) -> Config:
     """The program, without what an emulator cannot do: clusters."""
-    return replace(config, cluster=1, skew=0) if isinstance(xp, Cupy) else config
+    return replace(config, cluster=1) if isinstance(xp, Cupy) else config
 
 
 def operand(rng: Any, rows: int, k: int, kind: str, xp: Any) -> tuple[Any, np.ndarray]:
@@ -93,7 +93,7 @@ def operand(rng: Any, rows: int, k: int, kind: str, xp: Any) -> tuple[Any, np.nd
     [
         Config(),
         Config(cluster=2, patches=3),
-        Config(tile_n=176, cluster=2, patches=2, skew=2),
+        Config(tile_n=176, cluster=2, patches=2, turns=True),
         Config("e4m3", "e5m2", tile_n=160),
         Config("s8", "s8", tile_n=256, promote=0),
         Config("bf16", "bf16", tile_n=192, promote=0),

@@ -75,7 +75,7 @@ def configs(kind_a: str, kind_b: str, every: int) -> list[Config]:
     found = [Config(kind_a, kind_b, tile, every // 128) for tile in TILES[every]]
     found.append(replace(found[-1], cluster=2, patches=2))
     if every:
-        found.append(replace(found[1], cluster=2, patches=2, skew=2))
+        found.append(replace(found[1], cluster=2, patches=2, turns=True))
         found.append(replace(found[-3], turns=True))
     return found
 
