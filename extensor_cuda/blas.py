@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from extensor_cuda.memory import allocate
+
 __all__ = ["Blas", "matmul", "placed", "with_matmul"]
 
 Array = Any
@@ -27,6 +29,8 @@ Array = Any
 _NAMES = ("libcublas.so.13", "libcublas.so.12", "libcublas.so")
 _WORKSPACE = 32 << 20
 """Bytes that cuBLAS asks for on Hopper."""
+_STREAMS = 4
+"""Streams, those used last, whose workspaces are kept."""
 _POINTER, _INT, _I64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
 _PLAIN, _TURNED = 0, 1
 
@@ -97,11 +101,18 @@ class Blas:
             )
 
     def _workspace(self, stream: Any) -> Array:
+        """A stream's own; of those that are gone the oldest are given back, to their stream."""
         if stream.is_capturing():
             return self._recorded
-        if stream.ptr not in self._workspaces:
-            self._workspaces[stream.ptr] = self.xp.empty(_WORKSPACE, dtype=self.xp.uint8)
-        return self._workspaces[stream.ptr]
+        found = self._workspaces.pop(stream.ptr, None)
+        if found is None:
+            pool = self.xp.get_default_memory_pool()  # not a graph's
+            with self.xp.cuda.using_allocator(partial(allocate, self.xp, pool)):
+                found = self.xp.empty(_WORKSPACE, dtype=self.xp.uint8)
+        self._workspaces[stream.ptr] = found
+        if len(self._workspaces) > _STREAMS:
+            del self._workspaces[next(iter(self._workspaces))]
+        return found
 
 
 @lru_cache(maxsize=16)

@@ -71,6 +71,11 @@ class CudaGraph:
         self._graph: Any = None
         self._recording: Recording | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """See the protocol."""
+        return int(self._pool.total_bytes())
+
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """In the graph's own memory and stream, after all that came before."""

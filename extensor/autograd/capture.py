@@ -122,6 +122,14 @@ class CapturedStep:
             self._graphs[key] = _Repeated(self._step, graph)
         return self._graphs[key](inputs)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the GPU that its graphs keep, kernels' workspaces included; 0 on the CPU.
+
+        Parameters, optimizers' states and what else was there before the step are not in it.
+        """
+        return sum(repeated.graph.nbytes for repeated in self._graphs.values())
+
     def check(self) -> None:
         """Raise what captured steps found wrong since the last look; waits for the device."""
         for repeated in self._graphs.values():

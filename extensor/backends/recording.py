@@ -24,6 +24,11 @@ Array = Any
 class Graph(Protocol):
     """What a backend makes of a step: `extensor.capture` calls these one after the other."""
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the device that the step keeps: inputs, all it makes, kernels' workspaces."""
+        ...
+
     def run(self, step: Callable[[], Any]) -> Any:
         """The step as ever, in the graph's memory."""
         ...

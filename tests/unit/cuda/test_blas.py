@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import Any
 
@@ -53,6 +54,28 @@ def test_what_lies_well_is_not_copied() -> None:
     for array, turned in ((x, 0), (x.swapaxes(1, 2), 1), (x[:, ::2], 0), (x[:, :3, :2], 0)):
         read, how, _, stride = blas.placed(array, (4,), np)
         assert np.shares_memory(read, x) and how == turned and stride == 30
+
+
+def test_streams_have_workspaces_of_their_own() -> None:
+    used = types.SimpleNamespace(malloc=lambda size: None)
+
+    def stream(number: int, capturing: bool = False) -> Any:
+        return types.SimpleNamespace(ptr=number, is_capturing=lambda: capturing)
+
+    held = blas.Blas.__new__(blas.Blas)
+    held.xp = types.SimpleNamespace(
+        empty=np.empty,
+        uint8=np.uint8,
+        get_default_memory_pool=lambda: used,
+        cuda=types.SimpleNamespace(using_allocator=contextlib.nullcontext),
+    )
+    held._recorded, held._workspaces = np.empty(1, np.uint8), {}
+    one, two = held._workspace(stream(1)), held._workspace(stream(2))
+    assert one is not two and held._workspace(stream(1)) is one
+    assert held._workspace(stream(1, True)) is held._workspace(stream(3, True)) is held._recorded
+    for number in range(3, 6):
+        held._workspace(stream(number))
+    assert list(held._workspaces) == [1, 3, 4, 5]  # 2 was used least lately
 
 
 def test_others_are_left_to_cupy() -> None:

@@ -443,6 +443,15 @@ def test_results_are_copies_and_arguments_are_checked(gpu: Any) -> None:
         et.capture(lambda x: "loss")(batch[0])
 
 
+def test_the_memory_of_all_graphs_is_counted(gpu: Any) -> None:
+    _, (_, train), (inputs, labels) = small(plain_step)
+    assert train.nbytes == 0
+    train(inputs, labels)
+    one = train.nbytes
+    train(inputs[:2], labels[:2])
+    assert one > 0 and train.nbytes == 2 * one
+
+
 def test_on_the_cpu_a_captured_step_is_the_step() -> None:
     calls = []
     train = et.capture(lambda x: calls.append(1) or x * 2)
