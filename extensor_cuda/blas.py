@@ -101,7 +101,7 @@ class Blas:
             )
 
     def _workspace(self, stream: Any) -> Array:
-        """A stream's own; of those that are gone the oldest are given back, to their stream."""
+        """A stream's own; one that is given back goes to its stream, behind its work."""
         if stream.is_capturing():
             return self._recorded
         found = self._workspaces.pop(stream.ptr, None)

@@ -310,7 +310,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
             factors.second = power_of_two(exponent - (exponent >> 1));
         }
 #if TURNS
-        static_assert(PROMOTE > 0, "warpgroups promote in turn");
+        static_assert(PROMOTE > 0 && !EVERY, "warpgroups promote in turn");
         if (warpgroup == 1) give_turn(1);  // the first begins
 #endif
         bool there = false;  // the next stage, as far as was seen while the last one was multiplied
@@ -347,19 +347,17 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #if EVERY && EVERY < 64
                         if ((i + 1) % (EVERY / 16)) continue;
                         end_products();
-                        give_turn(warpgroup);
                         const Scales of_line(scales + stage * kScales + i / (EVERY / 16) * kTileN, warp, lane);
                         end_block(of_line.latest());
                         finish<0>(part);
                         of_line.promote(sum, part);
-                        if (i < 3) take_turn(warpgroup);
                         hold(part);
                         begin_products();
                         more = 0;
 #endif
                     }
                     end_products();
-                    if (!EVERY || EVERY >= 64) give_turn(warpgroup);
+                    give_turn(warpgroup);
                     const int now = stage;
                     if (++stage == kStages) stage = 0, parity ^= 1;
                     if (kPeeks) there = is_over(full + 8 * stage, parity);

@@ -2,7 +2,7 @@
 
 #if BLOCKS || EVERY
 // Scales as a lane wants them. Those of `kReady` times eight columns are fetched, and multiplied, while the
-// products that they are for are made; more, measured, makes both warpgroups wait.
+// products that they are for are made; with more the GEMM was slower.
 struct Scales {
     static constexpr int kLow = kTileN & -kTileN, kAlike = kLow < 128 ? kLow : 128;  // columns under one scale
     static constexpr bool kFew = BLOCKS && B_EACH > 1;
