@@ -97,35 +97,40 @@ decode_ring(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* _
     let_next_start();
     await_last();  // which may have written what is read from here on
 
-    if (warp >= kWarps) {
-        const int first = warp - kWarps, all = (high - low + 2 * kPairs - 1) / (2 * kPairs) * count;
-        // Four quarters of a segment have 32 elements each; the first eights of all lie together, and so on.
-        const int own = (lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4) * 8;
-        u8* const place = raw_memory + kRing + lane * 16;
-        Part part[kEarly];
-        int piece = 0;
-        const auto fetch = [&](Part& part) {
-            const int k = (begin + piece) * kPiece + own;
-            part.fetch(x + k, columns, first, rows, k < columns);
-            if (++piece == count) piece = 0;
-        };
+    // Warps that bring x ask for some before any asks for weights, behind all of which it would come last. The barrier is
+    // one for all, before their ways part.
+    const bool brings = warp >= kWarps;
+    const int first_row = warp - kWarps;
+    // Four quarters of a segment have 32 elements each; the first eights of all lie together, and so on.
+    const int own = (lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4) * 8;
+    Part part[kEarly];
+    int piece = 0;
+    const auto fetch = [&](Part& part) {
+        const int k = (begin + piece) * kPiece + own;
+        part.fetch(x + k, columns, first_row, rows, k < columns);
+        if (++piece == count) piece = 0;
+    };
+    if (brings) {
 #pragma unroll
         for (int e = 0; e < kEarly; ++e) fetch(part[e]);
-        named_barrier(1, kThreads);  // behind all weights that are asked for, x would come last
+    }
+    __syncthreads();
+    if (brings) {
+        const int all = (high - low + 2 * kPairs - 1) / (2 * kPairs) * count;
+        u8* const place = raw_memory + kRing + lane * 16;
         Ring at = {0, 0};
         for (int i = 0; i < all; i += kEarly)
 #pragma unroll
             for (int e = 0; e < kEarly; ++e) {
                 if (i + e == all) break;
                 wait(empty + 8 * at.stage, at.parity ^ 1);
-                part[e].put(place + at.stage * kStage, first, rows);
+                part[e].put(place + at.stage * kStage, first_row, rows);
                 arrive(full + 8 * at.stage);
                 at.advance(1);
                 fetch(part[e]);
             }
         return;
     }
-    named_barrier(1, kThreads);
     const int row = lane / 4, quarter = lane % 4;
     const float factor = (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // the scales were times 2^-8
     int of_x[TILES];  // of tokens that there are not, another's
@@ -261,10 +266,10 @@ decode_ring(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* _
                         sums[warp * kSums + m * kOfTile + (t * 8 + quarter * 2 + c % 2) * kSumPitch + of_tile] = sum[m][t][c];
                 }
         }
-        named_barrier(2, kMath);
+        named_barrier(1, kMath);
         const Lines here = {from * kTall, min(min(from + 2 * kPairs, high) * kTall, lines) - from * kTall, lines, factor, out};
         add_parts<kMath, kSumPitch>(Parts{sums}, partial, slice, slices, rows, here);
-        named_barrier(2, kMath);  // sums are read: codes may come
+        named_barrier(1, kMath);  // sums are read: codes may come
     }
     if (slices == 1) return;
     if (threadIdx.x == 0) {
@@ -273,7 +278,7 @@ decode_ring(const Raw* __restrict__ x, const u8* __restrict__ codes, const u8* _
         if (last) done[group] = 0;
         __threadfence();
     }
-    named_barrier(2, kMath);
+    named_barrier(1, kMath);
     if (!last) return;
     const Lines all = {low * kTall, min(high * kTall, lines) - low * kTall, lines, factor, out};
     add_slices<kMath>(partial, slices, rows, all);
