@@ -12,6 +12,7 @@ product to multiply sums by: the finished one, or that of each group along K.
 
 A product of many rows begins when the rows of b that its first tiles need are expanded; idle warps
 of its blocks expand the others as it goes on. Its bits are those of the two one after the other.
+There, and under scales of groups, b's rows are those of tiles, and the result is written across.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ __all__ = ["as_bf16", "is_float_scaled", "multiply_packed", "whole"]
 Array = Any
 
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
-_TALL = 16
-"""Rows of tiles that take their columns together: 132 blocks begin with nine columns."""
+_GROUP = 8
+"""Rows of tiles, of b, that are walked together: blocks begin with as few of them as may be."""
 _FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 """Whether bfloat16 holds all of a stored matrix as it is."""
 
@@ -159,16 +160,17 @@ def multiply_packed(a: Expansion, b: QuantArray, dtype: str, xp: Any) -> Array |
         xp: cupy.
     """
     m, n = len(a.codes), b.shape[0]
-    config = configure("bf16", m, n, dtype, every=_every(b))
+    config = configure("bf16", n, m, dtype, every=_every(b))
+    config = replace(config, c_down=True, group=_GROUP, expands=_source(b).macros)
     blocks = hopper.multiprocessors(xp.cuda.runtime.getDevice())
-    ready = -(-blocks // _TALL) * config.tile_n
-    if m <= (_TALL - 1) * TILE_M or ready >= n or (b.spec.is_mx and not _FITS.get(b)):
+    first = -(-blocks // (_GROUP * -(-m // config.tile_n)))  # groups, with which blocks begin
+    ready = first * _GROUP * TILE_M
+    if ready >= n or (b.spec.is_mx and not _FITS.get(b)):
         made = whole([b], xp)
         return None if made is None else multiply(a, made[0], dtype, xp)
-    right, packed = _begin(b, xp, None, ready, -(-n // config.tile_n))
-    config = replace(config, group=_TALL, expands=_source(b).macros)
+    right, packed = _begin(b, xp, None, ready, -(-n // TILE_M))
     out = empty_rows(xp, m, n, _OUT[dtype])
-    factors = None if right.factor is None else (None, right.factor)
-    scales = None if right.scales is None else (None, right.scales)
-    gemm(a.codes, right.codes, out, config, factors=factors, scales=scales, packed=packed)
+    factors = None if right.factor is None else (right.factor, None)
+    scales = None if right.scales is None else (right.scales, None)
+    gemm(right.codes, a.codes, out, config, factors=factors, scales=scales, packed=packed)
     return xp.ascontiguousarray(out)

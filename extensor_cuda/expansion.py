@@ -271,6 +271,6 @@ def multiply(a: Expansion, b: Expansion, dtype: str | Requantized, xp: Any) -> A
         join(a, b, out)
     else:
         assert isinstance(dtype, str)
-        config = configure("bf16", rows, columns, dtype, every=b.every)
-        gemm(a.codes, b.codes, out, config, scales=(None, b.scales))
+        config = configure("bf16", columns, rows, dtype, every=b.every)
+        gemm(b.codes, a.codes, out, config, scales=(b.scales, None))
     return finished(out, xp)

@@ -2,6 +2,7 @@
 //
 // K is contiguous; 16-bit elements may lie the other way round, A_DOWN: A is read from (K, M), B_DOWN:
 // B from (K, N). Then a tile is boxes of 64 of its columns by 64 of K, which wgmma reads as they lie.
+// C_DOWN: C is written as (N, M).
 //
 // One producer warp loads tiles of 128 bytes along K with the tensor memory accelerator into a ring
 // of shared-memory stages; two consumer warpgroups multiply 64 rows each with wgmma. A cluster of two
@@ -17,11 +18,14 @@
 // TURNS: a warpgroup issues a stage when the other one has: their products end one after the other, and
 // each promotes while the other's run.
 //
-// EVERY: float scales of so many elements along K for each row of B: every PROMOTE stages, or several times
-// in a stage, the sum since the last of them is multiplied by its column's and added to float32 registers.
+// EVERY: float scales of so many elements along K for each row of A: every PROMOTE stages, or several times
+// in a stage, the sum since the last of them is multiplied by its row's and added to float32 registers.
 //
-// EXPANDS: B is expanded from packed storage by the warps beside the one that loads; what the first tiles
+// EXPANDS: A is expanded from packed storage by the warps beside the one that loads; what the first tiles
 // need is there before. Rows are taken from a counter, so that no block waits for one that is not running.
+//
+// Packed weights are A, and C_DOWN, since a thread has two rows of a tile and dozens of columns: what it
+// reads of the scales of groups is two numbers.
 //
 // SPLIT: K in parts, each multiplied as a tile of its own and written to rows of its own, for another
 // kernel to add in order: the work of a small C of a long K for all multiprocessors.
@@ -60,7 +64,7 @@ struct Epilogue {
     const int* row_rest;  // ... sum of codes, less zb times the rest: a's sum of codes less K za
     const int* column_zero;
     const int* column_sum;
-    const float* row_blocks;  // BLOCKS: (K / 128, pitch), rows contiguous, readable beyond the last
+    const float* row_blocks;  // BLOCKS, EVERY: (groups along K, pitch), rows contiguous, readable beyond the last
     const float* column_blocks;
     i64 row_block_pitch, column_block_pitch;
     const int* offsets;  // GROUPED: group g has the rows offsets[g] to offsets[g + 1] of A and C
@@ -70,13 +74,13 @@ struct Epilogue {
     int parts, stages_of_part;  // SPLIT: of K
     u8* scales;                 // REQUANTIZED: of the codes' blocks
     const void* tensor;         // null, or what the whole tensor decides of them
-    int ready;                  // EXPANDS: rows of B that are there before; whole tiles
+    int ready;                  // EXPANDS: rows of A that are there before; whole tiles
     const u8 *codes, *code_scales;  // as Stored in expanding.cuh
     const signed char* zeros;
     i64 octets, scale_pitch;
-    u8* expanded;  // B
-    i64 chunks;    // of 16 elements, of a row of B
-    u32* counts;   // what is taken, then the rows that are done of each tile's width; at first 0
+    u8* expanded;  // A
+    i64 chunks;    // of 16 elements, of a row of A
+    u32* counts;   // what is taken, then the rows that are done of each tile; at first 0
 };
 
 constexpr int kTileM = 128, kTileN = TILE_N, kRowBytes = 128;
@@ -87,8 +91,8 @@ constexpr int kWarps = 8, kPatch = 16 * 128;  // a consumer warp's results leave
 constexpr int kPatches = PATCHES;             // of these a warp has
 constexpr int kTable = 64 + kTileN;           // exponents of a warpgroup's rows, and of the columns
 constexpr int kTables = ZEROS ? 3 * kTable : kTable;  // with zero points and sums behind them
-constexpr int kLines = EVERY && EVERY < 64 ? 64 / EVERY : 1;  // EVERY: scales of a column in a stage
-constexpr int kScales = BLOCKS ? kTileM / A_EACH + kTileN / B_EACH : EVERY ? kLines * kTileN : 0;  // of a stage
+constexpr int kLines = EVERY && EVERY < 64 ? 64 / EVERY : 1;  // EVERY: scales of a row in a stage
+constexpr int kScales = BLOCKS ? kTileM / A_EACH + kTileN / B_EACH : EVERY ? kLines * kTileM : 0;  // of a stage
 // Registers of a thread beside those that multiply, and of these: three warpgroups have 504.
 constexpr int kBeside = EXPANDS || (REQUANTIZED && kTileN > 128) ? 72 : REQUANTIZED ? 104 : 40;
 constexpr int kMultiplying = (504 - kBeside) / 2;
@@ -168,7 +172,6 @@ __device__ __forceinline__ void give_turn(int warpgroup) {
     if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(5 - warpgroup) : "memory");
 }
 
-#define STAGE_SCALES (BLOCKS || EVERY >= 64)  // sums of whole stages are multiplied by scales
 #include "gemm_scales.cuh"
 
 #include "gemm_epilogue.cuh"
@@ -251,7 +254,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 const int row = start + (tile.row * kCluster + rank) * kTileM;
                 const int column = group * e.columns + tile.column * kTileN;
 #if EXPANDS
-                await_rows(e, column);
+                await_rows(e, row);
 #endif
                 for (int k = FIRST_STAGE; k < END_STAGE; ++k) {
                     wait(empty + 8 * stage, parity ^ 1);
@@ -275,9 +278,9 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     const u32 factors = shared_address(scales + stage * kScales);
 #pragma unroll
                     for (int i = 0; i < kLines; ++i)
-                        load_line(factors + 4 * i * kTileN,
-                                  e.column_blocks + (k / PROMOTE * kLines + i) * e.column_block_pitch + column,
-                                  4 * kTileN, barrier);
+                        load_line(factors + 4 * i * kTileM,
+                                  e.row_blocks + (k / PROMOTE * kLines + i) * e.row_block_pitch + row, 4 * kTileM,
+                                  barrier);
 #endif
                     if (++stage == kStages) stage = 0, parity ^= 1;
                 }
@@ -298,7 +301,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplying));
         const int warp = threadIdx.x / 32;
-        u8* patch = patches + warp * kPatches * kPatch;
+        u8* patch = patches + (C_DOWN ? warpgroup * 4 : warp) * kPatches * kPatch;
         const u32 mine = handed + 16 * warp * kPatches;
         u32 turn = 0;
         int* table = tables + warpgroup * 2 * kTables;
@@ -310,7 +313,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
             factors.second = power_of_two(exponent - (exponent >> 1));
         }
 #if TURNS
-        static_assert(PROMOTE > 0 && !EVERY, "warpgroups promote in turn");
+        static_assert(PROMOTE > 0, "warpgroups promote in turn");
         if (warpgroup == 1) give_turn(1);  // the first begins
 #endif
         bool there = false;  // the next stage, as far as was seen while the last one was multiplied
@@ -337,27 +340,27 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     if (!there) wait(full + 8 * stage, parity);
                     const u64 a = descriptor<A_DOWN>(base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
                     const u64 b = descriptor<B_DOWN>(base + stage * kStage + kABytes, kBoxBytes);
-                    take_turn(warpgroup);
-                    hold(part);
-                    begin_products();
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        wgmma(part, a + kAStep * i, b + kBStep * i, more);
-                        more = 1;
-#if EVERY && EVERY < 64
-                        if ((i + 1) % (EVERY / 16)) continue;
+                    for (int line = 0; line < kLines; ++line) {
+                        take_turn(warpgroup);
+                        hold(part);
+                        begin_products();
+#pragma unroll
+                        for (int i = line * 4 / kLines; i < (line + 1) * 4 / kLines; ++i) {
+                            wgmma(part, a + kAStep * i, b + kBStep * i, more);
+                            more = 1;
+                        }
                         end_products();
-                        const Scales of_line(scales + stage * kScales + i / (EVERY / 16) * kTileN, warp, lane);
+                        give_turn(warpgroup);
+#if EVERY && EVERY < 64
+                        if (line + 1 == kLines) break;  // the last is promoted as whole stages are
+                        const Scales of_line(scales + stage * kScales + line * kTileM, warp, lane);
                         end_block(of_line.latest());
                         finish<0>(part);
                         of_line.promote(sum, part);
-                        hold(part);
-                        begin_products();
                         more = 0;
 #endif
                     }
-                    end_products();
-                    give_turn(warpgroup);
                     const int now = stage;
                     if (++stage == kStages) stage = 0, parity ^= 1;
                     if (kPeeks) there = is_over(full + 8 * stage, parity);
@@ -365,15 +368,13 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     if (last >= 0) release(empty + 8 * last, lane);
                     last = now;
                 }
-#if STAGE_SCALES
-                const Scales of_stage(scales + last * kScales, warp, lane);
+#if BLOCKS || EVERY
+                const Scales of_stage(scales + last * kScales + (kLines - 1) * kTileM, warp, lane);
                 end_block(of_stage.latest());
 #endif
                 finish<0>(part);
-#if STAGE_SCALES
-                of_stage.promote(sum, part);
-#endif
 #if BLOCKS || EVERY
+                of_stage.promote(sum, part);
                 __syncwarp();
 #endif
                 release(empty + 8 * last, lane);
@@ -389,7 +390,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #endif
             const int first = ROWS_BEFORE + row + warp % 4 * 16;
 #if VECTORS
-            await_tables(warpgroup);
+            await_tables();
             factors.table = table;
             if (VECTORS == 2 || are_near(table, lane))
                 write_rows<true>(TOTAL, e, &c_map, factors, first, end_of_rows, column, group, patch, mine, turn, lane);

@@ -130,14 +130,14 @@ class Zeros:
 
 @dataclass(frozen=True)
 class Packed:
-    """What the rows of b are expanded from, as they are multiplied.
+    """What the rows of a are expanded from, as they are multiplied.
 
     Attributes:
         codes: uint8 (N, bytes).
         scales: uint8 (tiles of rows, blocks), or None.
         zeros: int8 likewise, zero points, or None.
-        ready: rows that are expanded already, a multiple of the tile's columns.
-        counts: uint32 (1 + tiles of columns,), at first 0.
+        ready: rows that are expanded already, a multiple of a tile's.
+        counts: uint32 (1 + tiles of rows,), at first 0.
     """
 
     codes: Any
@@ -221,6 +221,7 @@ def _checked(
     groups = 1 if offsets is None else len(offsets) - 1
     n = right[0] // max(groups, 1)
     rows = m if split is None else split.parts * rows_of_parts(m, config)
+    shape = (n, rows) if config.c_down else (rows, n)
     if type_of(out) != config.out or (
         isinstance(out, Requantized) and not quantizes(config.tile_n, out.q.spec)
     ):
@@ -228,10 +229,11 @@ def _checked(
             f"gemm: wanted an out of the config's type, in tiles of whole blocks, got {config} and "
             f"{type_of(out)}"
         )
-    if groups < 1 or right != (groups * n, k) or out.shape != (rows, n):
+    if groups < 1 or right != (groups * n, k) or out.shape != shape:
         raise ValueError(
             f"gemm: wanted a (M, K), b (groups N, K) and out (M, N), got {a.shape}, {b.shape} and "
-            f"{out.shape} in {groups} groups, lying the other way: {config.down}, {split}"
+            f"{out.shape} in {groups} groups, lying the other way: {config.down}, "
+            f"{config.c_down}, {split}"
         )
     if any(config.down) and (
         config.a != "bf16" or offsets is not None or config.tile_n // config.cluster % BOX
@@ -264,7 +266,7 @@ def gemm(
     *,
     factors: tuple[Any, Any] | None = None,
     zeros: Zeros | None = None,
-    scales: tuple[Any | None, Any] | None = None,
+    scales: tuple[Any, Any | None] | None = None,
     offsets: Any = None,
     split: Split | None = None,
     packed: Packed | None = None,
@@ -275,7 +277,8 @@ def gemm(
         a: (M, K) codes, one byte an element (bf16: two), rows a multiple of 16 bytes apart; (K, M)
             if ``config.down`` says so.
         b: (N, K) codes, or (K, N), likewise.
-        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart; or a `Requantized`.
+        out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart, or (N, M) if
+            ``config.c_down`` says so; or a `Requantized`.
         config: the program; its types say what the codes mean.
         row_exponent: int32, (M,) or (1,): added to the exponent of a row of the product.
         column_exponent: int32, (N,) or (1,), likewise for columns.
@@ -290,7 +293,7 @@ def gemm(
         zeros: zero points, with 8-bit integers and factors.
         scales: from `block_scales`, of a and of b: float32 for each 128 elements along K, with FP8;
             of as many rows each as the config says, readable a tile beyond the last.
-            With bf16 and a config that says for how many, b's alone: float32 (whole stages of
+            With bf16 and a config that says for how many, a's alone: float32 (whole stages of
             groups, pitch), readable a tile beyond the last.
         offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one
             to the next are multiplied by a b of their own; b is (groups N, K), what belongs to
@@ -298,7 +301,7 @@ def gemm(
         split: parts of K, with a config that splits, flags and one exponent for all of an operand,
             but nothing else. Out is then float32 (parts R, N), R from `rows_of_parts`, what lies in
             a part beyond M being zeros.
-        packed: with a config that expands: b is written too, from the ready rows on.
+        packed: with a config that expands: a is written too, from the ready rows on.
 
     Raises:
         ValueError: if shapes, pitch or alignment of an operand do not fit, or options exclude each
@@ -333,7 +336,7 @@ def gemm(
     else:
         to, pitch = out, out.strides[0] // out.dtype.itemsize
         kind = str(config.out).upper()
-        maps.append(_tensor_map(out.data.ptr, out.shape[0], n, out.strides[0], 16, kind))
+        maps.append(_tensor_map(out.data.ptr, *out.shape, out.strides[0], 16, kind))
     flags = flags or Flags(wanted=-1)
     epilogue = _Epilogue(
         row_exponent=_pointer(row),
@@ -371,10 +374,10 @@ def gemm(
         blocks_of = packed.zeros if packed.scales is None else packed.scales
         epilogue.ready, epilogue.counts = packed.ready, _pointer(packed.counts)
         epilogue.codes, epilogue.code_scales = _pointer(packed.codes), _pointer(packed.scales)
-        epilogue.zeros, epilogue.expanded = _pointer(packed.zeros), _pointer(b)
+        epilogue.zeros, epilogue.expanded = _pointer(packed.zeros), _pointer(a)
         epilogue.octets = packed.codes.shape[1]
         epilogue.scale_pitch = 0 if blocks_of is None else blocks_of.shape[1]
-        epilogue.chunks = b.strides[0] // (16 * size)
+        epilogue.chunks = a.strides[0] // (16 * size)
     tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
     tiles = tall * -(-n // config.tile_n)
     if split is not None:
@@ -390,7 +393,7 @@ def _with(
     exponents: tuple[Any, Any],
     factors: tuple[Any, Any] | None,
     zeros: Zeros | None,
-    scales: tuple[Any | None, Any] | None,
+    scales: tuple[Any, Any | None] | None,
     offsets: Any,
     extras: bool,
 ) -> Config:
@@ -409,10 +412,11 @@ def _with(
         groups = stages * at_once if at_once > 1 else -(-a.shape[1] // config.every)
         others: Any = factors or zeros or offsets is not None or extras or given
         others = others or not isinstance(config.out, str)
-        if config.a != "bf16" or others or scales is None or len(scales[1]) != groups:
+        held = None if scales is None else scales[0]
+        if config.a != "bf16" or others or held is None or len(held) != groups:
             raise ValueError(
-                f"gemm: scales of {config.every} along K are b's, {groups} of them here, with bf16 "
-                f"and nothing else, got {config.a} and scales of {scales and len(scales[1])}"
+                f"gemm: scales of {config.every} along K are a's, {groups} of them here, with bf16 "
+                f"and nothing else, got {config.a} and scales of {held if held is None else len(held)}"
             )
     elif scales is not None:
         if config.a in ("s8", "bf16") or offsets is not None or zeros is not None:
@@ -424,6 +428,9 @@ def _with(
                 f"gemm: K = {a.shape[1]} has {-(-a.shape[1] // ROW_BYTES)} blocks of 128, got "
                 f"scales of {[x if x is None else len(x) for x in scales]}"
             )
+    others = zeros or offsets is not None or extras or config.split
+    if config.c_down and (others or not isinstance(config.out, str)):
+        raise ValueError(f"gemm: what is written as (N, M) is the scaled sum alone, got {config}")
     vectors = any(x.size > 1 for x in given)
     out = config.out
     if extras and config.promote and (offsets is not None or not isinstance(out, str)):

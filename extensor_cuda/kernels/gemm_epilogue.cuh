@@ -32,7 +32,7 @@ typedef u16 Out;
 #else
 typedef float Out;
 #endif
-constexpr int kPatchColumns = 128 / sizeof(Out);
+constexpr int kPatchColumns = 128 / sizeof(Out);  // of C; C_DOWN: also the rows of C that are 128 bytes of memory
 constexpr int kTurns = REQUANTIZED ? 2 * kPatches : kPatches;  // the patches, and the parity of their barriers
 
 #if REQUANTIZED
@@ -76,8 +76,19 @@ __device__ __forceinline__ void fetch_tables(int* table, const Epilogue& e, int 
 #endif
 }
 
-__device__ __forceinline__ void await_tables(int warpgroup) {
-    asm volatile("cp.async.wait_all;\nbar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+__device__ __forceinline__ void await_warpgroup() {
+    asm volatile("bar.sync %0, 128;" ::"r"(threadIdx.x / 128 + 1) : "memory");
+}
+__device__ __forceinline__ void await_tables() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    await_warpgroup();
+}
+
+// A box of 16 rows of 128 bytes to C.
+__device__ __forceinline__ void store_rows(const TensorMap* map, int column, int row, const u8* from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
+                 "r"(row), "r"(shared_address(from))
+                 : "memory");
 }
 
 // What multiplies a sum: two powers of two for all of C, or what its own row and column say.
@@ -86,6 +97,20 @@ struct Factors {
     const int* table;
 };
 
+#if C_DOWN
+static_assert(!(EXTRAS || GROUPED || SPLIT || REQUANTIZED || ZEROS), "C goes down as it is");
+// Warpgroups have patches together: kPatchColumns rows of memory, of one box of 128 bytes or two, which are its 64
+// rows of C. Where a lane's float32 lies, and eight columns of a warp's 16 rows from pairs of neighbouring columns.
+__device__ __forceinline__ u32 place_down(int column, int row) {
+    return row / kPatchColumns * (kPatchColumns * 128) + place(column, row % kPatchColumns / 4) + row % 4 * 4;
+}
+__device__ __forceinline__ void put_down(u8* patch, int column, int row, const u32 (&pairs)[2], int lane) {
+    const u32 to = shared_address(patch + place(column + lane % 8, row / 8 + lane / 8 % 2));
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(pairs[0]), "r"(pairs[1])
+                 : "memory");
+}
+#endif
+
 // A warp writes its 16 rows of a tile. kNear: the exponents' powers and their products are floats.
 template <bool kNear>
 __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const Epilogue& e,
@@ -93,6 +118,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
                                            int end_of_rows, int column0, int group, u8* patches,
                                            u32 handed, u32& turn, int lane) {
     const int row = lane / 4, pair = lane % 4;
+    const int of_group = threadIdx.x / 32 % 4 * 16;  // the first of the warp's rows, of the warpgroup's
     const int* columns = factors.table + 64;
     int row_exponent[2];
     float row_factor[2];
@@ -101,7 +127,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #endif
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int at = threadIdx.x / 32 % 4 * 16 + row + 8 * h;
+        const int at = of_group + row + 8 * h;
         row_exponent[h] = VECTORS ? factors.table[at] : 0;
         row_factor[h] = VECTORS == 2 ? __int_as_float(row_exponent[h])
                         : VECTORS    ? power_of_two(kNear ? row_exponent[h] : 0)
@@ -114,13 +140,17 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #pragma unroll
     for (int from = 0; from < kTileN; from += kPatchColumns) {
         const int start = min(from, kTileN - kPatchColumns);  // the last patch may write columns again
-        u8* patch = patches + turn % kPatches * kPatch;
+        u8* patch = patches + turn % kPatches * (C_DOWN ? 4 * kPatch : kPatch);
 #if REQUANTIZED
         const u32 barrier = handed + 16 * (turn % kPatches);
         wait(barrier + 8, turn / kPatches ^ 1);
 #else
         if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPatches - 1) : "memory");
+#if C_DOWN
+        await_warpgroup();
+#else
         __syncwarp();
+#endif
 #endif
 #pragma unroll
         for (int j = 0; j < kPatchColumns / 8; ++j) {
@@ -157,31 +187,45 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
                     v[2 * h + c] = y;
                 }
             }
+#if OUT_BF16
+            const u32 packed[2] = {rounded_pair(v[1], v[0]), rounded_pair(v[3], v[2])};
+#endif
+#if C_DOWN && OUT_BF16
+            put_down(patch, 8 * j, of_group, packed, lane);
+#elif C_DOWN
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                *reinterpret_cast<float*>(patch + place_down(8 * j + 2 * pair + i % 2, of_group + row + i / 2 * 8)) = v[i];
+#else
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int r = row + 8 * h;
 #if OUT_BF16
-                u32 packed;
-                asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
-                    : "=r"(packed)
-                    : "f"(v[2 * h + 1]), "f"(v[2 * h]));
-                *reinterpret_cast<u32*>(patch + place(r, j) + 4 * pair) = packed;
+                *reinterpret_cast<u32*>(patch + place(r, j) + 4 * pair) = packed[h];
 #else
                 *reinterpret_cast<float2*>(patch + place(r, 2 * j + pair / 2) + 8 * (pair % 2)) =
                     float2{v[2 * h], v[2 * h + 1]};
 #endif
             }
+#endif
         }
 #if REQUANTIZED
         arrive(barrier);
 #else
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#if C_DOWN
+        await_warpgroup();  // then each warp stores 16 of the patch's rows of 128 bytes
+        const int line = of_group % kPatchColumns, first = row0 - of_group + of_group / kPatchColumns * kPatchColumns;
+        if (lane == 0) {
+            if (first < end_of_rows && column0 + start + line < e.columns)
+                store_rows(map, first, column0 + start + line, patch + of_group * 128);
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
+#else
         __syncwarp();
         if (lane == 0) {
             if (row0 + (GROUPED ? 15 : 0) < end_of_rows && column0 + start < e.columns)
-                asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
-                             "r"(column0 + start), "r"(row0), "r"(shared_address(patch))
-                             : "memory");
+                store_rows(map, column0 + start, row0, patch);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
 #if GROUPED
@@ -195,6 +239,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
             }
             __syncwarp();
         }
+#endif
 #endif
 #endif
         turn = turn + 1 == kTurns ? 0 : turn + 1;

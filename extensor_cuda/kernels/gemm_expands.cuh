@@ -1,4 +1,4 @@
-// B of gemm.cu from packed storage: the warps that expand it, and the wait of the one that loads it.
+// A of gemm.cu from packed storage: the warps that expand it, and the wait of the one that loads it.
 
 namespace expanding {
 #include "expanding.cuh"
@@ -36,25 +36,25 @@ __device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 chunks, 
 
 __device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
     const Stored stored = {e.codes, e.code_scales, e.zeros, e.octets, e.scale_pitch};
-    const u32 columns = e.columns, chunks = static_cast<u32>(e.chunks);
+    const u32 all = e.rows, chunks = static_cast<u32>(e.chunks);
     u32 taken = lane == 0 ? atomicAdd(e.counts, 1u) : 0;
     for (;;) {
         const u32 row = e.ready + kTaken * __shfl_sync(~0u, taken, 0);
-        if (row >= columns) return;
+        if (row >= all) return;
         if (lane == 0) taken = atomicAdd(e.counts, 1u);  // comes meanwhile
-        const u32 rows = min(kTaken, columns - row);
+        const u32 rows = min(kTaken, all - row);
         for (u32 r = row; r < row + rows; ++r)
             expand_row(row_of(stored, r), e.expanded + r * e.chunks * (2 * kChunk), chunks, lane);
         show_to_copies();
         __syncwarp();
-        if (lane == 0) add_released(e.counts + 1 + row / kTileN, rows);
+        if (lane == 0) add_released(e.counts + 1 + row / kTileM, rows);
     }
 }
 }  // namespace expanding
 
-__device__ __forceinline__ void await_rows(const Epilogue& e, int column) {
-    const u32 wanted = min(kTileN, e.columns - column);
-    if (column < e.ready) return;
-    while (acquired(e.counts + 1 + column / kTileN) < wanted) continue;
+__device__ __forceinline__ void await_rows(const Epilogue& e, int row) {
+    const u32 wanted = min(kTileM, e.rows - row);
+    if (row < e.ready) return;
+    while (acquired(e.counts + 1 + row / kTileM) < wanted) continue;
     show_to_copies();
 }

@@ -58,13 +58,14 @@ class Config:
         zeros: zero points, with s8 and factors.
         blocks: float32 scales of 128 elements along K on both sides, with FP8 and promote=1: one
             for so many rows of a, and of b: 1, or `LINES` where 128 rows have the same. (): none.
-        every: elements of K for which B's rows have float32 scales, with bf16: 32 or a multiple
+        every: elements of K for which A's rows have float32 scales, with bf16: 32 or a multiple
             of 64; promote is then what it takes. 0: none.
         grouped: rows of A in groups, each with a B of its own.
         down: whether a and b lie as (K, M) and (K, N), with bf16.
+        c_down: whether C is written as (N, M).
         split: K in parts, whose sums are written one below the other.
         extras: bias, residual, amax or an activation.
-        expands: B is made from packed storage as it is multiplied: macros of expanding.cuh.
+        expands: A is made from packed storage as it is multiplied: macros of expanding.cuh.
         guard: a barrier that is never reached ends the kernel with an error.
     """
 
@@ -86,6 +87,7 @@ class Config:
     every: int = 0
     grouped: bool = False
     down: tuple[bool, bool] = (False, False)
+    c_down: bool = False
     split: bool = False
     extras: bool = False
     expands: tuple[tuple[str, str], ...] = ()
@@ -107,8 +109,8 @@ class Config:
     @property
     def _stage(self) -> int:
         """Bytes of a stage: two tiles, their scales, two barriers."""
-        lines = max(STAGE_OF_BF16 // self.every, 1) if self.every else 0  # of scales of columns
-        scales = lines * self.tile_n
+        lines = max(STAGE_OF_BF16 // self.every, 1) if self.every else 0  # of scales of rows
+        scales = lines * TILE_M
         if self.blocks:
             scales = TILE_M // self.blocks[0] + self.tile_n // self.blocks[1]
         return (TILE_M + self.tile_n) * ROW_BYTES + 4 * scales + 16
@@ -156,7 +158,7 @@ def configure(
         promote: as in `Config`; None: every 512 elements for FP8, never for the others.
         blocks: multiprocessors of the GPU.
         b: element type of b, where it is another.
-        every: as in `Config`.
+        every: as in `Config`, with C written as (N, M).
         scales: `Config.blocks`; promote is then 1.
     """
     if scales:
@@ -178,9 +180,9 @@ def configure(
     tile_n, patches, _ = min(tiles, key=cost)
     config = Config(kind, b or kind, tile_n, promote, out=out, patches=patches, every=every)
     # Turns pay where each stage is promoted, or is long: 2% of 192 columns, of fewer they cost 1%.
-    turns = tile_n == 192 and promote > 0 and not every and isinstance(out, str)
-    turns = turns or bool(scales)
-    return replace(config, blocks=scales, turns=turns)
+    turns = tile_n == 192 and promote > 0 and isinstance(out, str)
+    turns = turns or bool(scales or every)
+    return replace(config, blocks=scales, turns=turns, c_down=every > 0)
 
 
 def quantizes(tile_n: int, spec: QuantSpec) -> bool:
@@ -285,6 +287,7 @@ def gemm_source(config: Config) -> jit.Source:
         "GROUPED": int(config.grouped),
         "A_DOWN": int(config.down[0]),
         "B_DOWN": int(config.down[1]),
+        "C_DOWN": int(config.c_down),
         "SPLIT": int(config.split),
         "EXTRAS": int(config.extras),
         "EXPANDS": int(bool(config.expands)),

@@ -1,22 +1,20 @@
-// Float scales of sums along K, for gemm.cu: BLOCKS, of rows and columns, and EVERY, of columns.
+// Float scales of sums along K, for gemm.cu: BLOCKS, of rows and columns, and EVERY, of rows.
 
 #if BLOCKS || EVERY
 // Scales as a lane wants them. Those of `kReady` times eight columns are fetched, and multiplied, while the
 // products that they are for are made; with more the GEMM was slower.
 struct Scales {
-    static constexpr int kLow = kTileN & -kTileN, kAlike = kLow < 128 ? kLow : 128;  // columns under one scale
-    static constexpr bool kFew = BLOCKS && B_EACH > 1;
+    static constexpr bool kFew = EVERY || B_EACH > 1;
+    static constexpr int kLow = kTileN & -kTileN;
+    static constexpr int kAlike = EVERY ? kTileN : kLow < 128 ? kLow : 128;  // columns under one scale
     static constexpr int kReady = kFew ? kTileN / kAlike : kTileN > 128 ? 4 : 2;
-    static constexpr int kEach = BLOCKS && !kFew ? 4 : 2;  // different ones of eight columns
+    static constexpr int kEach = kFew ? 2 : 4;  // different ones of eight columns
     float rows[2], ready[kReady][kEach];
     const float* columns;
     __device__ __forceinline__ Scales(const float* scales, int warp, int lane) {
-#if BLOCKS
         const float* at = A_EACH > 1 ? scales : scales + warp * 16 + lane / 4;
         rows[0] = at[0], rows[1] = A_EACH > 1 ? rows[0] : at[8];
-        scales += kTileM / A_EACH;
-#endif
-        columns = scales + (kFew ? 0 : lane % 4 * 2);
+        columns = scales + kTileM / A_EACH + (kFew ? 0 : lane % 4 * 2);
 #pragma unroll
         for (int j = 0; j < kReady; ++j) {
             fetch(j, ready[j]);
@@ -27,13 +25,13 @@ struct Scales {
     // Those of eight columns, or of all that have the same.
     __device__ __forceinline__ void fetch(int j, float (&to)[kEach]) const {
         if (kFew) {
-            const float column = columns[j * kAlike / B_EACH];
+            const float column = EVERY ? 1.0f : columns[j * kAlike / B_EACH];
             to[0] = rows[0] * column, to[1] = rows[1] * column;
             return;
         }
         const float2 two = *reinterpret_cast<const float2*>(columns + 8 * j);
-        to[0] = BLOCKS ? rows[0] * two.x : two.x, to[1] = BLOCKS ? rows[0] * two.y : two.y;
-        if (BLOCKS) to[kEach - 2] = rows[1] * two.x, to[kEach - 1] = rows[1] * two.y;
+        to[0] = rows[0] * two.x, to[1] = rows[0] * two.y;
+        to[kEach - 2] = rows[1] * two.x, to[kEach - 1] = rows[1] * two.y;
     }
     __device__ __forceinline__ float latest() const { return ready[kReady - 1][kEach - 1]; }
     // sum += part times its scales.

@@ -79,6 +79,15 @@ inline void store(const TensorMap* map, int column, int row, const u8* patch) {
             if (row + r < rows && column + b / item < columns)
                 to[(row + r) * pitch + column * item + b] = shared_bytes[swizzled(shared_address(patch) + r * 128 + b)];
 }
+// Halves of pairs of columns from `column` on, of a row of each of two groups of eight, at columns' places.
+template <class Place>
+void put_transposed(u8* patch, int column, int group, const u32 (&pairs)[2], int lane, Place place) {
+    for (int c = 0; c < 2; ++c)
+        for (int h = 0; h < 2; ++h) {
+            const u16 half = static_cast<u16>(pairs[h] >> 16 * c);
+            std::memcpy(patch + place(column + lane % 4 * 2 + c, group + h) + lane / 4 * 2, &half, 2);
+        }
+}
 
 // 64 elements of each row of a box of an array of four axes; zeros outside, where nothing is written.
 template <class Move>

@@ -32,8 +32,8 @@ STATEMENTS = {
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
     "cp.async.cg.shared.global [": "copy_ahead<16>(to, from, inside);",
     '"cp.async.wait_all;"': ";",
-    "cp.async.wait_all": "named_barrier(warpgroup + 1, 128);",
-    "cvt.rn.bf16x2.f32": "packed = rounded_pair(v[2 * h + 1], v[2 * h]);",
+    "bar.sync %0, 128;": "named_barrier(threadIdx.x / 128 + 1, 128);",
+    "stmatrix": "(void)to, put_transposed(patch, column, row / 8, pairs, lane, place);",
     "lop3.b32": "d = (a & mask) | (b & ~mask);",
     "ex2.approx": "y = std::exp2(x);",
     "cvt.f32.f16": "v = of_float16(raw & 0xFFFF);",
@@ -42,7 +42,7 @@ STATEMENTS = {
     "max.NaN.bf16x2": "d = choose_pair<true>(a, b);",
     "min.bf16x2": "d = choose_pair<false>(a, b);",
     "abs.bf16x2": "d = a & 0x7FFF7FFFu;",
-    "bulk_group [%0": "store(map, column0 + start, row0, patch);",
+    "bulk_group [%0": "store(map, column, row, from);",
 }
 """Assembly that does something here, and what stands for it."""
 NOTHING = (

@@ -12,7 +12,7 @@ from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import bf16, dense, expansion
 from extensor_cuda import weights as packed
-from extensor_cuda.kernels.gemm import Config, configure, gemm, gemm_source
+from extensor_cuda.kernels.gemm import configure, gemm, gemm_source
 from tests.product_cases import exact
 from tests.unit.cuda import decoding
 from tests.unit.cuda import emulator as emulation
@@ -146,7 +146,7 @@ def test_weights_are_expanded_beside_the_products(
     many: Any, spec: QuantSpec, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits of weights expanded before; K that ends in a block, N in a tile."""
-    rows, n, tall = (70, 700, 1) if emulated(many) else (2048, 2560 + 40, 16)
+    rows, n, group = (70, 700, 1) if emulated(many) else (1100, 4096 + 40, 8)
     readies = []
 
     def multiplied(*arguments: Any, packed: Any, **options: Any) -> None:
@@ -158,8 +158,8 @@ def test_weights_are_expanded_beside_the_products(
         x = many.asarray(activations((rows, k), dtype))
         w = sent(weights(spec, (n, k)), many)
         results = []
-        for together in (1 << 20, tall, tall):
-            monkeypatch.setattr(bf16, "_TALL", together)
+        for together in (1 << 20, group, group):
+            monkeypatch.setattr(bf16, "_GROUP", together)
             made = packed.product(x, w, dtype, many)
             assert not isinstance(made, str)
             results.append(made[0].get())
@@ -227,10 +227,10 @@ def test_codes_less_their_zero_points_are_exact(many: Any, spec: QuantSpec) -> N
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("every", [32, 64, 128])
 def test_no_product_under_group_scales_spills(every: int) -> None:
-    for columns, patches in ((128, 2), (176, 2), (192, 2)):
-        promote = max(every // 64, 1)
-        config = Config("bf16", "bf16", columns, promote, patches=patches, every=every)
-        check_compiles(gemm_source(replace(config, out="bfloat16")), "sm_90a")
+    for columns in (128, 176, 192):
+        for out in ("bfloat16", "float32"):
+            config = configure("bf16", 128, columns, out, every=every)
+            check_compiles(gemm_source(replace(config, tile_n=columns)), "sm_90a")
 
 
 BESIDE = (QuantSpec("mxfp4"), QuantSpec("nvfp4"), QuantSpec("mxfp8_e4m3"), *FLOAT_SCALED[:4])
@@ -242,11 +242,10 @@ def test_no_product_that_expands_spills(spec: QuantSpec) -> None:
     """The warps that expand have 40 registers."""
     w = weights(spec, (64, 256))
     every = bf16._every(w)
-    config = configure("bf16", 2048, 8192, "bfloat16", every=every)
+    config = configure("bf16", 8192, 2048, "bfloat16", every=every)
     factors = spec.format != "mxfp4" and spec.format != "mxfp8_e4m3" and not every
-    check_compiles(
-        gemm_source(replace(config, expands=bf16._source(w).macros, factors=factors)), "sm_90a"
-    )
+    config = replace(config, c_down=True, factors=factors)
+    check_compiles(gemm_source(replace(config, expands=bf16._source(w).macros)), "sm_90a")
 
 
 @pytest.mark.usefixtures("nvrtc")
