@@ -51,8 +51,8 @@ __all__ = ["as_bf16", "is_float_scaled", "multiply_packed", "whole"]
 Array = Any
 
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
-_GROUP = 8
-"""Rows of tiles, of b, that are walked together: blocks begin with as few of them as may be."""
+_GROUP, _BESIDE = 8, 1920
+"""Rows of tiles, of b, that are walked together; rows of a from which on expanding hides behind."""
 _FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 """Whether bfloat16 holds all of a stored matrix as it is."""
 
@@ -163,9 +163,9 @@ def multiply_packed(a: Expansion, b: QuantArray, dtype: str, xp: Any) -> Array |
     config = configure("bf16", n, m, dtype, every=_every(b))
     config = replace(config, c_down=True, group=_GROUP, expands=_source(b).macros)
     blocks = hopper.multiprocessors(xp.cuda.runtime.getDevice())
-    first = -(-blocks // (_GROUP * -(-m // config.tile_n)))  # groups, with which blocks begin
-    ready = first * _GROUP * TILE_M
-    if ready >= n or (b.spec.is_mx and not _FITS.get(b)):
+    whole_groups, rest = divmod(blocks, _GROUP * -(-m // config.tile_n))
+    ready = (_GROUP * whole_groups + min(_GROUP, rest)) * TILE_M  # with which blocks begin
+    if m < _BESIDE or ready >= n or (b.spec.is_mx and not _FITS.get(b)):
         made = whole([b], xp)
         return None if made is None else multiply(a, made[0], dtype, xp)
     right, packed = _begin(b, xp, None, ready, -(-n // TILE_M))

@@ -180,8 +180,8 @@ def configure(
     tile_n, patches, _ = min(tiles, key=cost)
     config = Config(kind, b or kind, tile_n, promote, out=out, patches=patches, every=every)
     # Turns pay where each stage is promoted, or is long: 2% of 192 columns, of fewer they cost 1%.
-    turns = tile_n == 192 and promote > 0 and isinstance(out, str)
-    turns = turns or bool(scales or every)
+    turns = tile_n == 192 and promote > 0 and not every and isinstance(out, str)
+    turns = turns or bool(scales) or every == STAGE_OF_BF16
     return replace(config, blocks=scales, turns=turns, c_down=every > 0)
 
 

@@ -146,7 +146,7 @@ def test_weights_are_expanded_beside_the_products(
     many: Any, spec: QuantSpec, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits of weights expanded before; K that ends in a block, N in a tile."""
-    rows, n, group = (70, 700, 1) if emulated(many) else (1100, 4096 + 40, 8)
+    rows, n = (70, 700) if emulated(many) else (1100, 4096 + 40)
     readies = []
 
     def multiplied(*arguments: Any, packed: Any, **options: Any) -> None:
@@ -158,8 +158,9 @@ def test_weights_are_expanded_beside_the_products(
         x = many.asarray(activations((rows, k), dtype))
         w = sent(weights(spec, (n, k)), many)
         results = []
-        for together in (1 << 20, group, group):
-            monkeypatch.setattr(bf16, "_GROUP", together)
+        for beside in (1 << 20, 0, 0):
+            monkeypatch.setattr(bf16, "_BESIDE", beside)
+            monkeypatch.setattr(bf16, "_GROUP", 1 if emulated(many) else 8)
             made = packed.product(x, w, dtype, many)
             assert not isinstance(made, str)
             results.append(made[0].get())
