@@ -46,7 +46,7 @@ from extensor_cuda.kernels.gemm import (
     gemm,
 )
 
-__all__ = ["as_bf16", "is_float_scaled", "multiply_packed", "whole"]
+__all__ = ["as_bf16", "every", "float_scales", "is_float_scaled", "multiply_packed", "whole"]
 
 Array = Any
 
@@ -62,7 +62,7 @@ def is_float_scaled(spec: QuantSpec) -> bool:
     return not (spec.is_mx or spec.row.tensor_scale)
 
 
-def _every(q: QuantArray) -> int:
+def every(q: QuantArray) -> int:
     """Elements along K that share a float scale; 0: all, or the scales are no floats."""
     _, length = tile_extent(q.spec, q.shape)
     return length if is_float_scaled(q.spec) and length < q.shape[1] else 0
@@ -73,23 +73,29 @@ def _source(q: QuantArray) -> Any:
     return expand_source(q.spec, "bf16", 0, True, whole_rows)
 
 
+def float_scales(q: QuantArray, xp: Any) -> tuple[Array | None, Array | None]:
+    """Factors of rows or of the tensor, and those of groups as the GEMM reads them."""
+    group, (each, _) = every(q), tile_extent(q.spec, q.shape)
+    if group:
+        return None, block_scales(q.scales.T, each, xp, max(STAGE_OF_BF16 // group, 1))
+    if not is_float_scaled(q.spec):
+        return q.tensor_scale, None
+    factor = q.scales[:, 0].astype(np.float32)
+    return (factor if each == 1 or len(factor) == 1 else factor.repeat(each)[: q.shape[0]]), None
+
+
 def _begin(
     q: QuantArray, xp: Any, flag: Array | None, ready: int | None = None, tiles: int = 0
 ) -> tuple[Expansion, Packed]:
     """Expand the first rows, or all; and what the others are expanded from."""
     lines, k = q.shape[0], coded_length(q.spec, q.shape)
-    every, scaled = _every(q), is_float_scaled(q.spec)
-    packed, factor, scales = Packed(aligned(q.codes, xp)), q.tensor_scale, None
-    if scaled:
+    packed = Packed(aligned(q.codes, xp))
+    if is_float_scaled(q.spec):
         zeros = None if q.zero_points is None else xp.ascontiguousarray(q.zero_points)
-        packed, (each, _) = replace(packed, zeros=zeros), tile_extent(q.spec, q.shape)
+        packed = replace(packed, zeros=zeros)
     else:
         packed = replace(packed, scales=aligned(q.scales, xp))
-    if every:
-        scales = block_scales(q.scales.T, each, xp, max(STAGE_OF_BF16 // every, 1))
-    elif scaled:
-        factor = q.scales[:, 0].astype(np.float32)
-        factor = factor if each == 1 or len(factor) == 1 else factor.repeat(each)[:lines]
+    factor, scales = float_scales(q, xp)
     chunks, rows = -(-k // 16), lines
     if ready is not None:
         rows = ready
@@ -97,7 +103,7 @@ def _begin(
     out = xp.empty((lines, 16 * chunks), dtype=np.uint16)
     made = None, None, flag, None, None
     launch_expand(_source(q), rows * chunks, packed, out, rows, made=made)
-    return Expansion(out[:, :k], "bf16", factor=factor, scales=scales, every=every), packed
+    return Expansion(out[:, :k], "bf16", factor=factor, scales=scales, every=every(q)), packed
 
 
 def as_bf16(q: QuantArray, xp: Any, flag: Array | None = None) -> Expansion:
@@ -160,7 +166,7 @@ def multiply_packed(a: Expansion, b: QuantArray, dtype: str, xp: Any) -> Array |
         xp: cupy.
     """
     m, n = len(a.codes), b.shape[0]
-    config = configure("bf16", n, m, dtype, every=_every(b))
+    config = configure("bf16", n, m, dtype, every=every(b))
     config = replace(config, c_down=True, group=_GROUP, expands=_source(b).macros)
     blocks = hopper.multiprocessors(xp.cuda.runtime.getDevice())
     whole_groups, rest = divmod(blocks, _GROUP * -(-m // config.tile_n))

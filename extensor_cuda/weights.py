@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
-from extensor_cuda import decode, dense
+from extensor_cuda import decode, decoded, dense
 from extensor_cuda.bf16 import is_float_scaled, multiply_packed
 from extensor_cuda.expansion import Expansion
 from extensor_cuda.kernels import quantize as kernels
@@ -31,6 +31,8 @@ __all__ = ["product", "reason"]
 Array = Any
 
 _OUT = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+_DECODED = 1 << 30
+"""Rows of bfloat16 below which weights of 4 bits are decoded by the warps that multiply."""
 DECODED = "tensor cores, weights decoded on the way"
 EXPANDED = "bf16 tensor cores, weights expanded"
 
@@ -83,10 +85,15 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, st
         return decode.product(x, w, out_dtype, xp), DECODED
     single = x.dtype.name == "bfloat16"
     bits = pitched(x.view(np.uint16), xp) if single else dense.thirds(x, xp)
-    out = multiply_packed(Expansion(bits, "bf16"), w, out_dtype if single else "float32", xp)
-    if out is None:
-        return "values that bfloat16 does not hold"
+    dtype, way = out_dtype if single else "float32", EXPANDED
+    if len(bits) < _DECODED and decoded.decodable(w):
+        out, way = decoded.multiply(bits, w, dtype, xp), DECODED
+    else:
+        expanded = multiply_packed(Expansion(bits, "bf16"), w, dtype, xp)
+        if expanded is None:
+            return "values that bfloat16 does not hold"
+        out = expanded
     if not single:
         parts, out = pitched(out, xp), empty_rows(xp, len(x), w.shape[0], _OUT[out_dtype])
         dense.add_parts(parts, Split(3, 0), out, None, xp)
-    return xp.ascontiguousarray(out), EXPANDED
+    return xp.ascontiguousarray(out), way

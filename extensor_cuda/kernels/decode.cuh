@@ -37,22 +37,9 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u3
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-// a b + c of bfloat16 pairs, rounded once.
-__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-// a & b ^ c in one instruction, of which the compiler makes two where b and c are constants.
-__device__ __forceinline__ u32 and_xor(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
 #endif
 
-__device__ __forceinline__ u32 twice(u32 half) { return half | half << 16; }
+#include "decode_pairs.cuh"
 
 // ---- weights ----
 
@@ -70,17 +57,6 @@ __device__ __forceinline__ float scale_value(float value) { return value; }
 #endif
 #else
 typedef u8 Stored;
-// A scale times 2^-8 as a bfloat16 pair; `folded`: times 2^118, which takes the elements' 2^-126 along.
-__device__ __forceinline__ u32 scale_pair(u32 byte, bool folded) {
-#if UE4M3
-    // The bits are a bfloat16 already, 2^-120 times the scale, which is below 2^9.
-    const u32 scale = fma_pair(fma_pair(byte * 0x00100010u, 0x7B807B80u, 0u), 0x7A807A80u, 0u);
-    return byte < 0x7Fu ? scale : twice(0x7FC0u);
-#else
-    if (folded) return byte * 0x00800080u + 118u * 0x00800080u;
-    return twice(byte == 255u ? 0x7FC0u : byte > 8u ? (byte - 8u) << 7 : byte > 1u ? 1u << (byte - 2u) : 0u);
-#endif
-}
 // Of four E8M0 scales those above 2^9, which a warp that has small ones alone need not look for.
 __device__ __forceinline__ u32 large_of(u32 four) { return (four & 0x7F7F7F7Fu) + 0x77777777u & four & 0x80808080u; }
 // Whether an E8M0 scale is one that `folded` takes: 2^-117 to 2^9.

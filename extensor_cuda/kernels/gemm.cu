@@ -24,6 +24,8 @@
 // EXPANDS: A is expanded from packed storage by the warps beside the one that loads; what the first tiles
 // need is there before. Rows are taken from a counter, so that no block waits for one that is not running.
 //
+// DECODES: A is packed storage of so many bits, decoded on the way to registers, from which it is multiplied.
+//
 // Packed weights are A, and C_DOWN, since a thread has two rows of a tile and dozens of columns: what it
 // reads of the scales of groups is two numbers.
 //
@@ -75,7 +77,7 @@ struct Epilogue {
     u8* scales;                 // REQUANTIZED: of the codes' blocks
     const void* tensor;         // null, or what the whole tensor decides of them
     int ready;                  // EXPANDS: rows of A that are there before; whole tiles
-    const u8 *codes, *code_scales;  // as Stored in expanding.cuh
+    const u8 *codes, *code_scales;  // as Stored in expanding.cuh; DECODES: of A, rows scale_pitch apart, 4 bytes aligned
     const signed char* zeros;
     i64 octets, scale_pitch;
     u8* expanded;  // A
@@ -84,7 +86,8 @@ struct Epilogue {
 };
 
 constexpr int kTileM = 128, kTileN = TILE_N, kRowBytes = 128;
-constexpr int kABytes = kTileM * kRowBytes, kBBytes = kTileN * kRowBytes;
+constexpr int kARow = DECODES ? 64 * DECODES / 8 : kRowBytes;  // bytes of a row of A in a stage
+constexpr int kABytes = kTileM * kARow, kBBytes = kTileN * kRowBytes;
 constexpr int kStage = kABytes + kBBytes, kStages = STAGES, kCluster = CLUSTER;
 constexpr int kRegisters = kTileN / 2;  // accumulators of a thread: 64 * N / 128
 constexpr int kWarps = 8, kPatch = 16 * 128;  // a consumer warp's results leave in 16 rows of 128 bytes
@@ -174,6 +177,15 @@ __device__ __forceinline__ void give_turn(int warpgroup) {
 
 #include "gemm_scales.cuh"
 
+#if DECODES
+namespace decoding {
+#include "gemm_decodes.cuh"
+}
+constexpr float kLift = IS_FLOAT ? 256.0f : 1.0f;  // E2M1 under its scale is 2^-8 of what it means
+#else
+constexpr float kLift = 1.0f;
+#endif
+
 #include "gemm_epilogue.cuh"
 
 #if EXPANDS
@@ -260,7 +272,10 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                     wait(empty + 8 * stage, parity ^ 1);
                     const u32 to = base + stage * kStage, barrier = full + 8 * stage;
                     expect_bytes(barrier, kStage + 4 * kScales);
-                    load_tile<A_DOWN, false>(to, &a_map, k, row, kTileM, barrier);
+                    if (DECODES)
+                        load(to, &a_map, k * kARow, row, barrier);
+                    else
+                        load_tile<A_DOWN, false>(to, &a_map, k, row, kTileM, barrier);
                     if (kCluster == 1) {
                         load_tile<B_DOWN, false>(to + kABytes, &b_map, k, column, kTileN, barrier);
                     } else {
@@ -309,7 +324,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
         if (!VECTORS) {
             int exponent = (e.row_exponent ? *e.row_exponent : 0) + (e.column_exponent ? *e.column_exponent : 0);
             exponent = min(max(exponent, -252), 254);
-            factors.first = power_of_two(exponent >> 1);
+            factors.first = power_of_two(exponent >> 1) * kLift;
             factors.second = power_of_two(exponent - (exponent >> 1));
         }
 #if TURNS
@@ -328,6 +343,16 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #pragma unroll
             for (int i = 0; i < kRegisters; ++i) sum[i] = 0.0f;
 #endif
+#if DECODES
+            decoding::Beside beside(e, row + warp % 4 * 16, lane);
+            const int quarter = lane % 4;
+            int row_zero[2] = {0, 0};
+#if ROW_ZERO
+#pragma unroll
+            for (int h = 0; h < 2; ++h) row_zero[h] = e.zeros[min(row + warp % 4 * 16 + lane / 4 + 8 * h, e.rows - 1)];
+#endif
+            u32 left[2][2][4];
+#endif
 #if SPLIT
             const int stages = END_STAGE - FIRST_STAGE;
 #else
@@ -338,8 +363,36 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 int last = -1;
                 for (int more = 0; k < end; ++k) {
                     if (!there) wait(full + 8 * stage, parity);
+#if DECODES
+                    const u8* const packed =
+                        memory + stage * kStage + (warp * 16 + lane / 4) * kARow;
+                    const uint4 *const upper = reinterpret_cast<const uint4*>(packed),
+                                *const lower = reinterpret_cast<const uint4*>(packed + 8 * kARow);
+                    const uint4 words[2][2] = {{upper[0], lower[0]}, {upper[1], lower[1]}};
+                    u32 four[2];
+                    beside.of_stage(k, four);
+#else
                     const u64 a = descriptor<A_DOWN>(base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
+#endif
                     const u64 b = descriptor<B_DOWN>(base + stage * kStage + kABytes, kBoxBytes);
+#if DECODES
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        decoding::decode_half(words[half], four, row_zero, k, half, quarter, left[half]);
+                        hold(part);
+                        begin_products();
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) {
+                            wgmma(part, left[half][i], b + kBStep * (2 * half + i), more);
+                            more = 1;
+                        }
+                        end_products();
+                        if (half == 0) {  // the last stage's second half has been read
+                            finish<1>(part);
+                            decoding::keep_left(left[1]);
+                        }
+                    }
+#else
 #pragma unroll
                     for (int line = 0; line < kLines; ++line) {
                         take_turn(warpgroup);
@@ -361,10 +414,14 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                         more = 0;
 #endif
                     }
+#endif
                     const int now = stage;
                     if (++stage == kStages) stage = 0, parity ^= 1;
                     if (kPeeks) there = is_over(full + 8 * stage, parity);
                     if (PROMOTE != 1) finish<1>(part);
+#if DECODES
+                    if (PROMOTE != 1) decoding::keep_left(left[0]);
+#endif
                     if (last >= 0) release(empty + 8 * last, lane);
                     last = now;
                 }
@@ -373,6 +430,9 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 end_block(of_stage.latest());
 #endif
                 finish<0>(part);
+#if DECODES
+                decoding::keep_left(left[0]), decoding::keep_left(left[1]);
+#endif
 #if BLOCKS || EVERY
                 of_stage.promote(sum, part);
                 __syncwarp();

@@ -148,11 +148,15 @@ class Packed:
 
 
 def _tensor_map(
-    pointer: int, rows: int, columns: int, pitch: int, box: int, kind: str = "UINT8"
+    array: Any, each: int, box: int, kind: str = "UINT8", width: int = ROW_BYTES
 ) -> bytes:
-    """The descriptor of a matrix, moved in boxes of ``box`` rows of 128 bytes."""
-    width = ROW_BYTES // {"UINT8": 1, "BFLOAT16": 2, "FLOAT32": 4}[kind]
-    return hopper.tensor_map(pointer, (columns, rows), (pitch,), (width, box), kind)
+    """The descriptor of a matrix, moved in boxes of so many rows of ``width`` bytes.
+
+    ``each``: items of the kind in one of the array.
+    """
+    rows, columns = array.shape
+    sizes, boxes = (columns * each, rows), (width // hopper.ITEM[kind], box)
+    return hopper.tensor_map(int(array.data.ptr), sizes, (array.strides[0],), boxes, kind)
 
 
 def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Any:
@@ -218,6 +222,8 @@ def _checked(
                 "of a padded pitch"
             )
     (m, k), right = a.shape[:: -1 if config.down[0] else 1], b.shape[:: -1 if config.down[1] else 1]
+    if config.decodes:
+        k = k * STAGE_OF_BF16 // config.row_bytes
     groups = 1 if offsets is None else len(offsets) - 1
     n = right[0] // max(groups, 1)
     rows = m if split is None else split.parts * rows_of_parts(m, config)
@@ -270,12 +276,13 @@ def gemm(
     offsets: Any = None,
     split: Split | None = None,
     packed: Packed | None = None,
+    beside: Any = None,
 ) -> None:
     """Launch out = activation(a b^T 2^(row + column exponent) + bias) + residual; does not wait.
 
     Args:
         a: (M, K) codes, one byte an element (bf16: two), rows a multiple of 16 bytes apart; (K, M)
-            if ``config.down`` says so.
+            if ``config.down`` says so; (M, bytes), K a multiple of 128, if the config decodes.
         b: (N, K) codes, or (K, N), likewise.
         out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart, or (N, M) if
             ``config.c_down`` says so; or a `Requantized`.
@@ -301,6 +308,8 @@ def gemm(
         split: parts of K, with a config that splits, flags and one exponent for all of an operand,
             but nothing else. Out is then float32 (parts R, N), R from `rows_of_parts`, what lies in
             a part beyond M being zeros.
+        beside: with a config that decodes, what lies beside a's codes: 8-bit (M, n), n a multiple
+            of 4 or 1, contiguous and aligned to 4 bytes: scales, or zero points; None: nothing.
         packed: with a config that expands: a is written too, from the ready rows on.
 
     Raises:
@@ -311,7 +320,7 @@ def gemm(
     import cupy
 
     m, n, k = _checked(a, b, out, offsets, config, split)
-    size = a.dtype.itemsize
+    size = b.dtype.itemsize
     extras = config.activation != "none" or any(x is not None for x in (bias, residual, amax))
     exponents = row_exponent, column_exponent
     more = extras or factors or zeros or scales or offsets is not None
@@ -327,8 +336,10 @@ def gemm(
     function, _ = hopper.load(gemm_source(config), "gemm", config.shared, device)
     boxes = (TILE_M, config.tile_n // config.cluster)
     maps = [
-        _tensor_map(x.data.ptr, x.shape[0], x.shape[1] * size, x.strides[0], BOX if down else box)
-        for x, box, down in zip((a, b), boxes, config.down, strict=True)
+        _tensor_map(x, x.dtype.itemsize, BOX if down else box, width=width)
+        for x, box, down, width in zip(
+            (a, b), boxes, config.down, (config.row_bytes, ROW_BYTES), strict=True
+        )
     ]
     if isinstance(out, Requantized):
         to, pitch = out.q.codes, 0
@@ -336,7 +347,7 @@ def gemm(
     else:
         to, pitch = out, out.strides[0] // out.dtype.itemsize
         kind = str(config.out).upper()
-        maps.append(_tensor_map(out.data.ptr, *out.shape, out.strides[0], 16, kind))
+        maps.append(_tensor_map(out, 1, 16, kind))
     flags = flags or Flags(wanted=-1)
     epilogue = _Epilogue(
         row_exponent=_pointer(row),
@@ -378,6 +389,10 @@ def gemm(
         epilogue.octets = packed.codes.shape[1]
         epilogue.scale_pitch = 0 if blocks_of is None else blocks_of.shape[1]
         epilogue.chunks = a.strides[0] // (16 * size)
+    if config.decodes:
+        assert beside is None or beside.strides == (beside.shape[1], 1)
+        epilogue.scale_pitch = 0 if beside is None else beside.shape[1]
+        epilogue.code_scales = epilogue.zeros = _pointer(beside)
     tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most
     tiles = tall * -(-n // config.tile_n)
     if split is not None:
@@ -408,15 +423,16 @@ def _with(
     if zeros is not None and (factors is None or config.a != "s8"):
         raise ValueError(f"gemm: zero points go with factors and codes s8, got {config.a}")
     if config.every:
-        stages, at_once = -(-a.shape[1] // STAGE_OF_BF16), max(STAGE_OF_BF16 // config.every, 1)
-        groups = stages * at_once if at_once > 1 else -(-a.shape[1] // config.every)
+        k = a.shape[1] * STAGE_OF_BF16 // config.row_bytes if config.decodes else a.shape[1]
+        stages, at_once = -(-k // STAGE_OF_BF16), max(STAGE_OF_BF16 // config.every, 1)
+        groups = stages * at_once if at_once > 1 else -(-k // config.every)
         others: Any = factors or zeros or offsets is not None or extras or given
         others = others or not isinstance(config.out, str)
-        held = None if scales is None else scales[0]
-        if config.a != "bf16" or others or held is None or len(held) != groups:
+        held = [] if scales is None else scales[0]
+        if config.a != "bf16" or others or len(held) != groups:
             raise ValueError(
                 f"gemm: scales of {config.every} along K are a's, {groups} of them here, with bf16 "
-                f"and nothing else, got {config.a} and scales of {held if held is None else len(held)}"
+                f"and nothing else, got {config.a} and scales of {len(held)}"
             )
     elif scales is not None:
         if config.a in ("s8", "bf16") or offsets is not None or zeros is not None:

@@ -129,7 +129,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
     for (int h = 0; h < 2; ++h) {
         const int at = of_group + row + 8 * h;
         row_exponent[h] = VECTORS ? factors.table[at] : 0;
-        row_factor[h] = VECTORS == 2 ? __int_as_float(row_exponent[h])
+        row_factor[h] = VECTORS == 2 ? __int_as_float(row_exponent[h]) * kLift
                         : VECTORS    ? power_of_two(kNear ? row_exponent[h] : 0)
                                      : factors.first;
 #if ZEROS

@@ -66,6 +66,7 @@ class Config:
         split: K in parts, whose sums are written one below the other.
         extras: bias, residual, amax or an activation.
         expands: A is made from packed storage as it is multiplied: macros of expanding.cuh.
+        decodes: A is packed storage, decoded in registers: macros of gemm_decodes.cuh.
         guard: a barrier that is never reached ends the kernel with an error.
     """
 
@@ -91,6 +92,7 @@ class Config:
     split: bool = False
     extras: bool = False
     expands: tuple[tuple[str, str], ...] = ()
+    decodes: tuple[tuple[str, str], ...] = ()
     guard: bool = False
 
     def __post_init__(self) -> None:
@@ -98,6 +100,11 @@ class Config:
             raise ValueError(
                 f"gemm: wanted scales of 1 or {LINES} rows of both, or (), got {self.blocks}"
             )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of a in a stage."""
+        return STAGE_OF_BF16 * int(dict(self.decodes)["BITS"]) // 8 if self.decodes else ROW_BYTES
 
     @property
     def depth(self) -> int:
@@ -113,7 +120,7 @@ class Config:
         scales = lines * TILE_M
         if self.blocks:
             scales = TILE_M // self.blocks[0] + self.tile_n // self.blocks[1]
-        return (TILE_M + self.tile_n) * ROW_BYTES + 4 * scales + 16
+        return TILE_M * self.row_bytes + self.tile_n * ROW_BYTES + 4 * scales + 16
 
     @property
     def _beside(self) -> int:
@@ -291,9 +298,13 @@ def gemm_source(config: Config) -> jit.Source:
         "SPLIT": int(config.split),
         "EXTRAS": int(config.extras),
         "EXPANDS": int(bool(config.expands)),
+        "DECODES": int(dict(config.decodes).get("BITS", 0)),
         "GUARD": int(config.guard),
         **dict(config.expands),
+        **dict(config.decodes),
     }
     plain = jit.Source.read(_FOLDER / "gemm.cu", macros)
-    functions = wgmma(config.a, config.b, config.tile_n, down=config.down)
+    functions = wgmma(
+        config.a, config.b, config.tile_n, registers=bool(config.decodes), down=config.down
+    )
     return replace(plain, text=plain.text.replace("//WGMMA//", functions))

@@ -82,8 +82,9 @@ __device__ __forceinline__ void hold(Sum (&d)[kSums]) {
     for (int i = 0; i < kSums; ++i) asm volatile("" : "+" SUM(d[i])::"memory");
 }
 
-// Made here, not where it is used.
+// Made here, not where it is used, and in its register until here.
 __device__ __forceinline__ void keep(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void keep(u32& v) { asm volatile("" : "+r"(v)); }
 
 // Ends the block of instructions within which the compiler moves a wait for products up, before
 // sums that could go beside them. No sum of exponentials is negative.

@@ -13,6 +13,7 @@ from typing import Any
 from extensor_cuda import jit
 
 __all__ = [
+    "ITEM",
     "SHARED",
     "capability",
     "check",
@@ -27,6 +28,8 @@ __all__ = [
 
 SHARED = 227 * 1024
 """Bytes of shared memory that a block may have."""
+ITEM = {"UINT8": 1, "BFLOAT16": 2, "FLOAT32": 4}
+"""Bytes of an element, by the driver's name of its type."""
 _STEP = {"e4m3": 32, "e5m2": 32, "s8": 32, "bf16": 16}  # elements of K in one wgmma
 
 
@@ -111,16 +114,17 @@ def tensor_map(
     box: tuple[int, ...],
     kind: str = "UINT8",
 ) -> bytes:
-    """The descriptor of an array that is moved in boxes, swizzled over 128 bytes.
+    """The descriptor of an array that is moved in boxes, swizzled if they are 128 bytes wide.
 
     Args:
         pointer: of the first element.
         sizes: elements along each axis, the contiguous one first.
         strides: bytes from one to the next along the other axes, multiples of 16.
-        box: elements along each axis that are moved together; 128 bytes along the first.
+        box: elements along each axis that are moved together.
         kind: the driver's name of the element type.
     """
     bindings, axes = driver(), len(sizes)
+    modes, wide = bindings.CUtensorMapSwizzle, box[0] * ITEM[kind] == 128
     value = check(
         bindings.cuTensorMapEncodeTiled(
             getattr(bindings.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
@@ -131,7 +135,7 @@ def tensor_map(
             [bindings.cuuint32_t(n) for n in box],
             [bindings.cuuint32_t(1)] * axes,
             bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            bindings.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            modes.CU_TENSOR_MAP_SWIZZLE_128B if wide else modes.CU_TENSOR_MAP_SWIZZLE_NONE,
             bindings.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),

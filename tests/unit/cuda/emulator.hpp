@@ -127,6 +127,16 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     for (int i = 0; i < 4; ++i) out |= (both >> (selector >> (4 * i) & 7) * 8 & 0xFF) << (8 * i);
     return out;
 }
+// prmt: as above, or a byte's sign.
+inline unsigned permute(unsigned x, unsigned y, unsigned selector) {
+    const unsigned bytes = __byte_perm(x, y, selector);
+    unsigned out = 0;
+    for (int i = 0; i < 32; i += 8) {
+        const unsigned byte = bytes >> i & 0xFF;
+        out |= (selector >> i / 2 & 8 ? (byte >> 7) * 0xFF : byte) << i;
+    }
+    return out;
+}
 template <class T>
 T atomicMax(T* to, T value) { const T before = *to; *to = before < value ? value : before; return before; }
 template <class T>

@@ -1,6 +1,6 @@
 // Stands for hopper.cuh and the wgmma function: barriers, bulk copies and wgmma on the CPU, a block to a copy of
 // the program, no clusters. Shared memory is one array, addressed from its beginning; a tensor map of two
-// axes holds pointer, rows, columns, pitch, rows of its box and bytes of an element, one of four axes
+// axes holds pointer, rows, columns, pitch, rows of its box, bytes of an element and of a box's row, one of four axes
 // of bfloat16 pointer, sizes, strides in bytes (but of the first) and rows of its box.
 
 alignas(1024) static u8 shared_bytes[232448];
@@ -54,15 +54,18 @@ inline void cluster_sync() {}
 
 inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
-// 128 bytes of each row of a box, swizzled; zeros outside.
+// Each row of a box, swizzled if it is 128 bytes wide; zeros outside.
 inline void load(u32 to, const TensorMap* map, int byte, int row, u32 barrier) {
     const u8* from = reinterpret_cast<const u8*>(map->words[0]);
     const i64 rows = map->words[1], columns = map->words[2], pitch = map->words[3], box = map->words[4];
+    const i64 wide = map->words[6];
     for (i64 r = 0; r < box; ++r)
-        for (int b = 0; b < 128; ++b)
-            shared_bytes[swizzled(to + r * 128 + b)] =
+        for (int b = 0; b < wide; ++b) {
+            const u32 at = static_cast<u32>(to + r * wide + b);
+            shared_bytes[wide == 128 ? swizzled(at) : at] =
                 row + r < rows && byte + b < columns ? from[(row + r) * pitch + byte + b] : 0;
-    brought(barrier, static_cast<int>(box * 128));
+        }
+    brought(barrier, static_cast<int>(box * wide));
 }
 inline void load_for_all(u32, const TensorMap*, int, int, u32) {}
 inline void load_line(u32 to, const void* from, int bytes, u32 barrier) {
@@ -145,6 +148,7 @@ inline u32 rounded_pair(float high, float low) {
 
 inline void end_block(float) {}
 inline void keep(float&) {}
+inline void keep(u32&) {}
 inline void begin_products() {}
 inline void end_products() {}
 template <int n>

@@ -153,12 +153,11 @@ def _map(
     box: tuple[int, ...],
     kind: str = "UINT8",
 ) -> bytes:
-    item = {"UINT8": 1, "BFLOAT16": 2, "FLOAT32": 4}[kind]
-    assert box[0] * item == 128 and pointer % 16 == 0
+    item = hopper.ITEM[kind]
+    assert box[0] * item in (32, 64, 128) and pointer % 16 == 0
     if len(sizes) == 2:
-        return struct.pack("<6Q", pointer, sizes[1], sizes[0], *strides, box[1], item).ljust(
-            128, b"\0"
-        )
+        numbers = pointer, sizes[1], sizes[0], *strides, box[1], item, box[0] * item
+        return struct.pack("<7Q", *numbers).ljust(128, b"\0")
     assert len(sizes) == 4 and item == 2 and all(step % 16 == 0 for step in strides)
     return struct.pack("<9Q", pointer, *sizes, *strides, box[2]).ljust(128, b"\0")
 

@@ -10,9 +10,10 @@ import pytest
 
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import bf16, dense, expansion
+from extensor_cuda import bf16, decoded, dense, expansion
 from extensor_cuda import weights as packed
 from extensor_cuda.kernels.gemm import configure, gemm, gemm_source
+from extensor_cuda.weights import DECODED, EXPANDED
 from tests.product_cases import exact
 from tests.unit.cuda import decoding
 from tests.unit.cuda import emulator as emulation
@@ -53,7 +54,7 @@ def test_many_rows_expand_the_weights(many: Any, form: str, dtype: str) -> None:
     assert packed.reason(x, w, "90") is None
     for out in ("float32", "bfloat16"):
         done = packed.product(many.asarray(x), sent(w, many), out, many)
-        assert not isinstance(done, str) and done[1] == packed.EXPANDED
+        assert not isinstance(done, str) and done[1] == EXPANDED
         a, b = x.astype(np.float64), exact(w)
         want, size = a @ b.T, np.abs(a) @ np.abs(b).T
         bound = (300 * 2.0**-22 + 2.0**-20) * size + (2.0**-8 * np.abs(want) + 1e-4 * size) * (
@@ -78,7 +79,7 @@ def test_whether_weights_fit_is_read_once(
         packed.product(x, w, "bfloat16", many)
     monkeypatch.setattr(emulation.Device, "get", refuse)
     done = packed.product(x, w, "bfloat16", many)
-    assert not isinstance(done, str) and done[1] == packed.EXPANDED
+    assert not isinstance(done, str) and done[1] == EXPANDED
     if form == "mxfp4":
         with pytest.raises(AssertionError, match="read on the host"):
             packed.product(x, replace(w), "bfloat16", many)
@@ -169,6 +170,51 @@ def test_weights_are_expanded_beside_the_products(
     assert len(readies) == 4 and all(0 < ready < n for ready in readies)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QuantSpec("mxfp4"),
+        QuantSpec("mxfp4", tile=(1, 16)),
+        QuantSpec("mxfp4", tile=(1, 128)),
+        QuantSpec("nvfp4"),
+        INT4.replace(tile=(1, 64)),
+        INT4.replace(tile=(1, 64), symmetric=False),
+        INT4.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"),
+        INT4.replace(tile="channel"),
+        INT4.replace(tile="channel", symmetric=False),
+    ],
+    ids=name,
+)
+def test_weights_are_decoded_by_the_warps_that_multiply(
+    many: Any, spec: QuantSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums within their bound; the bits of weights that are expanded beside the products."""
+    monkeypatch.setattr(bf16, "_BESIDE", 0)
+    monkeypatch.setattr(bf16, "_GROUP", 1 if emulated(many) else 8)
+    sizes = [(70, 410, 640), (200, 140, 256), (65, 40, 128)]
+    for i, (m, n, k) in enumerate(sizes if emulated(many) else [(900, 4136, 4096), *sizes[1:]]):
+        dtype, out = (("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16"))[i]
+        x, w = activations((m, k), dtype), weights(spec, (n, k), i)
+        if (beside := decoded._beside(w)) is not None:
+            whole = w.spec.tile == "channel" or beside.shape[1] % 4 == 0
+            assert decoded.decodable(w) is whole
+            if not whole:  # words of four scales or zero points
+                continue
+        done, stored = [], sent(w, many)
+        for most in (1 << 30, 0, 0):  # what is not known to fit is expanded first
+            monkeypatch.setattr(packed, "_DECODED", most)
+            made = packed.product(many.asarray(x), stored, out, many)
+            assert not isinstance(made, str) and made[1] == (DECODED, EXPANDED)[most == 0]
+            done.append(made[0].get().astype(np.float64))
+        a, b = x.astype(np.float64), exact(w)
+        want, size = a @ b.T, np.abs(a) @ np.abs(b).T
+        bound = (k * 2.0**-22 + w.scales.shape[1] * 2.0**-24 + 2.0**-20) * size
+        bound += 2.0**-8 * np.abs(want) + bound if out == "bfloat16" else 0
+        assert (np.abs(done[0] - want) <= bound).all()
+        if i == 0:
+            np.testing.assert_array_equal(done[0], done[2])
+
+
 FLOAT_SCALED = (
     INT4,
     INT4.replace(tile=(1, 64), scale_dtype="float16", symmetric=False),
@@ -191,7 +237,7 @@ def test_many_rows_leave_float_scales_apart(many: Any, spec: QuantSpec) -> None:
         x, w = activations((m, k), dtype), weights(spec, (n, k), i)
         assert packed.reason(x, w, "90") is None
         done = packed.product(many.asarray(x), sent(w, many), out, many)
-        assert not isinstance(done, str) and done[1] == packed.EXPANDED
+        assert not isinstance(done, str) and done[1] == EXPANDED
         a, b = x.astype(np.float64), exact(w)
         want, size = a @ b.T, np.abs(a) @ np.abs(b).T
         bound = (k * 2.0**-22 + w.scales.shape[1] * 2.0**-24 + 2.0**-20) * size + k * 2.0**-126
@@ -242,7 +288,7 @@ BESIDE = (QuantSpec("mxfp4"), QuantSpec("nvfp4"), QuantSpec("mxfp8_e4m3"), *FLOA
 def test_no_product_that_expands_spills(spec: QuantSpec) -> None:
     """The warps that expand have 40 registers."""
     w = weights(spec, (64, 256))
-    every = bf16._every(w)
+    every = bf16.every(w)
     config = configure("bf16", 8192, 2048, "bfloat16", every=every)
     factors = spec.format != "mxfp4" and spec.format != "mxfp8_e4m3" and not every
     config = replace(config, c_down=True, factors=factors)

@@ -1,0 +1,82 @@
+"""Products of many rows with packed weights of 4 bits, which the warps that multiply decode.
+
+Each warp takes the codes of its rows of weights from shared memory, packed, and makes bfloat16 of
+them in the registers that the tensor cores read: elements of MXFP4 and NVFP4 times their scales,
+codes of INT4 less their zero points, exactly, with the bounds of `extensor_cuda.decode`; and where
+bfloat16 holds all values, with the bits of the weights expanded beforehand (`extensor_cuda.bf16`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from extensor.quant.array import QuantArray, tile_extent
+from extensor_cuda.bf16 import every, float_scales, is_float_scaled
+from extensor_cuda.expansion import aligned
+from extensor_cuda.kernels.gemm import STAGE_OF_BF16, Config, configure, empty_rows, gemm
+
+__all__ = ["decodable", "multiply"]
+
+Array = Any
+
+_OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+
+
+def _beside(w: QuantArray) -> Array | None:
+    """What lies beside the codes: scales of E2M1, zero points of integers."""
+    return w.zero_points if is_float_scaled(w.spec) else w.scales
+
+
+def decodable(w: QuantArray) -> bool:
+    """Whether the kernel has such weights, of which `extensor_cuda.bf16` has a product at all."""
+    (lines, k), (tall, length) = w.shape, tile_extent(w.spec, w.shape)
+    if w.spec.row.element.bits != 4 or k % (2 * STAGE_OF_BF16) or w.codes.nbytes != lines * k // 2:
+        return False
+    if 0 < every(w) < STAGE_OF_BF16:
+        return False
+    if (beside := _beside(w)) is None:
+        return True
+    of_row = is_float_scaled(w.spec) and length >= k
+    return tall == 1 and (of_row or (length & (length - 1) == 0 and beside.shape[1] % 4 == 0))
+
+
+def _config(w: QuantArray, rows: int, dtype: str) -> Config:
+    beside, (_, length) = _beside(w), tile_extent(w.spec, w.shape)
+    of_row = is_float_scaled(w.spec) and length >= w.shape[1]
+    macros = {
+        "BITS": 4,
+        "IS_FLOAT": int(w.spec.row.element.is_float),
+        "UE4M3": int(w.spec.row.tensor_scale),
+        "BLOCK": 0 if beside is None or of_row else length,
+        "ROW_ZERO": int(beside is not None and of_row),
+    }
+    config = configure("bf16", w.shape[0], rows, dtype, every=every(w))
+    decodes = tuple((name, str(value)) for name, value in macros.items())
+    return replace(config, c_down=True, turns=False, decodes=decodes)
+
+
+def multiply(x: Array, w: QuantArray, dtype: str, xp: Any) -> Array:
+    """The product X w^T as "float32" or "bfloat16"; does not wait.
+
+    Args:
+        x: uint16 (M, K), bfloat16, rows a multiple of 16 bytes apart.
+        w: (N, K), blocked along K, which is `decodable`.
+        dtype: of the result.
+        xp: cupy.
+    """
+    out = empty_rows(xp, len(x), w.shape[0], _OUT[dtype])
+    (factor, scales), beside = float_scales(w, xp), _beside(w)
+    gemm(
+        aligned(w.codes, xp),
+        x,
+        out,
+        _config(w, len(x), dtype),
+        factors=None if factor is None else (factor, None),
+        scales=None if scales is None else (scales, None),
+        beside=None if beside is None else aligned(beside, xp),
+    )
+    return xp.ascontiguousarray(out)
