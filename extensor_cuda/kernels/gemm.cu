@@ -178,10 +178,7 @@ __device__ __forceinline__ void give_turn(int warpgroup) {
 #include "gemm_scales.cuh"
 
 #if DECODES
-namespace decoding {
 #include "gemm_decodes.cuh"
-}
-constexpr float kLift = IS_FLOAT ? 256.0f : 1.0f;  // E2M1 under its scale is 2^-8 of what it means
 #else
 constexpr float kLift = 1.0f;
 #endif
@@ -337,62 +334,32 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
             const int row = start + (tile.row * kCluster + rank) * kTileM + warpgroup * 64;
             const int column = tile.column * kTileN;
             if (VECTORS) fetch_tables(table, e, row, column, end_of_rows, group * e.columns);
+#if PROMOTE
+#define TOTAL sum
+#else
+#define TOTAL part
+#endif
             Sum part[kRegisters];
 #if PROMOTE
             float sum[kRegisters];
 #pragma unroll
             for (int i = 0; i < kRegisters; ++i) sum[i] = 0.0f;
 #endif
-#if DECODES
-            decoding::Beside beside(e, row + warp % 4 * 16, lane);
-            const int quarter = lane % 4;
-            int row_zero[2] = {0, 0};
-#if ROW_ZERO
-#pragma unroll
-            for (int h = 0; h < 2; ++h) row_zero[h] = e.zeros[min(row + warp % 4 * 16 + lane / 4 + 8 * h, e.rows - 1)];
-#endif
-            u32 left[2][2][4];
-#endif
 #if SPLIT
             const int stages = END_STAGE - FIRST_STAGE;
 #else
             const int& stages = e.stages_of_k;
 #endif
+#if DECODES
+            multiply_decoded(TOTAL, part, e, memory, scales, full, empty, row, stages, stage, parity);
+#else
             for (int k = 0; k < stages;) {
                 const int end = PROMOTE == 1 ? k + 1 : PROMOTE ? min(k + PROMOTE, stages) : stages;
                 int last = -1;
                 for (int more = 0; k < end; ++k) {
                     if (!there) wait(full + 8 * stage, parity);
-#if DECODES
-                    const u8* const packed =
-                        memory + stage * kStage + (warp * 16 + lane / 4) * kARow;
-                    const uint4 *const upper = reinterpret_cast<const uint4*>(packed),
-                                *const lower = reinterpret_cast<const uint4*>(packed + 8 * kARow);
-                    const uint4 words[2][2] = {{upper[0], lower[0]}, {upper[1], lower[1]}};
-                    u32 four[2];
-                    beside.of_stage(k, four);
-#else
                     const u64 a = descriptor<A_DOWN>(base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
-#endif
                     const u64 b = descriptor<B_DOWN>(base + stage * kStage + kABytes, kBoxBytes);
-#if DECODES
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        decoding::decode_half(words[half], four, row_zero, k, half, quarter, left[half]);
-                        hold(part);
-                        begin_products();
-#pragma unroll
-                        for (int i = 0; i < 2; ++i) {
-                            wgmma(part, left[half][i], b + kBStep * (2 * half + i), more);
-                            more = 1;
-                        }
-                        end_products();
-                        if (half == 0) {  // the last stage's second half has been read
-                            finish<1>(part);
-                            decoding::keep_left(left[1]);
-                        }
-                    }
-#else
 #pragma unroll
                     for (int line = 0; line < kLines; ++line) {
                         take_turn(warpgroup);
@@ -414,14 +381,10 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                         more = 0;
 #endif
                     }
-#endif
                     const int now = stage;
                     if (++stage == kStages) stage = 0, parity ^= 1;
                     if (kPeeks) there = is_over(full + 8 * stage, parity);
                     if (PROMOTE != 1) finish<1>(part);
-#if DECODES
-                    if (PROMOTE != 1) decoding::keep_left(left[0]);
-#endif
                     if (last >= 0) release(empty + 8 * last, lane);
                     last = now;
                 }
@@ -430,9 +393,6 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 end_block(of_stage.latest());
 #endif
                 finish<0>(part);
-#if DECODES
-                decoding::keep_left(left[0]), decoding::keep_left(left[1]);
-#endif
 #if BLOCKS || EVERY
                 of_stage.promote(sum, part);
                 __syncwarp();
@@ -443,10 +403,6 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
                 for (int i = 0; i < kRegisters; ++i) sum[i] += part[i];
 #endif
             }
-#if PROMOTE
-#define TOTAL sum
-#else
-#define TOTAL part
 #endif
             const int first = ROWS_BEFORE + row + warp % 4 * 16;
 #if VECTORS
