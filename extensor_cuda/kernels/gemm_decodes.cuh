@@ -22,15 +22,11 @@ __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
 }
 #endif
 
-// The left sides of a stage's four products.
-struct Left {
-    u32 of[4][4];
-    // wgmma has read them: until here they must be in no other use.
-    __device__ __forceinline__ void was_read() {
+// wgmma has read the left side of a product: until here its registers must be in no other use.
+__device__ __forceinline__ void was_read(u32 (&left)[4]) {
 #pragma unroll
-        for (int i = 0; i < 16; ++i) keep(of[i / 4][i % 4]);
-    }
-};
+    for (int i = 0; i < 4; ++i) keep(left[i]);
+}
 
 // What lies beside the codes of a lane's two rows. Of the four lanes that have a row each holds every fourth word of it,
 // and has asked for the next one.
@@ -38,8 +34,7 @@ struct Beside {
     const u32* row[2];
     u32 held[2], next[2];
     int words, word;
-    bool folded;  // no E8M0 scale of the warp's is too large to be `folded`
-    __device__ __forceinline__ Beside(const Epilogue& e, int first, int lane) : folded(true) {
+    __device__ __forceinline__ Beside(const Epilogue& e, int first, int lane) {
         if (!BLOCK) return;
         const u8* const bytes = IS_FLOAT ? e.code_scales : reinterpret_cast<const u8*>(e.zeros);
         words = static_cast<int>(e.scale_pitch / 4), word = lane % 4;
@@ -57,9 +52,6 @@ struct Beside {
             word += 4;
 #pragma unroll
             for (int h = 0; h < 2; ++h) held[h] = next[h], next[h] = row[h][min(word, words - 1)];
-#if IS_FLOAT && !UE4M3
-            folded = !__any_sync(~0u, (large_of(held[0]) | large_of(held[1])) != 0);
-#endif
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) four[h] = __shfl_sync(~0u, held[h], k / kWordStages % 4, 4);
@@ -71,44 +63,51 @@ __device__ __forceinline__ u32 byte_of(u32 four, int k, int unit) {
     return four >> (k % kWordStages * 64 + unit * 8) / (BLOCK ? BLOCK : 1) * 8 & 0xFFu;
 }
 
-// A stage of two rows. `words`: a word a unit of eight elements, four at a time, of each row; `zero`: points of rows.
-__device__ __forceinline__ void decode(const uint4 (&words)[2][2], const u32 (&four)[2], const int (&zero)[2], int k,
-                                       int quarter, bool folded, Left& left) {
-    const u32 pick = quarter * 0x11u + 0x40u;
+// A stage of a lane's two rows, on its way to being decoded.
+struct Stage {
+    uint4 words[2][2];  // of the first four units of each row, of the others; a word each
+    u32 four[2], low[2], high[2], aside[2];
+    int k;
+    bool folded;  // no E8M0 scale of the warp's is too large for it
+    // The left sides of the i-th product, in turn: two units.
+    template <bool kFolded>
+    __device__ __forceinline__ void decode(int i, const int (&zero)[2], int quarter, u32 (&left)[4]) {
+        const u32 pick = quarter * 0x11u + 0x40u;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int half = i / 2, h = i % 2;
-        const uint4& w = words[half][h];
-        const u32 bytes = permute(permute(w.x, w.y, pick), permute(w.z, w.w, pick), 0x5410u);
-        const u32 low = bytes & 0x0F0F0F0Fu, high = bytes >> 4 & 0x0F0F0F0Fu;
-        u32 aside = 0;
-#pragma unroll
-        for (int u = 0; u < 4; ++u) {
-            if (u == 0 || (BLOCK == 16 && u == 2)) {
-                const u32 byte = BLOCK ? byte_of(four[h], k, 4 * half + u) : static_cast<u32>(zero[h]);
+        for (int h = 0; h < 2; ++h) {
+            if (i % 2 == 0) {
+                const uint4& w = words[i / 2][h];
+                const u32 bytes = permute(permute(w.x, w.y, pick), permute(w.z, w.w, pick), 0x5410u);
+                low[h] = bytes & 0x0F0F0F0Fu, high[h] = bytes >> 4 & 0x0F0F0F0Fu;
+            }
+            if (i % 2 == 0 || BLOCK == 16) {
+                const u32 byte = BLOCK ? byte_of(four[h], k, 2 * i) : static_cast<u32>(zero[h]);
 #if IS_FLOAT
-                aside = scale_pair(byte, folded);
+                aside[h] = scale_pair(byte, kFolded);
 #else
-                aside = twice(__float_as_uint(-static_cast<float>(136 + static_cast<signed char>(byte))) >> 16);
+                aside[h] = twice(__float_as_uint(-static_cast<float>(136 + static_cast<signed char>(byte))) >> 16);
 #endif
             }
-            const u32 pair = permute(low, high, 0xC480u + u * 0x1111u);
-            u32& to = left.of[2 * half + u / 2][u % 2 * 2 + h];
+#pragma unroll
+            for (int u = 0; u < 2; ++u) {
+                const u32 pair = permute(low[h], high[h], 0xC480u + (i % 2 * 2 + u) * 0x1111u);
 #if IS_FLOAT
-            const u32 bits = pair * 0x1040u & 0x81C081C0u;  // as in decode.cuh
-            to = fma_pair(folded ? bits : fma_pair(bits, 0x7E807E80u, 0u), aside, 0u);
+                const u32 bits = pair * 0x1040u & 0x81C081C0u;  // as in decode.cuh
+                left[u * 2 + h] = fma_pair(kFolded ? bits : fma_pair(bits, 0x7E807E80u, 0u), aside[h], 0u);
 #else
-            to = fma_pair(pair ^ 0x43084308u, 0x3F803F80u, aside);
+                left[u * 2 + h] = fma_pair(pair ^ 0x43084308u, 0x3F803F80u, aside[h]);
 #endif
+            }
         }
     }
-}
+};
 }  // namespace decoding
 
 constexpr float kLift = IS_FLOAT ? 256.0f : 1.0f;  // E2M1 under its scale is 2^-8 of what it means
 
-// The sums of a tile, in `total`, which is `part` if nothing is promoted. A stage is decoded while the last one is
-// multiplied: K has an even number of them.
+// The sums of a tile, in `total`, which is `part` if nothing is promoted; of an even number of stages. A warp may not
+// issue a product with registers until the one before is nearly done, so that each is decoded for while the one before
+// runs, not several ahead of several.
 __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (&part)[kRegisters], const Epilogue& e,
                                                  const u8* memory, const float* scales, u32 full, u32 empty, int row,
                                                  int stages, int& stage, u32& parity) {
@@ -120,34 +119,41 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
 #pragma unroll
     for (int h = 0; h < 2; ++h) zero[h] = e.zeros[min(first + lane / 4 + 8 * h, e.rows - 1)];
 #endif
-    const auto prepare = [&](int k, Left& left) {
+    const auto read = [&](int k, Stage& now) {
+        now.k = k;
+        if (k >= stages) return;
         wait(full + 8 * stage, parity);
         const u8* const packed = memory + stage * kStage + (warp * 16 + lane / 4) * kARow;
-        const uint4 *const upper = reinterpret_cast<const uint4*>(packed),
-                    *const lower = reinterpret_cast<const uint4*>(packed + 8 * kARow);
-        const uint4 words[2][2] = {{upper[0], lower[0]}, {upper[1], lower[1]}};
-        u32 four[2];
-        beside.of_stage(k, four);
-        if (UE4M3 || beside.folded)
-            decode(words, four, zero, k, quarter, true, left);
-        else
-            decode(words, four, zero, k, quarter, false, left);
-    };
-    int last = -1;  // a stage whose products have been begun
-    const auto step = [&](int k, Left& now, Left& next) {
-        const u64 b = descriptor<B_DOWN>(shared_address(memory) + stage * kStage + kABytes, kBoxBytes);
-        const int within = PROMOTE ? k % PROMOTE : k;
-        hold(part);
-        begin_products();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) wgmma(part, now.of[i], b + kBStep * i, within || i);
-        end_products();
-        finish<1>(part);
-        next.was_read();
-        if (last >= 0) release(empty + 8 * last, lane);
-        last = stage;
+        for (int i = 0; i < 4; ++i)
+            now.words[i / 2][i % 2] = reinterpret_cast<const uint4*>(packed + i % 2 * 8 * kARow)[i / 2];
+        beside.of_stage(k, now.four);
+#if IS_FLOAT && !UE4M3
+        now.folded = !__any_sync(~0u, (large_of(now.four[0]) | large_of(now.four[1])) != 0);
+#endif
+    };
+    u32 left[2][4] = {};
+    int last = -1;  // a stage whose products have been begun
+    const auto step = [&](int k, Stage& now, Stage& next) {
+        const u64 b = descriptor<B_DOWN>(shared_address(memory) + stage * kStage + kABytes, kBoxBytes);
+        const int within = PROMOTE ? k % PROMOTE : k, mine = stage;
         if (++stage == kStages) stage = 0, parity ^= 1;
-        if (k + 1 < stages) prepare(k + 1, next);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (UE4M3 || !IS_FLOAT || now.folded)
+                now.decode<true>(i, zero, quarter, left[i % 2]);
+            else
+                now.decode<false>(i, zero, quarter, left[i % 2]);
+            hold(part);
+            begin_products();
+            wgmma(part, left[i % 2], b + kBStep * i, within || i);
+            end_products();
+            finish<1>(part);  // the product before
+            was_read(left[(i + 1) % 2]);
+            if (i == 0 && last >= 0) release(empty + 8 * last, lane);
+            if (i == 2) read(k + 1, next);
+        }
+        last = mine;
 #if PROMOTE
         if (within + 1 < PROMOTE && k + 1 < stages) return;
         const Scales of_stage(scales + last * kScales, warp, lane);
@@ -159,10 +165,10 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
         last = -1;
 #endif
     };
-    Left left[2];
-    prepare(0, left[0]);
-    for (int k = 0; k < stages; k += 2) step(k, left[0], left[1]), step(k + 1, left[1], left[0]);
+    Stage two[2];
+    read(0, two[0]);
+    for (int k = 0; k < stages; k += 2) step(k, two[0], two[1]), step(k + 1, two[1], two[0]);
     finish<0>(part);
-    left[1].was_read();
+    was_read(left[1]);
     if (last >= 0) release(empty + 8 * last, lane);
 }
