@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = ["decodable", "multiply"]
 
 Array = Any
 
+_FOLDS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
@@ -44,6 +46,13 @@ def decodable(w: QuantArray) -> bool:
     return tall == 1 and (of_row or (length & (length - 1) == 0 and beside.shape[1] % 4 == 0))
 
 
+def _folds(w: QuantArray) -> bool:
+    """Whether no scale is above 2**9, or NaN, which takes the kernel two more steps an element."""
+    if w not in _FOLDS:
+        _FOLDS[w] = bool(w.scales.view(np.uint8).max() <= (126 if w.spec.row.tensor_scale else 136))
+    return _FOLDS[w]
+
+
 def _config(w: QuantArray, rows: int, dtype: str) -> Config:
     beside, (_, length) = _beside(w), tile_extent(w.spec, w.shape)
     of_row = is_float_scaled(w.spec) and length >= w.shape[1]
@@ -53,6 +62,7 @@ def _config(w: QuantArray, rows: int, dtype: str) -> Config:
         "UE4M3": int(w.spec.row.tensor_scale),
         "BLOCK": 0 if beside is None or of_row else length,
         "ROW_ZERO": int(beside is not None and of_row),
+        "FOLDS": int(is_float_scaled(w.spec) or _folds(w)),
     }
     config = configure("bf16", w.shape[0], rows, dtype, every=every(w))
     decodes = tuple((name, str(value)) for name, value in macros.items())
@@ -60,7 +70,9 @@ def _config(w: QuantArray, rows: int, dtype: str) -> Config:
 
 
 def multiply(x: Array, w: QuantArray, dtype: str, xp: Any) -> Array:
-    """The product X w^T as "float32" or "bfloat16"; does not wait.
+    """The product X w^T as "float32" or "bfloat16".
+
+    Waits for the GPU the first time that MX or NVFP4 weights are seen, never after.
 
     Args:
         x: uint16 (M, K), bfloat16, rows a multiple of 16 bytes apart.

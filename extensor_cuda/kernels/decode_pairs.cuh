@@ -29,6 +29,4 @@ __device__ __forceinline__ u32 scale_pair(u32 byte, bool folded) {
     return twice(byte == 255u ? 0x7FC0u : byte > 8u ? (byte - 8u) << 7 : byte > 1u ? 1u << (byte - 2u) : 0u);
 #endif
 }
-// Of four E8M0 scales those above 2^9, which a warp that has small ones alone need not look for.
-__device__ __forceinline__ u32 large_of(u32 four) { return (four & 0x7F7F7F7Fu) + 0x77777777u & four & 0x80808080u; }
 #endif

@@ -5,13 +5,14 @@
 // byte of a word of eight codes. So a lane reads all 64 elements of its two rows, and picks its bytes.
 //
 // Macros: BITS (4), IS_FLOAT (E2M1), UE4M3, BLOCK (elements that share a byte beside the codes: a scale, or an integer's
-// zero point; 0: there is none), ROW_ZERO (a zero point for all of K).
+// zero point; 0: there is none), ROW_ZERO (a zero point for all of K), FOLDS (whether `folded` takes all scales).
 
 namespace decoding {
 #define SCALED (!IS_FLOAT)
 #include "decode_pairs.cuh"
 
 constexpr int kWordStages = BLOCK > 16 ? BLOCK / 16 : 1;  // that four bytes beside the codes are for
+constexpr int kAlike = BLOCK && BLOCK < 64 ? BLOCK : 64;  // elements of a stage that share a byte
 
 #ifdef __CUDA_ARCH__
 // Bytes of two words; 8 more than a byte's number gives its sign, which is 0 of those below 128.
@@ -58,44 +59,52 @@ struct Beside {
     }
 };
 
-// The byte of `four` that is for the eight elements `unit` of stage k.
-__device__ __forceinline__ u32 byte_of(u32 four, int k, int unit) {
-    return four >> (k % kWordStages * 64 + unit * 8) / (BLOCK ? BLOCK : 1) * 8 & 0xFFu;
-}
-
 // A stage of a lane's two rows, on its way to being decoded.
 struct Stage {
     uint4 words[2][2];  // of the first four units of each row, of the others; a word each
-    u32 four[2], low[2], high[2], aside[2];
+    u32 four[2], low[2], high[2], scales[2], aside[2];
     int k;
-    bool folded;  // no E8M0 scale of the warp's is too large for it
+    // What multiplies, or is added to, the elements of the i-th product: a pair of the same.
+    __device__ __forceinline__ u32 aside_of(int i, int h, int zero) {
+        const int bit = BLOCK ? k % kWordStages * 64 / BLOCK * 8 : 0;  // of the stage's first byte
+#if !IS_FLOAT
+        const int point = BLOCK ? static_cast<signed char>(four[h] >> bit) : zero;
+        return twice(__float_as_uint(-0.015625f * static_cast<float>(8 + point)) >> 16);
+#elif !FOLDS
+        return scale_pair(four[h] >> (bit + i * 16 / BLOCK * 8) & 0xFFu, false);
+#else
+        // Two bytes at a time, as scale_pair has them.
+        constexpr int kEach = BLOCK == 16 ? 2 : 4;  // products that two are for
+        if (i % kEach == 0) {
+            const u32 bytes = permute(four[h] >> bit, 0u, i && BLOCK == 16 ? 0x4342u : 0x4140u);
+#if UE4M3
+            scales[h] = fma_pair(fma_pair(bytes << 4, 0x7B807B80u, 0u), 0x7A807A80u, 0u);
+#else
+            scales[h] = bytes * 0x80u + 118u * 0x00800080u;
+#endif
+        }
+        return permute(scales[h], 0u, i * 16 / BLOCK % 2 ? 0x3232u : 0x1010u);
+#endif
+    }
     // The left sides of the i-th product, in turn: two units.
-    template <bool kFolded>
     __device__ __forceinline__ void decode(int i, const int (&zero)[2], int quarter, u32 (&left)[4]) {
-        const u32 pick = quarter * 0x11u + 0x40u;
+        const u32 pick = quarter * 0x11u + 0x40u, flip = IS_FLOAT ? 0u : 0x08080808u;  // integers: to 0 to 15
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (i % 2 == 0) {
                 const uint4& w = words[i / 2][h];
                 const u32 bytes = permute(permute(w.x, w.y, pick), permute(w.z, w.w, pick), 0x5410u);
-                low[h] = bytes & 0x0F0F0F0Fu, high[h] = bytes >> 4 & 0x0F0F0F0Fu;
+                low[h] = and_xor(bytes, 0x0F0F0F0Fu, flip), high[h] = and_xor(bytes >> 4, 0x0F0F0F0Fu, flip);
             }
-            if (i % 2 == 0 || BLOCK == 16) {
-                const u32 byte = BLOCK ? byte_of(four[h], k, 2 * i) : static_cast<u32>(zero[h]);
-#if IS_FLOAT
-                aside[h] = scale_pair(byte, kFolded);
-#else
-                aside[h] = twice(__float_as_uint(-static_cast<float>(136 + static_cast<signed char>(byte))) >> 16);
-#endif
-            }
+            if (i * 16 % kAlike == 0) aside[h] = aside_of(i, h, zero[h]);
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
                 const u32 pair = permute(low[h], high[h], 0xC480u + (i % 2 * 2 + u) * 0x1111u);
 #if IS_FLOAT
                 const u32 bits = pair * 0x1040u & 0x81C081C0u;  // as in decode.cuh
-                left[u * 2 + h] = fma_pair(kFolded ? bits : fma_pair(bits, 0x7E807E80u, 0u), aside[h], 0u);
+                left[u * 2 + h] = fma_pair(FOLDS ? bits : fma_pair(bits, 0x7E807E80u, 0u), aside[h], 0u);
 #else
-                left[u * 2 + h] = fma_pair(pair ^ 0x43084308u, 0x3F803F80u, aside[h]);
+                left[u * 2 + h] = fma_pair(pair, 0x7F007F00u, aside[h]);  // a bfloat16 below 2^-126, times 2^127
 #endif
             }
         }
@@ -103,7 +112,7 @@ struct Stage {
 };
 }  // namespace decoding
 
-constexpr float kLift = IS_FLOAT ? 256.0f : 1.0f;  // E2M1 under its scale is 2^-8 of what it means
+constexpr float kLift = IS_FLOAT ? 256.0f : 64.0f;  // what is multiplied is that part of what it means
 
 // The sums of a tile, in `total`, which is `part` if nothing is promoted; of an even number of stages. A warp may not
 // issue a product with registers until the one before is nearly done, so that each is decoded for while the one before
@@ -119,31 +128,27 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
 #pragma unroll
     for (int h = 0; h < 2; ++h) zero[h] = e.zeros[min(first + lane / 4 + 8 * h, e.rows - 1)];
 #endif
+    int mine = (warp * 16 + lane / 4) * kARow;
+    keep(mine);
     const auto read = [&](int k, Stage& now) {
         now.k = k;
         if (k >= stages) return;
         wait(full + 8 * stage, parity);
-        const u8* const packed = memory + stage * kStage + (warp * 16 + lane / 4) * kARow;
+        const u8* const packed = memory + stage * kStage + mine;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             now.words[i / 2][i % 2] = reinterpret_cast<const uint4*>(packed + i % 2 * 8 * kARow)[i / 2];
         beside.of_stage(k, now.four);
-#if IS_FLOAT && !UE4M3
-        now.folded = !__any_sync(~0u, (large_of(now.four[0]) | large_of(now.four[1])) != 0);
-#endif
     };
     u32 left[2][4] = {};
     int last = -1;  // a stage whose products have been begun
     const auto step = [&](int k, Stage& now, Stage& next) {
         const u64 b = descriptor<B_DOWN>(shared_address(memory) + stage * kStage + kABytes, kBoxBytes);
-        const int within = PROMOTE ? k % PROMOTE : k, mine = stage;
+        const int within = PROMOTE ? k % PROMOTE : k, current = stage;
         if (++stage == kStages) stage = 0, parity ^= 1;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (UE4M3 || !IS_FLOAT || now.folded)
-                now.decode<true>(i, zero, quarter, left[i % 2]);
-            else
-                now.decode<false>(i, zero, quarter, left[i % 2]);
+            now.decode(i, zero, quarter, left[i % 2]);
             hold(part);
             begin_products();
             wgmma(part, left[i % 2], b + kBStep * i, within || i);
@@ -153,7 +158,7 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
             if (i == 0 && last >= 0) release(empty + 8 * last, lane);
             if (i == 2) read(k + 1, next);
         }
-        last = mine;
+        last = current;
 #if PROMOTE
         if (within + 1 < PROMOTE && k + 1 < stages) return;
         const Scales of_stage(scales + last * kScales, warp, lane);

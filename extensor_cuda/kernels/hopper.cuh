@@ -85,6 +85,7 @@ __device__ __forceinline__ void hold(Sum (&d)[kSums]) {
 // Made here, not where it is used, and in its register until here.
 __device__ __forceinline__ void keep(float& v) { asm volatile("" : "+f"(v)); }
 __device__ __forceinline__ void keep(u32& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void keep(int& v) { asm volatile("" : "+r"(v)); }
 
 // Ends the block of instructions within which the compiler moves a wait for products up, before
 // sums that could go beside them. No sum of exponentials is negative.

@@ -201,6 +201,8 @@ def test_weights_are_decoded_by_the_warps_that_multiply(
             assert decoded.decodable(w) is whole
             if not whole:  # words of four scales or zero points
                 continue
+        if i == 1 and not spec.row.tensor_scale and spec.is_mx:
+            w.scales[:] = np.random.default_rng(0).choice([9, 100, 136, 137, 200], w.scales.shape)
         done, stored = [], sent(w, many)
         for most in (1 << 30, 0, 0):  # what is not known to fit is expanded first
             monkeypatch.setattr(packed, "_DECODED", most)
