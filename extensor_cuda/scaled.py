@@ -67,10 +67,11 @@ class Side:
         return bool(self.scales.shape[0] == 1)
 
     def factor(self) -> Array:
-        """One scale for each row, or one for all."""
-        if self.scales.size == 1 or self.each == 1:
-            return self.scales[0]
-        return self.scales[0].repeat(self.each)[: len(self.codes)]
+        """One scale for each row, or one for all; float32, side by side."""
+        scales = self.scales[0].astype(np.float32, order="C", copy=False)
+        if scales.size == 1 or self.each == 1:
+            return scales
+        return scales.repeat(self.each)[: len(self.codes)]
 
 
 def reason(a: QuantArray, b: QuantArray) -> str | None:
