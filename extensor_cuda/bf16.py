@@ -35,11 +35,11 @@ from extensor_cuda.expansion import (
     multiply,
 )
 from extensor_cuda.kernels import hopper
+from extensor_cuda.kernels.block_scales import Stored, block_scales
 from extensor_cuda.kernels.gemm import (
     STAGE_OF_BF16,
     TILE_M,
     Packed,
-    block_scales,
     configure,
     empty_rows,
     gemm,
@@ -85,7 +85,8 @@ def _begin(
     else:
         packed = replace(packed, scales=aligned(q.scales, xp))
     if every:
-        scales = block_scales(q.scales.T, each, xp, max(STAGE_OF_BF16 // every, 1))
+        stored = Stored(q.scales.T, q.scales.shape[1], min(each, lines))
+        (scales,) = block_scales([stored], xp, max(STAGE_OF_BF16 // every, 1))
     elif scaled:
         factor = q.scales[:, 0].astype(np.float32)
         factor = factor if each == 1 or len(factor) == 1 else factor.repeat(each)[:lines]

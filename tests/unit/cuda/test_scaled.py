@@ -46,6 +46,7 @@ PAIRS = (
     (SMALL, SQUARE),
     (SMALL, SMALL),
     (SMALL, ROWS),
+    (SMALL.replace(scale_dtype="float16"), SQUARE),
     (E4M3.replace(tile=(64, 4096)), E4M3),
     (INT8, INT8),
     (INT8, INT8.replace(tile="tensor")),
