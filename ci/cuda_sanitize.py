@@ -196,13 +196,16 @@ def stored_products(backend: Any, rng: Any) -> int:
                 count += 1
         zeros, _ = backend.quantize(x, QuantSpec("int8", axis=1, symmetric=False).resolve(2))
         backend.block_matmul(zeros, zeros)
+        spec = QuantSpec("fp8_e4m3", axis=1, tile=(1, 128), scale_dtype="float16")
+        narrow, _ = backend.quantize(x, spec.resolve(2))
+        gemm.matmul(narrow, narrow, xp)
         rows, _ = backend.quantize(x, QuantSpec("mxfp4", axis=1).resolve(2))
         half = shape[0] // 2
         offsets = grouped.offsets_of(xp.asarray([half - 5, shape[0] - half + 5]), xp)
         grouped.matmul(rows, rows, offsets, xp)
         for name in ("mxfp8_e4m3", "mxfp4"):
             gemm.matmul(rows, rows, xp, out_dtype=QuantSpec(name, axis=1))
-        count += 5
+        count += 6
     x = xp.asarray(rng.standard_normal((4300, 640)).astype("float32"))  # several tiles a block
     for spec in (QuantSpec("mxfp4", axis=1), QuantSpec("nvfp4", axis=1)):
         w, _ = backend.quantize(x, spec.resolve(2))

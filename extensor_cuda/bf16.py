@@ -36,11 +36,11 @@ from extensor_cuda.expansion import (
     multiply,
 )
 from extensor_cuda.kernels import hopper
+from extensor_cuda.kernels.block_scales import Stored, block_scales
 from extensor_cuda.kernels.gemm import (
     STAGE_OF_BF16,
     TILE_M,
     Packed,
-    block_scales,
     configure,
     empty_rows,
     gemm,
@@ -77,7 +77,8 @@ def float_scales(q: QuantArray, xp: Any) -> tuple[Array | None, Array | None]:
     """Factors of rows or of the tensor, and those of groups as the GEMM reads them."""
     group, (each, _) = every(q), tile_extent(q.spec, q.shape)
     if group:
-        return None, block_scales(q.scales.T, each, xp, max(STAGE_OF_BF16 // group, 1))
+        stored = Stored(q.scales.T, q.scales.shape[1], min(each, q.shape[0]))
+        return None, block_scales([stored], xp, max(STAGE_OF_BF16 // group, 1))[0]
     if not is_float_scaled(q.spec):
         return q.tensor_scale, None
     factor = q.scales[:, 0].astype(np.float32)

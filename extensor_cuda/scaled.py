@@ -24,11 +24,11 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.expansion import Expansion
+from extensor_cuda.kernels.block_scales import Stored, block_scales
 from extensor_cuda.kernels.gemm import (
     LINES,
     MOST_TERMS,
     Zeros,
-    block_scales,
     configure,
     empty_rows,
     gemm,
@@ -50,7 +50,7 @@ class Side:
     Attributes:
         kind: element type of the codes: "e4m3", "e5m2" or "s8".
         codes: (rows, K), rows a multiple of 16 bytes apart.
-        scales: float32 (blocks along K, rows or fewer).
+        scales: float32 or float16 (blocks along K, rows or fewer), of any strides.
         each: rows that share a scale.
         zeros: zero points, int32 (rows,), or None.
     """
@@ -67,10 +67,11 @@ class Side:
         return bool(self.scales.shape[0] == 1)
 
     def factor(self) -> Array:
-        """One scale for each row, or one for all."""
-        if self.scales.size == 1 or self.each == 1:
-            return self.scales[0]
-        return self.scales[0].repeat(self.each)[: len(self.codes)]
+        """One scale for each row, or one for all; float32, side by side."""
+        scales = self.scales[0].astype(np.float32, order="C", copy=False)
+        if scales.size == 1 or self.each == 1:
+            return scales
+        return scales.repeat(self.each)[: len(self.codes)]
 
 
 def reason(a: QuantArray, b: QuantArray) -> str | None:
@@ -125,11 +126,10 @@ def pitched(codes: Array, xp: Any) -> Array:
 def _side(q: QuantArray, xp: Any) -> Side:
     rows, k = q.shape
     each, _ = tile_extent(q.spec, q.shape)
-    scales = q.scales.astype(np.float32, copy=False).T
     zeros = None
     if q.zero_points is not None:
         zeros = q.zero_points[:, 0].astype(np.int32).repeat(each)[:rows]
-    return Side(_kind(q), pitched(q.codes[:, :k], xp), scales, each, zeros)
+    return Side(_kind(q), pitched(q.codes[:, :k], xp), q.scales.T, each, zeros)
 
 
 def _zeros(a: Side, b: Side, xp: Any) -> Zeros | None:
@@ -143,13 +143,12 @@ def _zeros(a: Side, b: Side, xp: Any) -> Zeros | None:
     return Zeros(row, row_sum - np.int32(a.codes.shape[1]) * row, column, column_sum)
 
 
-def _grid(side: Side, xp: Any) -> tuple[Array, int]:
-    """Scales of each 128 along K as the kernel reads them, and of how many rows."""
+def _grid(side: Side) -> tuple[Stored, int]:
+    """Scales of each 128 along K, for the kernel to lay out, and of how many rows."""
     rows, k = side.codes.shape
     alike = side.each % 128 == 0 or side.each >= rows
     lines = LINES if alike else 1
-    scales = xp.broadcast_to(side.scales, (-(-k // _BLOCK), side.scales.shape[1]))
-    return block_scales(scales, -(-min(side.each, rows) // lines), xp), lines
+    return Stored(side.scales, -(-k // _BLOCK), -(-min(side.each, rows) // lines)), lines
 
 
 def by_row(a: QuantArray, b: QuantArray, xp: Any) -> tuple[Expansion, Expansion]:
@@ -210,8 +209,9 @@ def multiply(
         gemm(left.codes, right.codes, out, config, bias=bias, factors=factors, zeros=zeros)
         way = "int8 tensor cores" if left.kind == "s8" else "FP8 tensor cores"
     else:
-        (rows, of_left), (columns, of_right) = _grid(left, xp), _grid(right, xp)
-        config = configure(left.kind, m, n, type_of(out), b=right.kind, scales=(of_left, of_right))
+        (of_left, row), (of_right, column) = _grid(left), _grid(right)
+        rows, columns = block_scales((of_left, of_right), xp)
+        config = configure(left.kind, m, n, type_of(out), b=right.kind, scales=(row, column))
         gemm(left.codes, right.codes, out, config, bias=bias, scales=(rows, columns))
         way = f"FP8 tensor cores, scaled every {_BLOCK}"
     return finished(out, xp), way

@@ -35,7 +35,6 @@ __all__ = [
     "Packed",
     "Split",
     "Zeros",
-    "block_scales",
     "configure",
     "configure_parts",
     "empty_rows",
@@ -46,8 +45,6 @@ __all__ = [
 
 MOST_TERMS = (1 << 17) - 1
 """K of a product of 8-bit integers: 128 * 128 * K stays below 2**31."""
-_BEYOND = 256  # scales that may be read behind a row of them: a tile's width
-_WIDEST = 64  # columns of a block that a result is quantized in, at most
 
 
 class _Epilogue(ctypes.Structure):
@@ -171,32 +168,6 @@ def _pointer(array: Any) -> int | None:
     return None if array is None else int(array.data.ptr)
 
 
-def block_scales(scales: Any, each: int, xp: Any, whole: int = 1) -> Any:
-    """Float scales of elements along K, as the kernel reads them.
-
-    Args:
-        scales: floats (blocks along K, ceil(rows / each)).
-        each: rows that share a scale; of `LINES` rows where the config says so.
-        xp: cupy.
-        whole: a multiple of so many blocks is made.
-
-    Returns:
-        float32 (blocks, pitch), readable beyond the last; what lies beyond the scales of a block is
-        0, or another block's scales where no block of a result's columns could reach there.
-    """
-    blocks, groups = scales.shape
-    rows = groups * each
-    if rows % _WIDEST or blocks % whole:
-        lines = -(-blocks // whole) * whole
-        out = xp.zeros((lines, -(-rows // 4) * 4 + _BEYOND), dtype=np.float32)
-    else:
-        room = xp.empty(blocks * rows + _BEYOND, dtype=np.float32)
-        out = room[: blocks * rows].reshape(blocks, rows)
-    to = out[:blocks, :rows].reshape(blocks, groups, each)
-    to[...] = scales[:, :, None]
-    return out
-
-
 def rows_of_parts(m: int, config: Config) -> int:
     """How many rows a part of K takes of the result of a product that is split."""
     tall = TILE_M * config.cluster
@@ -298,8 +269,9 @@ def gemm(
         factors: instead of exponents: float32 (M,) or (1,), and (N,) or (1,); the sum is multiplied
             by the row's, then by the column's.
         zeros: zero points, with 8-bit integers and factors.
-        scales: from `block_scales`, of a and of b: float32 for each 128 elements along K, with FP8;
-            of as many rows each as the config says, readable a tile beyond the last.
+        scales: from `extensor_cuda.kernels.block_scales`, of a and of b: float32 for each 128
+            elements along K, with FP8; of as many rows each as the config says, readable a tile
+            beyond the last.
             With bf16 and a config that says for how many, a's alone: float32 (whole stages of
             groups, pitch), readable a tile beyond the last.
         offsets: int32 (groups + 1,) on the device, from 0 to M and never falling: the rows from one

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from extensor_cuda.jit import Source
-from extensor_cuda.kernels import hopper
+from extensor_cuda.kernels import block_scales, hopper
 from tests.unit.cuda.emulator import Cupy, Emulator
 
 HEADER = Path(__file__).parent / "hopper.hpp"
@@ -163,7 +163,10 @@ def _map(
 
 
 def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3) -> Cupy:
-    """Make `extensor_cuda.kernels.hopper` load and launch here, on so many multiprocessors."""
+    """Make `extensor_cuda.kernels.hopper` load and launch here, on so many multiprocessors.
+
+    So does what lays scales out for the programs.
+    """
 
     def load(source: Source, kernel: str, shared: int, device: int) -> tuple[Any, None]:
         assert shared <= hopper.SHARED
@@ -198,6 +201,7 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
         ),
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(block_scales, "launch", emulator)
     monkeypatch.setattr(hopper, "capability", lambda device: "90")
     monkeypatch.setattr(hopper, "load", load)
     monkeypatch.setattr(hopper, "launch", launch)

@@ -13,11 +13,11 @@ import pytest
 
 from extensor_cuda import jit
 from extensor_cuda.kernels import gemm as placed
+from extensor_cuda.kernels.block_scales import Stored, block_scales
 from extensor_cuda.kernels.gemm import (
     LINES,
     Config,
     Flags,
-    block_scales,
     empty_rows,
     gemm,
     gemm_source,
@@ -243,10 +243,11 @@ def test_scales_of_128_along_k_multiply_exact_sums(
         out = empty_rows(hopper, m, n, np.float32)
         out[...] = np.nan
         lines = LINES if each[0] > 1 else 1, LINES if each[1] > 1 else 1
-        made = [
-            block_scales(hopper.asarray(s).T, of // line, hopper)
+        stored = [
+            Stored(hopper.asarray(s).T, blocks, of // line)
             for s, of, line in zip(scales, each, lines, strict=True)
         ]
+        made = block_scales(stored, hopper)
         turns = tile == 192
         config = Config("e4m3", "e4m3", tile, 1, patches=2, blocks=lines, turns=turns)
         gemm(a, b, out, config, scales=(made[0], made[1]))

@@ -230,6 +230,7 @@ FLOAT_SCALED = (
     QuantSpec("fp8_e5m2", tile="channel"),
     QuantSpec("fp8_e4m3", tile=(1, 128)),
     QuantSpec("fp8_e4m3", tile=(128, 128)),
+    QuantSpec("fp8_e4m3", tile=(1000, 64)),  # more rows than there are
 )
 
 

@@ -46,6 +46,7 @@ PAIRS = (
     (SMALL, SQUARE),
     (SMALL, SMALL),
     (SMALL, ROWS),
+    (SMALL.replace(scale_dtype="float16"), SQUARE),
     (E4M3.replace(tile=(64, 4096)), E4M3),
     (INT8, INT8),
     (INT8, INT8.replace(tile="tensor")),
@@ -116,6 +117,23 @@ def test_products_are_within_the_bound(
             bound = bound * 2 + 2.0**-8 * np.abs(want)
         error = np.abs(done.out.get().astype(np.float64) - want)
         assert (error <= bound + k * 2.0**-126).all(), (dtype, error.max())
+
+
+@pytest.mark.parametrize("spec", [SMALL, SQUARE], ids=name)
+@pytest.mark.parametrize("k", [128, 256])
+def test_parts_of_a_matrix_are_products_too(xp: Any, spec: QuantSpec, k: int) -> None:
+    """Codes and scales that are views: of one block along K, and of several."""
+    a = made(np.random.default_rng(k), (150, 512), spec)
+
+    def part(q: QuantArray) -> QuantArray:
+        codes, scales = q.codes[:, 128 : 128 + k], q.scales[:, 1 : 1 + k // 128]
+        return replace(q, codes=codes, scales=scales, shape=(150, k))
+
+    done = gemm.matmul(part(sent(a, xp)), part(sent(a, xp)), xp)
+    assert isinstance(done, gemm.Product)
+    v = exact(part(a))
+    bound = 128 * 34 / 32 * 2.0**-13 + (k / 128 + 3) * 2.0**-24
+    assert (np.abs(done.out.get() - v @ v.T) <= bound * (np.abs(v) @ np.abs(v).T)).all()
 
 
 def test_nan_rows_stay_nan_and_touch_no_other(xp: Any) -> None:
