@@ -8,7 +8,6 @@ bfloat16 holds all values, with the bits of the weights expanded beforehand (`ex
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,13 +17,20 @@ import numpy as np
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.bf16 import every, float_scales, is_float_scaled
 from extensor_cuda.expansion import aligned
-from extensor_cuda.kernels.gemm import STAGE_OF_BF16, Config, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm import STAGE_OF_BF16, TILE_M, Config, empty_rows, gemm
 
-__all__ = ["decodable", "multiply"]
+__all__ = ["multiply", "taken"]
 
 Array = Any
 
+_TILES, _GROUP_TILES = (64, 96, 128, 160, 192, 224, 256), (64, 96, 128, 160)
+"""Columns of a tile, fewer where the sums of groups want registers, too."""
+_BESIDE = 200
+"""Columns in whose products' time a stage is decoded, on an H200: of E2M1 200 to 260, INT4 120."""
+_MANY = 2048
+"""Rows from which on weights under scales of groups are quicker expanded first."""
 _FOLDS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
+_PROCESSORS = 132
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
@@ -33,12 +39,17 @@ def _beside(w: QuantArray) -> Array | None:
     return w.zero_points if is_float_scaled(w.spec) else w.scales
 
 
-def decodable(w: QuantArray) -> bool:
-    """Whether the kernel has such weights, of which `extensor_cuda.bf16` has a product at all."""
-    (lines, k), (tall, length) = w.shape, tile_extent(w.spec, w.shape)
+def taken(w: QuantArray, rows: int) -> bool:
+    """Whether weights, of which `extensor_cuda.bf16` has a product at all, are decoded.
+
+    Args:
+        w: (N, K), blocked along K.
+        rows: of bfloat16 activations.
+    """
+    (lines, k), (tall, length), group = w.shape, tile_extent(w.spec, w.shape), every(w)
     if w.spec.row.element.bits != 4 or k % (2 * STAGE_OF_BF16) or w.codes.nbytes != lines * k // 2:
         return False
-    if 0 < every(w) < STAGE_OF_BF16:
+    if group and (group < STAGE_OF_BF16 or rows >= _MANY):
         return False
     if (beside := _beside(w)) is None:
         return True
@@ -64,9 +75,23 @@ def _config(w: QuantArray, rows: int, dtype: str) -> Config:
         "ROW_ZERO": int(beside is not None and of_row),
         "FOLDS": int(is_float_scaled(w.spec) or _folds(w)),
     }
-    config = configure("bf16", w.shape[0], rows, dtype, every=every(w))
-    decodes = tuple((name, str(value)) for name, value in macros.items())
-    return replace(config, c_down=True, turns=False, decodes=decodes)
+
+    def cost(tile: int) -> int:
+        tiles = -(-w.shape[0] // TILE_M) * -(-rows // tile)
+        return -(-tiles // _PROCESSORS) * (tile + _BESIDE)
+
+    group = every(w)
+    return Config(
+        "bf16",
+        "bf16",
+        min(_GROUP_TILES if group else _TILES, key=cost),
+        promote=max(group // STAGE_OF_BF16, 1) if group else 0,
+        out=dtype,
+        patches=2,
+        every=group,
+        c_down=True,
+        decodes=tuple((name, str(value)) for name, value in macros.items()),
+    )
 
 
 def multiply(x: Array, w: QuantArray, dtype: str, xp: Any) -> Array:
@@ -76,7 +101,7 @@ def multiply(x: Array, w: QuantArray, dtype: str, xp: Any) -> Array:
 
     Args:
         x: uint16 (M, K), bfloat16, rows a multiple of 16 bytes apart.
-        w: (N, K), blocked along K, which is `decodable`.
+        w: (N, K), blocked along K, of which it is `taken`.
         dtype: of the result.
         xp: cupy.
     """

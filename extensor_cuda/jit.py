@@ -158,7 +158,7 @@ def _function(source: Source, kernel: str, device: int, shared: int) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _early(blocks: int, threads: int, shared: int, stream: int) -> Any:
+def early_config(blocks: int, threads: int, shared: int, stream: int) -> Any:
     """The driver's description of a launch that starts before the stream's last kernel is done."""
     from cuda.bindings import driver
 
@@ -214,7 +214,7 @@ def launch(
     values = (ctypes.c_uint64 * len(slots))(*slots)
     first = ctypes.addressof(values)
     addresses = (ctypes.c_uint64 * len(slots))(*range(first, first + 8 * len(slots), 8))
-    config = _early(blocks, threads, shared, stream)
+    config = early_config(blocks, threads, shared, stream)
     (error,) = driver.cuLaunchKernelEx(config, function.ptr, ctypes.addressof(addresses), 0)
     if int(error):
         raise RuntimeError(f"cuLaunchKernelEx of {kernel} failed: {error.name}")

@@ -1,14 +1,17 @@
-"""Products of activations with packed weights: few rows decode on the way, many expand first.
+"""Products of activations with packed weights: decoded on the way, or expanded first.
 
-Up to 64 tokens: `extensor_cuda.decode`, which reads the packed weights once. Beyond, on Hopper, the
-weights are expanded to bfloat16, exactly, and multiplied by the GEMM: values of MX and NVFP4, codes
-of INT4, INT8 and FP8 less their zero points. Float scales stay apart, since their products with
+Up to 64 tokens: `extensor_cuda.decode`, which reads the packed weights once. Beyond, on Hopper,
+weights of 4 bits are decoded by the warps of the GEMM that multiply (`extensor_cuda.decoded`);
+others are expanded to bfloat16, exactly, and multiplied by it (`extensor_cuda.bf16`), as are those
+under float scales of groups for many rows: values of MX and NVFP4, codes of INT4, INT8 and FP8 less
+their zero points. Float scales stay apart, since their products with
 codes take more bits than bfloat16 has: one for all of K multiplies the finished sum, those of
 groups along K multiply each group's sum as it is added to float32 registers. float32 activations
 are three bfloat16 matrices, one below the other, whose products are added, so that nothing but
 sums is rounded: with S = sum |x| |w| over K and n groups of float scales (0 without), the result is
 off by up to (K 2**-22 + n 2**-24 + 2**-20) S plus what underflows: where scales are floats, 2**-126
-a group times its scale.
+a group times its scale; of weights that are decoded, up to 2**-123 of x a term under E8M0 scales
+below 2**-117.
 """
 
 from __future__ import annotations
@@ -31,8 +34,6 @@ __all__ = ["product", "reason"]
 Array = Any
 
 _OUT = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-_DECODED = 1 << 30
-"""Rows of bfloat16 below which weights of 4 bits are decoded by the warps that multiply."""
 DECODED = "tensor cores, weights decoded on the way"
 EXPANDED = "bf16 tensor cores, weights expanded"
 
@@ -86,7 +87,7 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, st
     single = x.dtype.name == "bfloat16"
     bits = pitched(x.view(np.uint16), xp) if single else dense.thirds(x, xp)
     dtype, way = out_dtype if single else "float32", EXPANDED
-    if len(bits) < _DECODED and decoded.decodable(w):
+    if decoded.taken(w, len(bits)):
         out, way = decoded.multiply(bits, w, dtype, xp), DECODED
     else:
         expanded = multiply_packed(Expansion(bits, "bf16"), w, dtype, xp)

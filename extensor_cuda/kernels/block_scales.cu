@@ -11,6 +11,7 @@ typedef unsigned int u32;
 typedef long long i64;
 
 #include "half.cuh"
+#include "following.cuh"
 
 constexpr u32 kTile = 32, kEach = 4, kParts = kTile / kEach, kThreads = kTile * kParts;
 
@@ -48,6 +49,7 @@ block_scales(const void* from0, float* to0, i64 along0, i64 across0, u32 half0, 
              u32 lines0, u32 pitch0, const void* from1, float* to1, i64 along1, i64 across1, u32 half1, u32 blocks1,
              u32 groups1, u32 each1, u32 lines1, u32 pitch1, u32 tiles) {
     __shared__ float turned[kTile][kTile + 1];
+    let_next_start();  // the product, which awaits the end of this
     const bool first = blockIdx.x < tiles;
     const Side s = first ? Side{from0, to0, along0, across0, half0, blocks0, groups0, each0, lines0, pitch0}
                          : Side{from1, to1, along1, across1, half1, blocks1, groups1, each1, lines1, pitch1};

@@ -7,6 +7,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+#include "following.cuh"
+
 #ifdef __CUDA_ARCH__
 // So many bytes to shared memory, zeros unless they are `there`; done once `arrived` says so. A warp takes
 // 64 bytes of each of 16 rows: the cache is asked to fetch the next ones too, which memory gives faster.
@@ -24,11 +26,6 @@ __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_gro
 // All but the newest groups of copies of this thread have arrived.
 template <int kNewest>
 __device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory"); }
-#if __CUDA_ARCH__ >= 900
-// The stream's next kernel may start, and wait for this one; this one waits for the last.
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void await_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-#endif
 
 // d += a b with a (16, 16) and b (16, 8) of bfloat16 pairs, float32 sums.
 __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {

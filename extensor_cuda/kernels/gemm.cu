@@ -117,6 +117,7 @@ typedef float Sum;
 //WGMMA//
 
 #include "hopper.cuh"
+#include "following.cuh"
 
 // ---- tiles ----
 
@@ -180,7 +181,7 @@ __device__ __forceinline__ void give_turn(int warpgroup) {
 #if DECODES
 #include "gemm_decodes.cuh"
 #else
-constexpr float kLift = 1.0f;
+constexpr float kDecodedLift = 1.0f;
 #endif
 
 #include "gemm_epilogue.cuh"
@@ -192,6 +193,7 @@ constexpr float kLift = 1.0f;
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(384, 1)
 gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
      const __grid_constant__ TensorMap c_map, const __grid_constant__ Epilogue e) {
+    if (BLOCKS) await_last();  // before anything that it may have written is read
     if (e.flag_wanted >= 0) {
         const u32 flag = (e.row_flag ? *e.row_flag : 0) | (e.column_flag ? *e.column_flag : 0);
         if ((flag != 0) != (e.flag_wanted != 0)) return;
@@ -321,7 +323,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
         if (!VECTORS) {
             int exponent = (e.row_exponent ? *e.row_exponent : 0) + (e.column_exponent ? *e.column_exponent : 0);
             exponent = min(max(exponent, -252), 254);
-            factors.first = power_of_two(exponent >> 1) * kLift;
+            factors.first = power_of_two(exponent >> 1) * kDecodedLift;
             factors.second = power_of_two(exponent - (exponent >> 1));
         }
 #if TURNS
@@ -406,7 +408,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #endif
             const int first = ROWS_BEFORE + row + warp % 4 * 16;
 #if VECTORS
-            await_tables();
+            await_tables(warpgroup);
             factors.table = table;
             if (VECTORS == 2 || are_near(table, lane))
                 write_rows<true>(TOTAL, e, &c_map, factors, first, end_of_rows, column, group, patch, mine, turn, lane);

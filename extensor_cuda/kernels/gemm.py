@@ -371,7 +371,8 @@ def gemm(
         epilogue.parts, epilogue.stages_of_part = split.parts, split.stages
         tiles *= split.parts
     grid = min((blocks or hopper.multiprocessors(device)) // config.cluster, tiles) * config.cluster
-    hopper.launch(function, grid, THREADS, config.shared, maps, epilogue)
+    early = bool(config.blocks)  # behind the launch that lays the scales out
+    hopper.launch(function, grid, THREADS, config.shared, maps, epilogue, early=early)
 
 
 def _with(

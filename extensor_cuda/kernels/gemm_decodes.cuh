@@ -112,7 +112,7 @@ struct Stage {
 };
 }  // namespace decoding
 
-constexpr float kLift = IS_FLOAT ? 256.0f : 64.0f;  // what is multiplied is that part of what it means
+constexpr float kDecodedLift = IS_FLOAT ? 256.0f : 64.0f;  // what is multiplied is that part of what it means
 
 // The sums of a tile, in `total`, which is `part` if nothing is promoted; of an even number of stages. A warp may not
 // issue a product with registers until the one before is nearly done, so that each is decoded for while the one before

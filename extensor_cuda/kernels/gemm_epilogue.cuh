@@ -76,12 +76,12 @@ __device__ __forceinline__ void fetch_tables(int* table, const Epilogue& e, int 
 #endif
 }
 
-__device__ __forceinline__ void await_warpgroup() {
-    asm volatile("bar.sync %0, 128;" ::"r"(threadIdx.x / 128 + 1) : "memory");
+__device__ __forceinline__ void await_warpgroup(int warpgroup) {
+    asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
-__device__ __forceinline__ void await_tables() {
+__device__ __forceinline__ void await_tables(int warpgroup) {
     asm volatile("cp.async.wait_all;" ::: "memory");
-    await_warpgroup();
+    await_warpgroup(warpgroup);
 }
 
 // A box of 16 rows of 128 bytes to C.
@@ -118,7 +118,9 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
                                            int end_of_rows, int column0, int group, u8* patches,
                                            u32 handed, u32& turn, int lane) {
     const int row = lane / 4, pair = lane % 4;
+#if C_DOWN
     const int of_group = threadIdx.x / 32 % 4 * 16;  // the first of the warp's rows, of the warpgroup's
+#endif
     const int* columns = factors.table + 64;
     int row_exponent[2];
     float row_factor[2];
@@ -127,9 +129,9 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #endif
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int at = of_group + row + 8 * h;
+        const int at = threadIdx.x / 32 % 4 * 16 + row + 8 * h;
         row_exponent[h] = VECTORS ? factors.table[at] : 0;
-        row_factor[h] = VECTORS == 2 ? __int_as_float(row_exponent[h]) * kLift
+        row_factor[h] = VECTORS == 2 ? __int_as_float(row_exponent[h]) * kDecodedLift
                         : VECTORS    ? power_of_two(kNear ? row_exponent[h] : 0)
                                      : factors.first;
 #if ZEROS
@@ -147,7 +149,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #else
         if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPatches - 1) : "memory");
 #if C_DOWN
-        await_warpgroup();
+        await_warpgroup(threadIdx.x / 128);
 #else
         __syncwarp();
 #endif
@@ -187,10 +189,8 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
                     v[2 * h + c] = y;
                 }
             }
-#if OUT_BF16
-            const u32 packed[2] = {rounded_pair(v[1], v[0]), rounded_pair(v[3], v[2])};
-#endif
 #if C_DOWN && OUT_BF16
+            const u32 packed[2] = {rounded_pair(v[1], v[0]), rounded_pair(v[3], v[2])};
             put_down(patch, 8 * j, of_group, packed, lane);
 #elif C_DOWN
 #pragma unroll
@@ -201,7 +201,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
             for (int h = 0; h < 2; ++h) {
                 const int r = row + 8 * h;
 #if OUT_BF16
-                *reinterpret_cast<u32*>(patch + place(r, j) + 4 * pair) = packed[h];
+                *reinterpret_cast<u32*>(patch + place(r, j) + 4 * pair) = rounded_pair(v[2 * h + 1], v[2 * h]);
 #else
                 *reinterpret_cast<float2*>(patch + place(r, 2 * j + pair / 2) + 8 * (pair % 2)) =
                     float2{v[2 * h], v[2 * h + 1]};
@@ -214,7 +214,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #else
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #if C_DOWN
-        await_warpgroup();  // then each warp stores 16 of the patch's rows of 128 bytes
+        await_warpgroup(threadIdx.x / 128);  // then each warp stores 16 of the patch's rows of 128 bytes
         const int line = of_group % kPatchColumns, first = row0 - of_group + of_group / kPatchColumns * kPatchColumns;
         if (lane == 0) {
             if (first < end_of_rows && column0 + start + line < e.columns)

@@ -152,11 +152,12 @@ def launch(
     maps: Sequence[bytes],
     structure: ctypes.Structure,
     together: bool = False,
+    early: bool = False,
 ) -> None:
     """Run a kernel of tensor maps and one structure on cupy's current stream; does not wait.
 
     With `together` all its blocks run at a time, whatever else runs, so that they may wait for each
-    other; an error if there is not room for them.
+    other; an error if there is not room for them. `early` is that of `extensor_cuda.jit.launch`.
     """
     import cupy
 
@@ -168,9 +169,12 @@ def launch(
     given, bindings = ctypes.addressof(parameters), driver()
     if together:
         result = bindings.cuLaunchCooperativeKernel(function, *sizes, stream, given)
+    elif early and not cupy.cuda.runtime.streamIsCapturing(stream):
+        config = jit.early_config(grid, threads, shared, stream)
+        result = bindings.cuLaunchKernelEx(config, function, given, 0)
     else:
         result = bindings.cuLaunchKernel(function, *sizes, stream, given, 0)
-    check(result, "cuLaunchCooperativeKernel" if together else "cuLaunchKernel")
+    check(result, "cuLaunchCooperativeKernel" if together else "cuLaunchKernel or its Ex")
 
 
 def wgmma(

@@ -32,8 +32,10 @@ STATEMENTS = {
     "cp.async.ca.shared.global": "std::memcpy(table + i, from + at, 4);",
     "cp.async.cg.shared.global [": "copy_ahead<16>(to, from, inside);",
     '"cp.async.wait_all;"': ";",
-    "bar.sync %0, 128;": "named_barrier(threadIdx.x / 128 + 1, 128);",
+    "bar.sync %0, 128;": "named_barrier(warpgroup + 1, 128);",
     "stmatrix": "(void)to, put_transposed(patch, column, row / 8, pairs, lane, place);",
+    '"=r"(pair) : "f"(high)': "pair = rounded_pair(high, low);",
+    '"=r"(pairs[i]) : "f"(high)': "pairs[i] = rounded_pair(high, low);",
     "lop3.b32": "d = (a & mask) | (b & ~mask);",
     "ex2.approx": "y = std::exp2(x);",
     "cvt.f32.f16": "v = of_float16(raw & 0xFFFF);",
@@ -181,6 +183,7 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
         maps: list[bytes],
         structure: Any,
         together: bool = False,
+        early: bool = False,
     ) -> None:
         emulator, program, name = function
         buffers = [ctypes.create_string_buffer(text, 128) for text in maps]

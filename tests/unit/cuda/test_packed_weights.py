@@ -170,21 +170,20 @@ def test_weights_are_expanded_beside_the_products(
     assert len(readies) == 4 and all(0 < ready < n for ready in readies)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        QuantSpec("mxfp4"),
-        QuantSpec("mxfp4", tile=(1, 16)),
-        QuantSpec("mxfp4", tile=(1, 128)),
-        QuantSpec("nvfp4"),
-        INT4.replace(tile=(1, 64)),
-        INT4.replace(tile=(1, 64), symmetric=False),
-        INT4.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"),
-        INT4.replace(tile="channel"),
-        INT4.replace(tile="channel", symmetric=False),
-    ],
-    ids=name,
+DECODED_SPECS = (
+    QuantSpec("mxfp4"),
+    QuantSpec("mxfp4", tile=(1, 16)),
+    QuantSpec("mxfp4", tile=(1, 128)),
+    QuantSpec("nvfp4"),
+    INT4.replace(tile=(1, 64)),
+    INT4.replace(tile=(1, 64), symmetric=False),
+    INT4.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"),
+    INT4.replace(tile="channel"),
+    INT4.replace(tile="channel", symmetric=False),
 )
+
+
+@pytest.mark.parametrize("spec", DECODED_SPECS, ids=name)
 def test_weights_are_decoded_by_the_warps_that_multiply(
     many: Any, spec: QuantSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,16 +197,18 @@ def test_weights_are_decoded_by_the_warps_that_multiply(
         if (beside := decoded._beside(w)) is not None:
             of_row = w.spec.tile == "channel" or (not spec.symmetric and beside.shape[1] == 1)
             whole = of_row or beside.shape[1] % 4 == 0
-            assert decoded.decodable(w) is whole
+            assert decoded.taken(w, m) is whole
             if not whole:  # words of four scales or zero points
                 continue
         if i == 1 and not spec.row.tensor_scale and spec.is_mx:
             w.scales[:] = np.random.default_rng(0).choice([9, 100, 136, 137, 200], w.scales.shape)
         done, stored = [], sent(w, many)
-        for most in (1 << 30, 0, 0):  # what is not known to fit is expanded first
-            monkeypatch.setattr(packed, "_DECODED", most)
-            made = packed.product(many.asarray(x), stored, out, many)
-            assert not isinstance(made, str) and made[1] == (DECODED, EXPANDED)[most == 0]
+        for way in (DECODED, EXPANDED, EXPANDED):  # what is not known to fit is expanded first
+            with monkeypatch.context() as patch:
+                if way == EXPANDED:
+                    patch.setattr(decoded, "taken", lambda w, rows: False)
+                made = packed.product(many.asarray(x), stored, out, many)
+            assert not isinstance(made, str) and made[1] == way
             done.append(made[0].get().astype(np.float64))
         a, b = x.astype(np.float64), exact(w)
         want, size = a @ b.T, np.abs(a) @ np.abs(b).T
@@ -241,7 +242,7 @@ def test_many_rows_leave_float_scales_apart(many: Any, spec: QuantSpec) -> None:
         x, w = activations((m, k), dtype), weights(spec, (n, k), i)
         assert packed.reason(x, w, "90") is None
         done = packed.product(many.asarray(x), sent(w, many), out, many)
-        way = DECODED if decoded.decodable(w) else EXPANDED
+        way = DECODED if decoded.taken(w, m) else EXPANDED
         assert not isinstance(done, str) and done[1] == way
         a, b = x.astype(np.float64), exact(w)
         want, size = a @ b.T, np.abs(a) @ np.abs(b).T
@@ -298,6 +299,23 @@ def test_no_product_that_expands_spills(spec: QuantSpec) -> None:
     factors = spec.format != "mxfp4" and spec.format != "mxfp8_e4m3" and not every
     config = replace(config, c_down=True, factors=factors)
     check_compiles(gemm_source(replace(config, expands=bf16._source(w).macros)), "sm_90a")
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("spec", DECODED_SPECS, ids=name)
+@pytest.mark.parametrize("out", ["bfloat16", "float32"])
+def test_no_product_that_decodes_spills(
+    spec: QuantSpec, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = weights(spec, (64, 1024))
+    group = bf16.every(w)
+    for tile in decoded._GROUP_TILES if group else decoded._TILES:
+        monkeypatch.setattr(decoded, "_GROUP_TILES" if group else "_TILES", (tile,))
+        for folds in (True, False)[: 2 if spec.is_mx else 1]:
+            monkeypatch.setitem(decoded._FOLDS, w, folds)
+            config = decoded._config(w, 256, out)
+            factors = spec.row.tensor_scale or spec.tile == "channel"
+            check_compiles(gemm_source(replace(config, factors=factors)), "sm_90a")
 
 
 @pytest.mark.usefixtures("nvrtc")
