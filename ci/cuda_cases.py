@@ -220,8 +220,10 @@ def weights(rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None) -
 
     name, xp = WEIGHTS[rng.integers(len(WEIGHTS))], backend.xp
     m, n, k = int(rng.choice([1, size(rng, 30), size(rng)])), size(rng), size(rng, 1500)
-    if rng.integers(2):  # programs for few tokens take such, whose warps have several tiles then
-        m, k = min(m, 64), 128 * (k // 128 + 1)
+    if rng.integers(
+        2
+    ):  # programs that decode take such; of few tokens, whose warps have more tiles
+        m, k = min(m, 64) if rng.integers(2) else m, 128 * (k // 128 + 1)
         n = int(rng.integers(16, 20_000)) if rng.integers(2) else n
     m, n, k = shape or (m, n, k)
     options: dict[str, Any] = {}

@@ -187,7 +187,9 @@ def stored_products(backend: Any, rng: Any) -> int:
                 count += 1
         near, _ = backend.quantize(x, QuantSpec("mxfp8_e4m3", axis=1).resolve(2))
         gemm.matmul(near, near, xp, accumulate="near")
-        for spec in (QuantSpec("mxfp4"), QuantSpec("nvfp4"), QuantSpec("int4", symmetric=False)):
+        pointed = QuantSpec("int4", symmetric=False)
+        grouped_by = [pointed.replace(tile=tile) for tile in ((1, 64), "channel")]
+        for spec in (QuantSpec("mxfp4"), QuantSpec("nvfp4"), pointed, *grouped_by):
             w, _ = backend.quantize(x, spec.replace(axis=1).resolve(2))
             for rows, dtype in ((1, "float32"), (20, "float32"), (60, "bfloat16"), (80, "float32")):
                 weights.product(

@@ -31,7 +31,7 @@ from ci.bench.contest import write_gpu
 from ci.bench.cuda_gemm import Call, measure
 from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import dense, grouped, near, operands, scaling, weights
+from extensor_cuda import decoded, dense, grouped, near, operands, scaling, weights
 from extensor_cuda import gemm as blocked
 from extensor_cuda import scaled as scaled_products
 from extensor_cuda.bf16 import as_bf16
@@ -43,7 +43,7 @@ from extensor_cuda.kernels.requantize import requantized
 CACHE = 64 << 20  # bytes that no cache holds
 TOKENS = (1, 4, 16, 32, 64)
 LAYERS = ((8192, 8192), (28672, 8192))  # N, K
-MANY = (2048, 8192)
+MANY = (128, 512, 2048, 8192)
 FORMATS = ("mxfp4", "nvfp4", "int4", "int8")
 
 Rows = Iterator[dict[str, Any]]
@@ -333,7 +333,7 @@ def _contests(
             if weights.reason(view, stored[0], "90") is None:
                 nbytes[name] = stored[0].nbytes
                 calls[name] = partial(_packed, view, stored, xp)
-                if m > TOKENS[-1]:
+                if m > TOKENS[-1] and not decoded.taken(stored[0], m):
                     calls[f"{name}, expanded alone"] = partial(_expanding, stored, xp)
         if m > TOKENS[-1]:
             sides = dense.Dense(view.view(np.uint16)), dense.Dense(ours(w[0], xp).view(np.uint16))
