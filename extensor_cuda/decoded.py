@@ -8,6 +8,7 @@ bfloat16 holds all values, with the bits of the weights expanded beforehand (`ex
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,9 +16,18 @@ import ml_dtypes
 import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
+from extensor_cuda import dense
 from extensor_cuda.bf16 import every, float_scales, is_float_scaled
 from extensor_cuda.expansion import aligned
-from extensor_cuda.kernels.gemm import STAGE_OF_BF16, TILE_M, Config, empty_rows, gemm
+from extensor_cuda.kernels.gemm import (
+    STAGE_OF_BF16,
+    TILE_M,
+    Config,
+    Split,
+    empty_rows,
+    gemm,
+    rows_of_parts,
+)
 
 __all__ = ["multiply", "taken"]
 
@@ -25,8 +35,12 @@ Array = Any
 
 _TILES, _GROUP_TILES = (64, 96, 128, 160, 192, 224, 256), (64, 96, 128, 160)
 """Columns of a tile, fewer where the sums of groups want registers, too."""
-_BESIDE = 200
-"""Columns in whose products' time a stage is decoded, on an H200: of E2M1 200 to 260, INT4 120."""
+_BESIDE, _COLUMN = 200, 0.0015
+"""Columns in whose products' time a stage is decoded, on an H200: of E2M1 200 to 260, INT4 120.
+
+And the us of a column's."""
+_MOST_PARTS, _BYTES = 8, 3.5e6
+"""Parts of K, at most; bytes of them that are moved in a us."""
 _MANY = 2048
 """Rows from which on weights under scales of groups are quicker expanded first."""
 _FOLDS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
@@ -64,7 +78,7 @@ def _folds(w: QuantArray) -> bool:
     return _FOLDS[w]
 
 
-def _config(w: QuantArray, rows: int, dtype: str) -> Config:
+def _config(w: QuantArray, rows: int, dtype: str) -> tuple[Config, Split | None]:
     beside, (_, length) = _beside(w), tile_extent(w.spec, w.shape)
     of_row = is_float_scaled(w.spec) and length >= w.shape[1]
     macros = {
@@ -76,22 +90,48 @@ def _config(w: QuantArray, rows: int, dtype: str) -> Config:
         "FOLDS": int(is_float_scaled(w.spec) or _folds(w)),
     }
 
-    def cost(tile: int) -> int:
-        tiles = -(-w.shape[0] // TILE_M) * -(-rows // tile)
-        return -(-tiles // _PROCESSORS) * (tile + _BESIDE)
-
     group = every(w)
-    return Config(
+    tile, split = cut(*w.shape, rows, group)
+    config = Config(
         "bf16",
         "bf16",
-        min(_GROUP_TILES if group else _TILES, key=cost),
+        tile,
         promote=max(group // STAGE_OF_BF16, 1) if group else 0,
-        out=dtype,
+        out="float32" if split else dtype,
         patches=2,
         every=group,
         c_down=True,
+        split=split is not None,
         decodes=tuple((name, str(value)) for name, value in macros.items()),
     )
+    return config, split
+
+
+@lru_cache(maxsize=1024)
+def cut(lines: int, k: int, rows: int, group: int) -> tuple[int, Split | None]:
+    """Columns of a tile, and parts of K: the quickest by a model of 132 multiprocessors.
+
+    So that a shape's bits are the same on every GPU.
+
+    Args:
+        lines: N.
+        k: K.
+        rows: M.
+        group: elements along K under a float scale, or 0.
+    """
+    stages, least = k // STAGE_OF_BF16, max(2, 2 * group // STAGE_OF_BF16)
+    found = []
+    for tile in _GROUP_TILES if group else _TILES:
+        tiles = -(-lines // TILE_M) * -(-rows // tile)
+        for wanted in range(1, _MOST_PARTS + 1):
+            each = -(-stages // (wanted * least)) * least
+            parts = -(-stages // each)
+            rounds = -(-tiles * parts // _PROCESSORS)
+            time = rounds * (each * (tile + _BESIDE) * _COLUMN + 2)
+            if parts > 1:  # written and read again
+                time += 4 + 8 * parts * rows * lines / _BYTES
+            found.append((time, tile, Split(parts, each) if parts > 1 else None))
+    return min(found, key=lambda way: way[0])[1:]
 
 
 def multiply(x: Array, w: QuantArray, dtype: str, xp: Any) -> Array:
@@ -105,15 +145,23 @@ def multiply(x: Array, w: QuantArray, dtype: str, xp: Any) -> Array:
         dtype: of the result.
         xp: cupy.
     """
+    config, split = _config(w, len(x), dtype)
     out = empty_rows(xp, len(x), w.shape[0], _OUT[dtype])
+    made = out
+    if split is not None:
+        shape = split.parts * rows_of_parts(len(x), config), w.shape[0]
+        made = empty_rows(xp, *shape, np.float32)
     (factor, scales), beside = float_scales(w, xp), _beside(w)
     gemm(
         aligned(w.codes, xp),
         x,
-        out,
-        _config(w, len(x), dtype),
+        made,
+        config,
         factors=None if factor is None else (factor, None),
         scales=None if scales is None else (scales, None),
+        split=split,
         beside=None if beside is None else aligned(beside, xp),
     )
+    if split is not None:
+        dense.add_parts(made, split, out, None, xp)
     return xp.ascontiguousarray(out)

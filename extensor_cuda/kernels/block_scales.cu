@@ -50,6 +50,7 @@ block_scales(const void* from0, float* to0, i64 along0, i64 across0, u32 half0, 
              u32 groups1, u32 each1, u32 lines1, u32 pitch1, u32 tiles) {
     __shared__ float turned[kTile][kTile + 1];
     let_next_start();  // the product, which awaits the end of this
+    await_last();      // which may have made the scales
     const bool first = blockIdx.x < tiles;
     const Side s = first ? Side{from0, to0, along0, across0, half0, blocks0, groups0, each0, lines0, pitch0}
                          : Side{from1, to1, along1, across1, half1, blocks1, groups1, each1, lines1, pitch1};

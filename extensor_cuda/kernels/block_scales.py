@@ -83,5 +83,5 @@ def block_scales(sides: Sequence[Stored], xp: Any, whole: int = 1) -> list[Array
         arguments.append(_arguments(side, out))
     # A side alone is told twice, and its blocks are all there are.
     parts = *arguments[0], *arguments[-1], np.uint32(tiles[0])
-    launch(source(), "block_scales", sum(tiles), _THREADS, *parts)
+    launch(source(), "block_scales", sum(tiles), _THREADS, *parts, early=True)
     return made

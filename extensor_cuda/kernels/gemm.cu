@@ -236,7 +236,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
     const int tiles = tall * wide, step = gridDim.x / kCluster;
     constexpr int start = 0, group = 0;
 #if SPLIT
-    const int all_tiles = tiles * e.parts, end_of_rows = tall * kCluster * kTileM * e.parts;
+    const int all_tiles = tiles * e.parts, end_of_rows = C_DOWN ? e.rows : tall * kCluster * kTileM * e.parts;
 #define TILES index < all_tiles
 #define TILE tile_of(index % tiles, tall, wide)
 #else
@@ -248,11 +248,18 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #if SPLIT
 #define FIRST_STAGE (index / tiles * e.stages_of_part)
 #define END_STAGE min((index / tiles + 1) * e.stages_of_part, e.stages_of_k)
-#define ROWS_BEFORE (index / tiles * tall * kCluster * kTileM)  // of the parts before
+#if C_DOWN  // of the parts before
+#define ROWS_BEFORE 0
+#define COLUMNS_BEFORE (index / tiles * wide * kTileN)
+#else
+#define ROWS_BEFORE (index / tiles * tall * kCluster * kTileM)
+#define COLUMNS_BEFORE 0
+#endif
 #else
 #define FIRST_STAGE 0
 #define END_STAGE e.stages_of_k
 #define ROWS_BEFORE 0
+#define COLUMNS_BEFORE 0
 #endif
     int stage = 0;
     u32 parity = 0;
@@ -353,7 +360,7 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
             const int& stages = e.stages_of_k;
 #endif
 #if DECODES
-            multiply_decoded(TOTAL, part, e, memory, scales, full, empty, row, stages, stage, parity);
+            multiply_decoded(TOTAL, part, e, memory, scales, full, empty, row, FIRST_STAGE, stages, stage, parity);
 #else
             for (int k = 0; k < stages;) {
                 const int end = PROMOTE == 1 ? k + 1 : PROMOTE ? min(k + PROMOTE, stages) : stages;
@@ -406,18 +413,18 @@ gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap 
 #endif
             }
 #endif
-            const int first = ROWS_BEFORE + row + warp % 4 * 16;
+            const int first = ROWS_BEFORE + row + warp % 4 * 16, first_column = COLUMNS_BEFORE + column;
 #if VECTORS
             await_tables(warpgroup);
             factors.table = table;
             if (VECTORS == 2 || are_near(table, lane))
-                write_rows<true>(TOTAL, e, &c_map, factors, first, end_of_rows, column, group, patch, mine, turn, lane);
+                write_rows<true>(TOTAL, e, &c_map, factors, first, end_of_rows, first_column, group, patch, mine, turn, lane);
             else
-                write_rows<false>(TOTAL, e, &c_map, factors, first, end_of_rows, column, group, patch, mine, turn, lane);
+                write_rows<false>(TOTAL, e, &c_map, factors, first, end_of_rows, first_column, group, patch, mine, turn, lane);
             // The other table next: slower warps may still read this one.
             table = table == tables + warpgroup * 2 * kTables ? table + kTables : table - kTables;
 #else
-            write_rows<true>(TOTAL, e, &c_map, factors, first, end_of_rows, column, group, patch, mine, turn, lane);
+            write_rows<true>(TOTAL, e, &c_map, factors, first, end_of_rows, first_column, group, patch, mine, turn, lane);
 #endif
         }
         if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

@@ -169,8 +169,8 @@ def _pointer(array: Any) -> int | None:
 
 
 def rows_of_parts(m: int, config: Config) -> int:
-    """How many rows a part of K takes of the result of a product that is split."""
-    tall = TILE_M * config.cluster
+    """How many rows of memory a part of K takes of a result of m that is split."""
+    tall = config.tile_n if config.c_down else TILE_M * config.cluster
     return -(-m // tall) * tall
 
 
@@ -197,8 +197,9 @@ def _checked(
         k = k * STAGE_OF_BF16 // config.row_bytes
     groups = 1 if offsets is None else len(offsets) - 1
     n = right[0] // max(groups, 1)
-    rows = m if split is None else split.parts * rows_of_parts(m, config)
-    shape = (n, rows) if config.c_down else (rows, n)
+    shape = (n, m) if config.c_down else (m, n)
+    if split is not None:
+        shape = split.parts * rows_of_parts(shape[0], config), shape[1]
     if type_of(out) != config.out or (
         isinstance(out, Requantized) and not quantizes(config.tile_n, out.q.spec)
     ):
@@ -278,8 +279,8 @@ def gemm(
             to the next are multiplied by a b of their own; b is (groups N, K), what belongs to
             columns (groups N,).
         split: parts of K, with a config that splits, flags and one exponent for all of an operand,
-            but nothing else. Out is then float32 (parts R, N), R from `rows_of_parts`, what lies in
-            a part beyond M being zeros.
+            but nothing else if it is not written as (N, M). Out is then float32 (parts R, N), or
+            (parts R, M), R from `rows_of_parts`, what lies in a part beyond being zeros.
         beside: with a config that decodes, what lies beside a's codes: 8-bit (M, n), n a multiple
             of 4 or 1, contiguous and aligned to 4 bytes: scales, or zero points; None: nothing.
         packed: with a config that expands: a is written too, from the ready rows on.
@@ -297,10 +298,11 @@ def gemm(
     exponents = row_exponent, column_exponent
     more = extras or factors or zeros or scales or offsets is not None
     more = more or any(x is not None and x.size > 1 for x in exponents)
+    more = more and not config.c_down
     if config.split != (split is not None) or (split and (more or config.out != "float32")):
         raise ValueError(
             f"gemm: parts of K go with a config that splits, float32 and at most one exponent for "
-            f"all of an operand, got {config} and {split}"
+            f"all of an operand, or a result (N, M), got {config} and {split}"
         )
     config = _with(config, a, exponents, factors, zeros, scales, offsets, extras)
     row, column = factors or (row_exponent, column_exponent)
@@ -417,7 +419,7 @@ def _with(
                 f"gemm: K = {a.shape[1]} has {-(-a.shape[1] // ROW_BYTES)} blocks of 128, got "
                 f"scales of {[x if x is None else len(x) for x in scales]}"
             )
-    others = zeros or offsets is not None or extras or config.split
+    others = zeros or offsets is not None or extras
     if config.c_down and (others or not isinstance(config.out, str)):
         raise ValueError(f"gemm: what is written as (N, M) is the scaled sum alone, got {config}")
     vectors = any(x.size > 1 for x in given)

@@ -34,11 +34,12 @@ __device__ __forceinline__ void was_read(u32 (&left)[4]) {
 struct Beside {
     const u32* row[2];
     u32 held[2], next[2];
-    int words, word;
-    __device__ __forceinline__ Beside(const Epilogue& e, int first, int lane) {
+    int words, word, start;
+    // From stage `start` on.
+    __device__ __forceinline__ Beside(const Epilogue& e, int first, int start, int lane) : start(start) {
         if (!BLOCK) return;
         const u8* const bytes = IS_FLOAT ? e.code_scales : reinterpret_cast<const u8*>(e.zeros);
-        words = static_cast<int>(e.scale_pitch / 4), word = lane % 4;
+        words = static_cast<int>(e.scale_pitch / 4), word = start / (4 * kWordStages) * 4 + lane % 4;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const i64 line = min(first + lane / 4 + 8 * h, e.rows - 1);
@@ -49,7 +50,7 @@ struct Beside {
     // The four bytes with those of stage k, a row each; to be called for every stage in turn.
     __device__ __forceinline__ void of_stage(int k, u32 (&four)[2]) {
         if (!BLOCK) return;
-        if (k % (4 * kWordStages) == 0) {
+        if (k == start || k % (4 * kWordStages) == 0) {
             word += 4;
 #pragma unroll
             for (int h = 0; h < 2; ++h) held[h] = next[h], next[h] = row[h][min(word, words - 1)];
@@ -114,15 +115,15 @@ struct Stage {
 
 constexpr float kDecodedLift = IS_FLOAT ? 256.0f : 64.0f;  // what is multiplied is that part of what it means
 
-// The sums of a tile, in `total`, which is `part` if nothing is promoted; of an even number of stages. A warp may not
+// The sums of a tile, in `total`, which is `part` if nothing is promoted; of an even number of stages from `start` on. A warp may not
 // issue a product with registers until the one before is nearly done, so that each is decoded for while the one before
 // runs, not several ahead of several.
 __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (&part)[kRegisters], const Epilogue& e,
                                                  const u8* memory, const float* scales, u32 full, u32 empty, int row,
-                                                 int stages, int& stage, u32& parity) {
+                                                 int start, int stages, int& stage, u32& parity) {
     using namespace decoding;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = lane % 4, first = row + warp % 4 * 16;
-    Beside beside(e, first, lane);
+    Beside beside(e, first, start, lane);
     int zero[2] = {0, 0};
 #if ROW_ZERO
 #pragma unroll
@@ -131,14 +132,14 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
     int mine = (warp * 16 + lane / 4) * kARow;
     keep(mine);
     const auto read = [&](int k, Stage& now) {
-        now.k = k;
+        now.k = start + k;
         if (k >= stages) return;
         wait(full + 8 * stage, parity);
         const u8* const packed = memory + stage * kStage + mine;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             now.words[i / 2][i % 2] = reinterpret_cast<const uint4*>(packed + i % 2 * 8 * kARow)[i / 2];
-        beside.of_stage(k, now.four);
+        beside.of_stage(start + k, now.four);
     };
     u32 left[2][4] = {};
     int last = -1;  // a stage whose products have been begun

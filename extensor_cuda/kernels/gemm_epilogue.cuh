@@ -98,7 +98,7 @@ struct Factors {
 };
 
 #if C_DOWN
-static_assert(!(EXTRAS || GROUPED || SPLIT || REQUANTIZED || ZEROS), "C goes down as it is");
+static_assert(!(EXTRAS || GROUPED || REQUANTIZED || ZEROS), "C goes down as it is");
 // Warpgroups have patches together: kPatchColumns rows of memory, of one box of 128 bytes or two, which are its 64
 // rows of C. Where a lane's float32 lies, and eight columns of a warp's 16 rows from pairs of neighbouring columns.
 __device__ __forceinline__ u32 place_down(int column, int row) {
@@ -217,7 +217,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
         await_warpgroup(threadIdx.x / 128);  // then each warp stores 16 of the patch's rows of 128 bytes
         const int line = of_group % kPatchColumns, first = row0 - of_group + of_group / kPatchColumns * kPatchColumns;
         if (lane == 0) {
-            if (first < end_of_rows && column0 + start + line < e.columns)
+            if (first < end_of_rows && (SPLIT || column0 + start + line < e.columns))
                 store_rows(map, first, column0 + start + line, patch + of_group * 128);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }

@@ -12,7 +12,7 @@ from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import bf16, decoded, dense, expansion
 from extensor_cuda import weights as packed
-from extensor_cuda.kernels.gemm import configure, gemm, gemm_source
+from extensor_cuda.kernels.gemm import Split, configure, gemm, gemm_source
 from extensor_cuda.weights import DECODED, EXPANDED
 from tests.product_cases import exact
 from tests.unit.cuda import decoding
@@ -203,20 +203,32 @@ def test_weights_are_decoded_by_the_warps_that_multiply(
         if i == 1 and not spec.row.tensor_scale and spec.is_mx:
             w.scales[:] = np.random.default_rng(0).choice([9, 100, 136, 137, 200], w.scales.shape)
         done, stored = [], sent(w, many)
-        for way in (DECODED, EXPANDED, EXPANDED):  # what is not known to fit is expanded first
+        # Whole, in parts of K of which the last is shorter, expanded first, and beside.
+        cuts: list[Any] = [(128, None), (64, Split(-(-k // 256), 4)), None, None]
+        for cut in cuts:
             with monkeypatch.context() as patch:
-                if way == EXPANDED:
+                if cut is None:
                     patch.setattr(decoded, "taken", lambda w, rows: False)
+                patch.setattr(decoded, "cut", lambda *shape, cut=cut: cut)
                 made = packed.product(many.asarray(x), stored, out, many)
-            assert not isinstance(made, str) and made[1] == way
+            assert not isinstance(made, str) and made[1] == (DECODED if cut else EXPANDED)
             done.append(made[0].get().astype(np.float64))
         a, b = x.astype(np.float64), exact(w)
         want, size = a @ b.T, np.abs(a) @ np.abs(b).T
         bound = (k * 2.0**-22 + w.scales.shape[1] * 2.0**-24 + 2.0**-20) * size
         bound += 2.0**-8 * np.abs(want) + bound if out == "bfloat16" else 0
-        assert (np.abs(done[0] - want) <= bound).all()
+        assert all((np.abs(result - want) <= bound).all() for result in done)
         if i == 0:
-            np.testing.assert_array_equal(done[0], done[2])
+            np.testing.assert_array_equal(done[0], done[3])
+
+
+def test_few_tiles_are_cut_along_k() -> None:
+    for lines, k, rows, group in ((8192, 8192, 128, 0), (1024, 4096, 96, 64), (512, 1280, 70, 128)):
+        _, split = decoded.cut(lines, k, rows, group)
+        assert split is not None and (split.parts - 1) * split.stages < k // 64
+        assert split.stages * split.parts >= k // 64
+        assert split.stages % max(2, group // 32) == 0
+    assert decoded.cut(28672, 8192, 8192, 0)[1] is None
 
 
 FLOAT_SCALED = (
@@ -313,9 +325,11 @@ def test_no_product_that_decodes_spills(
         monkeypatch.setattr(decoded, "_GROUP_TILES" if group else "_TILES", (tile,))
         for folds in (True, False)[: 2 if spec.is_mx else 1]:
             monkeypatch.setitem(decoded._FOLDS, w, folds)
-            config = decoded._config(w, 256, out)
             factors = spec.row.tensor_scale or spec.tile == "channel"
-            check_compiles(gemm_source(replace(config, factors=factors)), "sm_90a")
+            config = replace(decoded._config(w, 256, out)[0], factors=factors)
+            for split in (True, False):
+                config = replace(config, split=split, out="float32" if split else out)
+                check_compiles(gemm_source(config), "sm_90a")
 
 
 @pytest.mark.usefixtures("nvrtc")
