@@ -24,7 +24,7 @@ TILE = 256  # columns of the GEMM's widest
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return place(request, monkeypatch, [laid], hopper=False)
+    return place(request, monkeypatch, [laid])
 
 
 def some(rng: np.random.Generator, shape: tuple[int, int], dtype: Any) -> np.ndarray:
@@ -92,9 +92,9 @@ def test_scales_lie_at_their_rows(xp: Any, way: str, dtype: Any) -> None:
 def test_both_sides_go_in_one_launch(xp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, launch, launched = np.random.default_rng(0), laid.launch, []
 
-    def counted(*given: Any) -> None:
+    def counted(*given: Any, **options: Any) -> None:
         launched.append(given[1])
-        launch(*given)
+        launch(*given, **options)
 
     monkeypatch.setattr(laid, "launch", counted)
     for _ in range(20):
