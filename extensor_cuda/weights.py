@@ -69,8 +69,8 @@ def _many_reason(x: Array, w: QuantArray, capability: str, few: str) -> str | No
 def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> tuple[Array, str] | str:
     """X w^T of operands that `reason` covers, float32 or bfloat16 (M, N), and the way it was taken.
 
-    Many rows wait for the GPU the first time that MX weights are seen, so multiply once before a
-    capture; and each time if their largest or least values lie beyond those of bfloat16.
+    Many rows wait for the GPU the first time that MX or NVFP4 weights are seen, so multiply once
+    before a capture; and each time if weights that are expanded have values beyond bfloat16's.
 
     Args:
         x: (M, K), float32 or bfloat16.
