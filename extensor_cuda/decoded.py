@@ -1,9 +1,10 @@
-"""Products of many rows with packed weights of 4 bits, which the warps that multiply decode.
+"""Products of many rows with packed weights, which the warps that multiply decode.
 
 Each warp takes the codes of its rows of weights from shared memory, packed, and makes bfloat16 of
 them in the registers that the tensor cores read: elements of MXFP4 and NVFP4 times their scales,
-codes of INT4 less their zero points, exactly, with the bounds of `extensor_cuda.decode`; and where
-bfloat16 holds all values, with the bits of the weights expanded beforehand (`extensor_cuda.bf16`).
+codes of INT4 and INT8 less their zero points, exactly, with the bounds of `extensor_cuda.decode`;
+and where bfloat16 holds all values, with the bits of the weights expanded beforehand
+(`extensor_cuda.bf16`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ __all__ = ["multiply", "taken"]
 
 Array = Any
 
-_TILES, _GROUP_TILES = (64, 96, 128, 160, 192, 224, 256), (64, 96, 128, 160)
-"""Columns of a tile, fewer where the sums of groups want registers, too."""
+_TILES = (64, 96, 128, 160, 192, 224, 256)
+"""Columns of a tile."""
 _BESIDE, _COLUMN = 200, 0.0015
 """Columns in whose products' time a stage is decoded, on an H200: of E2M1 200 to 260, INT4 120.
 
@@ -61,7 +62,10 @@ def taken(w: QuantArray, rows: int) -> bool:
         rows: of bfloat16 activations.
     """
     (lines, k), (tall, length), group = w.shape, tile_extent(w.spec, w.shape), every(w)
-    if w.spec.row.element.bits != 4 or k % (2 * STAGE_OF_BF16) or w.codes.nbytes != lines * k // 2:
+    element = w.spec.row.element
+    if element.bits != 4 and (element.bits != 8 or element.is_float):
+        return False
+    if k % (2 * STAGE_OF_BF16) or w.codes.nbytes != lines * k * element.bits // 8:
         return False
     if group and (group < STAGE_OF_BF16 or rows >= _MANY):
         return False
@@ -82,7 +86,7 @@ def _config(w: QuantArray, rows: int, dtype: str) -> tuple[Config, Split | None]
     beside, (_, length) = _beside(w), tile_extent(w.spec, w.shape)
     of_row = is_float_scaled(w.spec) and length >= w.shape[1]
     macros = {
-        "BITS": 4,
+        "BITS": w.spec.row.element.bits,
         "IS_FLOAT": int(w.spec.row.element.is_float),
         "UE4M3": int(w.spec.row.tensor_scale),
         "BLOCK": 0 if beside is None or of_row else length,
@@ -91,7 +95,7 @@ def _config(w: QuantArray, rows: int, dtype: str) -> tuple[Config, Split | None]
     }
 
     group = every(w)
-    tile, split = cut(*w.shape, rows, group)
+    tile, split = cut(w.shape[0], w.shape[1], rows, group, w.spec.row.element.bits)
     config = Config(
         "bf16",
         "bf16",
@@ -107,8 +111,14 @@ def _config(w: QuantArray, rows: int, dtype: str) -> tuple[Config, Split | None]
     return config, split
 
 
+def tiles_of(bits: int, group: int) -> tuple[int, ...]:
+    """Columns of tiles, fewer where the sums of groups, or wider codes, want registers, too."""
+    widest = (160 if bits == 4 else 128) if group else 256
+    return tuple(tile for tile in _TILES if tile <= widest)
+
+
 @lru_cache(maxsize=1024)
-def cut(lines: int, k: int, rows: int, group: int) -> tuple[int, Split | None]:
+def cut(lines: int, k: int, rows: int, group: int, bits: int) -> tuple[int, Split | None]:
     """Columns of a tile, and parts of K: the quickest by a model of 132 multiprocessors.
 
     So that a shape's bits are the same on every GPU.
@@ -118,10 +128,11 @@ def cut(lines: int, k: int, rows: int, group: int) -> tuple[int, Split | None]:
         k: K.
         rows: M.
         group: elements along K under a float scale, or 0.
+        bits: of a code.
     """
     stages, least = k // STAGE_OF_BF16, max(2, 2 * group // STAGE_OF_BF16)
     found = []
-    for tile in _GROUP_TILES if group else _TILES:
+    for tile in tiles_of(bits, group):
         tiles = -(-lines // TILE_M) * -(-rows // tile)
         for wanted in range(1, _MOST_PARTS + 1):
             each = -(-stages // (wanted * least)) * least

@@ -361,7 +361,8 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Sto
             put[(i / 4 * 8 + i % 2) * kPitch + i / 2 % 2 * 8] = kGrouped ? scaled[i] : sum[i];
         named_barrier(2, kMath);
 #if SCALED
-        const auto factor_of = [&](int line) { return kGrouped ? 1.0f : scale_value(scales[line * blocks]); };
+        constexpr float kLift = BITS == 8 ? 64.0f : 1.0f;  // decode_bytes
+        const auto factor_of = [&](int line) { return kGrouped ? kLift : kLift * scale_value(scales[line * blocks]); };
 #else
         const float factor = (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // the scales were times 2^-8
         const auto factor_of = [&](int) { return factor; };

@@ -4,13 +4,14 @@
 // wgmma wants of each eight elements along K two neighbours in each of the four lanes that have a row: of four bits, a
 // byte of a word of eight codes. So a lane reads all 64 elements of its two rows, and picks its bytes.
 //
-// Macros: BITS (4), IS_FLOAT (E2M1), UE4M3, BLOCK (elements that share a byte beside the codes: a scale, or an integer's
+// Macros: BITS (4, or 8 of integers), IS_FLOAT (E2M1), UE4M3, BLOCK (elements that share a byte beside the codes: a scale, or an integer's
 // zero point; 0: there is none), ROW_ZERO (a zero point for all of K), FOLDS (whether `folded` takes all scales).
 
 namespace decoding {
 #define SCALED (!IS_FLOAT)
 #include "decode_pairs.cuh"
 
+constexpr int kUnits = BITS / 4;  // of 16 bytes, of a row, that two products take
 constexpr int kWordStages = BLOCK > 16 ? BLOCK / 16 : 1;  // that four bytes beside the codes are for
 constexpr int kAlike = BLOCK && BLOCK < 64 ? BLOCK : 64;  // elements of a stage that share a byte
 
@@ -62,7 +63,8 @@ struct Beside {
 
 // A stage of a lane's two rows, on its way to being decoded.
 struct Stage {
-    uint4 words[2][2];  // of the first four units of each row, of the others; a word each
+    // Of each row what two products take, twice: of four bits 16 bytes, of eight 32.
+    uint4 words[2][kUnits][2];
     u32 four[2], low[2], high[2], scales[2], aside[2];
     int k;
     // What multiplies, or is added to, the elements of the i-th product: a pair of the same.
@@ -70,7 +72,7 @@ struct Stage {
         const int bit = BLOCK ? k % kWordStages * 64 / BLOCK * 8 : 0;  // of the stage's first byte
 #if !IS_FLOAT
         const int point = BLOCK ? static_cast<signed char>(four[h] >> bit) : zero;
-        return twice(__float_as_uint(-0.015625f * static_cast<float>(8 + point)) >> 16);
+        return twice(__float_as_uint(-0.015625f * static_cast<float>((BITS == 8 ? 128 : 8) + point)) >> 16);
 #elif !FOLDS
         return scale_pair(four[h] >> (bit + i * 16 / BLOCK * 8) & 0xFFu, false);
 #else
@@ -89,23 +91,28 @@ struct Stage {
     }
     // The left sides of the i-th product, in turn: two units.
     __device__ __forceinline__ void decode(int i, const int (&zero)[2], int quarter, u32 (&left)[4]) {
-        const u32 pick = quarter * 0x11u + 0x40u, flip = IS_FLOAT ? 0u : 0x08080808u;  // integers: to 0 to 15
+        const u32 pick = quarter * (BITS == 8 ? 0x22u : 0x11u) + (BITS == 8 ? 0x10u : 0x40u);
+        const u32 flip = IS_FLOAT ? 0u : BITS == 8 ? 0x80808080u : 0x08080808u;  // integers: to 0 and more
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (i % 2 == 0) {
-                const uint4& w = words[i / 2][h];
+            if (BITS == 8 || i % 2 == 0) {
+                const uint4& w = words[i / 2][i % kUnits][h];
                 const u32 bytes = permute(permute(w.x, w.y, pick), permute(w.z, w.w, pick), 0x5410u);
-                low[h] = and_xor(bytes, 0x0F0F0F0Fu, flip), high[h] = and_xor(bytes >> 4, 0x0F0F0F0Fu, flip);
+                if (BITS == 8)
+                    low[h] = bytes ^ flip;
+                else
+                    low[h] = and_xor(bytes, 0x0F0F0F0Fu, flip), high[h] = and_xor(bytes >> 4, 0x0F0F0F0Fu, flip);
             }
             if (i * 16 % kAlike == 0) aside[h] = aside_of(i, h, zero[h]);
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
-                const u32 pair = permute(low[h], high[h], 0xC480u + (i % 2 * 2 + u) * 0x1111u);
+                const u32 pair = BITS == 8 ? permute(low[h], 0u, u ? 0x4342u : 0x4140u)
+                                           : permute(low[h], high[h], 0xC480u + (i % 2 * 2 + u) * 0x1111u);
 #if IS_FLOAT
                 const u32 bits = pair * 0x1040u & 0x81C081C0u;  // as in decode.cuh
                 left[u * 2 + h] = fma_pair(FOLDS ? bits : fma_pair(bits, 0x7E807E80u, 0u), aside[h], 0u);
 #else
-                left[u * 2 + h] = fma_pair(pair, 0x7F007F00u, aside[h]);  // a bfloat16 below 2^-126, times 2^127
+                left[u * 2 + h] = fma_pair(pair, 0x7F007F00u, aside[h]);  // as in decode_bytes.cuh
 #endif
             }
         }
@@ -131,14 +138,22 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
 #endif
     int mine = (warp * 16 + lane / 4) * kARow;
     keep(mine);
+    // What two products take, of the stage at hand.
+    const auto read_half = [&](int half, int stage, Stage& now) {
+        const u8* const packed = memory + stage * kStage + mine;
+#pragma unroll
+        for (int i = 0; i < 2 * kUnits; ++i) {
+            const int unit = half * kUnits + i / 2;  // rows of 64 bytes are swizzled
+            now.words[half][i / 2][i % 2] =
+                reinterpret_cast<const uint4*>(packed + i % 2 * 8 * kARow)[BITS == 8 ? unit ^ lane / 8 : unit];
+        }
+    };
     const auto read = [&](int k, Stage& now) {
         now.k = start + k;
         if (k >= stages) return;
         wait(full + 8 * stage, parity);
-        const u8* const packed = memory + stage * kStage + mine;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            now.words[i / 2][i % 2] = reinterpret_cast<const uint4*>(packed + i % 2 * 8 * kARow)[i / 2];
+        read_half(0, stage, now);
+        if (BITS == 4) read_half(1, stage, now);  // of eight bits it comes later, for want of registers
         beside.of_stage(start + k, now.four);
     };
     u32 left[2][4] = {};
@@ -157,6 +172,7 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
             finish<1>(part);  // the product before
             was_read(left[(i + 1) % 2]);
             if (i == 0 && last >= 0) release(empty + 8 * last, lane);
+            if (i == 0 && BITS == 8) read_half(1, current, now);
             if (i == 2) read(k + 1, next);
         }
         last = current;

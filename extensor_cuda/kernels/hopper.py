@@ -114,7 +114,7 @@ def tensor_map(
     box: tuple[int, ...],
     kind: str = "UINT8",
 ) -> bytes:
-    """The descriptor of an array that is moved in boxes, swizzled if they are 128 bytes wide.
+    """The descriptor of an array that is moved in boxes, swizzled if they are 64 or 128 bytes wide.
 
     Args:
         pointer: of the first element.
@@ -124,7 +124,8 @@ def tensor_map(
         kind: the driver's name of the element type.
     """
     bindings, axes = driver(), len(sizes)
-    modes, wide = bindings.CUtensorMapSwizzle, box[0] * ITEM[kind] == 128
+    swizzles = bindings.CUtensorMapSwizzle
+    modes = {128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B, 64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B}
     value = check(
         bindings.cuTensorMapEncodeTiled(
             getattr(bindings.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
@@ -135,7 +136,7 @@ def tensor_map(
             [bindings.cuuint32_t(n) for n in box],
             [bindings.cuuint32_t(1)] * axes,
             bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            modes.CU_TENSOR_MAP_SWIZZLE_128B if wide else modes.CU_TENSOR_MAP_SWIZZLE_NONE,
+            modes.get(box[0] * ITEM[kind], swizzles.CU_TENSOR_MAP_SWIZZLE_NONE),
             bindings.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),

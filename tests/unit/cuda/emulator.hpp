@@ -194,10 +194,6 @@ inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
     return out;
 }
 inline unsigned and_xor(unsigned a, unsigned b, unsigned c) { return a & b ^ c; }
-inline unsigned fma_pair_relu(unsigned a, unsigned b, unsigned c) {
-    const unsigned v = fma_pair(a, b, c);
-    return (v & 0x8000u ? 0u : v & 0xFFFFu) | (v >> 31 ? 0u : v & 0xFFFF0000u);
-}
 // The larger ones, NaN if one is, or the smaller ones, the other one if one is NaN.
 template <bool kLarger>
 unsigned choose_pair(unsigned a, unsigned b) {

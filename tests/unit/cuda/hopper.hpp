@@ -54,7 +54,7 @@ inline void cluster_sync() {}
 
 inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
-// Each row of a box, swizzled if it is 128 bytes wide; zeros outside.
+// Each row of a box, swizzled if it is 128 or 64 bytes wide; zeros outside.
 inline void load(u32 to, const TensorMap* map, int byte, int row, u32 barrier) {
     const u8* from = reinterpret_cast<const u8*>(map->words[0]);
     const i64 rows = map->words[1], columns = map->words[2], pitch = map->words[3], box = map->words[4];
@@ -62,7 +62,7 @@ inline void load(u32 to, const TensorMap* map, int byte, int row, u32 barrier) {
     for (i64 r = 0; r < box; ++r)
         for (int b = 0; b < wide; ++b) {
             const u32 at = static_cast<u32>(to + r * wide + b);
-            shared_bytes[wide == 128 ? swizzled(at) : at] =
+            shared_bytes[wide == 128 ? swizzled(at) : wide == 64 ? at ^ (at >> 7 & 3) << 4 : at] =
                 row + r < rows && byte + b < columns ? from[(row + r) * pitch + byte + b] : 0;
         }
     brought(barrier, static_cast<int>(box * wide));

@@ -180,6 +180,9 @@ DECODED_SPECS = (
     INT4.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"),
     INT4.replace(tile="channel"),
     INT4.replace(tile="channel", symmetric=False),
+    INT8.replace(tile="channel"),
+    INT8.replace(tile="channel", symmetric=False),
+    INT8.replace(tile=(1, 128), symmetric=False),
 )
 
 
@@ -224,11 +227,11 @@ def test_weights_are_decoded_by_the_warps_that_multiply(
 
 def test_few_tiles_are_cut_along_k() -> None:
     for lines, k, rows, group in ((8192, 8192, 128, 0), (1024, 4096, 96, 64), (512, 1280, 70, 128)):
-        _, split = decoded.cut(lines, k, rows, group)
+        _, split = decoded.cut(lines, k, rows, group, 4)
         assert split is not None and (split.parts - 1) * split.stages < k // 64
         assert split.stages * split.parts >= k // 64
         assert split.stages % max(2, group // 32) == 0
-    assert decoded.cut(28672, 8192, 8192, 0)[1] is None
+    assert decoded.cut(28672, 8192, 8192, 0, 8)[1] is None
 
 
 FLOAT_SCALED = (
@@ -321,8 +324,8 @@ def test_no_product_that_decodes_spills(
 ) -> None:
     w = weights(spec, (64, 1024))
     group = bf16.every(w)
-    for tile in decoded._GROUP_TILES if group else decoded._TILES:
-        monkeypatch.setattr(decoded, "_GROUP_TILES" if group else "_TILES", (tile,))
+    for tile in decoded.tiles_of(spec.row.element.bits, group):
+        monkeypatch.setattr(decoded, "cut", lambda *shape, tile=tile: (tile, None))
         for folds in (True, False)[: 2 if spec.is_mx else 1]:
             monkeypatch.setitem(decoded._FOLDS, w, folds)
             factors = spec.row.tensor_scale or spec.tile == "channel"
