@@ -189,6 +189,7 @@ def stored_products(backend: Any, rng: Any) -> int:
         gemm.matmul(near, near, xp, accumulate="near")
         pointed = QuantSpec("int4", symmetric=False)
         grouped_by = [pointed.replace(tile=tile) for tile in ((1, 64), "channel")]
+        grouped_by.append(QuantSpec("int8", tile="channel", symmetric=False))
         for spec in (QuantSpec("mxfp4"), QuantSpec("nvfp4"), pointed, *grouped_by):
             w, _ = backend.quantize(x, spec.replace(axis=1).resolve(2))
             for rows, dtype in ((1, "float32"), (20, "float32"), (60, "bfloat16"), (80, "float32")):
