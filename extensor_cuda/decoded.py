@@ -3,8 +3,8 @@
 Each warp takes the codes of its rows of weights from shared memory, packed, and makes bfloat16 of
 them in the registers that the tensor cores read: elements of MXFP4 and NVFP4 times their scales,
 codes of INT4 and INT8 less their zero points, exactly, with the bounds of `extensor_cuda.decode`;
-and where bfloat16 holds all values, with the bits of the weights expanded beforehand
-(`extensor_cuda.bf16`).
+and where bfloat16 holds all values and K is not cut, with the bits of the weights expanded
+beforehand (`extensor_cuda.bf16`).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Array = Any
 _TILES = (64, 96, 128, 160, 192, 224, 256)
 """Columns of a tile."""
 _BESIDE, _COLUMN = 200, 0.0015
-"""Columns in whose products' time a stage is decoded, on an H200: of E2M1 200 to 260, INT4 120.
-
-And the us of a column's."""
+"""What a stage of a tile takes on an H200: as so many columns beside its own (E2M1 200 to 260,
+INT4 120), and so many us a column."""
 _MOST_PARTS, _BYTES = 8, 3.5e6
 """Parts of K, at most; bytes of them that are moved in a us."""
 _MANY = 2048
 """Rows from which on weights under scales of groups are quicker expanded first."""
-_FOLDS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 _PROCESSORS = 132
+_FOLDS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
+"""What `_folds` has read of weights."""
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
@@ -76,7 +76,10 @@ def taken(w: QuantArray, rows: int) -> bool:
 
 
 def _folds(w: QuantArray) -> bool:
-    """Whether no scale is above 2**9, or NaN, which takes the kernel two more steps an element."""
+    """Whether no scale is above 2**9, or NaN; else the kernel takes one more step an element.
+
+    Waits for the GPU the first time.
+    """
     if w not in _FOLDS:
         _FOLDS[w] = bool(w.scales.view(np.uint8).max() <= (126 if w.spec.row.tensor_scale else 136))
     return _FOLDS[w]
@@ -93,7 +96,6 @@ def _config(w: QuantArray, rows: int, dtype: str) -> tuple[Config, Split | None]
         "ROW_ZERO": int(beside is not None and of_row),
         "FOLDS": int(is_float_scaled(w.spec) or _folds(w)),
     }
-
     group = every(w)
     tile, split = cut(w.shape[0], w.shape[1], rows, group, w.spec.row.element.bits)
     config = Config(

@@ -4,16 +4,17 @@
 // wgmma wants of each eight elements along K two neighbours in each of the four lanes that have a row: of four bits, a
 // byte of a word of eight codes. So a lane reads all 64 elements of its two rows, and picks its bytes.
 //
-// Macros: BITS (4, or 8 of integers), IS_FLOAT (E2M1), UE4M3, BLOCK (elements that share a byte beside the codes: a scale, or an integer's
-// zero point; 0: there is none), ROW_ZERO (a zero point for all of K), FOLDS (whether `folded` takes all scales).
+// Macros: BITS (4, or 8 of integers), IS_FLOAT (E2M1), UE4M3, BLOCK (elements that share a byte beside the codes: a
+// scale, or an integer's zero point; 0: there is none), ROW_ZERO (a zero point for all of K), FOLDS (whether one
+// multiplication takes elements to their values: no scale is above 2^9, or NaN).
 
 namespace decoding {
 #define SCALED (!IS_FLOAT)
 #include "decode_pairs.cuh"
 
-constexpr int kUnits = BITS / 4;  // of 16 bytes, of a row, that two products take
+constexpr int kUnits = BITS / 4;                          // of 16 bytes, of a row, that two products take
 constexpr int kWordStages = BLOCK > 16 ? BLOCK / 16 : 1;  // that four bytes beside the codes are for
-constexpr int kAlike = BLOCK && BLOCK < 64 ? BLOCK : 64;  // elements of a stage that share a byte
+constexpr int kAlike = BLOCK && BLOCK < 64 ? BLOCK : 64;   // elements of a stage that share a byte
 
 #ifdef __CUDA_ARCH__
 // Bytes of two words; 8 more than a byte's number gives its sign, which is 0 of those below 128.
@@ -122,9 +123,8 @@ struct Stage {
 
 constexpr float kDecodedLift = IS_FLOAT ? 256.0f : 64.0f;  // what is multiplied is that part of what it means
 
-// The sums of a tile, in `total`, which is `part` if nothing is promoted; of an even number of stages from `start` on. A warp may not
-// issue a product with registers until the one before is nearly done, so that each is decoded for while the one before
-// runs, not several ahead of several.
+// The sums of a tile, in `total`, which is `part` if nothing is promoted; of an even number of stages from `start` on.
+// Each product's left side is decoded while the one before runs. What bounds this is instructions, two warps a scheduler.
 __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (&part)[kRegisters], const Epilogue& e,
                                                  const u8* memory, const float* scales, u32 full, u32 empty, int row,
                                                  int start, int stages, int& stage, u32& parity) {
