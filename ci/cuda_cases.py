@@ -220,9 +220,8 @@ def weights(rng: Rng, backend: Any, shape: tuple[int, int, int] | None = None) -
 
     name, xp = WEIGHTS[rng.integers(len(WEIGHTS))], backend.xp
     m, n, k = int(rng.choice([1, size(rng, 30), size(rng)])), size(rng), size(rng, 1500)
-    if rng.integers(
-        2
-    ):  # programs that decode take such; of few tokens, whose warps have more tiles
+    # Programs that decode take such; those for few tokens have several tiles a warp then.
+    if rng.integers(2):
         m, k = min(m, 64) if rng.integers(2) else m, 128 * (k // 128 + 1)
         n = int(rng.integers(16, 20_000)) if rng.integers(2) else n
     m, n, k = shape or (m, n, k)

@@ -49,9 +49,15 @@ _FOLDS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
-def _beside(w: QuantArray) -> Array | None:
-    """What lies beside the codes: scales of E2M1, zero points of integers."""
-    return w.zero_points if is_float_scaled(w.spec) else w.scales
+def _beside(w: QuantArray) -> tuple[Array | None, int]:
+    """What lies beside the codes, scales of E2M1 or zero points of integers, each for how many.
+
+    0: for all of a row.
+    """
+    _, length = tile_extent(w.spec, w.shape)
+    if not is_float_scaled(w.spec):
+        return w.scales, length
+    return w.zero_points, length if length < w.shape[1] else 0
 
 
 def taken(w: QuantArray, rows: int) -> bool:
@@ -61,7 +67,7 @@ def taken(w: QuantArray, rows: int) -> bool:
         w: (N, K), blocked along K.
         rows: of bfloat16 activations.
     """
-    (lines, k), (tall, length), group = w.shape, tile_extent(w.spec, w.shape), every(w)
+    (lines, k), (tall, _), group = w.shape, tile_extent(w.spec, w.shape), every(w)
     element = w.spec.row.element
     if element.bits != 4 and (element.bits != 8 or element.is_float):
         return False
@@ -69,14 +75,15 @@ def taken(w: QuantArray, rows: int) -> bool:
         return False
     if group and (group < STAGE_OF_BF16 or rows >= _MANY):
         return False
-    if (beside := _beside(w)) is None:
+    beside, length = _beside(w)
+    if beside is None:
         return True
-    of_row = is_float_scaled(w.spec) and length >= k
-    return tall == 1 and (of_row or (length & (length - 1) == 0 and beside.shape[1] % 4 == 0))
+    in_words = length & (length - 1) == 0 and beside.shape[1] % 4 == 0
+    return tall == 1 and (length == 0 or in_words)
 
 
 def _folds(w: QuantArray) -> bool:
-    """Whether no scale is above 2**9, or NaN; else the kernel takes one more step an element.
+    """Whether no scale is NaN, or E8M0 and above 2**9; else the kernel takes more steps.
 
     Waits for the GPU the first time.
     """
@@ -86,14 +93,13 @@ def _folds(w: QuantArray) -> bool:
 
 
 def _config(w: QuantArray, rows: int, dtype: str) -> tuple[Config, Split | None]:
-    beside, (_, length) = _beside(w), tile_extent(w.spec, w.shape)
-    of_row = is_float_scaled(w.spec) and length >= w.shape[1]
+    beside, length = _beside(w)
     macros = {
         "BITS": w.spec.row.element.bits,
         "IS_FLOAT": int(w.spec.row.element.is_float),
         "UE4M3": int(w.spec.row.tensor_scale),
-        "BLOCK": 0 if beside is None or of_row else length,
-        "ROW_ZERO": int(beside is not None and of_row),
+        "BLOCK": 0 if beside is None else length,
+        "ROW_ZERO": int(beside is not None and length == 0),
         "FOLDS": int(is_float_scaled(w.spec) or _folds(w)),
     }
     group = every(w)
@@ -164,7 +170,7 @@ def multiply(x: Array, w: QuantArray, dtype: str, xp: Any) -> Array:
     if split is not None:
         shape = split.parts * rows_of_parts(len(x), config), w.shape[0]
         made = empty_rows(xp, *shape, np.float32)
-    (factor, scales), beside = float_scales(w, xp), _beside(w)
+    (factor, scales), (beside, _) = float_scales(w, xp), _beside(w)
     gemm(
         aligned(w.codes, xp),
         x,

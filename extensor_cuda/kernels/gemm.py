@@ -304,6 +304,17 @@ def gemm(
             f"gemm: parts of K go with a config that splits, float32 and at most one exponent for "
             f"all of an operand, or a result (N, M), got {config} and {split}"
         )
+    if beside is not None and (
+        not config.decodes
+        or len(beside) != m
+        or beside.strides != (beside.shape[1], 1)
+        or (beside.shape[1] > 1 and (beside.shape[1] % 4 or beside.data.ptr % 4))
+    ):
+        raise ValueError(
+            f"gemm: wanted beside the codes of a config that decodes one byte a row, or rows of "
+            f"whole words, {m} of them, contiguous and aligned to 4 bytes, got {beside.shape} in "
+            f"strides {beside.strides}; copy it, or expand the weights"
+        )
     config = _with(config, a, exponents, factors, zeros, scales, offsets, extras)
     row, column = factors or (row_exponent, column_exponent)
     device = cupy.cuda.runtime.getDevice()
@@ -364,7 +375,6 @@ def gemm(
         epilogue.scale_pitch = 0 if blocks_of is None else blocks_of.shape[1]
         epilogue.chunks = a.strides[0] // (16 * size)
     if config.decodes:
-        assert beside is None or beside.strides == (beside.shape[1], 1)
         epilogue.scale_pitch = 0 if beside is None else beside.shape[1]
         epilogue.code_scales = epilogue.zeros = _pointer(beside)
     tall = -(-m // (TILE_M * config.cluster)) + max(epilogue.groups - 1, 0)  # at most

@@ -5,8 +5,8 @@
 // byte of a word of eight codes. So a lane reads all 64 elements of its two rows, and picks its bytes.
 //
 // Macros: BITS (4, or 8 of integers), IS_FLOAT (E2M1), UE4M3, BLOCK (elements that share a byte beside the codes: a
-// scale, or an integer's zero point; 0: there is none), ROW_ZERO (a zero point for all of K), FOLDS (whether one
-// multiplication takes elements to their values: no scale is above 2^9, or NaN).
+// scale, or an integer's zero point; 0: there is none), ROW_ZERO (a zero point for all of K), FOLDS (no E8M0 scale is
+// above 2^9, so that one multiplication takes elements to their values, and none is NaN).
 
 namespace decoding {
 #define SCALED (!IS_FLOAT)
@@ -111,7 +111,8 @@ struct Stage {
                                            : permute(low[h], high[h], 0xC480u + (i % 2 * 2 + u) * 0x1111u);
 #if IS_FLOAT
                 const u32 bits = pair * 0x1040u & 0x81C081C0u;  // as in decode.cuh
-                left[u * 2 + h] = fma_pair(FOLDS ? bits : fma_pair(bits, 0x7E807E80u, 0u), aside[h], 0u);
+                // E4M3 scales take the elements' 2^-126 along in any case (scale_pair).
+                left[u * 2 + h] = fma_pair(FOLDS || UE4M3 ? bits : fma_pair(bits, 0x7E807E80u, 0u), aside[h], 0u);
 #else
                 left[u * 2 + h] = fma_pair(pair, 0x7F007F00u, aside[h]);  // as in decode_bytes.cuh
 #endif
@@ -121,6 +122,7 @@ struct Stage {
 };
 }  // namespace decoding
 
+static_assert(VECTORS != 1, "factors are lifted, exponents are not");
 constexpr float kDecodedLift = IS_FLOAT ? 256.0f : 64.0f;  // what is multiplied is that part of what it means
 
 // The sums of a tile, in `total`, which is `part` if nothing is promoted; of an even number of stages from `start` on.
