@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.gemm_program import (
     BOX,
     K_OF_BF16_STAGE,
@@ -21,6 +20,7 @@ from extensor_cuda.kernels.gemm_program import (
     quantizes,
 )
 from extensor_cuda.kernels.requantize import Requantized, type_of
+from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.c_struct import structure
 
 __all__ = [
@@ -194,18 +194,18 @@ def gemm(
         extras=_has_extras(config, epilogue),
     )
     device = cupy.cuda.runtime.getDevice()
-    function, _ = hopper.load(gemm_source(config), "gemm", config.shared, device)
+    function, _ = driver.load(gemm_source(config), "gemm", config.shared, device)
     parameters = _parameters(a, out, config, epilogue, (m, n, k), b.dtype.itemsize)
     pipeline = config.pipeline
     tiles_m = -(-m // (TILE_M * pipeline.cluster)) + max(parameters.groups - 1, 0)  # at most
     tiles = tiles_m * -(-n // pipeline.tile_n)
     if epilogue.split is not None:
         tiles *= epilogue.split.parts
-    clusters = min(hopper.multiprocessors(device) // pipeline.cluster, tiles)
+    clusters = min(driver.multiprocessors(device) // pipeline.cluster, tiles)
     maps = _tensor_maps(a, b, out, config)
-    early = bool(config.scaling.blocks)  # behind the launch that lays the scales out
-    hopper.launch(
-        function, clusters * pipeline.cluster, THREADS, config.shared, maps, parameters, early=early
+    pdl = bool(config.scaling.blocks)  # behind the launch that lays the scales out
+    driver.launch(
+        function, clusters * pipeline.cluster, THREADS, config.shared, maps, parameters, pdl=pdl
     )
 
 
@@ -231,8 +231,8 @@ def _tensor_map(
     ``per_item``: elements of the kind in one of the array's.
     """
     rows, columns = array.shape
-    sizes, boxes = (columns * per_item, rows), (width // hopper.ITEM[kind], box)
-    return hopper.tensor_map(int(array.data.ptr), sizes, (array.strides[0],), boxes, kind)
+    sizes, boxes = (columns * per_item, rows), (width // driver.ELEMENT_BYTES[kind], box)
+    return driver.tensor_map(int(array.data.ptr), sizes, (array.strides[0],), boxes, kind)
 
 
 def _pointer(array: Array | None) -> int | None:

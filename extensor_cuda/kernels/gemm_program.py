@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import jit
 from extensor_cuda.kernels import quantize
-from extensor_cuda.kernels.hopper import SHARED, wgmma
+from extensor_cuda.kernels.common.wgmma import wgmma
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.driver import SHARED_BYTES
 
 __all__ = [
     "ACTIVATIONS",
@@ -179,7 +180,7 @@ class Config:
     def depth(self) -> int:
         """Stages of the ring."""
         stages = self.pipeline.stages
-        return min((SHARED - self._beside) // self._stage, 8) if stages is None else stages
+        return min((SHARED_BYTES - self._beside) // self._stage, 8) if stages is None else stages
 
     @property
     def _stage(self) -> int:
@@ -246,7 +247,7 @@ def quantizes(tile_n: int, spec: QuantSpec) -> bool:
 
 
 @lru_cache(maxsize=256)
-def gemm_source(config: Config) -> jit.Source:
+def gemm_source(config: Config) -> Source:
     """The GEMM's program."""
     coding: dict[str, str] = {}
     if isinstance(config.out, QuantSpec):
@@ -291,12 +292,12 @@ def gemm_source(config: Config) -> jit.Source:
         **dict(storage.expands),
         **dict(storage.decodes),
     }
-    plain = jit.Source.read(_FOLDER / "gemm.cu", macros)
+    plain = Source.read(_FOLDER / "gemm.cu", macros)
     functions = wgmma(
         config.a,
         config.b,
         pipeline.tile_n,
         registers=bool(storage.decodes),
-        down=layout.transposed,
+        transposed=layout.transposed,
     )
     return dataclasses.replace(plain, text=plain.text.replace("//WGMMA//", functions))

@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from extensor.quant.array import QuantArray, coded_length, tile_extent
-from extensor_cuda.jit import Source
 from extensor_cuda.kernels.block_scales import Stored, block_scales
 from extensor_cuda.kernels.gemm import Packed
 from extensor_cuda.kernels.gemm_program import K_OF_BF16_STAGE
@@ -28,6 +27,7 @@ from extensor_cuda.kernels.prepare import expand as kernel
 from extensor_cuda.kernels.prepare import rebase as rebasing
 from extensor_cuda.matmul.operand import GemmOperand, Scale, aligned, pitched
 from extensor_cuda.matmul.rebase import held_by, is_float_scaled
+from extensor_cuda.runtime.compile import Source
 
 __all__ = [
     "FITS_BF16",

@@ -19,14 +19,14 @@ from extensor_cuda.kernels.gemm_program import (
     Split,
     quantizes,
 )
-from extensor_cuda.kernels.hopper import SHARED
+from extensor_cuda.runtime.driver import SHARED_BYTES
 
 __all__ = [
     "MODEL_MULTIPROCESSORS",
     "configure",
     "configure_split_k",
-    "decoding_tiles",
     "decoding_cut",
+    "decoding_tiles",
     "few_cut",
     "few_cuts",
     "hopper_cut",
@@ -185,9 +185,7 @@ def decoding_tiles(bits: int, group: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def decoding_cut(
-    lines: int, k: int, rows: int, group: int, bits: int
-) -> tuple[int, Split | None]:
+def decoding_cut(lines: int, k: int, rows: int, group: int, bits: int) -> tuple[int, Split | None]:
     """Columns of a tile, and parts of K, of a GEMM whose warps decode packed weights.
 
     Args:
@@ -261,12 +259,12 @@ def few_cuts(
         for parts in (1, 2, 4, 8) if slices == 1 else (1,):
             sums = 64 * most * tokens * parts if slices == 1 else 0
             shared = ring + tokens * (2 * per_slice * chunk + 64) + sums
-            if (slices - 1) * per_slice >= chunks or shared > SHARED - 64:
+            if (slices - 1) * per_slice >= chunks or shared > SHARED_BYTES - 64:
                 continue
             cost = -(-most // (warps // parts)) * -(-per_slice // parts) + tokens * per_slice / 40
             if slices > 1:  # the last block adds what others left
                 cost += 1.3 + tokens * most * slices / 1900
-            shared = max(shared, SHARED // 2)
+            shared = max(shared, SHARED_BYTES // 2)
             cut = decode_few.Cut(slices, per_slice * chunk, parts, groups, shared)
             found.append((cost, cut))
     return found
@@ -309,7 +307,9 @@ def ring_cuts(
                 if parts > decode_ring.memory(pairs * parts, tokens, block)[0]:
                     continue  # a warp would wait for x that has no place yet
                 wait = max(8 / (pairs * parts), 1.0) + 0.005 * pairs * parts
-                work = 2 * pairs * rounds * per_slice * piece * _idle(per_slice, pairs, parts) * wait
+                work = (
+                    2 * pairs * rounds * per_slice * piece * _idle(per_slice, pairs, parts) * wait
+                )
                 found.append((start + work, decode_ring.Cut(slices, groups, pairs, parts)))
     return found
 

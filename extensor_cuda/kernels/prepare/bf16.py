@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.gemm import empty_rows, rows_of_parts
 from extensor_cuda.kernels.gemm_program import Config, Split
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["add_parts", "bf16_source", "bf16_triple", "empty_parts", "round_to_bf16"]
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.gemm import Packed
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["anchor", "expand", "expand_source"]
 

@@ -15,11 +15,12 @@ import numpy as np
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda.counts import Counters
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import float_lines, float_panels
 from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.recording import clock_of
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["Quantized", "quantize", "scaled_source", "shared_amax"]
 

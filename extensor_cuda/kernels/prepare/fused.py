@@ -12,10 +12,11 @@ import numpy as np
 
 from extensor.quant.spec import NEAR_SIDE, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.prepare.rebase import E5M2_LIFT, E5M2_SPAN
-from extensor_cuda.recording import clock_of
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = [
     "AMAX_MARGIN",
@@ -173,9 +174,7 @@ def launch_fused(
     )
 
 
-def launch_batch(
-    source: Source, table: Array, count: int, tiles: int, item: int
-) -> None:
+def launch_batch(source: Source, table: Array, count: int, tiles: int, item: int) -> None:
     """Make operands of several matrices, from a table of `MATRIX`; does not wait.
 
     Args:
