@@ -220,6 +220,11 @@ class QuantSpec:
         return self.row.scale.name == "e8m0"
 
     @property
+    def has_float_scales(self) -> bool:
+        """True if blocks carry a float32 or float16 scale and the tensor carries none."""
+        return self.row.has_float_scales
+
+    @property
     def is_mxfp8(self) -> bool:
         """Whether elements are FP8 under powers of two."""
         return self.is_mx and self.row.element.is_float and self.row.element.bits == 8

@@ -20,13 +20,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from extensor.quant.array import QuantArray, coded_length, tile_extent
-from extensor_cuda.kernels.block_scales import Stored, block_scales
-from extensor_cuda.kernels.gemm import Packed
-from extensor_cuda.kernels.gemm_program import K_OF_BF16_STAGE
+from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
+from extensor_cuda.kernels.gemm.gemm_sm90 import Packed
+from extensor_cuda.kernels.gemm.config import K_OF_BF16_STAGE
 from extensor_cuda.kernels.prepare import expand as kernel
 from extensor_cuda.kernels.prepare import rebase as rebasing
 from extensor_cuda.matmul.operand import GemmOperand, Scale, aligned, pitched
-from extensor_cuda.matmul.rebase import held_by, is_float_scaled
+from extensor_cuda.matmul.rebase import held_by
 from extensor_cuda.runtime.compile import Source
 
 __all__ = [
@@ -146,7 +146,7 @@ def float_scaled(q: QuantArray, xp: Any) -> GemmOperand:
 def scale_group_k(q: QuantArray) -> int:
     """Elements along K that share a float scale; 0: all, or the scales are no floats."""
     _, length = tile_extent(q.spec, q.shape)
-    return length if is_float_scaled(q.spec) and length < q.shape[1] else 0
+    return length if q.spec.has_float_scales and length < q.shape[1] else 0
 
 
 def bf16_program(q: QuantArray) -> Source:
@@ -162,7 +162,7 @@ def float_scales(q: QuantArray, xp: Any) -> Scale:
         stored = Stored(q.scales.T, q.scales.shape[1], min(shared, q.shape[0]))
         blocks = block_scales([stored], xp, max(K_OF_BF16_STAGE // group, 1))[0]
         return Scale(blocks=blocks, group_k=group)
-    if not is_float_scaled(q.spec):
+    if not q.spec.has_float_scales:
         return Scale(factor=q.tensor_scale)
     factor = q.scales[:, 0].astype(np.float32)
     whole = shared == 1 or len(factor) == 1
@@ -178,7 +178,7 @@ def packed_bf16(
     """
     lines, k = q.shape[0], coded_length(q.spec, q.shape)
     codes, zeros, scales = aligned(q.codes, xp), None, None
-    if not is_float_scaled(q.spec):
+    if not q.spec.has_float_scales:
         scales = aligned(q.scales, xp)
     elif q.zero_points is not None:
         zeros = xp.ascontiguousarray(q.zero_points)

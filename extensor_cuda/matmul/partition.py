@@ -10,8 +10,10 @@ from functools import lru_cache
 from typing import TypeVar
 
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels import decode_few, decode_hopper, decode_ring
-from extensor_cuda.kernels.gemm_program import (
+from extensor_cuda.kernels.weight_only import w4a16_sm90_resident as resident
+from extensor_cuda.kernels.weight_only import w4a16_sm90_ring as ring
+from extensor_cuda.kernels.weight_only import w4w8a16_sm90_wgmma as wgmma
+from extensor_cuda.kernels.gemm.config import (
     K_OF_BF16_STAGE,
     ROW_BYTES,
     TILE_M,
@@ -27,10 +29,10 @@ __all__ = [
     "configure_split_k",
     "decoding_cut",
     "decoding_tiles",
-    "few_cut",
-    "few_cuts",
-    "hopper_cut",
-    "hopper_cuts",
+    "resident_cut",
+    "resident_cuts",
+    "wgmma_cut",
+    "wgmma_cuts",
     "ready_rows",
     "ring_cut",
     "ring_cuts",
@@ -223,7 +225,7 @@ _STRETCH_BLOCKS = 1056  # that fill a large GPU
 
 
 def stretches(lines: int, columns: int, segment: int) -> tuple[int, int]:
-    """How many stretches K is cut into for `decode.cu`, and the elements of one.
+    """How many stretches K is cut into for `w4w8a16_sm80.cu`, and the elements of one.
 
     Args:
         lines: N.
@@ -240,17 +242,17 @@ def _quickest(found: list[tuple[float, Cut]]) -> Cut | None:
     return min(found, key=lambda one: one[0])[1] if found else None
 
 
-def few_cuts(
+def resident_cuts(
     lines: int, columns: int, tokens: int, block: int
-) -> list[tuple[float, decode_few.Cut]]:
+) -> list[tuple[float, resident.Cut]]:
     """Ways to divide N = lines and K = columns that fit, and what the busiest warp has to do.
 
     In copies of a chunk, each about 1.5 us where memory is the bound. A block takes so much shared
     memory that a multiprocessor has one: early starts put two on those that were done first.
     """
-    chunk, warps = decode_few.CHUNK, decode_few.WARPS
+    chunk, warps = resident.CHUNK, resident.WARPS
     chunks, tiles = -(-columns // chunk), -(-lines // 16)
-    ring = warps * decode_few.AHEAD * 16 * (chunk // 2 + 32 + chunk // block)
+    held = warps * resident.AHEAD * 16 * (chunk // 2 + 32 + chunk // block)
     found = []
     for slices in range(1, min(chunks, MODEL_MULTIPROCESSORS) + 1):
         per_slice = -(-chunks // slices)
@@ -258,22 +260,22 @@ def few_cuts(
         most = -(-tiles // groups)  # of a block
         for parts in (1, 2, 4, 8) if slices == 1 else (1,):
             sums = 64 * most * tokens * parts if slices == 1 else 0
-            shared = ring + tokens * (2 * per_slice * chunk + 64) + sums
+            shared = held + tokens * (2 * per_slice * chunk + 64) + sums
             if (slices - 1) * per_slice >= chunks or shared > SHARED_BYTES - 64:
                 continue
             cost = -(-most // (warps // parts)) * -(-per_slice // parts) + tokens * per_slice / 40
             if slices > 1:  # the last block adds what others left
                 cost += 1.3 + tokens * most * slices / 1900
             shared = max(shared, SHARED_BYTES // 2)
-            cut = decode_few.Cut(slices, per_slice * chunk, parts, groups, shared)
+            cut = resident.Cut(slices, per_slice * chunk, parts, groups, shared)
             found.append((cost, cut))
     return found
 
 
 @lru_cache(maxsize=1024)
-def few_cut(lines: int, columns: int, tokens: int, block: int) -> decode_few.Cut | None:
-    """The quickest of `few_cuts`; None if there is none."""
-    return _quickest(few_cuts(lines, columns, tokens, block))
+def resident_cut(lines: int, columns: int, tokens: int, block: int) -> resident.Cut | None:
+    """The quickest of `resident_cuts`; None if there is none."""
+    return _quickest(resident_cuts(lines, columns, tokens, block))
 
 
 _MOST_SLICES = 8
@@ -289,9 +291,9 @@ def _idle(pieces: int, pairs: int, parts: int) -> float:
 
 def ring_cuts(
     lines: int, columns: int, tokens: int, block: int
-) -> list[tuple[float, decode_ring.Cut]]:
+) -> list[tuple[float, ring.Cut]]:
     """Ways to divide N = lines and K = columns, each with its time in us by a model."""
-    pieces, tiles = -(-columns // decode_ring.PIECE), -(-lines // decode_ring.TILE_ROWS)
+    pieces, tiles = -(-columns // ring.PIECE), -(-lines // ring.TILE_ROWS)
     piece = 0.079 if tokens <= 8 else 0.095  # of a tile, by all warps
     found = []
     for slices in range(1, min(pieces, MODEL_MULTIPROCESSORS, _MOST_SLICES) + 1):
@@ -300,31 +302,31 @@ def ring_cuts(
         start = 4.5 + 0.1 * tokens
         if slices > 1:  # written and read again
             start += 8 + slices * tokens * lines / 5e5
-        least = -(-most // (2 * decode_ring.WARPS))
+        least = -(-most // (2 * ring.WARPS))
         for rounds in (least, least + 1):
             pairs = -(-most // (2 * rounds))
-            for parts in range(1, min(decode_ring.WARPS // pairs, per_slice) + 1):
-                if parts > decode_ring.memory(pairs * parts, tokens, block)[0]:
+            for parts in range(1, min(ring.WARPS // pairs, per_slice) + 1):
+                if parts > ring.memory(pairs * parts, tokens, block)[0]:
                     continue  # a warp would wait for x that has no place yet
                 wait = max(8 / (pairs * parts), 1.0) + 0.005 * pairs * parts
                 work = (
                     2 * pairs * rounds * per_slice * piece * _idle(per_slice, pairs, parts) * wait
                 )
-                found.append((start + work, decode_ring.Cut(slices, groups, pairs, parts)))
+                found.append((start + work, ring.Cut(slices, groups, pairs, parts)))
     return found
 
 
 @lru_cache(maxsize=1024)
-def ring_cut(lines: int, columns: int, tokens: int, block: int) -> decode_ring.Cut:
+def ring_cut(lines: int, columns: int, tokens: int, block: int) -> ring.Cut:
     """The quickest of `ring_cuts`."""
     found = _quickest(ring_cuts(lines, columns, tokens, block))
     assert found is not None
     return found
 
 
-def hopper_cuts(
+def wgmma_cuts(
     lines: int, columns: int, tokens: int, dtype: str, bits: int
-) -> list[tuple[float, decode_hopper.Cut]]:
+) -> list[tuple[float, wgmma.Cut]]:
     """Ways to divide N = lines and K = columns, each with its time in us by the model.
 
     Args:
@@ -336,11 +338,11 @@ def hopper_cuts(
     """
     found = []
     for split in (1, 2, 4):
-        room = decode_hopper.fit(split, -(-tokens // 8), dtype, bits)
+        room = wgmma.fit(split, -(-tokens // 8), dtype, bits)
         if room is None:
             continue
-        groups = -(-lines // (decode_hopper.TILE_ROWS * 4 // split))
-        pieces = -(-(columns // decode_hopper.SEGMENT) // split)
+        groups = -(-lines // (wgmma.TILE_ROWS * 4 // split))
+        pieces = -(-(columns // wgmma.SEGMENT) // split)
         for slices in range(1, min(pieces, MODEL_MULTIPROCESSORS) + 1):
             # A piece as it was measured on an H100, for 1 to 64 tokens within a tenth; of integers
             # within a fifth, INT4 quicker, INT8 slower.
@@ -349,13 +351,13 @@ def hopper_cuts(
             cost = rounds * (-(-pieces // slices) * piece + 1)
             if slices > 1:  # written and read again
                 cost += 2 + slices * tokens * lines / 5e5
-            found.append((cost, decode_hopper.Cut(split, slices, *room)))
+            found.append((cost, wgmma.Cut(split, slices, *room)))
     return found
 
 
 @lru_cache(maxsize=1024)
-def hopper_cut(lines: int, columns: int, tokens: int, dtype: str, bits: int) -> decode_hopper.Cut:
-    """The quickest of `hopper_cuts`."""
-    found = _quickest(hopper_cuts(lines, columns, tokens, dtype, bits))
+def wgmma_cut(lines: int, columns: int, tokens: int, dtype: str, bits: int) -> wgmma.Cut:
+    """The quickest of `wgmma_cuts`."""
+    found = _quickest(wgmma_cuts(lines, columns, tokens, dtype, bits))
     assert found is not None
     return found

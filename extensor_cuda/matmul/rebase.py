@@ -25,7 +25,6 @@ __all__ = [
     "E5M2_SPAN",
     "INT8_SPAN",
     "held_by",
-    "is_float_scaled",
     "is_mxfp4",
 ]
 
@@ -40,11 +39,6 @@ def held_by(spec: QuantSpec) -> tuple[str, int]:
     if spec.is_mx:
         return _FP8.get(spec.row.element.name, ("bf16", 0))
     return ("e4m3", _NVFP4_LIFT) if spec.rule == "least_error" else ("bf16", 0)
-
-
-def is_float_scaled(spec: QuantSpec) -> bool:
-    """INT4, INT8 and FP8: codes under plain floats."""
-    return not (spec.is_mx or spec.row.tensor_scale)
 
 
 def is_mxfp4(spec: QuantSpec) -> bool:
