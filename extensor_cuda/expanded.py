@@ -27,8 +27,8 @@ from extensor_cuda import tuned
 from extensor_cuda.counts import Counts
 from extensor_cuda.dense import Dense
 from extensor_cuda.expansion import Expansion, expand, join, kind_of, scale_of
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import Flags, empty_rows
+from extensor_cuda.kernels.gemm.gemm_sm90 import Flags, empty_rows
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.operands import LEAST_WORK, Operand
 
 __all__ = ["Expanded", "joinable", "make", "multiply", "reason"]

@@ -48,17 +48,18 @@ class Source:
         return cls(path.stem, _text(path), pairs)
 
 
-_INCLUDE = re.compile(r'^#include "([a-z_]+\.cuh)"$', re.MULTILINE)
+_INCLUDE = re.compile(r'^#include "([a-z0-9_]+/[a-z0-9_]+\.cuh)"$', re.MULTILINE)
 
 
 @cache
 def _text(path: Path) -> str:
-    """A file with the files that it includes, from its own folder, in their places.
+    """A file with the files that it includes in their places.
 
-    One text decides the code, so the cache's digest needs nothing else.
+    An include names a family's folder and a file, ``"common/barriers.cuh"``; all families stand in
+    one folder. One text decides the code, so the cache's digest needs nothing else.
     """
     text = path.read_text(encoding="utf-8")
-    return _INCLUDE.sub(lambda found: _text(path.parent / found[1]), text)
+    return _INCLUDE.sub(lambda found: _text(path.parents[1] / found[1]), text)
 
 
 def cache_folder() -> Path:

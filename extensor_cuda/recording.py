@@ -21,7 +21,7 @@ import numpy as np
 
 from extensor.backends.recording import Mirror, Mirrors
 from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels import optimizer
+from extensor_cuda.kernels.optimizer import optimizer
 from extensor_cuda.memory import allocate
 
 __all__ = ["Recording", "clock_of", "current", "source"]
@@ -45,7 +45,7 @@ def current() -> Recording | None:
 @cache
 def source() -> Source:
     """The program of the small kernels."""
-    return Source.read(Path(__file__).parent / "kernels" / "record.cu", {})
+    return Source.read(Path(__file__).parent / "kernels" / "optimizer" / "step_state.cu", {})
 
 
 def clock_of(streams: Sequence[Any]) -> Any:

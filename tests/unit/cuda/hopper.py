@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from extensor_cuda.jit import Source
-from extensor_cuda.kernels import block_scales, hopper
+from extensor_cuda.kernels import hopper
+from extensor_cuda.kernels.gemm import block_scales
 from tests.unit.cuda.emulator import Cupy, Emulator
 
 HEADER = Path(__file__).parent / "hopper.hpp"

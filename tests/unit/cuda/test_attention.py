@@ -15,7 +15,7 @@ import extensor as et
 from extensor.autograd.apply import wrap
 from extensor.backends import dense
 from extensor_cuda import jit
-from extensor_cuda.kernels import attention as kernels
+from extensor_cuda.kernels.attention import attention as kernels
 from tests.unit.cuda import hopper as emulated
 from tests.unit.cuda.emulator import Cupy, Emulated
 from tests.unit.cuda.fields import check_fields

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from extensor_cuda import jit
-from extensor_cuda.kernels import gemm as placed
-from extensor_cuda.kernels.block_scales import Stored, block_scales
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm import gemm_sm90 as placed
+from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
+from extensor_cuda.kernels.gemm.config import ACTIVATIONS
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     LINES,
     Config,
     Flags,
@@ -22,7 +23,6 @@ from extensor_cuda.kernels.gemm import (
     gemm,
     gemm_source,
 )
-from extensor_cuda.kernels.gemm_program import ACTIVATIONS
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.fields import check_fields
 from tests.unit.cuda.places import PLACES, place

@@ -18,7 +18,7 @@ from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import jit, operands
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.quantize import quantize as kernels
 from tests.unit.cuda.test_compile import properties
 
 SHAPES = ((256, 256), (200, 328), (1, 40), (32, 8), (129, 136), (67, 1000))
