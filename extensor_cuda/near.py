@@ -2,7 +2,8 @@
 
 Of a stored matrix each row has one power of two, its largest scale; elements under smaller scales
 move down in their own format and are rounded to nearest even where they become subnormal
-(`kernels/near.cu`; the rule, and the same on the CPU: `extensor.quant.near`). A value is off by up
+(`kernels/prepare/rebase_mxfp8.cu`; the rule, and the same on the CPU: `extensor.quant.near`). A
+value is off by up
 to 2**-10 (E4M3) or 2**-17 (E5M2) times its row's largest scale, and most are not changed at all:
 how many were is counted by row, on the device.
 
@@ -32,9 +33,9 @@ from extensor.quant.rounding import decode
 from extensor.quant.spec import NEAR_SIDE, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.expansion import Expansion
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.dequantize import dequantize
-from extensor_cuda.kernels.gemm import LINES, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.gemm_sm90 import LINES, configure, empty_rows, gemm
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.quantize.dequantize import dequantize
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.launch import launch
@@ -43,7 +44,7 @@ __all__ = ["Inexact", "Square", "multiply", "near", "near_source", "squares"]
 
 Array = Any
 
-_SOURCE = Path(__file__).parent / "kernels" / "near.cu"
+_SOURCE = Path(__file__).parent / "kernels" / "prepare" / "rebase_mxfp8.cu"
 _THREADS = 128
 _BEHIND = 64  # floats that may be read behind the last row's: a tile's width
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
