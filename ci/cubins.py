@@ -31,7 +31,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILERS = "extensor_cuda.runtime.jit", "extensor_cuda.jit"
+COMPILERS = "extensor_cuda.runtime.compile", "extensor_cuda.jit"
 """Modules that may hold `compile_cubin`; the first that exists is used."""
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _USED = re.compile(r"Used (\d+) registers")
