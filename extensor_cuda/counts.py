@@ -50,8 +50,8 @@ class Counts:
         part: the first and the last but one of this operand's.
         size: how many values go in at a time.
         cut: uint32 of shape (): not zero if bfloat16 did not hold a value; or None.
-        near: under a spec with ``near``, counters and a part of them, in pairs: values that changed
-            for the sake of neighbours' scales, and those of them that became zero.
+        near: under a spec with ``rebased``, counters and a part of them, in pairs: values that
+            changed for the sake of neighbours' scales, and those of them that became zero.
 
     Attributes:
         stays: whether there will be more to read: of a step that the GPU repeats.
