@@ -22,7 +22,6 @@ from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import (
-    blas,
     dense,
     expanded,
     gemm,
@@ -34,12 +33,13 @@ from extensor_cuda import (
     tuned,
     weights,
 )
-from extensor_cuda.graph import CudaGraph
-from extensor_cuda.kernels import dequantize, floats, pair
+from extensor_cuda.kernels import dequantize, floats, optimizer, pair
 from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.hopper import capability as _capability
-from extensor_cuda.memory import allocate
-from extensor_cuda.recording import Recording, current
+from extensor_cuda.runtime import blas
+from extensor_cuda.runtime.capture import StepCapture, current_capture
+from extensor_cuda.runtime.driver import capability as _capability
+from extensor_cuda.runtime.graph import CudaGraph
+from extensor_cuda.runtime.memory import allocate
 from extensor_cuda.training import CudaTraining
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -123,9 +123,9 @@ class CudaBackend(CudaTraining):
         self._falls: Array | None = None
 
     @property
-    def recording(self) -> Recording | None:
+    def capturing(self) -> StepCapture | None:
         """The step being recorded in this thread."""
-        return current()
+        return current_capture()
 
     @staticmethod
     def _only_outside(what: str) -> None:
@@ -134,7 +134,7 @@ class CudaBackend(CudaTraining):
         Raises:
             RuntimeError: while recording.
         """
-        if current() is not None:
+        if current_capture() is not None:
             raise RuntimeError(
                 f"capture: the step makes {what}, which a GPU cannot repeat by itself; use a "
                 "recipe whose operands have kernels (backend.path says which), or no capture"
@@ -319,7 +319,7 @@ class CudaBackend(CudaTraining):
 
     def new_graph(self) -> CudaGraph:
         """See the protocol."""
-        return CudaGraph(self.xp)
+        return CudaGraph(self.xp, optimizer.find_nonfinite)
 
     def product_operands(
         self,

@@ -31,12 +31,13 @@ from extensor.quant.rebase import rebase_tiles
 from extensor.quant.rounding import decode
 from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.expansion import Expansion
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.dequantize import dequantize
 from extensor_cuda.kernels.gemm import LINES, configure, empty_rows, gemm
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["Inexact", "Square", "multiply", "near", "near_source", "squares"]
 
@@ -103,7 +104,9 @@ def squares(x: Array, spec: QuantSpec, xp: Any) -> Array:
     return xp.empty((-(-k // REBASE_TILE), pitch), dtype=np.float32)
 
 
-def operand(x: Array, spec: QuantSpec, stream: Stream | None, xp: Any) -> tuple[Array, Counts]:
+def operand(
+    x: Array, spec: QuantSpec, stream: Stream | None, xp: Any
+) -> tuple[Array, OperandCounts]:
     """The decoded float32 values under a spec with ``rebased``, and counts, without waiting.
 
     Args:
@@ -120,7 +123,9 @@ def operand(x: Array, spec: QuantSpec, stream: Stream | None, xp: Any) -> tuple[
     lost = Counters(2, xp)
     lost.array[0] += changed.astype(np.uint64)
     lost.array[1] += gone.astype(np.uint64)
-    counts = Counts(done.counters, (0, 2 * kernels.SLOTS), plan.count, near=(lost, (0, 2)))
+    counts = OperandCounts(
+        done.counters, (0, 2 * kernels.SLOTS), plan.count, rebased=(lost, (0, 2))
+    )
     return dequantize(q, plan, xp), counts
 
 

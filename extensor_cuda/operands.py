@@ -32,10 +32,8 @@ from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import tuned
-from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.dense import Dense, add_parts, empty_parts
 from extensor_cuda.gemm import SPAN, TOP
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import (
     Flags,
@@ -46,7 +44,10 @@ from extensor_cuda.kernels.gemm import (
     gemm,
 )
 from extensor_cuda.near import Square, squares
-from extensor_cuda.recording import clock_of
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.launch import launch
 
 __all__ = [
     "LEAST_WORK",
@@ -253,7 +254,7 @@ def make(
     streams: Streams,
     xp: Any,
     memory: dict[str, Array] | None = None,
-) -> list[tuple[Operand | Dense | Square, Counts]]:
+) -> list[tuple[Operand | Dense | Square, OperandCounts]]:
     """Operands of x under one spec, or under one along rows and one down columns, and their counts.
 
     Does not wait.
@@ -280,21 +281,21 @@ def make(
     if wide:
         _launch(x, specs, streams, outs, xp, flags_of=flags, counts_of=counts)
         return [
-            (Dense(out), Counts(counters, part, x.size, flag))
+            (Dense(out), OperandCounts(counters, part, x.size, flag))
             for out, part, flag in zip(outs, parts, flags, strict=True)
         ]
     exponent = xp.empty(1, dtype=xp.int32)
     history = _history(x, specs[0], xp, memory)
     _launch(x, specs, streams, outs, xp, exponent, flags, counts, history)
     return [
-        (Operand(out, exponent, flag, x, spec, stream), Counts(counters, part, x.size))
+        (Operand(out, exponent, flag, x, spec, stream), OperandCounts(counters, part, x.size))
         for out, flag, spec, stream, part in zip(outs, flags, specs, streams, parts, strict=True)
     ]
 
 
 def _make_near(
     x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any
-) -> list[tuple[Operand | Dense | Square, Counts]]:
+) -> list[tuple[Operand | Dense | Square, OperandCounts]]:
     """The same of MXFP8 near-exactly, as FP8 and counts that include what changed."""
     slots, sides = 2 * kernels.SLOTS, range(len(specs))
     counters = Counters(2 * len(specs) * slots, xp)  # saturated and flushed; changed and flushed
@@ -304,11 +305,11 @@ def _make_near(
     return [
         (
             Square(outs[i], grids[i], specs[i].row.element.name),
-            Counts(
+            OperandCounts(
                 counters,
                 (2 * i * slots, (2 * i + 1) * slots),
                 x.size,
-                near=(counters, ((2 * i + 1) * slots, 2 * (i + 1) * slots)),
+                rebased=(counters, ((2 * i + 1) * slots, 2 * (i + 1) * slots)),
             ),
         )
         for i in sides
@@ -330,7 +331,7 @@ def joinable_specs(specs: Sequence[QuantSpec]) -> bool:
 
 def make_each(
     xs: Sequence[Array], specs: Sequence[QuantSpec], xp: Any, memories: Sequence[dict[str, Array]]
-) -> list[list[tuple[Operand, Counts]]]:
+) -> list[list[tuple[Operand, OperandCounts]]]:
     """What `make` gives of each of several matrices of one dtype, in one launch.
 
     Args:
@@ -351,20 +352,20 @@ def make_each(
         row["exponent"], row["start"] = exponent.data.ptr, tiles
         row["rows"], row["columns"] = x.shape
         tiles += _tiles(x, wide=False)
-        mine: list[tuple[Operand, Counts]] = []
+        mine: list[tuple[Operand, OperandCounts]] = []
         for spec in specs:
             at = i * each + len(mine)
             out, flag = _empty(x, spec, xp), flags[at]
             side = "along" if spec.axis == 1 else "down"
             row[side], row[f"{side}_flag"] = out.data.ptr, flag.data.ptr
             row[f"{side}_counts"] = counters.array[at * slots :].data.ptr
-            counts = Counts(counters, (at * slots, (at + 1) * slots), x.size)
+            counts = OperandCounts(counters, (at * slots, (at + 1) * slots), x.size)
             mine.append((Operand(out, exponent, flag, x, spec, None), counts))
         made.append(mine)
     axes = [spec.axis for spec in specs]
     source = operand_source(specs[0], xs[0].dtype.name, 1 in axes, 0 in axes, False, many=True)
     held = table.view(np.uint8)
-    there = counters.recording.persistent(held) if counters.recording else xp.asarray(held)
+    there = counters.capture.persistent(held) if counters.capture else xp.asarray(held)
     threads = 2 * _tile_rows(xs[0], wide=False)
     launch(source, "operands", tiles, threads, there, np.int32(len(xs)))
     return made

@@ -54,7 +54,7 @@ def clip_grad_norm(
     backends = {id(backend): backend for _, backend in grads}.values()
     each = [(b, [g for g, backend in grads if backend is b]) for b in backends]
     sums = [backend.square_sum_each(arrays) for backend, arrays in each]
-    if len(each) == 1 and each[0][0].recording is not None:
+    if len(each) == 1 and each[0][0].capturing is not None:
         return _clip_recorded(*each[0], sums[0], max_norm, nonfinite)
     norm = math.sqrt(sum(float(total) for total in sums))
     if not math.isfinite(norm):

@@ -20,13 +20,13 @@ import numpy as np
 from extensor.autograd.apply import wrap
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
+from extensor.backends.capture import HostMirrors
 from extensor.backends.protocol import Finite
-from extensor.backends.recording import Mirrors
 from extensor.backends.registry import get as get_backend
 from extensor.dtypes import float32
 from extensor.errors import layout_error, unknown_name
 from extensor.optim.states import STATES, Stored, state_stream
-from extensor.optim.together import step_recorded, step_together
+from extensor.optim.together import step_captured, step_together
 from extensor.quant.array import QuantArray
 
 __all__ = ["Optimizer", "Option", "ParamGroup"]
@@ -74,7 +74,7 @@ class ParamGroup:
     options: dict[str, Option]
     base_lr: float
     members: list[_Member] = field(default_factory=list)
-    foretell: Callable[[int], float] | None = field(default=None, repr=False)
+    lookahead: Callable[[int], float] | None = field(default=None, repr=False)
     """The learning rate so many steps after this one, as far as a schedule knows it."""
 
     @property
@@ -114,7 +114,7 @@ class Optimizer(ABC):
         if not isinstance(states, str) or states not in STATES:
             raise ValueError(unknown_name("kind of optimizer state", states, STATES))
         self.states = states
-        self._mirrors = Mirrors()
+        self._mirrors = HostMirrors()
         self._memory: dict[str, Any] = {}  # the backend's, of what is updated together
         if isinstance(params, ExTensor):
             raise TypeError("params: wanted a list of tensors, got one tensor; pass [tensor]")
@@ -295,8 +295,8 @@ class Optimizer(ABC):
                     f"step: wanted a float gradient of shape {member.shape} for "
                     f"{member.name}, got {grad.dtype.name} of shape {grad.shape}"
                 )
-        if (recording := parts[0][0].param.backend.recording) is not None:
-            step_recorded(self, ready, bad, recording)
+        if (capture := parts[0][0].param.backend.capturing) is not None:
+            step_captured(self, ready, bad, capture)
             return
         self._mirrors.settle()
         for group, member, grad in step_together(self, ready, bad is None):

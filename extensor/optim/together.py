@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from extensor.backends.recording import Guard, Mirror, Recording
+from extensor.backends.capture import HostMirror, StepCapture, UpdateGuard
 from extensor.dtypes import float32
 from extensor.optim.states import tensor_number
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from extensor.autograd.tensor import ExTensor
     from extensor.optim.optimizer import Optimizer, ParamGroup, _Member
 
-__all__ = ["step_recorded", "step_together"]
+__all__ = ["step_captured", "step_together"]
 
 Parts = list[tuple["_Member", "ExTensor"]]
 """Members with their gradients."""
@@ -119,14 +119,14 @@ def step_together(
     return apart
 
 
-def step_recorded(optimizer: Optimizer, ready: Ready, bad: Any, recording: Recording) -> None:
+def step_captured(optimizer: Optimizer, ready: Ready, bad: Any, capture: StepCapture) -> None:
     """Record an update: how many were made, and so each parameter's step, is the device's business.
 
     Raises:
         ValueError: for parameters that would not be updated in one call: their state would be new
-            arrays, which a recording cannot carry from step to step.
+            arrays, which a capture cannot carry from step to step.
     """
-    recording.at_once(optimizer._mirrors.settle)  # other recordings may have made steps
+    capture.in_warm_up(optimizer._mirrors.settle)  # other captures may have made steps
     parts = [part for _, mine in ready for part in mine]
     backend = _common(optimizer, parts)
     for member, grad in parts:
@@ -140,18 +140,18 @@ def step_recorded(optimizer: Optimizer, ready: Ready, bad: Any, recording: Recor
     members = [member for member, _ in parts]
     if bad is None:
         arrays = [grad.data for _, grad in parts]
-        bad = recording.finite(arrays, lambda number: _not_finite(members[number]))
-    made = recording.persistent(np.zeros((), np.uint32))
+        bad = capture.nonfinite(arrays, lambda number: _not_finite(members[number]))
+    made = capture.persistent(np.zeros((), np.uint32))
     pushes: list[Callable[[], None]] = []
     for number, (group, mine) in enumerate(ready):
         if mine:
-            guard = _guard(optimizer, number, mine, bad, made, recording)
+            guard = _guard(optimizer, number, mine, bad, made, capture)
             arrays = [(m.param.data, g.data, m.arrays) for m, g in mine]
             factors = optimizer.factors_each([m.step + 1 for m, _ in mine], group.options)
             more = {"guard": guard, "numbers": _numbers(mine)}
             optimizer.update_each(backend, arrays, factors, **more)
             pushes += guard.pushes
-    recording.count(made, bad)
+    capture.count_update(made, bad)
     memory = [(m, m.param.data, dict(m.arrays)) for m in members]
 
     def moved() -> list[str]:
@@ -163,24 +163,24 @@ def step_recorded(optimizer: Optimizer, ready: Ready, bad: Any, recording: Recor
         ]
 
     def push() -> None:
-        recording.write(made, np.zeros((), np.uint32))
+        capture.write(made, np.zeros((), np.uint32))
         for call in pushes:
             call()
 
     def pull() -> None:
-        count = int(recording.read(made))
+        count = int(capture.read(made))
         for member in members:
             member.step += count
 
-    recording.frozen("the list of parameters whose memory was exchanged, as by loading", moved)
-    recording.mirror(optimizer._mirrors, Mirror(push, pull, MOST_UPDATES))
+    capture.frozen("the list of parameters whose memory was exchanged, as by loading", moved)
+    capture.mirror(optimizer._mirrors, HostMirror(push, pull, MOST_UPDATES))
     for member in members:
         member.param._count_write()
 
 
 def _guard(
-    optimizer: Optimizer, number: int, mine: Parts, bad: Any, made: Any, recording: Recording
-) -> Guard:
+    optimizer: Optimizer, number: int, mine: Parts, bad: Any, made: Any, capture: StepCapture
+) -> UpdateGuard:
     """Under what a group is updated; of its options only the learning rate may change."""
     group = optimizer.groups[number]
 
@@ -188,13 +188,13 @@ def _guard(
         return {name: value for name, value in group.options.items() if name != "lr"}
 
     def rate(ahead: int = 0) -> float:
-        known = group.foretell if ahead else None
+        known = group.lookahead if ahead else None
         return float(group.options["lr"]) if known is None else known(ahead)
 
     def factors(updates: int) -> Sequence[Mapping[str, float]]:
         steps = [member.step + 1 + updates for member, _ in mine]
         return optimizer.factors_each(steps, group.options)
 
-    recording.frozen(f"the options of parameter group {number}", fixed)
-    lr = recording.cell(("lr", id(optimizer), number), np.float64, rate, rate)
-    return Guard(bad, made, lr, factors, MOST_UPDATES)
+    capture.frozen(f"the options of parameter group {number}", fixed)
+    lr = capture.cell(("lr", id(optimizer), number), np.float64, rate, rate)
+    return UpdateGuard(bad, made, lr, factors, MOST_UPDATES)

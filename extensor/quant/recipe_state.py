@@ -16,7 +16,7 @@ __all__ = ["Counts", "LayerContext", "RecipeState"]
 Counts = QuantStats | Callable[[], QuantStats]
 """What quantizing counted, or, where a GPU is still at it, what waits for that.
 
-Such a function with a true attribute ``stays`` belongs to a step that the GPU repeats: each call
+Such a function with a true attribute ``replayed`` belongs to a step that the GPU repeats: each call
 gives what was counted since the one before.
 """
 
@@ -72,7 +72,7 @@ class RecipeState:
         if isinstance(counts, QuantStats):
             self._add(key, counts)
             return
-        if getattr(counts, "stays", False):
+        if getattr(counts, "replayed", False):
             self._standing.append((key, counts))
             return
         self._pending.append((key, counts))

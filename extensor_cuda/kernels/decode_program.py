@@ -11,7 +11,7 @@ import numpy as np
 
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.jit import Source
+from extensor_cuda.runtime.compile import Source
 
 __all__ = ["FLOATS", "PARTS", "countable", "is_scaled", "program", "room"]
 

@@ -16,7 +16,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.optim import SGD, Adam, AdamW
 from extensor.quant.array import QuantArray
-from extensor_cuda import recording
+from extensor_cuda.runtime import capture
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.test_graph import same
@@ -269,12 +269,12 @@ def test_the_loss_scale_moves_as_on_the_host(emulator: emulation.Emulator) -> No
     for bad in rng.random(200) < 0.4:
         training.rescale(host, bool(bad), rule)
         emulator(
-            recording.source(), "rescale", 1, 1, device, np.array(bad, np.uint32), stop,
+            capture.source(), "rescale", 1, 1, device, np.array(bad, np.uint32), stop,
             *map(np.float64, rule),
         )  # fmt: skip
         same_bytes("state", device, host)
     emulator(
-        recording.source(), "rescale", 1, 1, device, np.array(1, np.uint32),
+        capture.source(), "rescale", 1, 1, device, np.array(1, np.uint32),
         np.array(1, np.uint32), *map(np.float64, rule),
     )  # fmt: skip
     same_bytes("stopped", device, host)
