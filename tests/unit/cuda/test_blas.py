@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from extensor_cuda import blas
+from extensor_cuda.runtime import blas
 from tests.unit.cuda.fake_backend import FakeBlas
 
 UNIT = 2.0**-24
