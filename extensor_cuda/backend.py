@@ -18,7 +18,7 @@ from typing import Any
 from extensor.backends import registry
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import (
@@ -70,7 +70,7 @@ def _plan_of(
     spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False
 ) -> kernels.Plan | float_scaled.FloatPlan | str:
     """How the quantizers' kernels take an array, or why there is none for it."""
-    by_floats = not spec.is_mx and not spec.row.tensor_scale
+    by_floats = spec.has_float_scales
     return (float_scaled if by_floats else kernels).plan_of(spec, shape, decoding)
 
 
@@ -225,7 +225,7 @@ class CudaBackend(CudaTraining):
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[Array, Counts]:
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
-        if spec.near and self._operand_reason(x, spec.replace(near=False), stream) is None:
+        if spec.rebased and self._operand_reason(x, spec.replace(rebased=False), stream) is None:
             return near.operand(self._ready(x), spec, stream, self.xp)
         if reason := self._operand_reason(x, spec, stream):
             self._only_outside(f"{spec.format} operands on the CPU ({reason})")
@@ -394,7 +394,7 @@ class CudaBackend(CudaTraining):
             if spec.row.element.bits == 6:
                 return f"FP8 holds {spec.format}; operands made at once are MXFP4 or bfloat16"
             found = operands.reason(x, spec, work, capability)
-            plain = spec.replace(near=False)
+            plain = spec.replace(rebased=False)
             if reason := found or self._operand_reason(x, plain, stream):
                 return reason
         return None

@@ -59,7 +59,7 @@ _FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 
 def is_float_scaled(spec: QuantSpec) -> bool:
     """INT4, INT8 and FP8: codes under plain floats."""
-    return not (spec.is_mx or spec.row.tensor_scale)
+    return spec.has_float_scales
 
 
 def every(q: QuantArray) -> int:

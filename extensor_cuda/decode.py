@@ -89,7 +89,7 @@ def _weight_reason(w: QuantArray) -> str | None:
     rows, length = tile_extent(spec, w.shape)
     if rows > 1 and not (spec.tile == "tensor" or rows >= w.shape[0]):
         return f"tiles {spec.tile}"
-    if spec.is_mx or spec.row.tensor_scale:
+    if not spec.has_float_scales:
         if element.bits != 4 or length not in (16, 32, 64, 128):
             return f"{spec.format} in blocks of {length}; the kernel has E2M1 in 16, 32, 64, 128"
         return None if rows == 1 else f"tiles {spec.tile}"

@@ -121,7 +121,7 @@ def expand_source(
 
 
 def _is_scaled(spec: QuantSpec) -> bool:
-    return not (spec.is_mx or spec.row.tensor_scale)
+    return spec.has_float_scales
 
 
 def _blocks(threads: int, guarded: bool) -> int:

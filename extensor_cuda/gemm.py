@@ -122,7 +122,7 @@ def refuse_tensors(name: str, *given: Any) -> None:
 
 
 def _is_float_scaled(q: QuantArray) -> bool:
-    return not (q.spec.is_mx or q.spec.row.tensor_scale)
+    return q.spec.has_float_scales
 
 
 @lru_cache(maxsize=16)

@@ -58,7 +58,7 @@ def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
 @lru_cache(maxsize=4096)
 def _spec_reason(spec: QuantSpec, shape: tuple[int, ...]) -> str | None:
     element, k = spec.row.element, shape[spec.axis]
-    if spec.is_mx or spec.row.tensor_scale or spec.row.outliers or element.bits != 8:
+    if not spec.has_float_scales or spec.row.outliers or element.bits != 8:
         return f"{spec.format}; the kernel makes 8-bit codes under float scales"
     plain = spec.symmetric and spec.scale_name == "float32" and spec.rule == "amax"
     if not plain or spec.statistic != "amax" or spec.transform or spec.element_scale != 1.0:

@@ -113,7 +113,7 @@ def plan_of(spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False) -> 
         return str(error)  # the generic method raises it
     if math.prod(shape) == 0:
         return "empty array"
-    if spec.is_mx or spec.row.tensor_scale or spec.row.outliers:
+    if not spec.has_float_scales or spec.row.outliers:
         return f"{spec.format}, whose scales are no plain floats"
     if spec.transform:
         return "a Hadamard transform under float scales"

@@ -148,11 +148,11 @@ def plan_of(
         return str(error)  # the generic method raises it
     if math.prod(shape) == 0:
         return "empty array"
-    if not spec.is_mx and not spec.row.tensor_scale:
+    if spec.has_float_scales:
         return f"{spec.scale_name} scales"
     if spec.rule not in _RULES and not decoding:
         return f"the {spec.rule} scale rule"
-    if spec.near and not decoding:
+    if spec.rebased and not decoding:
         return "near-exact squares"
     if spec.statistic != "amax" and not decoding:
         return f"the {spec.statistic} statistic"

@@ -25,7 +25,7 @@ PARTS = {"float32": 3, "bfloat16": 1}
 
 def is_scaled(spec: QuantSpec) -> bool:
     """Whether scales are floats."""
-    return not (spec.is_mx or spec.row.tensor_scale)
+    return spec.has_float_scales
 
 
 def countable(shape: tuple[int, ...]) -> bool:

@@ -84,7 +84,7 @@ def counted(
     decoded, stats = reference.operand(values, spec, stream)
     out, adds = fake.made(decoded), fake.plain(counters.array)
     memory = fake.plain(out)
-    lost = Counters(2, xp) if spec.near else None
+    lost = Counters(2, xp) if spec.rebased else None
     changed = None if lost is None else fake.plain(lost.array)
 
     def again() -> None:
@@ -95,7 +95,7 @@ def counted(
         memory[...] = made
         adds[part[0] : part[0] + 2] += np.array([found.saturated, found.flushed], np.uint64)
         if changed is not None:
-            changed[0] += np.uint64(found.changed)
+            changed[0] += np.uint64(found.rebase_changed)
 
     fake.TAPE.launch(again)
     near = None if lost is None else (lost, (0, 2))
