@@ -35,8 +35,8 @@ from extensor_cuda.expansion import (
     launch_expand,
     multiply,
 )
-from extensor_cuda.kernels.block_scales import Stored, block_scales
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     STAGE_OF_BF16,
     TILE_M,
     Packed,
@@ -59,7 +59,7 @@ _FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 
 def is_float_scaled(spec: QuantSpec) -> bool:
     """INT4, INT8 and FP8: codes under plain floats."""
-    return not (spec.is_mx or spec.row.tensor_scale)
+    return spec.has_float_scales
 
 
 def every(q: QuantArray) -> int:

@@ -20,7 +20,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda import dense
 from extensor_cuda.bf16 import every, float_scales, is_float_scaled
 from extensor_cuda.expansion import aligned
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     STAGE_OF_BF16,
     TILE_M,
     Config,

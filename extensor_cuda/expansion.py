@@ -1,7 +1,7 @@
 """Packed codes and scales -> what Hopper's tensor cores multiply, exactly: FP8 codes or bfloat16.
 
-`kernels/expand.cu` writes the contraction contiguous, blocks along either axis, square tiles.
-A tensor's scales lie relative to its largest one; FP8 holds every value of
+`kernels/prepare/expand.cu` writes the contraction contiguous, blocks along either axis, square
+tiles. A tensor's scales lie relative to its largest one; FP8 holds every value of
 
     mxfp4                   as E5M2 while the scales span up to 28 binades
     mxfp6_e2m3              as E4M3, 11 binades
@@ -26,8 +26,8 @@ import numpy as np
 from extensor.quant.array import QuantArray, coded_length
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense
-from extensor_cuda.kernels.gemm import Flags, Packed, configure, empty_rows, gemm
-from extensor_cuda.kernels.requantize import Requantized, finished, type_of
+from extensor_cuda.kernels.gemm.gemm_sm90 import Flags, Packed, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.requantize import Requantized, finished, type_of
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
@@ -45,7 +45,7 @@ __all__ = [
 
 Array = Any
 
-_FOLDER = Path(__file__).parent / "kernels"
+_FOLDER = Path(__file__).parent / "kernels" / "prepare"
 _THREADS, _GUARDED_BLOCKS, _ANCHOR_BLOCKS = 256, 264, 264
 _MOST_THREADS = 1 << 31  # of 16 elements each
 _ALL = 1 << 30  # elements or rows that share a scale: all there are
@@ -121,7 +121,7 @@ def expand_source(
 
 
 def _is_scaled(spec: QuantSpec) -> bool:
-    return not (spec.is_mx or spec.row.tensor_scale)
+    return spec.has_float_scales
 
 
 def _blocks(threads: int, guarded: bool) -> int:
@@ -246,7 +246,7 @@ def join(
         out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart; or a `Requantized`.
         flags: on the device, whether to run.
         runs: counts the launches that ran.
-        promote: as in `extensor_cuda.kernels.gemm.Config`.
+        promote: as in `extensor_cuda.kernels.gemm.gemm_sm90.Config`.
         bias: float32 (N,), added to the float32 sum; None: none.
     """
     config = configure(a.kind, *out.shape, type_of(out), promote, b=b.kind)

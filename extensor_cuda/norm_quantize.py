@@ -4,7 +4,7 @@ A group of blocks shares some rows, each with its columns in shared memory: sums
 the cluster that it is, or in both directions through global memory, since clusters leave
 multiprocessors idle. What is normalized, rounded once to bfloat16, is encoded along its rows and
 down its columns without having been written. The norm's sums have orders of their own: those of
-rows alone, of both directions and of `extensor_cuda.kernels.norm` may differ in the last bits.
+rows alone, of both directions and of `extensor_cuda.kernels.nn.norm` may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.array import QuantArray
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.pair import PairPlan
-from extensor_cuda.kernels.quantize import SLOTS
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.quantize.quantize import SLOTS
+from extensor_cuda.kernels.quantize.rowwise_columnwise import PairPlan
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters
@@ -36,7 +36,7 @@ _COLUMN_THREADS, _LEAD = 256, 3  # tiles that sums are ahead
 
 
 class _Norm(ctypes.Structure):
-    """As in normed.cuh."""
+    """As in norm.cuh."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -156,7 +156,7 @@ def norm_quantize(
         weight: float32 (columns,).
         bias: likewise, or None.
         eps: added to the variance.
-        plan: from `extensor_cuda.kernels.pair.pair_plan`.
+        plan: from `extensor_cuda.kernels.quantize.rowwise_columnwise.pair_plan`.
         xp: cupy.
         centred: LayerNorm, else RMSNorm.
         only_rows: leave the columns out.
@@ -173,7 +173,7 @@ def norm_quantize(
     tall, wide, group = _tile(columns, x.dtype.name, only_rows)
     device, together = xp.cuda.runtime.getDevice(), group > 1 and not only_rows
     groups, posted = min(-(-rows // tall), driver.multiprocessors(device) // group), None
-    # As in normed_rows.cuh and normed_both.cuh.
+    # As in norm_rowwise.cuh and norm_rowwise_columnwise.cuh.
     shared = _STAGES[only_rows] * (_TILE[only_rows] + 24)
     if only_rows:
         terms = -(-group * wide // _SLICE // 32) * 32

@@ -1,7 +1,8 @@
 """Operands of training's products: quantized to MXFP4 and written as FP8 at once, on Hopper.
 
 A matrix is read once and quantized along its rows, down its columns or both; what is written are
-E5M2 codes under one power of two (`kernels/operand.cu`), contraction contiguous, and no packed
+E5M2 codes under one power of two (`kernels/prepare/quantize_operand.cu`), contraction contiguous,
+and no packed
 storage. The power of two comes from the largest magnitude that the same tensor of the same layer
 had the last time, with four binades to grow; the first time another pass looks for it.
 
@@ -11,10 +12,10 @@ on the device, where both ways are launched and one of them ends at once. The ot
 the same values with the same random bits to bfloat16, which holds them exactly. So no value depends
 on what was known of the tensor, only the way. Nothing here waits for the GPU.
 
-MXFP8 under a spec with ``near`` is written as its own FP8 codes, a power of two for each square of
-128 x 128 (`extensor_cuda.near`). Other MX formats are quantized to bfloat16 at once. It holds their
-values exactly but for those below 2**-126 or so; that one was cut is warned of when the counts are
-read.
+MXFP8 under a spec with ``rebased`` is written as its own FP8 codes, a power of two for each square
+of 128 x 128 (`extensor_cuda.near`). Other MX formats are quantized to bfloat16 at once. It holds
+their values exactly but for those below 2**-126 or so; that one was cut is warned of when the
+counts are read.
 """
 
 from __future__ import annotations
@@ -29,13 +30,12 @@ import ml_dtypes
 import numpy as np
 
 from extensor.quant.scale_rules import E8M0_NAN
-from extensor.quant.spec import NEAR_SIDE, QuantSpec
+from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import tuned
 from extensor_cuda.dense import Dense, add_parts, empty_parts
 from extensor_cuda.gemm import SPAN, TOP
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     Flags,
     Split,
     configure,
@@ -43,6 +43,7 @@ from extensor_cuda.kernels.gemm import (
     empty_rows,
     gemm,
 )
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.near import Square, squares
 from extensor_cuda.runtime.capture import clock_of
 from extensor_cuda.runtime.compile import Source
@@ -74,8 +75,8 @@ _MATRIX = np.dtype(
     + [(name, np.int64) for name in ("rows", "columns", "start")]
     + [(f"{side}_scales", np.uint64) for side in ("along", "down")]
 )
-"""`Matrix` of operand.cu."""
-_FOLDER = Path(__file__).parent / "kernels"
+"""`Matrix` of quantize_operand.cu."""
+_FOLDER = Path(__file__).parent / "kernels" / "prepare"
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
@@ -136,9 +137,9 @@ def _reason(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> str | None:
         return "a transform, a scale window or outliers"
     if dtype not in kernels.INPUTS or len(shape) != 2 or max(shape) > 1 << 30:
         return f"{dtype} array of shape {shape}"
-    if spec.near and spec.dialect_row.inf_byte_in(element) != E8M0_NAN:
+    if spec.rebased and spec.dialect_row.inf_byte_in(element) != E8M0_NAN:
         return f"the infinities of dialect {spec.dialect}"
-    plan = kernels.plan_of(spec.replace(near=False), shape)
+    plan = kernels.plan_of(spec.replace(rebased=False), shape)
     return plan if isinstance(plan, str) else None
 
 
@@ -163,32 +164,32 @@ def operand_source(
         stats: whether saturated and flushed values are counted.
         many: several matrices in one launch.
     """
-    plan = kernels.plan_of(spec.replace(axis=1, near=False), (256, 256))
+    plan = kernels.plan_of(spec.replace(axis=1, rebased=False), (256, 256))
     assert isinstance(plan, kernels.Plan), plan
     common = kernels.quantize_source(plan, dtype, "values" if wide else "codes", True, stats)
     macros = dict(common.macros) | {
         "ALONG": int(along),
         "DOWN_TOO": int(down),
         "WIDE": int(wide),
-        "NEAR": int(spec.near),
+        "NEAR": int(spec.rebased),
         "MANY": int(many),
         "LIFT": TOP,  # TOP is the element's largest value here
         "SPAN": SPAN,
         "MARGIN": _MARGIN,
         "RESIDENT": _resident(spec, dtype, wide),
     }
-    return Source.read(_FOLDER / "operand.cu", macros)
+    return Source.read(_FOLDER / "quantize_operand.cu", macros)
 
 
 def _resident(spec: QuantSpec, dtype: str, wide: bool) -> int:
     """Blocks of threads of a multiprocessor: as many as leave them registers without spilling."""
-    if spec.near and dtype != "float32":
+    if spec.rebased and dtype != "float32":
         return 3 if spec.rounding == "stochastic" else 4
     return 4 if wide else 5 if dtype == "float32" else 3
 
 
 def _tile_rows(x: Array, wide: bool) -> int:
-    """Rows of a tile, as in operand.cu: half as many as a block has threads."""
+    """Rows of a tile, as in quantize_operand.cu: half as many as a block has threads."""
     return 128 if x.itemsize == 2 and not wide else 64
 
 
@@ -227,7 +228,7 @@ def _launch(
         stream = streams[place[axis]] if axis in place else None
         words += (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     rows, columns = x.shape
-    tiles = -(-rows // NEAR_SIDE) * -(-columns // _COLUMNS) if scales_of else _tiles(x, wide)
+    tiles = -(-rows // REBASE_TILE) * -(-columns // _COLUMNS) if scales_of else _tiles(x, wide)
     launch(
         source,
         "operands",
@@ -266,7 +267,7 @@ def make(
         xp: cupy.
         memory: the tensor's own, from the call before; None: nothing is known of it.
     """
-    if specs[0].near:
+    if specs[0].rebased:
         return _make_near(x, specs, streams, xp)
     wide = not _is_mxfp4(specs[0])
     slots = 2 * kernels.SLOTS
@@ -320,7 +321,7 @@ def _empty(x: Array, spec: QuantSpec, xp: Any) -> Array:
     """What an operand's codes, or its values as bfloat16, are written to."""
     rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
     padded = -(-k // 16) * 16  # whole chunks are written
-    octets = xp.uint8 if spec.near or _is_mxfp4(spec) else xp.uint16
+    octets = xp.uint8 if spec.rebased or _is_mxfp4(spec) else xp.uint16
     return xp.empty((rows, padded), dtype=octets)[:, :k]
 
 

@@ -24,8 +24,8 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.expansion import Expansion
-from extensor_cuda.kernels.block_scales import Stored, block_scales
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     LINES,
     MOST_TERMS,
     Zeros,
@@ -33,7 +33,7 @@ from extensor_cuda.kernels.gemm import (
     empty_rows,
     gemm,
 )
-from extensor_cuda.kernels.requantize import Requantized, finished, type_of
+from extensor_cuda.kernels.gemm.requantize import Requantized, finished, type_of
 
 __all__ = ["Side", "by_row", "joinable", "multiply", "pitched", "product", "reason", "row_reason"]
 
@@ -92,7 +92,7 @@ def _kind(q: QuantArray) -> str:
 
 def _reason(q: QuantArray) -> str | None:
     element = q.spec.row.element
-    if q.spec.is_mx or q.spec.row.tensor_scale or q.spec.row.outliers:
+    if not q.spec.has_float_scales or q.spec.row.outliers:
         return f"{q.spec.row.name}, whose scales are no plain floats"
     if element.bits != 8:
         return f"{element.name} under float scales; the kernel has e4m3, e5m2 and int8"

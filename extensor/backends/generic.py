@@ -19,7 +19,7 @@ from extensor.backends.capture import Graph, StepCapture, UpdateGuard
 from extensor.backends.protocol import Array, Finite, Window
 from extensor.quant import reference, views
 from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -119,7 +119,7 @@ class GenericBackend:
     def block_matmul_batch(self, a: QuantArray, b: QuantArray) -> Array:
         """See the protocol: one after the other."""
         out = self.xp.empty((*a.shape[:2], b.shape[1]), dtype=_FLOAT32)
-        for i, sides in enumerate(zip(views.matrices(a), views.matrices(b), strict=True)):
+        for i, sides in enumerate(zip(views.unstack(a), views.unstack(b), strict=True)):
             out[i] = self.block_matmul(*sides)
         return out
 

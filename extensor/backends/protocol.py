@@ -17,7 +17,7 @@ import numpy as np
 
 from extensor.backends.capture import Graph, StepCapture, UpdateGuard
 from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 

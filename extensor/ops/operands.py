@@ -22,8 +22,8 @@ from extensor.autograd.mode import MODE
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.layers import dense_values
 from extensor.backends.protocol import Array, Backend
-from extensor.quant.context import Counts, LayerContext
 from extensor.quant.recipe import SLOTS, Gemm, LayerRecipe
+from extensor.quant.recipe_state import Counts, LayerContext
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -128,7 +128,7 @@ def _made(
             return [_made(backend, x, context, [slot], sizes)[0] for slot in slots]
         axes = [axis % 2 for _, axis in slots]
         return [(operand, None) for operand in backend.dense_operands(x, axes, *dense)]
-    memory = context.memory(slots[0][0])
+    memory = context.amax_state(slots[0][0])
     return list(backend.product_operands(x, *specs, _work(context, slots, sizes), memory))
 
 
@@ -294,7 +294,7 @@ def _made_each(backend: Backend, slots: Slots, weights: list[_Weight]) -> Sequen
     if len(weights) > 1:
         specs = _specs(weights[0].context, slots)
         assert specs is not None
-        memories = [one.context.memory(slots[0][0]) for one in weights]
+        memories = [one.context.amax_state(slots[0][0]) for one in weights]
         return backend.product_operands_each([one.x for one in weights], specs[0], memories)
     (one,) = weights
     return [_made(backend, one.x, one.context, slots, one.sizes)]

@@ -25,7 +25,7 @@ from extensor.inspect.health import SlotHealth, slot_health
 from extensor.optim.clip import grad_arrays
 from extensor.optim.optimizer import Optimizer
 from extensor.quant.array import QuantStats
-from extensor.quant.context import RecipeState
+from extensor.quant.recipe_state import RecipeState
 from extensor.quant.spec import QuantSpec
 
 __all__ = ["GradScaleReport", "MXGradScaler"]

@@ -119,7 +119,7 @@ def rebase_mxfp8(q: QuantArray, xp: Any) -> tuple[GemmOperand, Inexact]:
 
 
 def rebase_mxfp4(q: QuantArray, flag: Array, xp: Any, integers: bool = False) -> GemmOperand:
-    """MXFP4 with an exponent for each row, as E5M2 or integers; raises ``flag`` if one is too wide."""
+    """MXFP4 with an exponent a row, as E5M2 or integers; raises ``flag`` if one is too wide."""
     assert isinstance(q.spec.tile, tuple)
     (rows, k), block = q.shape, q.spec.tile[1]
     codes, scales = aligned(q.codes, xp, 8), xp.ascontiguousarray(q.scales)

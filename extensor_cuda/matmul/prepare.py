@@ -32,7 +32,7 @@ from extensor.backends.protocol import CastSpec
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import tile_extent
 from extensor.quant.scale_rules import E8M0_NAN
-from extensor.quant.spec import NEAR_SIDE, QuantSpec
+from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE
 from extensor_cuda.kernels.gemm.gemm_sm90 import MOST_TERMS
@@ -189,9 +189,9 @@ def _fused_spec(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> QuantSpe
         return Unsupported("a transform, a scale window or outliers")
     if dtype not in quantizer.INPUTS or len(shape) != 2 or max(shape) > 1 << 30:
         return Unsupported(f"{dtype} array of shape {shape}")
-    if spec.near and spec.dialect_row.inf_byte_in(element) != E8M0_NAN:
+    if spec.rebased and spec.dialect_row.inf_byte_in(element) != E8M0_NAN:
         return Unsupported(f"the infinities of dialect {spec.dialect}")
-    plan = quantizer.plan_of(spec.replace(near=False), shape)
+    plan = quantizer.plan_of(spec.replace(rebased=False), shape)
     return plan if isinstance(plan, Unsupported) else spec
 
 
@@ -219,7 +219,7 @@ def _fused(
     if len(specs) == 2 and not _transposes(specs[0], specs[1]):
         sides = zip(specs, streams, strict=True)
         return [_fused(x, [spec], [stream], xp, None)[0] for spec, stream in sides]
-    if specs[0].near:
+    if specs[0].rebased:
         return _rebased(x, specs, streams, xp)
     if is_mxfp4(specs[0]):
         return _mxfp4(x, specs, streams, xp, state)
@@ -298,7 +298,7 @@ def _rebased(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any) ->
         start, middle, stop = (2 * i * _SLOTS, (2 * i + 1) * _SLOTS, 2 * (i + 1) * _SLOTS)
         out, blocks = _empty(x, spec.axis, xp.uint8, xp), _tile_scales(x, spec, xp)
         sides.append(Side(spec, stream, out, None, counters.array[start:], blocks))
-        scale = Scale(blocks=blocks, group_k=NEAR_SIDE)
+        scale = Scale(blocks=blocks, group_k=REBASE_TILE)
         operand = GemmOperand(out, spec.row.element.name, scale)
         changed = counters, (middle, stop)
         made.append((operand, OperandCounts(counters, (start, middle), x.size, rebased=changed)))
@@ -313,8 +313,8 @@ def _tile_scales(x: Array, spec: QuantSpec, xp: Any) -> Array:
     last.
     """
     rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
-    pitch = -(-rows // NEAR_SIDE) * (NEAR_SIDE // ROWS_PER_SCALE) + _BEHIND
-    return xp.empty((-(-k // NEAR_SIDE), pitch), dtype=np.float32)
+    pitch = -(-rows // REBASE_TILE) * (REBASE_TILE // ROWS_PER_SCALE) + _BEHIND
+    return xp.empty((-(-k // REBASE_TILE), pitch), dtype=np.float32)
 
 
 def run_batch(preparations: Sequence[GemmPreparation], xp: Any) -> list[Prepared]:

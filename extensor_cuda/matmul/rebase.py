@@ -12,7 +12,7 @@ element is in range. FP8 then holds every value of
 
 and bfloat16 of everything, but what lies more than 110 binades below the tensor's largest scale.
 MXFP8 uses all of FP8's exponents: rebased, elements under smaller scales move down in their own
-format and are rounded to nearest even where they become subnormal (`extensor.quant.near`), off by
+format and are rounded to nearest even where they become subnormal (`extensor.quant.rebase`), off by
 up to 2**-10 (E4M3) or 2**-17 (E5M2) times the largest scale, and the changed values are counted.
 """
 

@@ -1,4 +1,4 @@
-"""Launching `dense.cu`: floats rounded or cut to bfloat16, and the parts of a sum added."""
+"""Launching `cast_bf16.cu`: floats rounded or cut to bfloat16, and the parts of a sum added."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.kernels.gemm import empty_rows, rows_of_parts
-from extensor_cuda.kernels.gemm_program import Config, Split
+from extensor_cuda.kernels.gemm.gemm_sm90 import empty_rows, rows_of_parts
+from extensor_cuda.kernels.gemm.config import Config, Split
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
@@ -17,8 +17,8 @@ __all__ = ["add_parts", "bf16_source", "bf16_triple", "empty_parts", "round_to_b
 
 Array = Any
 
-_SOURCE = Path(__file__).parent.parent / "dense.cu"
-_THREADS = 256  # as in dense.cu
+_SOURCE = Path(__file__).parent / "cast_bf16.cu"
+_THREADS = 256  # as in cast_bf16.cu
 _FORMATS = ("float32", "bfloat16", "float16")
 
 

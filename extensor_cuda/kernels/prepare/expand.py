@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.gemm import Packed
+from extensor_cuda.kernels.gemm.gemm_sm90 import Packed
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
@@ -18,7 +18,7 @@ __all__ = ["anchor", "expand", "expand_source"]
 
 Array = Any
 
-_SOURCE = Path(__file__).parent.parent / "expand.cu"
+_SOURCE = Path(__file__).parent / "expand.cu"
 _THREADS, _GUARDED_BLOCKS, _ANCHOR_BLOCKS = 256, 264, 264
 _MOST_THREADS = 1 << 31  # of 16 elements each
 _ALL = 1 << 30  # elements or rows that share a scale: all there are

@@ -1,7 +1,7 @@
 """FP8 and INT8 operands under float scales, (rows, K) from either axis of a matrix of floats.
 
-By `kernels.float_lines` and `kernels.float_panels`, or where these do not fit in two passes of any
-shape (`scaled.cu`). Codes and scales are the reference's, bit for bit.
+By `kernels.quantize.float_scaled_rowwise` and `float_scaled_columnwise`, or where these do not fit in two passes of any
+shape (`float_scaled_operand.cu`). Codes and scales are the reference's, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels import float_lines, float_panels
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime.capture import clock_of
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters
@@ -26,8 +26,8 @@ __all__ = ["Quantized", "quantize", "scaled_source", "shared_amax"]
 
 Array = Any
 
-_SOURCE = Path(__file__).parent.parent / "scaled.cu"
-_THREADS, _WARPS, _ROWS, _COLUMNS = 256, 8, 32, 128  # as in scaled.cu
+_SOURCE = Path(__file__).parent / "float_scaled_operand.cu"
+_THREADS, _WARPS, _ROWS, _COLUMNS = 256, 8, 32, 128  # as in float_scaled_operand.cu
 
 
 class Quantized(NamedTuple):
@@ -41,7 +41,7 @@ class Quantized(NamedTuple):
 @lru_cache(maxsize=64)
 def scaled_source(spec: QuantSpec, dtype: str) -> Source:
     """The program for a resolved spec and an input dtype."""
-    macros = float_lines.float_macros(spec, dtype) | {"DOWN": int(spec.axis == 0)}
+    macros = float_scaled_rowwise.float_macros(spec, dtype) | {"DOWN": int(spec.axis == 0)}
     return Source.read(_SOURCE, macros)
 
 
@@ -53,7 +53,7 @@ def shared_amax(x: Array, specs: list[QuantSpec], xp: Any) -> Array | None:
     """The largest magnitude of x where several specs have one scale for all of it; else None."""
     of_all = all(tile_extent(spec, x.shape) == x.shape for spec in specs)
     shared = len(specs) > 1 and of_all and _is_aligned(x) and x.size % 16 == 0
-    return float_lines.largest(x, specs[0], xp) if shared else None
+    return float_scaled_rowwise.largest(x, specs[0], xp) if shared else None
 
 
 def quantize(
@@ -77,14 +77,14 @@ def quantize(
     scales = xp.empty(grid, dtype=np.float32)
     made = Quantized(out[:, :k], scales, counters)
     written = x, stream, out, scales, counters, xp
-    by_lines = spec.axis == 1 and float_lines.lines_of(
+    by_lines = spec.axis == 1 and float_scaled_rowwise.lines_of(
         spec, (1, rows, 1, columns), (1, tall, 1, wide), (1, grid[0], 1, grid[1])
     )
-    by_panels = spec.axis == 0 and float_panels.panels_of(spec, x.shape, extent, turned=True)
+    by_panels = spec.axis == 0 and float_scaled_columnwise.panels_of(spec, x.shape, extent, turned=True)
     if by_lines and _is_aligned(x):
-        float_lines.quantize(by_lines, *written, most=amax)
+        float_scaled_rowwise.quantize(by_lines, *written, most=amax)
     elif by_panels and _is_aligned(x):
-        float_panels.quantize(by_panels, *written, most=amax)
+        float_scaled_columnwise.quantize(by_panels, *written, most=amax)
     else:
         _any_shape(x, spec, stream, extent, made._replace(codes=out), xp)
     return made

@@ -1,4 +1,4 @@
-"""Launching `operand.cu`: a matrix of floats -> GEMM operands of rows, columns or both, at once."""
+"""Launching `quantize_operand.cu`: a matrix of floats -> GEMM operands of rows, columns or both, at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from extensor.quant.spec import NEAR_SIDE, QuantSpec
+from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.kernels.prepare.rebase import E5M2_LIFT, E5M2_SPAN
 from extensor_cuda.runtime.capture import clock_of
 from extensor_cuda.runtime.compile import Source
@@ -31,7 +31,7 @@ __all__ = [
 
 Array = Any
 
-_SOURCE = Path(__file__).parent.parent / "operand.cu"
+_SOURCE = Path(__file__).parent / "quantize_operand.cu"
 AMAX_MARGIN = 4
 """Binades that a tensor may grow between two steps, under delayed scaling."""
 _COLUMNS, _GUARDED_BLOCKS, _AMAX_BLOCKS = 128, 264, 1056
@@ -42,7 +42,7 @@ MATRIX = np.dtype(
     + [(name, np.int64) for name in ("rows", "columns", "start")]
     + [(f"{side}_scales", np.uint64) for side in ("along", "down")]
 )
-"""`Matrix` of operand.cu."""
+"""`Matrix` of quantize_operand.cu."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Side:
         spec: resolved; two sides of a launch differ in their axis alone.
         stream: given exactly under stochastic rounding.
         out: what codes, uint8, or bfloat16 bits, uint16, are written to.
-        flag, counts, scales: see operand.cu; or None.
+        flag, counts, scales: see quantize_operand.cu; or None.
     """
 
     spec: QuantSpec
@@ -85,14 +85,14 @@ def fused_source(
         stats: whether saturated and flushed values are counted.
         many: several matrices in one launch.
     """
-    plan = kernels.plan_of(spec.replace(axis=1, near=False), (256, 256))
+    plan = kernels.plan_of(spec.replace(axis=1, rebased=False), (256, 256))
     assert isinstance(plan, kernels.Plan), plan
     common = kernels.quantize_source(plan, dtype, "values" if wide else "codes", True, stats)
     macros = dict(common.macros) | {
         "ALONG": int(rows),
         "DOWN_TOO": int(columns),
         "WIDE": int(wide),
-        "NEAR": int(spec.near),
+        "NEAR": int(spec.rebased),
         "MANY": int(many),
         "LIFT": E5M2_LIFT,  # TOP is the element's largest value here
         "SPAN": E5M2_SPAN,
@@ -104,13 +104,13 @@ def fused_source(
 
 def _resident(spec: QuantSpec, dtype: str, wide: bool) -> int:
     """Blocks of threads of a multiprocessor: as many as leave them registers without spilling."""
-    if spec.near and dtype != "float32":
+    if spec.rebased and dtype != "float32":
         return 3 if spec.rounding == "stochastic" else 4
     return 4 if wide else 5 if dtype == "float32" else 3
 
 
 def _tile_rows(x: Array, wide: bool) -> int:
-    """Rows of a tile, as in operand.cu: half as many as a block has threads."""
+    """Rows of a tile, as in quantize_operand.cu: half as many as a block has threads."""
     return 128 if x.itemsize == 2 and not wide else 64
 
 
@@ -153,7 +153,7 @@ def launch_fused(
         stream = None if side is None else side.stream
         words += (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     rows, columns = x.shape
-    tiles = -(-rows // NEAR_SIDE) * -(-columns // _COLUMNS) if rebased else tiles_of(x, wide)
+    tiles = -(-rows // REBASE_TILE) * -(-columns // _COLUMNS) if rebased else tiles_of(x, wide)
     launch(
         source,
         "operands",

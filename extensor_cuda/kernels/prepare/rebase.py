@@ -1,4 +1,4 @@
-"""Launching `rebase.cu` and `near.cu`: packed MX rows -> 8-bit codes with an exponent for each row."""
+"""Rebasing packed MX rows: 8-bit codes with an exponent for each row (`rebase_mxfp*.cu`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Array = Any
 # e2m1's 6 times 2**13 is E5M2's 49152; its 0.5 times 2**-15 is E5M2's least, 2**-16.
 E5M2_LIFT, E5M2_SPAN = 13, 28
 INT8_LIFT, INT8_SPAN = 4, 3  # 6 times 2**4 and 0.5 times 2**1 are integers of 8 bits
-_FOLDER = Path(__file__).parent.parent
+_FOLDER = Path(__file__).parent
 _THREADS = 128
 
 
@@ -37,13 +37,13 @@ def mxfp4_source(block: int, integers: bool = False) -> Source:
     """The program that rebases MXFP4 rows of such blocks, to E5M2 or to integers of 8 bits."""
     lift, span = (INT8_LIFT, INT8_SPAN) if integers else (E5M2_LIFT, E5M2_SPAN)
     macros = {"BLOCK": block, "TOP": lift, "SPAN": span, "INTEGERS": int(integers)}
-    return Source.read(_FOLDER / "rebase.cu", macros)
+    return Source.read(_FOLDER / "rebase_mxfp4.cu", macros)
 
 
 def rebase_mxfp4(
     source: Source, codes: Array, scales: Array, flag: Array, out: Array, exponents: Array
 ) -> None:
-    """Write codes (rows, K) and int32 exponents (rows,); raise ``flag`` where a row does not fit."""
+    """Write codes (rows, K), int32 exponents (rows,); raise ``flag`` where a row does not fit."""
     rows, blocks = scales.shape
     arrays = (codes, scales, out, exponents, flag, np.int64(blocks))
     launch(source, "rebase", rows, _THREADS, *arrays)
@@ -61,7 +61,7 @@ def mxfp8_source(spec: QuantSpec) -> Source:
         "BLOCK": spec.tile[1],
         "TILE_ROWS": spec.tile[0],
     }
-    return Source.read(_FOLDER / "near.cu", macros)
+    return Source.read(_FOLDER / "rebase_mxfp8.cu", macros)
 
 
 def rebase_mxfp8(

@@ -12,27 +12,36 @@ from extensor.backends import registry
 from extensor.quant import reference
 from extensor_cuda import near
 from extensor_cuda.backend import CudaBackend
-from extensor_cuda.kernels import (
+from extensor_cuda.kernels.nn import (
+    conv_pool,
     cross_entropy,
-    dequantize,
     dropout,
     elementwise,
     norm,
-    optimizer,
-    pair,
-    scatter,
+    scatter_add,
     softmax,
     sums,
-    window,
 )
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.quantize import dequantize, rowwise_columnwise
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime import blas, capture
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from tests.unit.cuda import fake
 
 __all__ = ["TRAINING", "FakeBlas", "install"]
 
-TRAINING = (cross_entropy, dropout, elementwise, norm, optimizer, scatter, softmax, sums, window)
+TRAINING = (
+    cross_entropy,
+    dropout,
+    elementwise,
+    norm,
+    optimizer,
+    scatter_add,
+    softmax,
+    sums,
+    conv_pool,
+)
 """Modules whose ``launch`` an emulator replaces."""
 SLOTS = 2 * kernels.SLOTS
 
@@ -75,7 +84,7 @@ def counted(
     decoded, stats = reference.operand(values, spec, stream)
     out, adds = fake.made(decoded), fake.plain(counters.array)
     memory = fake.plain(out)
-    lost = Counters(2, xp) if spec.near else None
+    lost = Counters(2, xp) if spec.rebased else None
     changed = None if lost is None else fake.plain(lost.array)
 
     def again() -> None:
@@ -86,7 +95,7 @@ def counted(
         memory[...] = made
         adds[part[0] : part[0] + 2] += np.array([found.saturated, found.flushed], np.uint64)
         if changed is not None:
-            changed[0] += np.uint64(found.changed)
+            changed[0] += np.uint64(found.rebase_changed)
 
     fake.TAPE.launch(again)
     near = None if lost is None else (lost, (0, 2))
@@ -127,7 +136,7 @@ def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBac
     for module in (kernels, dequantize):
         monkeypatch.setattr(module, "launch", lambda *arguments: None)  # of what is stored
     monkeypatch.setattr(near, "operand", fake_near)
-    monkeypatch.setattr(pair, "operand", fake_pair)
+    monkeypatch.setattr(rowwise_columnwise, "operand", fake_pair)
     monkeypatch.setattr("extensor_cuda.runtime.driver.multiprocessors", lambda device: 2)
     for name in ("backend._capability", "runtime.driver.capability"):
         monkeypatch.setattr(f"extensor_cuda.{name}", lambda device: "80")

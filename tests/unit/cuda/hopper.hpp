@@ -1,4 +1,4 @@
-// Stands for hopper.cuh and the wgmma function: barriers, bulk copies and wgmma on the CPU, a block to a copy of
+// Stands for tma_wgmma.cuh and the wgmma function: barriers, bulk copies and wgmma on the CPU, a block to a copy of
 // the program, no clusters. Shared memory is one array, addressed from its beginning; a tensor map of two
 // axes holds pointer, rows, columns, pitch, rows of its box, bytes of an element and of a box's row, one of four axes
 // of bfloat16 pointer, sizes, strides in bytes (but of the first) and rows of its box.

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor_cuda.kernels import block_scales
+from extensor_cuda.kernels.gemm import block_scales
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.compile import Source
 from tests.unit.cuda.emulator import Cupy, Emulator

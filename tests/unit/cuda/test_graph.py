@@ -119,7 +119,7 @@ def same(ours: Any, theirs: Any, where: str = "") -> None:
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
-@pytest.mark.parametrize("recipe", ["fp32", "mxfp4", "mxfp8_near"])
+@pytest.mark.parametrize("recipe", ["fp32", "mxfp4", "mxfp8_rebased"])
 @pytest.mark.parametrize("make", [lenet, gpt])
 def test_captured_steps_are_the_eager_ones_bit_for_bit(
     gpu: Any, make: Any, recipe: str, scaled: bool
@@ -499,7 +499,7 @@ def test_dropout_draws_anew_in_each_repetition(gpu: Any) -> None:
     [
         "mxfp4_all",
         "mxfp8_nvidia",
-        "mxfp8_near",
+        "mxfp8_rebased",
         "bf16",
         "mxfp6",
         "mxfp4_tseng",
