@@ -36,6 +36,7 @@ __all__ = [
     "ready_rows",
     "ring_cut",
     "ring_cuts",
+    "ring_pays",
     "stretches",
 ]
 
@@ -279,6 +280,11 @@ def resident_cut(lines: int, columns: int, tokens: int, block: int) -> resident.
 
 
 _MOST_SLICES = 8
+
+
+def ring_pays(lines: int) -> bool:
+    """Whether so many rows of weights are more than a pair of tiles for each block."""
+    return lines > 2 * MODEL_MULTIPROCESSORS * ring.TILE_ROWS
 
 
 def _idle(pieces: int, pairs: int, parts: int) -> float:

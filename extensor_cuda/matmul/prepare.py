@@ -65,7 +65,7 @@ class Preparer:
     """One way to make GEMM operands: a row of `PREPARERS`.
 
     Attributes:
-        name: its row in the tuning table (`extensor_cuda.matmul.tuned.WAYS`).
+        name: its row in the tuning table (`extensor_cuda.matmul.tuned.PATHS`).
         path: what `CudaBackend.path` says of it.
         casts: whether it takes `CastSpec`, and no `QuantSpec`.
         compact: whether one launch makes all operands from one reading, in 16 bits a value or
@@ -453,11 +453,11 @@ def _bf16(
     return [(GemmOperand(bits, "bf16", transposed=spec.axis == 0), None) for spec in specs]
 
 
-FUSED = Preparer("made at once", "fused kernel", False, True, _fused_supports, _fused)
+FUSED = Preparer("fused", "fused kernel", False, True, _fused_supports, _fused)
 PREPARERS = (
     FUSED,
-    Preparer("scaled", "scaled kernel", False, False, _float_scaled_supports, _float_scaled),
+    Preparer("float scales", "scaled kernel", False, False, _float_scaled_supports, _float_scaled),
     Preparer("expanded", "expanded", False, False, _expanded_supports, _expanded),
-    Preparer("dense", "fused kernel", True, True, _bf16_supports, _bf16),
+    Preparer("bf16", "fused kernel", True, True, _bf16_supports, _bf16),
 )
 """In the order in which they are asked."""
