@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from extensor.backends.protocol import Finite
+from extensor.backends.protocol import FiniteQuery
 from extensor.optim.optimizer import Array, Optimizer, Option, check_betas, check_range
 
 __all__ = ["Adam"]
@@ -89,10 +89,10 @@ class Adam(Optimizer):
         parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
         factors: Sequence[Mapping[str, float]],
         **how: Any,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """Move whole parameters, in place, in one call."""
         arrays = [(w, g, state["mean"], state["square"]) for w, g, state in parts]
-        found: Finite = backend.adam_each(arrays, factors, **how)
+        found: FiniteQuery = backend.adam_multi_tensor(arrays, factors, **how)
         return found
 
     def factors_each(

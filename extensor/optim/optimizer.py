@@ -20,7 +20,7 @@ import numpy as np
 from extensor.autograd.apply import wrap
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.protocol import Finite
+from extensor.backends.protocol import FiniteQuery
 from extensor.backends.recording import Mirrors
 from extensor.backends.registry import get as get_backend
 from extensor.dtypes import float32
@@ -213,7 +213,7 @@ class Optimizer(ABC):
         parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
         factors: Sequence[Mapping[str, float]],
         **how: Any,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """Move whole parameters, in place, in one call of the backend; ``fused`` ones have it.
 
         Args:
@@ -221,7 +221,7 @@ class Optimizer(ABC):
             parts: weight, gradient and state by slot of each: C-contiguous float32 arrays of one
                 size, whatever their shapes; the state as it is stored.
             factors: of each, from `factors_each`.
-            how: more for the backend: what `Backend.adam_each` takes besides.
+            how: more for the backend: what `Backend.adam_multi_tensor` takes besides.
         """
         raise TypeError(f"{type(self).__name__} says fused: wanted an update_each of its own")
 

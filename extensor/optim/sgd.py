@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from extensor.backends.protocol import Finite
+from extensor.backends.protocol import FiniteQuery
 from extensor.optim.optimizer import Array, Optimizer, Option, check_range
 
 __all__ = ["SGD"]
@@ -82,13 +82,13 @@ class SGD(Optimizer):
         parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
         factors: Sequence[Mapping[str, float]],
         **how: Any,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """Move whole parameters, in place, in one call."""
         arrays = [
             (w, g, state["momentum"] if mine["momentum"] else None)
             for (w, g, state), mine in zip(parts, factors, strict=True)
         ]
-        found: Finite = backend.sgd_each(arrays, factors, **how)
+        found: FiniteQuery = backend.sgd_multi_tensor(arrays, factors, **how)
         return found
 
     def factors_each(

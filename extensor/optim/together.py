@@ -51,7 +51,7 @@ def _check_finite(parts: Parts) -> None:
     backends = {id(member.param.backend): member.param.backend for member, _ in parts}
     for backend in backends.values():
         mine = [part for part in parts if part[0].param.backend is backend]
-        _refuse(mine, backend.all_finite_each([grad.data for _, grad in mine]))
+        _refuse(mine, backend.all_finite_multi_tensor([grad.data for _, grad in mine]))
 
 
 def _common(optimizer: Optimizer, parts: Parts) -> Any:
@@ -59,7 +59,7 @@ def _common(optimizer: Optimizer, parts: Parts) -> Any:
     if not optimizer.fused:
         return None
     backends = (member.param.backend for member, _ in parts)
-    return next((b for b in backends if optimizer.states in b.steps_together), None)
+    return next((b for b in backends if optimizer.states in b.multi_tensor_states), None)
 
 
 def _fits(member: _Member, grad: ExTensor) -> bool:
@@ -77,15 +77,15 @@ def _fits(member: _Member, grad: ExTensor) -> bool:
 
 
 def step_together(
-    optimizer: Optimizer, ready: Ready, look: bool
+    optimizer: Optimizer, ready: Ready, check_finite: bool
 ) -> list[tuple[ParamGroup, _Member, ExTensor]]:
     """Update the parameters that a backend takes in one call, and give back the others.
 
     Args:
         optimizer: theirs.
         ready: what has gradients.
-        look: whether all gradients are looked at first. Where all are updated here the device
-            decides, and the host hears of it while the update runs.
+        check_finite: whether all gradients are checked first. Where all are updated here, the
+            device decides, and the host hears of it while the update runs.
 
     Raises:
         FloatingPointError: if a gradient holds NaN or infinity; nothing is updated then.
@@ -104,14 +104,18 @@ def step_together(
                 apart.append((group, member, grad))
         if steps := [member.step + 1 for member, _ in together[before:]]:
             factors += optimizer.factors_each(steps, group.options)
-    if look and apart:
+    if check_finite and apart:
         _check_finite(parts)
-        look = False
+        check_finite = False
     if together:
         arrays = [(m.param.data, g.data, m.arrays) for m, g in together]
-        more = {"look": look, "memory": optimizer._memory, "numbers": _numbers(together)}
+        more = {
+            "check_finite": check_finite,
+            "cache": optimizer._memory,
+            "numbers": _numbers(together),
+        }
         found = optimizer.update_each(backend, arrays, factors, **more)
-        if look:
+        if check_finite:
             _refuse(together, found())
     for member, _ in together:
         member.step += 1
