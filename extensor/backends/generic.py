@@ -24,10 +24,10 @@ from extensor.backends.protocol import (
     Prepared,
     Window,
 )
-from extensor.backends.recording import Graph, Guard, Recording
+from extensor.backends.capture import Graph, StepCapture, UpdateGuard
 from extensor.quant import reference, views
 from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -69,7 +69,7 @@ class GenericBackend:
         self.xp = xp
 
     @property
-    def recording(self) -> Recording | None:
+    def capturing(self) -> StepCapture | None:
         """See the protocol."""
         return None
 
@@ -127,7 +127,7 @@ class GenericBackend:
         if len(a.shape) == 2:
             return self.xp.matmul(self.dequantize(a), self.dequantize(b).T)
         out = self.xp.empty((*a.shape[:2], b.shape[1]), dtype=_FLOAT32)
-        for i, sides in enumerate(zip(views.matrices(a), views.matrices(b), strict=True)):
+        for i, sides in enumerate(zip(views.unstack(a), views.unstack(b), strict=True)):
             out[i] = self.block_scaled_matmul(*sides)
         return out
 
@@ -349,7 +349,7 @@ class GenericBackend:
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
-        guard: Guard | None = None,
+        guard: UpdateGuard | None = None,
         check_finite: bool = False,
         cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
@@ -368,7 +368,7 @@ class GenericBackend:
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
-        guard: Guard | None = None,
+        guard: UpdateGuard | None = None,
         check_finite: bool = False,
         cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
@@ -415,8 +415,8 @@ class GenericBackend:
 
     def refuse(self, bad: Array, error: Callable[[], Exception]) -> None:
         """See the protocol."""
-        if self.recording is not None:
-            self.recording.watch(bad, error)
+        if self.capturing is not None:
+            self.capturing.watch(bad, error)
         elif bool(bad.any()):  # one wait for a GPU
             raise error()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from extensor.backends.layers import dense_values
 from extensor.backends.protocol import Array, Backend, CastSpec, OperandSpec, Prepared
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 

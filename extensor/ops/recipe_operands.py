@@ -26,7 +26,7 @@ from extensor.backends.protocol import (
     Preparation,
     Prepared,
 )
-from extensor.quant.context import Counts, LayerContext
+from extensor.quant.recipe_state import Counts, LayerContext
 from extensor.quant.recipe import Gemm
 from extensor.quant.spec import QuantSpec
 from extensor.quant.weight_cache import CachedOperand, WeightSource, WeightVersion
@@ -147,7 +147,7 @@ def _prepare(
     if len(kinds) > 1 or (len(pure) > 1 and "quantized" not in kinds):
         return None
     work = math.prod(sizes) if all(pure) else 0
-    amax_state = context.memory(slots[0][0]) if "quantized" in kinds else None
+    amax_state = context.amax_state(slots[0][0]) if "quantized" in kinds else None
     return backend.prepare(x, specs, streams, work, amax_state)
 
 
@@ -184,7 +184,7 @@ class _Weight:
     @property
     def source(self) -> WeightSource:
         """What its operands are made from."""
-        return WeightSource(self.x, self.version, self.sizes, self.backend.recording)
+        return WeightSource(self.x, self.version, self.sizes, self.backend.capturing)
 
     def recipes(self, slots: Slots) -> dict[str, Any]:
         """What decides the operands beside the values: the layer's recipe and random streams."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from extensor.backends.protocol.core import Array, Window
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from extensor.backends.recording import Graph, Recording
+from extensor.backends.capture import Graph, StepCapture
 
 __all__ = ["Array", "CoreMethods", "Window"]
 
@@ -53,7 +53,7 @@ class CoreMethods(Protocol):
     """
 
     @property
-    def recording(self) -> Recording | None:
+    def capturing(self) -> StepCapture | None:
         """The step that is being recorded, None while nothing is; see `extensor.capture`."""
         ...
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from extensor.backends.protocol.core import Array
-from extensor.backends.recording import Guard
+from extensor.backends.capture import UpdateGuard
 
 __all__ = ["FiniteQuery", "OptimMethods"]
 
@@ -48,7 +48,7 @@ class OptimMethods(Protocol):
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
-        guard: Guard | None = None,
+        guard: UpdateGuard | None = None,
         check_finite: bool = False,
         cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
@@ -63,7 +63,7 @@ class OptimMethods(Protocol):
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
-        guard: Guard | None = None,
+        guard: UpdateGuard | None = None,
         check_finite: bool = False,
         cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,

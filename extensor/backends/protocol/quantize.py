@@ -6,7 +6,7 @@ from typing import Protocol
 
 from extensor.backends.protocol.core import Array
 from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
