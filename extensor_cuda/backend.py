@@ -12,33 +12,29 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from extensor.backends import registry
+from extensor.backends.protocol import OperandSpec, Preparation, Prepared
+from extensor.backends.unsupported import Unsupported
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import (
-    dense,
-    expanded,
-    gemm,
-    grouped,
-    near,
-    operands,
-    scaled,
-    scaling,
-    tuned,
-    weights,
-)
 from extensor_cuda.kernels.optimizer import optimizer
-from extensor_cuda.kernels.quantize import dequantize, float_scaled, rowwise_columnwise
+from extensor_cuda.kernels.quantize import dequantize
+from extensor_cuda.kernels.quantize import float_scaled as floats
 from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.quantize import rowwise_columnwise as pair
+from extensor_cuda.matmul.prepare import prepare, run_batch
+from extensor_cuda.matmul.product import FallbackCounter, Product, product, values_of
+from extensor_cuda.matmul.stored import block_scaled_matmul
+from extensor_cuda.matmul.weight_only import weight_only_matmul
+from extensor_cuda.quantize import fake_quantize_rebased, input_gap
 from extensor_cuda.runtime import blas
 from extensor_cuda.runtime.capture import StepCapture, current_capture
-from extensor_cuda.runtime.driver import capability as _capability
 from extensor_cuda.runtime.graph import CudaGraph
 from extensor_cuda.runtime.memory import allocate
 from extensor_cuda.training import CudaTraining
@@ -50,28 +46,12 @@ Streams = tuple[Stream | None, Stream | None]
 _WAY_OUT = "it takes an NVIDIA GPU with its driver, and pip install 'extensor[cuda13]'"
 
 
-@lru_cache(maxsize=1024)
-def dialect_gap(spec: QuantSpec) -> str | None:
-    """What of the dialect no kernel covers, so that the CPU runs it; None if nothing."""
-    dialect = spec.dialect_row
-    gaps = {
-        f"zeros' signs of dialect {dialect.name}": spec.row.element.is_float
-        and spec.zero_sign != "kept",
-        f"special blocks of dialect {dialect.name}": spec.is_mx
-        and (dialect.mx_inf_byte is None or dialect.mx_least_divisor != -127),
-        f"the order of operations of dialect {dialect.name}": spec.rule == "amax"
-        and spec.row.tensor_scale
-        and dialect.nvfp4_order != "transformer_engine",
-    }
-    return next((phrase for phrase, open_ in gaps.items() if open_), None)
-
-
 def _plan_of(
     spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False
-) -> kernels.Plan | float_scaled.FloatPlan | str:
+) -> kernels.Plan | floats.FloatPlan | Unsupported:
     """How the quantizers' kernels take an array, or why there is none for it."""
     by_floats = spec.has_float_scales
-    return (float_scaled if by_floats else kernels).plan_of(spec, shape, decoding)
+    return (floats if by_floats else kernels).plan_of(spec, shape, decoding)
 
 
 def make_backend() -> CudaBackend:
@@ -100,12 +80,6 @@ def make_backend() -> CudaBackend:
     return backend
 
 
-@lru_cache(maxsize=1024)
-def _turned(first: QuantSpec, second: QuantSpec) -> bool:
-    """Whether two specs differ in their axis alone."""
-    return first.replace(axis=second.axis) == second
-
-
 class _Forked:
     """Stands for the array module in a process forked after CUDA started."""
 
@@ -121,7 +95,7 @@ class CudaBackend(CudaTraining):
 
     def __init__(self, xp: Any) -> None:
         super().__init__("cuda", xp)
-        self._falls: Array | None = None
+        self._fallbacks = FallbackCounter(xp)
 
     @property
     def capturing(self) -> StepCapture | None:
@@ -152,45 +126,41 @@ class CudaBackend(CudaTraining):
         a pair that is not read once; "expanded: " and the reason for operands of a product that
         are quantized to packed storage first; "scaled kernel" for those under float scales.
 
-        A product's way depends on the values, so that `block_matmul`, `block_matmul_batch` ("one
-        after the other: " and the reason where it is no single launch) and `weight_matmul` are run
+        A product's way depends on the values, so that `block_scaled_matmul` (of stacks "one after
+        the other: " and the reason where it is no single launch) and `weight_only_matmul` are run
         to tell: see `extensor_cuda.gemm.Product` and `extensor_cuda.weights`.
 
         Raises:
             ValueError: for a method that has no kernel.
         """
-        if method == "block_matmul":
-            done = self._product(*args)
-            return f"generic: {done}" if isinstance(done, str) else done.path
-        if method == "block_matmul_batch":
-            each = self._batched(*args)
-            return f"one after the other: {each}" if isinstance(each, str) else each.path
-        if method == "weight_matmul":
-            made = self._weight_product(*args)
-            return f"generic: {made}" if isinstance(made, str) else made[1]
+        if method == "block_scaled_matmul":
+            done = block_scaled_matmul(*args, self.xp)
+            other = "one after the other" if len(args[0].shape) == 3 else "generic"
+            return done.path if isinstance(done, Product) else f"{other}: {done.reason}"
+        if method == "weight_only_matmul":
+            done = weight_only_matmul(*args, "float32", self.xp)
+            return done.path if isinstance(done, Product) else f"generic: {done.reason}"
+        if method == "prepare":
+            x, *rest = args
+            plan = prepare(self._ready(x), *rest, self.xp)
+            return f"host: {plan.reason}" if isinstance(plan, Unsupported) else plan.path
         reasons: dict[str, Callable[..., str | None]] = {
             "quantize": self._quantize_reason,
-            "operand": self._operand_reason,
+            "fake_quantize": self._operand_reason,
             "dequantize": self._dequantize_reason,
-            "product_operands": self._product_operands_reason,
-            "quantize_pair": self._pair_reason,
-            "operand_pair": self._pair_reason,
+            "quantize_rowwise_columnwise": self._pair_reason,
+            "fake_quantize_rowwise_columnwise": self._pair_reason,
         }
         if method in (training := self._training_reasons()):
             reason = training[method](*args)
             return "fused kernel" if reason is None else f"generic: {reason}"
         if method not in reasons:
-            products = "block_matmul", "block_matmul_batch", "weight_matmul"
+            products = "block_scaled_matmul", "weight_only_matmul", "prepare"
             known = ", ".join((*reasons, *training, *products))
             raise ValueError(f"path: wanted one of {known}, got {method!r}")
         reason = reasons[method](*args)
-        if reason is not None and method.endswith("_pair"):
+        if reason is not None and method.endswith("_columnwise"):
             return f"two calls: {reason}"
-        if reason is not None and method == "product_operands":
-            if self._other_reason(scaling.reason, *args) is None:
-                return "scaled kernel"
-            other = self._other_reason(expanded.reason, *args)
-            return f"host: {other}" if other else f"expanded: {reason}"
         return "fused kernel" if reason is None else f"host: {reason}"
 
     def quantize(
@@ -206,8 +176,8 @@ class CudaBackend(CudaTraining):
             q, stats = self._host.quantize(x.get(), spec, stream, before)
             return self._here(q), stats
         plan = _plan_of(spec, tuple(x.shape))
-        if isinstance(plan, float_scaled.FloatPlan):
-            return float_scaled.quantize(self._ready(x), plan, stream, self.xp)
+        if isinstance(plan, floats.FloatPlan):
+            return floats.quantize(self._ready(x), plan, stream, self.xp)
         assert isinstance(plan, kernels.Plan)
         return kernels.quantize(self._ready(x), plan, stream, self.xp)
 
@@ -221,49 +191,49 @@ class CudaBackend(CudaTraining):
         reason = self._operand_reason(x, spec, stream)
         return reason or (None if previous_amax is None else "a running maximum")
 
-    def operand(
+    def fake_quantize(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[Array, Counts]:
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
         if spec.rebased and self._operand_reason(x, spec.replace(rebased=False), stream) is None:
-            return near.operand(self._ready(x), spec, stream, self.xp)
+            return fake_quantize_rebased(self._ready(x), spec, stream, self.xp)
         if reason := self._operand_reason(x, spec, stream):
             self._only_outside(f"{spec.format} operands on the CPU ({reason})")
-            values, stats = self._host.operand(x.get(), spec, stream)
+            values, stats = self._host.fake_quantize(x.get(), spec, stream)
             return self.xp.asarray(values), stats
         plan = _plan_of(spec, tuple(x.shape))
-        if isinstance(plan, float_scaled.FloatPlan):
-            return float_scaled.operand(self._ready(x), plan, stream, self.xp)
+        if isinstance(plan, floats.FloatPlan):
+            return floats.fake_quantize(self._ready(x), plan, stream, self.xp)
         assert isinstance(plan, kernels.Plan)
-        return kernels.operand(self._ready(x), plan, stream, self.xp)
+        return kernels.fake_quantize(self._ready(x), plan, stream, self.xp)
 
     def _operand_reason(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> str | None:
-        if reason := self._input_reason(x, spec, stream) or dialect_gap(spec):
+        if reason := gap.reason if (gap := input_gap(x, spec, stream)) is not None else None:
             return reason
         plan = _plan_of(spec, tuple(x.shape))
-        return plan if isinstance(plan, str) else None
+        return plan.reason if isinstance(plan, Unsupported) else None
 
-    def quantize_pair(
+    def quantize_rowwise_columnwise(
         self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
     ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
         """See the protocol. Waits for the GPU, whose counts it returns."""
         if self._pair_reason(x, specs, streams):
-            return super().quantize_pair(x, specs, streams)
-        plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
-        assert isinstance(plan, rowwise_columnwise.PairPlan)
-        return rowwise_columnwise.quantize(self._ready(x), plan, streams, self.xp)
+            return super().quantize_rowwise_columnwise(x, specs, streams)
+        plan = pair.pair_plan(specs, tuple(x.shape))
+        assert isinstance(plan, pair.PairPlan)
+        return pair.quantize(self._ready(x), plan, streams, self.xp)
 
-    def operand_pair(
+    def fake_quantize_rowwise_columnwise(
         self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
     ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
         if self._pair_reason(x, specs, streams):
-            return super().operand_pair(x, specs, streams)
-        plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
-        assert isinstance(plan, rowwise_columnwise.PairPlan)
-        return rowwise_columnwise.operand(self._ready(x), plan, streams, self.xp)
+            return super().fake_quantize_rowwise_columnwise(x, specs, streams)
+        plan = pair.pair_plan(specs, tuple(x.shape))
+        assert isinstance(plan, pair.PairPlan)
+        return pair.fake_quantize(self._ready(x), plan, streams, self.xp)
 
     def _pair_reason(
         self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
@@ -272,91 +242,52 @@ class CudaBackend(CudaTraining):
         for spec, stream in zip(specs, streams, strict=True):
             if reason := self._operand_reason(x, spec, stream):
                 return reason
-        plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
-        return plan if isinstance(plan, str) else None
+        plan = pair.pair_plan(specs, tuple(x.shape))
+        return plan.reason if isinstance(plan, Unsupported) else None
 
     def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
         plan = _plan_of(q.spec, q.shape, decoding=True)
-        if isinstance(plan, str):
+        if isinstance(plan, Unsupported):
             there = {name: part.get() for name, part in q.parts.items()}
             return self.xp.asarray(self._host.dequantize(replace(q, **there), dtype))
-        if isinstance(plan, float_scaled.FloatPlan):
-            return reference.narrow(float_scaled.dequantize(q, plan, self.xp), dtype)
+        if isinstance(plan, floats.FloatPlan):
+            return reference.narrow(floats.dequantize(q, plan, self.xp), dtype)
         return reference.narrow(dequantize.dequantize(q, plan, self.xp), dtype)
 
     def _dequantize_reason(self, q: QuantArray, dtype: str = "float32") -> str | None:
         plan = _plan_of(q.spec, q.shape, decoding=True)
-        return plan if isinstance(plan, str) else None
+        return plan.reason if isinstance(plan, Unsupported) else None
 
-    def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
-        """See the protocol. Waits for the GPU; `extensor_cuda.gemm` has the bounds."""
-        done = self._product(a, b)
-        return super().block_matmul(a, b) if isinstance(done, str) else done.out
+    def block_scaled_matmul(self, a: QuantArray, b: QuantArray) -> Array:
+        """See the protocol, and `extensor_cuda.matmul.stored`. Waits for the GPU."""
+        done = block_scaled_matmul(a, b, self.xp)
+        return done.out if done else super().block_scaled_matmul(a, b)
 
-    def block_matmul_batch(self, a: QuantArray, b: QuantArray) -> Array:
-        """See the protocol: one launch where `extensor_cuda.grouped` has it. Waits for the GPU."""
-        done = self._batched(a, b)
-        return super().block_matmul_batch(a, b) if isinstance(done, str) else done.out
-
-    def weight_matmul(self, x: Array, w: QuantArray) -> Array:
-        """See the protocol; `extensor_cuda.weights` has ways, bounds, and which of them wait."""
-        done = self._weight_product(x, w)
-        return super().weight_matmul(x, w) if isinstance(done, str) else done[0]
-
-    def _weight_product(self, x: Array, w: QuantArray) -> tuple[Array, str] | str:
-        """The product of packed weights and the way it was taken, or why there is none."""
-        capability = _capability(self.xp.cuda.runtime.getDevice())
-        return weights.reason(x, w, capability) or weights.product(x, w, "float32", self.xp)
-
-    def _product(self, a: QuantArray, b: QuantArray) -> gemm.Product | str:
-        """The product on the tensor cores, or why there is none."""
-        capability = _capability(self.xp.cuda.runtime.getDevice())
-        return gemm.reason(a, b, capability) or gemm.matmul(a, b, self.xp)
-
-    def _batched(self, a: QuantArray, b: QuantArray) -> gemm.Product | str:
-        """The products of a batch in one launch, or why there is none."""
-        return grouped.batch(a, b, self.xp)
+    def weight_only_matmul(self, x: Array, w: QuantArray) -> Array:
+        """See the protocol, and `extensor_cuda.matmul.weight_only`, which says what waits."""
+        done = weight_only_matmul(x, w, "float32", self.xp)
+        return done.out if done else super().weight_only_matmul(x, w)
 
     def new_graph(self) -> CudaGraph:
         """See the protocol."""
         return CudaGraph(self.xp, optimizer.find_nonfinite)
 
-    def product_operands(
+    def prepare(
         self,
         x: Array,
-        specs: Sequence[QuantSpec],
+        specs: Sequence[OperandSpec],
         streams: Sequence[Stream | None],
         work: int,
-        memory: dict[str, Any] | None = None,
-    ) -> list[tuple[Any, Counts]]:
-        """See the protocol. Does not wait for the GPU where a kernel covers it."""
-        x = self._ready(x)
-        if self._product_operands_reason(x, specs, streams, work):
-            if self._other_reason(scaling.reason, x, specs, streams, work) is None:
-                return list(scaling.make(x, specs, streams, self.xp))
-            if self._other_reason(expanded.reason, x, specs, streams, work) is None:
-                return list(expanded.make(x, specs, streams, self.xp))
-            return super().product_operands(x, specs, streams, work, memory)
-        if len(specs) == 2 and not _turned(specs[0], specs[1]):
-            sides = zip(specs, streams, strict=True)
-            return [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
-        return list(operands.make(x, specs, streams, self.xp, memory))
-
-    def product_operands_each(
-        self,
-        xs: Sequence[Array],
-        specs: Sequence[QuantSpec],
-        memories: Sequence[dict[str, Any]],
-    ) -> list[list[tuple[Any, Counts]]]:
-        """See the protocol: one launch."""
-        ready = [self._ready(x) for x in xs]
-        return [list(made) for made in operands.make_each(ready, specs, self.xp, memories)]
-
-    def joins_operands(self, specs: Sequence[QuantSpec]) -> bool:
+        amax_state: dict[str, Any] | None = None,
+    ) -> Preparation:
         """See the protocol."""
-        turned = len(specs) == 1 or _turned(specs[0], specs[1])
-        return turned and operands.joinable_specs(specs)
+        plan = prepare(self._ready(x), specs, streams, work, self.xp, amax_state)
+        return plan or super().prepare(x, specs, streams, work, amax_state)
+
+    def run_batch(self, preparations: Sequence[Any]) -> list[Prepared]:
+        """See the protocol: one launch."""
+        return run_batch(preparations, self.xp)
 
     def raising(self) -> AbstractContextManager[Any]:
         """See the protocol: cupy is told not to give NaN instead. Waits for the GPU."""
@@ -364,96 +295,17 @@ class CudaBackend(CudaTraining):
 
         return cupyx.errstate(linalg="raise")
 
-    def dense_operands(self, x: Array, axes: Sequence[int], dtype: str, work: int) -> list[Any]:
-        """See the protocol. Does not wait for the GPU."""
-        if not self.keeps_dense(dtype, work):
-            return super().dense_operands(x, axes, dtype, work)
-        return list(dense.make(self._ready(x), axes, self.xp))
-
-    def keeps_dense(self, dtype: str, work: int) -> bool:
-        """See the protocol: where the tensor cores take bfloat16."""
-        hopper = _capability(self.xp.cuda.runtime.getDevice()) == "90"
-        least = tuned.least_work("dense", operands.LEAST_WORK)
-        return dtype == "bfloat16" and hopper and work >= least
-
-    def keeps_operands(
-        self,
-        x: Array,
-        specs: Sequence[QuantSpec],
-        streams: Sequence[Stream | None],
-        work: int,
-    ) -> bool:
-        """See the protocol: they are bytes where a kernel makes them."""
-        return self._product_operands_reason(self._ready(x), specs, streams, work) is None
-
-    def _product_operands_reason(
-        self, x: Array, specs: Sequence[QuantSpec], streams: Sequence[Stream | None], work: int
-    ) -> str | None:
-        capability = _capability(self.xp.cuda.runtime.getDevice())
-        for spec, stream in zip(specs, streams, strict=True):
-            if spec.row.element.bits == 6:
-                return f"FP8 holds {spec.format}; operands made at once are MXFP4 or bfloat16"
-            found = operands.reason(x, spec, work, capability)
-            plain = spec.replace(rebased=False)
-            if reason := found or self._operand_reason(x, plain, stream):
-                return reason
-        return None
-
-    def _other_reason(
-        self,
-        reason_of: Callable[[Array, QuantSpec, int, str], str | None],
-        x: Array,
-        specs: Sequence[QuantSpec],
-        streams: Sequence[Stream | None],
-        work: int,
-    ) -> str | None:
-        """Why operands are not made the second way, through storage, or the third, under floats."""
-        capability = _capability(self.xp.cuda.runtime.getDevice())
-        for spec, stream in zip(specs, streams, strict=True):
-            found = reason_of(x, spec, work, capability)
-            gap = self._input_reason(x, spec, stream) or dialect_gap(spec)
-            if reason := found or gap:
-                return reason
-        return None
-
-    def operand_product(
-        self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None
-    ) -> Array:
-        """See the protocol; `extensor_cuda.operands` has the ways, `fallbacks` what was taken."""
-        xp, kind = self.xp, "bfloat16" if dtype == "bfloat16" else "float32"
-        bias = None if bias is None else xp.ascontiguousarray(bias)  # kernels read it in order
-        if isinstance(a, dense.Dense) and isinstance(b, dense.Dense):
-            return dense.multiply(a, b, kind, xp, bias)
-        if self._falls is None:
-            self._falls = xp.zeros((), dtype=xp.uint32)
-        if isinstance(a, operands.Operand) and isinstance(b, operands.Operand):
-            return operands.multiply(a, b, kind, xp, self._falls, bias)
-        if isinstance(a, near.Square) and isinstance(b, near.Square):
-            return near.multiply(a, b, kind, xp, bias)
-        if expanded.joinable(a, b):
-            return expanded.multiply(a, b, kind, xp, self._falls, bias)
-        if scaled.joinable(a, b):
-            return scaled.multiply(a, b, kind, xp, bias)[0]
-        return super().operand_product(self._decoded(a), self._decoded(b), dtype, bias)
-
-    def _decoded(self, operand: Any) -> Array:
-        """The values of an operand whose other side has no kernel."""
-        if isinstance(operand, (dense.Dense, expanded.Expanded, near.Square)):
-            return operand.values(self.xp)
-        if isinstance(operand, scaled.Side):
-            return scaling.values(operand, self.xp)
-        if not isinstance(operand, operands.Operand):
-            return operand
-        values, _ = self.operand(operand.x, operand.spec, operand.stream)
-        return values if operand.spec.axis == 1 else values.T
+    def product(self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None) -> Array:
+        """See the protocol, and `extensor_cuda.matmul.product`."""
+        out = product(a, b, dtype, self.xp, bias, self._fallbacks)
+        if not isinstance(out, Unsupported):
+            return out
+        return super().product(values_of(a, self.xp), values_of(b, self.xp), dtype, bias)
 
     @property
-    def fallbacks(self) -> int:
-        """How many products of FP4 operands were out of FP8's window and ran in bfloat16.
-
-        Waits for the GPU.
-        """
-        return 0 if self._falls is None else int(self._falls)
+    def fallback_count(self) -> int:
+        """How many products of FP8 operands ran in bfloat16; waits for the GPU."""
+        return self._fallbacks.count
 
     @property
     def _host(self) -> Any:

@@ -21,8 +21,8 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, coded_length, tile_extent
 from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
-from extensor_cuda.kernels.gemm.gemm_sm90 import Packed
 from extensor_cuda.kernels.gemm.config import K_OF_BF16_STAGE
+from extensor_cuda.kernels.gemm.gemm_sm90 import Packed
 from extensor_cuda.kernels.prepare import expand as kernel
 from extensor_cuda.kernels.prepare import rebase as rebasing
 from extensor_cuda.matmul.operand import GemmOperand, Scale, aligned, pitched

@@ -11,8 +11,8 @@ import numpy as np
 
 from extensor.formats import ELEMENTS
 from extensor.quant.rounding import decode
-from extensor_cuda.kernels.gemm.gemm_sm90 import empty_rows
 from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE
+from extensor_cuda.kernels.gemm.gemm_sm90 import empty_rows
 
 __all__ = ["RESULT_DTYPES", "GemmOperand", "Scale", "aligned", "bf16_values", "pitched"]
 

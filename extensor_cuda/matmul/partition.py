@@ -10,9 +10,6 @@ from functools import lru_cache
 from typing import TypeVar
 
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.weight_only import w4a16_sm90_resident as resident
-from extensor_cuda.kernels.weight_only import w4a16_sm90_ring as ring
-from extensor_cuda.kernels.weight_only import w4w8a16_sm90_wgmma as wgmma
 from extensor_cuda.kernels.gemm.config import (
     K_OF_BF16_STAGE,
     ROW_BYTES,
@@ -21,6 +18,9 @@ from extensor_cuda.kernels.gemm.config import (
     Split,
     quantizes,
 )
+from extensor_cuda.kernels.weight_only import w4a16_sm90_resident as resident
+from extensor_cuda.kernels.weight_only import w4a16_sm90_ring as ring
+from extensor_cuda.kernels.weight_only import w4w8a16_sm90_wgmma as wgmma
 from extensor_cuda.runtime.driver import SHARED_BYTES
 
 __all__ = [
@@ -29,15 +29,15 @@ __all__ = [
     "configure_split_k",
     "decoding_cut",
     "decoding_tiles",
+    "ready_rows",
     "resident_cut",
     "resident_cuts",
-    "wgmma_cut",
-    "wgmma_cuts",
-    "ready_rows",
     "ring_cut",
     "ring_cuts",
     "ring_pays",
     "stretches",
+    "wgmma_cut",
+    "wgmma_cuts",
 ]
 
 MODEL_MULTIPROCESSORS = 132
@@ -295,9 +295,7 @@ def _idle(pieces: int, pairs: int, parts: int) -> float:
     return -(-warps // 4) * 4 / warps * -(-pieces // parts) * parts / pieces
 
 
-def ring_cuts(
-    lines: int, columns: int, tokens: int, block: int
-) -> list[tuple[float, ring.Cut]]:
+def ring_cuts(lines: int, columns: int, tokens: int, block: int) -> list[tuple[float, ring.Cut]]:
     """Ways to divide N = lines and K = columns, each with its time in us by a model."""
     pieces, tiles = -(-columns // ring.PIECE), -(-lines // ring.TILE_ROWS)
     piece = 0.079 if tokens <= 8 else 0.095  # of a tile, by all warps

@@ -178,9 +178,7 @@ def _fused_supports(x: Array, spec: QuantSpec) -> QuantSpec | Unsupported:
 def _fused_spec(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> QuantSpec | Unsupported:
     element = spec.row.element
     if element.bits == 6:
-        return Unsupported(
-            f"FP8 holds {spec.format}; operands made at once are MXFP4 or bfloat16"
-        )
+        return Unsupported(f"FP8 holds {spec.format}; operands made at once are MXFP4 or bfloat16")
     if not (spec.is_mx and spec.tile == (1, 32)) or element.bits > 8:
         return Unsupported(
             f"{spec.row.name} in tiles {spec.tile}; the kernel makes MX formats in (1, 32)"
@@ -446,9 +444,7 @@ def _bf16_supports(x: Array, spec: CastSpec) -> CastSpec | Unsupported:
     return spec if spec.dtype == "bfloat16" else Unsupported(f"{spec.dtype} operands")
 
 
-def _bf16(
-    x: Array, specs: Sequence[CastSpec], streams: Streams, xp: Any, state: State
-) -> Prepared:
+def _bf16(x: Array, specs: Sequence[CastSpec], streams: Streams, xp: Any, state: State) -> Prepared:
     bits = round_to_bf16(x, xp)
     return [(GemmOperand(bits, "bf16", transposed=spec.axis == 0), None) for spec in specs]
 

@@ -31,6 +31,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
 from extensor_cuda.kernels.gemm.config import ROWS_PER_SCALE, Config, Split
@@ -47,8 +49,6 @@ from extensor_cuda.kernels.prepare.cast_bf16 import add_parts, empty_parts
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand
 from extensor_cuda.matmul.partition import configure, configure_split_k
 
-import numpy as np
-
 __all__ = [
     "FallbackCounter",
     "Product",
@@ -61,6 +61,8 @@ __all__ = [
 ]
 
 Array = Any
+
+_ALWAYS = Flags()
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def multiply(
     out: Array | Requantized,
     config: Config | None = None,
     bias: Array | None = None,
-    flags: Flags = Flags(),
+    flags: Flags = _ALWAYS,
     split: Split | None = None,
 ) -> None:
     """Launch out = a b^T + bias of operands with `shared_scales`; FP8 with FP8, bf16 with bf16.

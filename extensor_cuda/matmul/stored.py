@@ -41,7 +41,7 @@ from extensor_cuda.matmul.expand import (
     rebase_mxfp8,
 )
 from extensor_cuda.matmul.operand import RESULT_DTYPES, GemmOperand, Scale, pitched
-from extensor_cuda.matmul.partition import configure, configure_split_k
+from extensor_cuda.matmul.partition import configure
 from extensor_cuda.matmul.product import (
     Product,
     empty_result,
@@ -114,9 +114,7 @@ def _float_scaled_gap(q: QuantArray) -> Unsupported | None:
     if not q.spec.has_float_scales or q.spec.row.outliers:
         return Unsupported(f"{q.spec.row.name}, whose scales are no plain floats")
     if element.bits != 8:
-        return Unsupported(
-            f"{element.name} under float scales; the kernel has e4m3, e5m2 and int8"
-        )
+        return Unsupported(f"{element.name} under float scales; the kernel has e4m3, e5m2 and int8")
     if q.spec.transform:
         return Unsupported("a Hadamard transform to undo")
     if 0 in q.shape:
@@ -128,7 +126,9 @@ def _float_scaled_gap(q: QuantArray) -> Unsupported | None:
             "with one for each 128"
         )
     if not element.is_float and q.shape[1] > MOST_TERMS:
-        return Unsupported(f"K = {q.shape[1]}, beyond {MOST_TERMS}, where int32 sums could overflow")
+        return Unsupported(
+            f"K = {q.shape[1]}, beyond {MOST_TERMS}, where int32 sums could overflow"
+        )
     return None
 
 
@@ -250,9 +250,7 @@ def _matmul(
 Operands = tuple[GemmOperand, GemmOperand, str, tuple[Inexact | None, Inexact | None]]
 
 
-def _fp8_operands(
-    a: QuantArray, b: QuantArray, accumulate: str, xp: Any
-) -> Operands | Unsupported:
+def _fp8_operands(a: QuantArray, b: QuantArray, accumulate: str, xp: Any) -> Operands | Unsupported:
     """Both matrices in 8 bits, the path in words, and what rebasing lost; or why they do not fit.
 
     Waits for the GPU where a flag has to be read.
@@ -431,7 +429,9 @@ def _grouped_operands(
         left, right = (_by_row(float_scaled(q, xp)) for q in (a, b))
         return left, right, ""
     kinds = [held_by(q.spec)[0] for q in (a, b)]
-    why = f": FP8 does not hold {(a, b)[kinds.index('bf16')].spec.format}" if "bf16" in kinds else ""
+    why = (
+        f": FP8 does not hold {(a, b)[kinds.index('bf16')].spec.format}" if "bf16" in kinds else ""
+    )
     if not why:
         flag = xp.zeros(1, dtype=np.uint32)
         left, right = (expand(q, kind, flag, xp) for q, kind in zip((a, b), kinds, strict=True))

@@ -365,9 +365,7 @@ def _expanding(x: Array, w: QuantArray, dtype: str, xp: Any) -> Array | None:
 
 
 @lru_cache(maxsize=256)
-def _expanding_program(
-    base: Config, macros: tuple[tuple[str, str], ...], swizzle: int
-) -> Config:
+def _expanding_program(base: Config, macros: tuple[tuple[str, str], ...], swizzle: int) -> Config:
     return base.replace(out_transposed=True, swizzle=swizzle, expands=macros)
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels.quantize import quantize
 from extensor_cuda.kernels.common.wgmma import wgmma
+from extensor_cuda.kernels.quantize import quantize
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.driver import SHARED_BYTES
 
@@ -141,7 +141,7 @@ class Config:
 
     Attributes:
         a, b: element types: e4m3 and e5m2 in any mix, bf16 or s8 with themselves.
-        out: "float32", "bfloat16", or how rows are quantized (`extensor_cuda.kernels.gemm.requantize`).
+        out: "float32", "bfloat16", or how rows are quantized (`gemm.requantize`).
         activation: applied to the sum with its bias.
         extras: bias, residual, amax or an activation.
         layout, storage, pipeline, scaling: see there.

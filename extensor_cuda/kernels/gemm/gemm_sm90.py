@@ -1,4 +1,4 @@
-"""Launching the Hopper GEMM: operands and what is done to their sums -> tensor maps and a launch."""
+"""Launches the Hopper GEMM: operands, and what is done to their sums."""
 
 from __future__ import annotations
 
@@ -139,6 +139,9 @@ class Epilogue(NamedTuple):
     packed: Packed | None = None
 
 
+_PLAIN = Epilogue()
+
+
 @cache
 def epilogue_structure() -> type[ctypes.Structure]:
     """The kernel's parameter struct, as gemm_sm90.cu declares it."""
@@ -161,7 +164,7 @@ def rows_of_parts(m: int, config: Config) -> int:
 
 
 def gemm(
-    a: Array, b: Array, out: Array | Requantized, config: Config, epilogue: Epilogue = Epilogue()
+    a: Array, b: Array, out: Array | Requantized, config: Config, epilogue: Epilogue = _PLAIN
 ) -> None:
     """Launch out = activation(scales(a b^T) + bias) + residual; does not wait.
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.kernels.gemm.gemm_sm90 import empty_rows, rows_of_parts
 from extensor_cuda.kernels.gemm.config import Config, Split
+from extensor_cuda.kernels.gemm.gemm_sm90 import empty_rows, rows_of_parts
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 

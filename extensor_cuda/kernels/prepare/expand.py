@@ -1,4 +1,4 @@
-"""Launching `expand.cu`: packed codes and scales -> FP8 codes or bfloat16, contraction contiguous."""
+"""Launches `expand.cu`: packed codes and scales -> FP8 or bfloat16, contraction contiguous."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """FP8 and INT8 operands under float scales, (rows, K) from either axis of a matrix of floats.
 
-By `kernels.quantize.float_scaled_rowwise` and `float_scaled_columnwise`, or where these do not fit in two passes of any
-shape (`float_scaled_operand.cu`). Codes and scales are the reference's, bit for bit.
+By `kernels.quantize.float_scaled_rowwise` and `float_scaled_columnwise`, or where these do not fit
+in two passes of any shape (`float_scaled_operand.cu`). Codes and scales are the reference's, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def quantize(
     by_lines = spec.axis == 1 and float_scaled_rowwise.lines_of(
         spec, (1, rows, 1, columns), (1, tall, 1, wide), (1, grid[0], 1, grid[1])
     )
-    by_panels = spec.axis == 0 and float_scaled_columnwise.panels_of(spec, x.shape, extent, turned=True)
+    by_panels = spec.axis == 0 and float_scaled_columnwise.panels_of(
+        spec, x.shape, extent, turned=True
+    )
     if by_lines and _is_aligned(x):
         float_scaled_rowwise.quantize(by_lines, *written, most=amax)
     elif by_panels and _is_aligned(x):

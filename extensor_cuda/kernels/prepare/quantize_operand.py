@@ -1,4 +1,4 @@
-"""Launching `quantize_operand.cu`: a matrix of floats -> GEMM operands of rows, columns or both, at once."""
+"""Launches `quantize_operand.cu`: floats -> GEMM operands of rows, columns or both, at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.kernels.prepare.rebase import E5M2_LIFT, E5M2_SPAN
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime.capture import clock_of
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch

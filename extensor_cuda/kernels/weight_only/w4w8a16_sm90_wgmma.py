@@ -51,7 +51,7 @@ class Cut:
 
 
 def fit(split: int, tiles: int, dtype: str, bits: int) -> tuple[int, int, int] | None:
-    """Stages, depth and bytes of shared memory for tiles of 8 tokens; None if there is too little."""
+    """Stages, depth and bytes of shared memory for tiles of 8 tokens; None: too little."""
     tokens, item = 8 * tiles, 4 if dtype == "float32" else 2
     stage = split * 256 * tokens
     raw = tokens // PARTS[dtype] * (split * SEGMENT * item + 16)
