@@ -122,12 +122,12 @@ def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out:
     length, lane = tile_extent(spec, shape)[1], _lane(spec, shape)
     return program(
         _SOURCE, spec, shape, dtype, out,
-        GROUP=length // (4 * lane) if is_scaled(spec) and length < shape[1] else 0,
-        LANE=lane,
-        PIECE=_PIECE[tiles],
-        DEPTH=_DEPTH[tiles],
-        TILES=tiles,
-        RESIDENT=_RESIDENT[tiles],
+        WEIGHT_ONLY_GROUP=length // (4 * lane) if is_scaled(spec) and length < shape[1] else 0,
+        WEIGHT_ONLY_LANE_ELEMENTS=lane,
+        WEIGHT_ONLY_X_ELEMENTS=_PIECE[tiles],
+        WEIGHT_ONLY_DEPTH=_DEPTH[tiles],
+        WEIGHT_ONLY_TILES=tiles,
+        WEIGHT_ONLY_MIN_CTAS=_RESIDENT[tiles],
     )  # fmt: skip
 
 
@@ -181,14 +181,14 @@ def _launch(x: Array, w: QuantArray, codes: Array, scales: Array, out: Array, xp
     (rows, columns), lines = x.shape, w.shape[0]
     source = decode_source(w, rows, x.dtype.name, out.dtype.name)
     macros = dict(source.macros)
-    splits, stretch = stretches(lines, columns, 4 * int(macros["LANE"]))
+    splits, stretch = stretches(lines, columns, 4 * int(macros["WEIGHT_ONLY_LANE_ELEMENTS"]))
     count = -(-lines // _ROWS)
     zeros = w.zero_points
-    if macros["SCALED"] == "1" and len(scales) < lines:  # one scale for all rows
+    if macros["CODEC_FLOAT_SCALES"] == "1" and len(scales) < lines:  # one scale for all rows
         scales = scales.repeat(lines, axis=0)
         zeros = None if zeros is None else zeros.repeat(lines, axis=0)
     null = np.uint64(0)
-    sums = xp.empty((splits, rows * int(macros["PARTS"]), lines), dtype=np.float32)
+    sums = xp.empty((splits, rows * int(macros["WEIGHT_ONLY_X_PARTS"]), lines), dtype=np.float32)
     launch(
         source,
         "decode_product",

@@ -66,7 +66,11 @@ class Dense:
 def source(dtype: str, whole: bool, out: str = "float32") -> Source:
     """The program that rounds matrices of a dtype, and adds parts of a sum to an ``out``."""
     path = Path(__file__).parent / "kernels" / "prepare" / "cast_bf16.cu"
-    macros = {"IN": _FORMATS.index(dtype), "WHOLE": int(whole), "OUT_BF16": int(out == "bfloat16")}
+    macros = {
+        "PREPARE_IN": _FORMATS.index(dtype),
+        "PREPARE_WHOLE": int(whole),
+        "PREPARE_OUT_BF16": int(out == "bfloat16"),
+    }
     return Source.read(path, macros)
 
 

@@ -129,7 +129,13 @@ def rebase_source(block: int, integers: bool = False) -> Source:
     """The program that rebases MXFP4 rows of such blocks, to E5M2 or to integers of 8 bits."""
     top, span = (INT_TOP, INT_SPAN) if integers else (TOP, SPAN)
     return Source.read(
-        _SOURCE, {"BLOCK": block, "TOP": top, "SPAN": span, "INTEGERS": int(integers)}
+        _SOURCE,
+        {
+            "CODEC_BLOCK": block,
+            "PREPARE_TOP": top,
+            "PREPARE_SPAN": span,
+            "PREPARE_INTEGERS": int(integers),
+        },
     )
 
 

@@ -148,11 +148,11 @@ def near_source(spec: QuantSpec) -> Source:
     element = spec.row.element
     assert isinstance(spec.tile, tuple)
     macros = {
-        "MANTISSA": element.mantissa_bits,
-        "MIN_EXPONENT": element.min_exponent,
-        "MAX_CODE": element.max_magnitude_code,
-        "BLOCK": spec.tile[1],
-        "TILE_ROWS": spec.tile[0],
+        "CODEC_MANTISSA": element.mantissa_bits,
+        "CODEC_MIN_EXPONENT": element.min_exponent,
+        "CODEC_MAX_CODE": element.max_magnitude_code,
+        "CODEC_BLOCK": spec.tile[1],
+        "CODEC_TILE_ROWS": spec.tile[0],
     }
     return Source.read(_SOURCE, macros)
 

@@ -167,15 +167,15 @@ def operand_source(
     assert isinstance(plan, kernels.Plan), plan
     common = kernels.quantize_source(plan, dtype, "values" if wide else "codes", True, stats)
     macros = dict(common.macros) | {
-        "ALONG": int(along),
-        "DOWN_TOO": int(down),
-        "WIDE": int(wide),
-        "NEAR": int(spec.near),
-        "MANY": int(many),
-        "LIFT": TOP,  # TOP is the element's largest value here
-        "SPAN": SPAN,
-        "MARGIN": _MARGIN,
-        "RESIDENT": _resident(spec, dtype, wide),
+        "PREPARE_ROWWISE": int(along),
+        "PREPARE_COLUMNWISE": int(down),
+        "PREPARE_BF16": int(wide),
+        "PREPARE_REBASED": int(spec.near),
+        "PREPARE_MULTI_TENSOR": int(many),
+        "CODEC_LIFT": TOP,  # TOP is the element's largest value here
+        "PREPARE_SPAN": SPAN,
+        "PREPARE_MARGIN": _MARGIN,
+        "PREPARE_MIN_CTAS": _resident(spec, dtype, wide),
     }
     return Source.read(_FOLDER / "quantize_operand.cu", macros)
 

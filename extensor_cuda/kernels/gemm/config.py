@@ -104,7 +104,11 @@ class Config:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of a in a stage."""
-        return STAGE_OF_BF16 * int(dict(self.decodes)["BITS"]) // 8 if self.decodes else ROW_BYTES
+        return (
+            STAGE_OF_BF16 * int(dict(self.decodes)["CODEC_BITS"]) // 8
+            if self.decodes
+            else ROW_BYTES
+        )
 
     @property
     def depth(self) -> int:
@@ -273,33 +277,35 @@ def gemm_source(config: Config) -> jit.Source:
         assert isinstance(plan, quantize.Plan), plan
         coding = dict(quantize.quantize_source(plan, "bfloat16", "codes", True, False).macros)
     macros = coding | {
-        "TILE_N": config.tile_n,
-        "STAGES": config.depth,
-        "CLUSTER": config.cluster,
-        "CLUSTER_DIMS": f"__cluster_dims__({config.cluster}, 1, 1)" if config.cluster > 1 else "",
-        "PROMOTE": config.promote,
-        "KIND": {"s8": 2, "bf16": 1}.get(config.a, 0),
-        "OUT_BF16": int(config.out != "float32"),
-        "REQUANTIZED": int(bool(coding)),
-        "ACTIVATION": ACTIVATIONS.index(config.activation),
-        "PATCHES": config.patches,
-        "GROUP": config.group,
-        "TURNS": int(config.turns),
-        "VECTORS": 2 if config.factors else int(config.vectors),
-        "ZEROS": int(config.zeros),
-        "BLOCKS": int(bool(config.blocks)),
-        "A_EACH": config.blocks[0] if config.blocks else 1,
-        "B_EACH": config.blocks[1] if config.blocks else 1,
-        "EVERY": config.every,
-        "GROUPED": int(config.grouped),
-        "A_DOWN": int(config.down[0]),
-        "B_DOWN": int(config.down[1]),
-        "C_DOWN": int(config.c_down),
-        "SPLIT": int(config.split),
-        "EXTRAS": int(config.extras),
-        "EXPANDS": int(bool(config.expands)),
-        "DECODES": int(dict(config.decodes).get("BITS", 0)),
-        "GUARD": int(config.guard),
+        "GEMM_TILE_N": config.tile_n,
+        "GEMM_STAGES": config.depth,
+        "GEMM_CLUSTER": config.cluster,
+        "GEMM_CLUSTER_DIMS": f"__cluster_dims__({config.cluster}, 1, 1)"
+        if config.cluster > 1
+        else "",
+        "GEMM_PROMOTE": config.promote,
+        "GEMM_KIND": {"s8": 2, "bf16": 1}.get(config.a, 0),
+        "GEMM_OUT_BF16": int(config.out != "float32"),
+        "GEMM_REQUANTIZED": int(bool(coding)),
+        "GEMM_ACTIVATION": ACTIVATIONS.index(config.activation),
+        "GEMM_EPILOGUE_TILES": config.patches,
+        "GEMM_RASTER_GROUP": config.group,
+        "GEMM_PING_PONG": int(config.turns),
+        "GEMM_VECTORS": 2 if config.factors else int(config.vectors),
+        "GEMM_ZERO_POINTS": int(config.zeros),
+        "GEMM_SCALES_1D2D": int(bool(config.blocks)),
+        "GEMM_A_SCALE_ROWS": config.blocks[0] if config.blocks else 1,
+        "GEMM_B_SCALE_ROWS": config.blocks[1] if config.blocks else 1,
+        "GEMM_SCALE_GROUP_K": config.every,
+        "GEMM_GROUPED": int(config.grouped),
+        "GEMM_A_MN_MAJOR": int(config.down[0]),
+        "GEMM_B_MN_MAJOR": int(config.down[1]),
+        "GEMM_C_TRANSPOSED": int(config.c_down),
+        "GEMM_SPLIT_K": int(config.split),
+        "GEMM_EXTRAS": int(config.extras),
+        "GEMM_EXPAND_A": int(bool(config.expands)),
+        "GEMM_DECODE_A": int(dict(config.decodes).get("CODEC_BITS", 0)),
+        "COMMON_GUARD": int(config.guard),
         **dict(config.expands),
         **dict(config.decodes),
     }

@@ -102,11 +102,11 @@ def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out:
     _, block = tile_extent(spec, shape)
     return program(
         _SOURCE, spec, shape, dtype, out,
-        GRAIN=4 if shape[1] // block % 16 or _CHUNK // block % 16 else 16,
-        WARPS=_WARPS,
-        CHUNK=_CHUNK,
-        DEPTH=_AHEAD,
-        TILES=-(-rows * PARTS[dtype] // 8),
+        WEIGHT_ONLY_SCALE_BYTES=4 if shape[1] // block % 16 or _CHUNK // block % 16 else 16,
+        WEIGHT_ONLY_WARPS=_WARPS,
+        WEIGHT_ONLY_CHUNK=_CHUNK,
+        WEIGHT_ONLY_DEPTH=_AHEAD,
+        WEIGHT_ONLY_TILES=-(-rows * PARTS[dtype] // 8),
     )  # fmt: skip
 
 

@@ -127,14 +127,14 @@ def _source(
     stages, shared = _memory(warps, tokens, block)
     source = program(
         _SOURCE, spec, shape, dtype, out,
-        GRAIN=grain,
-        WARPS=warps,
-        SHARES=made.parts,
-        BRINGING=_BRINGING,
-        DEPTH=_AHEAD,
-        STAGES=stages,
-        TILES=-(-tokens // 8),
-        GUARD=0,
+        WEIGHT_ONLY_SCALE_BYTES=grain,
+        WEIGHT_ONLY_WARPS=warps,
+        WEIGHT_ONLY_SPLIT_K=made.parts,
+        WEIGHT_ONLY_PRODUCER_WARPS=_BRINGING,
+        WEIGHT_ONLY_DEPTH=_AHEAD,
+        WEIGHT_ONLY_STAGES=stages,
+        WEIGHT_ONLY_TILES=-(-tokens // 8),
+        COMMON_GUARD=0,
     )  # fmt: skip
     return source, made, shared
 

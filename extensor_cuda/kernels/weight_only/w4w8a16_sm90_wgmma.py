@@ -130,13 +130,13 @@ def _source(
     tiles = -(-rows * PARTS[dtype] // 8)
     plain = program(
         _SOURCE, spec, shape, dtype, out,
-        GROUP=_group(spec, shape) if is_scaled(spec) else 0,
-        ZEROS=int(zeros),
-        SPLIT=made.split,
-        STAGES=made.stages,
-        DEPTH=made.depth,
-        TILES=tiles,
-        GUARD=0,
+        WEIGHT_ONLY_GROUP=_group(spec, shape) if is_scaled(spec) else 0,
+        CODEC_ZERO_POINTS=int(zeros),
+        WEIGHT_ONLY_SPLIT_K=made.split,
+        WEIGHT_ONLY_STAGES=made.stages,
+        WEIGHT_ONLY_DEPTH=made.depth,
+        WEIGHT_ONLY_TILES=tiles,
+        COMMON_GUARD=0,
     )  # fmt: skip
     return _with_wgmma(plain, tiles)
 
