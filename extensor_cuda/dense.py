@@ -19,7 +19,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.gemm.gemm_sm90 import (
     Config,
     Split,
@@ -28,6 +27,8 @@ from extensor_cuda.kernels.gemm.gemm_sm90 import (
     gemm,
     rows_of_parts,
 )
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["Dense", "add_parts", "empty_parts", "make", "multiply", "source", "thirds"]
 
