@@ -33,8 +33,9 @@ from extensor_cuda import (
     tuned,
     weights,
 )
-from extensor_cuda.kernels import dequantize, floats, optimizer, pair
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.quantize import dequantize, float_scaled, rowwise_columnwise
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime import blas
 from extensor_cuda.runtime.capture import StepCapture, current_capture
 from extensor_cuda.runtime.driver import capability as _capability
@@ -67,10 +68,10 @@ def dialect_gap(spec: QuantSpec) -> str | None:
 
 def _plan_of(
     spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False
-) -> kernels.Plan | floats.FloatPlan | str:
+) -> kernels.Plan | float_scaled.FloatPlan | str:
     """How the quantizers' kernels take an array, or why there is none for it."""
     by_floats = spec.has_float_scales
-    return (floats if by_floats else kernels).plan_of(spec, shape, decoding)
+    return (float_scaled if by_floats else kernels).plan_of(spec, shape, decoding)
 
 
 def make_backend() -> CudaBackend:
@@ -205,8 +206,8 @@ class CudaBackend(CudaTraining):
             q, stats = self._host.quantize(x.get(), spec, stream, before)
             return self._here(q), stats
         plan = _plan_of(spec, tuple(x.shape))
-        if isinstance(plan, floats.FloatPlan):
-            return floats.quantize(self._ready(x), plan, stream, self.xp)
+        if isinstance(plan, float_scaled.FloatPlan):
+            return float_scaled.quantize(self._ready(x), plan, stream, self.xp)
         assert isinstance(plan, kernels.Plan)
         return kernels.quantize(self._ready(x), plan, stream, self.xp)
 
@@ -231,8 +232,8 @@ class CudaBackend(CudaTraining):
             values, stats = self._host.operand(x.get(), spec, stream)
             return self.xp.asarray(values), stats
         plan = _plan_of(spec, tuple(x.shape))
-        if isinstance(plan, floats.FloatPlan):
-            return floats.operand(self._ready(x), plan, stream, self.xp)
+        if isinstance(plan, float_scaled.FloatPlan):
+            return float_scaled.operand(self._ready(x), plan, stream, self.xp)
         assert isinstance(plan, kernels.Plan)
         return kernels.operand(self._ready(x), plan, stream, self.xp)
 
@@ -250,9 +251,9 @@ class CudaBackend(CudaTraining):
         """See the protocol. Waits for the GPU, whose counts it returns."""
         if self._pair_reason(x, specs, streams):
             return super().quantize_pair(x, specs, streams)
-        plan = pair.pair_plan(specs, tuple(x.shape))
-        assert isinstance(plan, pair.PairPlan)
-        return pair.quantize(self._ready(x), plan, streams, self.xp)
+        plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
+        assert isinstance(plan, rowwise_columnwise.PairPlan)
+        return rowwise_columnwise.quantize(self._ready(x), plan, streams, self.xp)
 
     def operand_pair(
         self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
@@ -260,9 +261,9 @@ class CudaBackend(CudaTraining):
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
         if self._pair_reason(x, specs, streams):
             return super().operand_pair(x, specs, streams)
-        plan = pair.pair_plan(specs, tuple(x.shape))
-        assert isinstance(plan, pair.PairPlan)
-        return pair.operand(self._ready(x), plan, streams, self.xp)
+        plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
+        assert isinstance(plan, rowwise_columnwise.PairPlan)
+        return rowwise_columnwise.operand(self._ready(x), plan, streams, self.xp)
 
     def _pair_reason(
         self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
@@ -271,7 +272,7 @@ class CudaBackend(CudaTraining):
         for spec, stream in zip(specs, streams, strict=True):
             if reason := self._operand_reason(x, spec, stream):
                 return reason
-        plan = pair.pair_plan(specs, tuple(x.shape))
+        plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
         return plan if isinstance(plan, str) else None
 
     def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
@@ -280,8 +281,8 @@ class CudaBackend(CudaTraining):
         if isinstance(plan, str):
             there = {name: part.get() for name, part in q.parts.items()}
             return self.xp.asarray(self._host.dequantize(replace(q, **there), dtype))
-        if isinstance(plan, floats.FloatPlan):
-            return reference.narrow(floats.dequantize(q, plan, self.xp), dtype)
+        if isinstance(plan, float_scaled.FloatPlan):
+            return reference.narrow(float_scaled.dequantize(q, plan, self.xp), dtype)
         return reference.narrow(dequantize.dequantize(q, plan, self.xp), dtype)
 
     def _dequantize_reason(self, q: QuantArray, dtype: str = "float32") -> str | None:

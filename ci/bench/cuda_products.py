@@ -36,9 +36,9 @@ from extensor_cuda import gemm as blocked
 from extensor_cuda import scaled as scaled_products
 from extensor_cuda.bf16 import as_bf16
 from extensor_cuda.expansion import join
-from extensor_cuda.kernels import quantize
-from extensor_cuda.kernels.gemm import Config, configure, empty_rows, gemm
-from extensor_cuda.kernels.requantize import requantized
+from extensor_cuda.kernels.gemm.gemm_sm90 import Config, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.requantize import requantized
+from extensor_cuda.kernels.quantize import quantize
 
 CACHE = 64 << 20  # bytes that no cache holds
 TOKENS = (1, 4, 16, 32, 64)

@@ -19,7 +19,7 @@ from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.backend import dialect_gap
-from extensor_cuda.kernels.quantize import plan_of
+from extensor_cuda.kernels.quantize.quantize import plan_of
 from tests.oracle.compare import PARTS, same_bytes
 from tests.oracle.samples import KINDS, sample
 

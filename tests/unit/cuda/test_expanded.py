@@ -23,8 +23,9 @@ from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import backend as backends
 from extensor_cuda import bf16, dense, expanded, expansion, operands, scaling
-from extensor_cuda.kernels import elementwise, float_lines, float_panels
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.nn import elementwise
+from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
@@ -64,7 +65,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    quantizing = [operands, scaling, float_lines, float_panels]
+    quantizing = [operands, scaling, float_scaled_rowwise, float_scaled_columnwise]
     return place(request, monkeypatch, [elementwise, expansion], quantizing=quantizing)
 
 

@@ -17,7 +17,7 @@ from extensor.quant.rebase import rebased_values
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import dense, expansion, gemm, near, operands
-from extensor_cuda.kernels.gemm import LINES, configure, gemm_source
+from extensor_cuda.kernels.gemm.gemm_sm90 import LINES, configure, gemm_source
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
 from tests.unit.cuda.places import PLACES, place

@@ -16,7 +16,11 @@ from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import decode, dense, expansion, gemm, grouped, weights
 from extensor_cuda.backend import CudaBackend
-from extensor_cuda.kernels import decode_few, decode_hopper, decode_ring
+from extensor_cuda.kernels.weight_only import (
+    w4a16_sm90_resident,
+    w4a16_sm90_ring,
+    w4w8a16_sm90_wgmma,
+)
 from tests.product_cases import exact
 from tests.unit.cuda.decoding import sent
 from tests.unit.cuda.places import PLACES, place
@@ -31,8 +35,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     xp = place(
         request,
         monkeypatch,
-        [decode, decode_few, dense, expansion],
-        products=[decode_ring, decode_hopper],
+        [decode, w4a16_sm90_resident, dense, expansion],
+        products=[w4a16_sm90_ring, w4w8a16_sm90_wgmma],
     )
     if request.param == "on a GPU":
         made = registry.get("cuda")

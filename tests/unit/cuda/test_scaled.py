@@ -16,8 +16,8 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import gemm
-from extensor_cuda.kernels import gemm as placed
-from extensor_cuda.kernels.gemm import Config, gemm_source
+from extensor_cuda.kernels.gemm import gemm_sm90 as placed
+from extensor_cuda.kernels.gemm.gemm_sm90 import Config, gemm_source
 from tests.product_cases import exact
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
