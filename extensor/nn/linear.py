@@ -11,7 +11,7 @@ from extensor.nn.checks import check_size
 from extensor.nn.gemm_layer import GemmLayer
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
-from extensor.ops.linalg import linear
+from extensor.ops.matmul import linear
 from extensor.ops.quantized import quantized_matmul
 from extensor.ops.stored import stored_matmul
 

@@ -36,7 +36,7 @@ from extensor.autograd.tensor import ExTensor
 from extensor.backends.layers import weight_activations
 from extensor.backends.protocol import Array, Backend
 from extensor.dtypes import float32, promote
-from extensor.ops.linalg import as_rows
+from extensor.ops.matmul import as_rows
 from extensor.quant import views
 from extensor.quant.array import QuantArray
 from extensor.quant.reference import RunningAmax

@@ -17,7 +17,7 @@ from extensor.ops.arguments import Axis, axis_index, axis_tuple, broadcasts, qui
 
 __all__ = [
     "all", "any", "argmax", "argmin", "cumsum", "logsumexp", "max", "mean", "min", "prod", "std",
-    "sum", "sum_to", "var",
+    "sum", "var",
 ]  # fmt: skip
 
 

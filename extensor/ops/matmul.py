@@ -11,9 +11,8 @@ from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import axis_index, pair, tensors_only
-from extensor.ops.einsum import einsum
 
-__all__ = ["as_rows", "dot", "einsum", "inner", "linear", "matmul", "outer", "tensordot"]
+__all__ = ["dot", "inner", "linear", "matmul", "outer", "tensordot"]
 
 
 def _matmul(backend: Any, a: Any, b: Any) -> Any:
