@@ -25,7 +25,7 @@ from extensor.quant.spec import Hadamard, QuantSpec
 TRAINED: tuple[dict[str, Any], ...] = (
     {"format": "mxfp4"},
     {"format": "mxfp4", "transform": Hadamard(32)},
-    {"format": "mxfp8_e4m3", "scale_rule": "rceil", "near": True},
+    {"format": "mxfp8_e4m3", "scale_rule": "rceil", "rebased": True},
     {"format": "mxfp8_e4m3"},
     {"format": "nvfp4"},
     {"format": "nvfp4_fp8exact"},

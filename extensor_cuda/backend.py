@@ -18,11 +18,10 @@ from typing import Any
 from extensor.backends import registry
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import (
-    blas,
     dense,
     expanded,
     gemm,
@@ -34,12 +33,13 @@ from extensor_cuda import (
     tuned,
     weights,
 )
-from extensor_cuda.graph import CudaGraph
-from extensor_cuda.kernels import dequantize, floats, pair
+from extensor_cuda.kernels import dequantize, floats, optimizer, pair
 from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.hopper import capability as _capability
-from extensor_cuda.memory import allocate
-from extensor_cuda.recording import Recording, current
+from extensor_cuda.runtime import blas
+from extensor_cuda.runtime.capture import StepCapture, current_capture
+from extensor_cuda.runtime.driver import capability as _capability
+from extensor_cuda.runtime.graph import CudaGraph
+from extensor_cuda.runtime.memory import allocate
 from extensor_cuda.training import CudaTraining
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -69,7 +69,7 @@ def _plan_of(
     spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False
 ) -> kernels.Plan | floats.FloatPlan | str:
     """How the quantizers' kernels take an array, or why there is none for it."""
-    by_floats = not spec.is_mx and not spec.row.tensor_scale
+    by_floats = spec.has_float_scales
     return (floats if by_floats else kernels).plan_of(spec, shape, decoding)
 
 
@@ -123,9 +123,9 @@ class CudaBackend(CudaTraining):
         self._falls: Array | None = None
 
     @property
-    def recording(self) -> Recording | None:
+    def capturing(self) -> StepCapture | None:
         """The step being recorded in this thread."""
-        return current()
+        return current_capture()
 
     @staticmethod
     def _only_outside(what: str) -> None:
@@ -134,7 +134,7 @@ class CudaBackend(CudaTraining):
         Raises:
             RuntimeError: while recording.
         """
-        if current() is not None:
+        if current_capture() is not None:
             raise RuntimeError(
                 f"capture: the step makes {what}, which a GPU cannot repeat by itself; use a "
                 "recipe whose operands have kernels (backend.path says which), or no capture"
@@ -224,7 +224,7 @@ class CudaBackend(CudaTraining):
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[Array, Counts]:
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
-        if spec.near and self._operand_reason(x, spec.replace(near=False), stream) is None:
+        if spec.rebased and self._operand_reason(x, spec.replace(rebased=False), stream) is None:
             return near.operand(self._ready(x), spec, stream, self.xp)
         if reason := self._operand_reason(x, spec, stream):
             self._only_outside(f"{spec.format} operands on the CPU ({reason})")
@@ -319,7 +319,7 @@ class CudaBackend(CudaTraining):
 
     def new_graph(self) -> CudaGraph:
         """See the protocol."""
-        return CudaGraph(self.xp)
+        return CudaGraph(self.xp, optimizer.find_nonfinite)
 
     def product_operands(
         self,
@@ -393,7 +393,7 @@ class CudaBackend(CudaTraining):
             if spec.row.element.bits == 6:
                 return f"FP8 holds {spec.format}; operands made at once are MXFP4 or bfloat16"
             found = operands.reason(x, spec, work, capability)
-            plain = spec.replace(near=False)
+            plain = spec.replace(rebased=False)
             if reason := found or self._operand_reason(x, plain, stream):
                 return reason
         return None

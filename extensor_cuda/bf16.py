@@ -35,7 +35,6 @@ from extensor_cuda.expansion import (
     launch_expand,
     multiply,
 )
-from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.block_scales import Stored, block_scales
 from extensor_cuda.kernels.gemm import (
     STAGE_OF_BF16,
@@ -45,6 +44,7 @@ from extensor_cuda.kernels.gemm import (
     empty_rows,
     gemm,
 )
+from extensor_cuda.runtime import driver
 
 __all__ = ["as_bf16", "every", "float_scales", "is_float_scaled", "multiply_packed", "whole"]
 
@@ -59,7 +59,7 @@ _FITS: WeakKeyDictionary[QuantArray, bool] = WeakKeyDictionary()
 
 def is_float_scaled(spec: QuantSpec) -> bool:
     """INT4, INT8 and FP8: codes under plain floats."""
-    return not (spec.is_mx or spec.row.tensor_scale)
+    return spec.has_float_scales
 
 
 def every(q: QuantArray) -> int:
@@ -169,7 +169,7 @@ def multiply_packed(a: Expansion, b: QuantArray, dtype: str, xp: Any) -> Array |
     m, n = len(a.codes), b.shape[0]
     config = configure("bf16", n, m, dtype, every=every(b))
     config = replace(config, c_down=True, group=_GROUP, expands=_source(b).macros)
-    blocks = hopper.multiprocessors(xp.cuda.runtime.getDevice())
+    blocks = driver.multiprocessors(xp.cuda.runtime.getDevice())
     whole_groups, rest = divmod(blocks, _GROUP * -(-m // config.tile_n))
     ready = (_GROUP * whole_groups + min(_GROUP, rest)) * TILE_M  # with which blocks begin
     if m < _BESIDE or ready >= n or (b.spec.is_mx and not _FITS.get(b)):

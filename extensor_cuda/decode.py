@@ -29,9 +29,11 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels import decode_few, decode_hopper, decode_ring, hopper
+from extensor_cuda.kernels import decode_few, decode_hopper, decode_ring
 from extensor_cuda.kernels.decode_program import FLOATS, PARTS, is_scaled, program
+from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = [
     "MOST_TOKENS",
@@ -82,7 +84,7 @@ def _weight_reason(w: QuantArray) -> str | None:
     rows, length = tile_extent(spec, w.shape)
     if rows > 1 and not (spec.tile == "tensor" or rows >= w.shape[0]):
         return f"tiles {spec.tile}"
-    if spec.is_mx or spec.row.tensor_scale:
+    if not spec.has_float_scales:
         if element.bits != 4 or length not in (16, 32, 64, 128):
             return f"{spec.format} in blocks of {length}; the kernel has E2M1 in 16, 32, 64, 128"
         return None if rows == 1 else f"tiles {spec.tile}"
@@ -158,7 +160,7 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> Array:
     out = xp.empty(
         (len(x), w.shape[0]), dtype=ml_dtypes.bfloat16 if out_dtype == "bfloat16" else "float32"
     )
-    on_hopper = hopper.capability(xp.cuda.runtime.getDevice()) == "90"
+    on_hopper = driver.capability(xp.cuda.runtime.getDevice()) == "90"
     tokens, zeros = len(x) * PARTS[x.dtype.name], partial(_zeros, xp)
     if on_hopper and decode_ring.taken(w, tokens):
         decode_ring.product(x, w, codes, scales, out, zeros, xp)

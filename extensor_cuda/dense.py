@@ -18,7 +18,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.gemm import (
     Config,
     Split,
@@ -27,6 +26,8 @@ from extensor_cuda.kernels.gemm import (
     gemm,
     rows_of_parts,
 )
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["Dense", "add_parts", "empty_parts", "make", "multiply", "source", "thirds"]
 

@@ -24,12 +24,12 @@ from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import tuned
-from extensor_cuda.counts import Counts
 from extensor_cuda.dense import Dense
 from extensor_cuda.expansion import Expansion, expand, join, kind_of, scale_of
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import Flags, empty_rows
 from extensor_cuda.operands import LEAST_WORK, Operand
+from extensor_cuda.runtime.counters import OperandCounts
 
 __all__ = ["Expanded", "joinable", "make", "multiply", "reason"]
 
@@ -89,7 +89,7 @@ def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
 
 def make(
     x: Array, specs: Sequence[QuantSpec], streams: Sequence[Stream | None], xp: Any
-) -> list[tuple[Expanded, Counts]]:
+) -> list[tuple[Expanded, OperandCounts]]:
     """Operands of x under each spec, and their counts; does not wait.
 
     Args:
@@ -110,7 +110,7 @@ def make(
         best = expand(done.q, kind, flag, xp)
         assert done.counters is not None
         part = (0, 2 * kernels.SLOTS)
-        counts = Counts(done.counters, part, plan.count, flags[1:].reshape(()))
+        counts = OperandCounts(done.counters, part, plan.count, flags[1:].reshape(()))
         made.append((Expanded(best, flags, done.q), counts))
     return made
 

@@ -26,9 +26,10 @@ import numpy as np
 from extensor.quant.array import QuantArray, coded_length
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.gemm import Flags, Packed, configure, empty_rows, gemm
 from extensor_cuda.kernels.requantize import Requantized, finished, type_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = [
     "Expansion",
@@ -120,7 +121,7 @@ def expand_source(
 
 
 def _is_scaled(spec: QuantSpec) -> bool:
-    return not (spec.is_mx or spec.row.tensor_scale)
+    return spec.has_float_scales
 
 
 def _blocks(threads: int, guarded: bool) -> int:

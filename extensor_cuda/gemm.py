@@ -44,11 +44,12 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda import scaled
 from extensor_cuda.bf16 import whole
 from extensor_cuda.expansion import Expansion, expand, join, kind_of, multiply
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS, configure, empty_rows, gemm
 from extensor_cuda.kernels.requantize import Requantized, finished, requantized, type_of
 from extensor_cuda.near import Inexact, near
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["INT_SPAN", "SPAN", "Product", "matmul", "reason", "rebase_source", "refuse_tensors"]
 
@@ -121,7 +122,7 @@ def refuse_tensors(name: str, *given: Any) -> None:
 
 
 def _is_float_scaled(q: QuantArray) -> bool:
-    return not (q.spec.is_mx or q.spec.row.tensor_scale)
+    return q.spec.has_float_scales
 
 
 @lru_cache(maxsize=16)

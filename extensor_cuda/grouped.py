@@ -46,7 +46,7 @@ def reason(a: QuantArray, b: QuantArray, capability: str) -> str | None:
     """
     if refused := blocked.reason(a, b, capability):
         return refused
-    if a.spec.is_mx or a.spec.row.tensor_scale:
+    if not a.spec.has_float_scales:
         return None
     return scaled.row_reason(a) or scaled.row_reason(b)
 
@@ -67,7 +67,7 @@ def batch(a: QuantArray, b: QuantArray, xp: Any) -> Product | str:
         return f"a batch of {a.shape} and {b.shape}, one matrix or empty"
     if count * max(m, n) > _MOST_ROWS:
         return f"{count * max(m, n)} rows, beyond {_MOST_ROWS}"
-    left, right = views.rows(a), views.rows(b)
+    left, right = views.as_matrix(a), views.as_matrix(b)
     if left is None or right is None:
         tile = (a if left is None else b).spec.tile
         return f"tiles {tile} that do not divide the rows of each matrix"
@@ -169,7 +169,7 @@ def _sides(a: Any, b: Any, xp: Any) -> tuple[Expansion, Expansion, str] | str:
     if not isinstance(a, QuantArray):
         left, right = (Expansion(scaled.pitched(x.view(np.uint16), xp), "bf16") for x in (a, b))
         return left, right, ""
-    if not (a.spec.is_mx or a.spec.row.tensor_scale):
+    if a.spec.has_float_scales:
         return (*scaled.by_row(a, b, xp), "")
     kinds = [kind_of(q.spec)[0] for q in (a, b)]
     why = (

@@ -2,13 +2,13 @@
 
 Of a stored matrix each row has one power of two, its largest scale; elements under smaller scales
 move down in their own format and are rounded to nearest even where they become subnormal
-(`kernels/near.cu`; the rule, and the same on the CPU: `extensor.quant.near`). A value is off by up
-to 2**-10 (E4M3) or 2**-17 (E5M2) times its row's largest scale, and most are not changed at all:
+(`kernels/near.cu`; the rule, and the same on the CPU: `extensor.quant.rebase`). A value is off by
+up to 2**-10 (E4M3) or 2**-17 (E5M2) times its row's largest scale, and most are not changed at all:
 how many were is counted by row, on the device.
 
-What training quantizes under a spec with ``near`` (`extensor_cuda.operands`) has a power of two for
-each square of 128 x 128 instead, known when the square is read, so that the codes are written at
-once. Products of such operands scale the sum of every 128 terms, and are off by up to
+What training quantizes under a spec with ``rebased`` (`extensor_cuda.operands`) has a power of two
+for each square of 128 x 128 instead, known when the square is read, so that the codes are written
+at once. Products of such operands scale the sum of every 128 terms, and are off by up to
 
     (128 34 / 32 2**-13 + (K / 128 + 2) 2**-24) S, S = sum |a| |b| over K
 
@@ -27,16 +27,17 @@ import numpy as np
 
 from extensor.formats import ELEMENTS
 from extensor.quant.array import QuantArray, coded_length
-from extensor.quant.near import settled
+from extensor.quant.rebase import rebase_tiles
 from extensor.quant.rounding import decode
-from extensor.quant.spec import NEAR_SIDE, QuantSpec
+from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.expansion import Expansion
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.dequantize import dequantize
 from extensor_cuda.kernels.gemm import LINES, configure, empty_rows, gemm
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["Inexact", "Square", "multiply", "near", "near_source", "squares"]
 
@@ -89,7 +90,7 @@ class Square:
     def values(self, xp: Any) -> Array:
         """What the codes mean, float32 (rows, K)."""
         rows, k = self.shape
-        each = self.scales.T.repeat(LINES, axis=0)[:rows].repeat(NEAR_SIDE, axis=1)[:, :k]
+        each = self.scales.T.repeat(LINES, axis=0)[:rows].repeat(REBASE_TILE, axis=1)[:, :k]
         return decode(self.codes, ELEMENTS[self.kind], xp) * each
 
 
@@ -99,12 +100,14 @@ def squares(x: Array, spec: QuantSpec, xp: Any) -> Array:
     One for every `LINES` rows, as the GEMM reads them, and what it may read behind the last.
     """
     rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
-    pitch = -(-rows // NEAR_SIDE) * (NEAR_SIDE // LINES) + _BEHIND
-    return xp.empty((-(-k // NEAR_SIDE), pitch), dtype=np.float32)
+    pitch = -(-rows // REBASE_TILE) * (REBASE_TILE // LINES) + _BEHIND
+    return xp.empty((-(-k // REBASE_TILE), pitch), dtype=np.float32)
 
 
-def operand(x: Array, spec: QuantSpec, stream: Stream | None, xp: Any) -> tuple[Array, Counts]:
-    """The decoded float32 values under a spec with ``near``, and counts, without waiting.
+def operand(
+    x: Array, spec: QuantSpec, stream: Stream | None, xp: Any
+) -> tuple[Array, OperandCounts]:
+    """The decoded float32 values under a spec with ``rebased``, and counts, without waiting.
 
     Args:
         x: C-contiguous array in a dtype that the quantizers read, and a shape that they cover.
@@ -112,15 +115,17 @@ def operand(x: Array, spec: QuantSpec, stream: Stream | None, xp: Any) -> tuple[
         stream: given exactly under stochastic rounding.
         xp: cupy.
     """
-    plan = kernels.plan_of(spec.replace(near=False), tuple(x.shape))
+    plan = kernels.plan_of(spec.replace(rebased=False), tuple(x.shape))
     assert isinstance(plan, kernels.Plan), plan
     done = kernels.quantize_raw(x, plan, stream, xp)
     assert done.q is not None and done.counters is not None
-    q, changed, gone = settled(done.q, xp)
+    q, changed, gone = rebase_tiles(done.q, xp)
     lost = Counters(2, xp)
     lost.array[0] += changed.astype(np.uint64)
     lost.array[1] += gone.astype(np.uint64)
-    counts = Counts(done.counters, (0, 2 * kernels.SLOTS), plan.count, near=(lost, (0, 2)))
+    counts = OperandCounts(
+        done.counters, (0, 2 * kernels.SLOTS), plan.count, rebased=(lost, (0, 2))
+    )
     return dequantize(q, plan, xp), counts
 
 

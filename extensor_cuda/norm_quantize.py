@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.array import QuantArray
-from extensor_cuda.counts import Counters
-from extensor_cuda.jit import Source
-from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.pair import PairPlan
 from extensor_cuda.kernels.quantize import SLOTS
+from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters
 
 __all__ = ["norm_quantize", "norm_quantize_source", "reason"]
 
@@ -172,7 +172,7 @@ def norm_quantize(
     counters = Counters(4 * SLOTS, xp) if stats else None
     tall, wide, group = _tile(columns, x.dtype.name, only_rows)
     device, together = xp.cuda.runtime.getDevice(), group > 1 and not only_rows
-    groups, posted = min(-(-rows // tall), hopper.multiprocessors(device) // group), None
+    groups, posted = min(-(-rows // tall), driver.multiprocessors(device) // group), None
     # As in normed_rows.cuh and normed_both.cuh.
     shared = _STAGES[only_rows] * (_TILE[only_rows] + 24)
     if only_rows:
@@ -197,9 +197,9 @@ def norm_quantize(
     )
     source = norm_quantize_source(plan, x.dtype.name, centred, bias is not None, only_rows, stats)
     kernel, threads = "quantize_normed" + "_rows" * only_rows, _threads(only_rows)
-    function, _ = hopper.load(source, kernel, shared, device)
+    function, _ = driver.load(source, kernel, shared, device)
     if only_rows:
-        most = hopper.clusters(function, group, threads, shared, device)
+        most = driver.active_clusters(function, group, threads, shared, device)
         groups = min(-(-rows // tall), most)
-    hopper.launch(function, max(1, groups) * group, threads, shared, (), given, together)
+    driver.launch(function, max(1, groups) * group, threads, shared, (), given, together)
     return made[0], None if only_rows else made[1], mean, rstd, counters

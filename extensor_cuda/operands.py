@@ -11,10 +11,10 @@ on the device, where both ways are launched and one of them ends at once. The ot
 the same values with the same random bits to bfloat16, which holds them exactly. So no value depends
 on what was known of the tensor, only the way. Nothing here waits for the GPU.
 
-MXFP8 under a spec with ``near`` is written as its own FP8 codes, a power of two for each square of
-128 x 128 (`extensor_cuda.near`). Other MX formats are quantized to bfloat16 at once. It holds their
-values exactly but for those below 2**-126 or so; that one was cut is warned of when the counts are
-read.
+MXFP8 under a spec with ``rebased`` is written as its own FP8 codes, a power of two for each square
+of 128 x 128 (`extensor_cuda.near`). Other MX formats are quantized to bfloat16 at once. It holds
+their values exactly but for those below 2**-126 or so; that one was cut is warned of when the
+counts are read.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ import ml_dtypes
 import numpy as np
 
 from extensor.quant.scale_rules import E8M0_NAN
-from extensor.quant.spec import NEAR_SIDE, QuantSpec
+from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import tuned
-from extensor_cuda.counts import Counters, Counts
 from extensor_cuda.dense import Dense, add_parts, empty_parts
 from extensor_cuda.gemm import SPAN, TOP
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import (
     Flags,
@@ -46,7 +44,10 @@ from extensor_cuda.kernels.gemm import (
     gemm,
 )
 from extensor_cuda.near import Square, squares
-from extensor_cuda.recording import clock_of
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.launch import launch
 
 __all__ = [
     "LEAST_WORK",
@@ -135,9 +136,9 @@ def _reason(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> str | None:
         return "a transform, a scale window or outliers"
     if dtype not in kernels.INPUTS or len(shape) != 2 or max(shape) > 1 << 30:
         return f"{dtype} array of shape {shape}"
-    if spec.near and spec.dialect_row.inf_byte_in(element) != E8M0_NAN:
+    if spec.rebased and spec.dialect_row.inf_byte_in(element) != E8M0_NAN:
         return f"the infinities of dialect {spec.dialect}"
-    plan = kernels.plan_of(spec.replace(near=False), shape)
+    plan = kernels.plan_of(spec.replace(rebased=False), shape)
     return plan if isinstance(plan, str) else None
 
 
@@ -162,14 +163,14 @@ def operand_source(
         stats: whether saturated and flushed values are counted.
         many: several matrices in one launch.
     """
-    plan = kernels.plan_of(spec.replace(axis=1, near=False), (256, 256))
+    plan = kernels.plan_of(spec.replace(axis=1, rebased=False), (256, 256))
     assert isinstance(plan, kernels.Plan), plan
     common = kernels.quantize_source(plan, dtype, "values" if wide else "codes", True, stats)
     macros = dict(common.macros) | {
         "ALONG": int(along),
         "DOWN_TOO": int(down),
         "WIDE": int(wide),
-        "NEAR": int(spec.near),
+        "NEAR": int(spec.rebased),
         "MANY": int(many),
         "LIFT": TOP,  # TOP is the element's largest value here
         "SPAN": SPAN,
@@ -181,7 +182,7 @@ def operand_source(
 
 def _resident(spec: QuantSpec, dtype: str, wide: bool) -> int:
     """Blocks of threads of a multiprocessor: as many as leave them registers without spilling."""
-    if spec.near and dtype != "float32":
+    if spec.rebased and dtype != "float32":
         return 3 if spec.rounding == "stochastic" else 4
     return 4 if wide else 5 if dtype == "float32" else 3
 
@@ -226,7 +227,7 @@ def _launch(
         stream = streams[place[axis]] if axis in place else None
         words += (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
     rows, columns = x.shape
-    tiles = -(-rows // NEAR_SIDE) * -(-columns // _COLUMNS) if scales_of else _tiles(x, wide)
+    tiles = -(-rows // REBASE_TILE) * -(-columns // _COLUMNS) if scales_of else _tiles(x, wide)
     launch(
         source,
         "operands",
@@ -253,7 +254,7 @@ def make(
     streams: Streams,
     xp: Any,
     memory: dict[str, Array] | None = None,
-) -> list[tuple[Operand | Dense | Square, Counts]]:
+) -> list[tuple[Operand | Dense | Square, OperandCounts]]:
     """Operands of x under one spec, or under one along rows and one down columns, and their counts.
 
     Does not wait.
@@ -265,7 +266,7 @@ def make(
         xp: cupy.
         memory: the tensor's own, from the call before; None: nothing is known of it.
     """
-    if specs[0].near:
+    if specs[0].rebased:
         return _make_near(x, specs, streams, xp)
     wide = not _is_mxfp4(specs[0])
     slots = 2 * kernels.SLOTS
@@ -280,21 +281,21 @@ def make(
     if wide:
         _launch(x, specs, streams, outs, xp, flags_of=flags, counts_of=counts)
         return [
-            (Dense(out), Counts(counters, part, x.size, flag))
+            (Dense(out), OperandCounts(counters, part, x.size, flag))
             for out, part, flag in zip(outs, parts, flags, strict=True)
         ]
     exponent = xp.empty(1, dtype=xp.int32)
     history = _history(x, specs[0], xp, memory)
     _launch(x, specs, streams, outs, xp, exponent, flags, counts, history)
     return [
-        (Operand(out, exponent, flag, x, spec, stream), Counts(counters, part, x.size))
+        (Operand(out, exponent, flag, x, spec, stream), OperandCounts(counters, part, x.size))
         for out, flag, spec, stream, part in zip(outs, flags, specs, streams, parts, strict=True)
     ]
 
 
 def _make_near(
     x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any
-) -> list[tuple[Operand | Dense | Square, Counts]]:
+) -> list[tuple[Operand | Dense | Square, OperandCounts]]:
     """The same of MXFP8 near-exactly, as FP8 and counts that include what changed."""
     slots, sides = 2 * kernels.SLOTS, range(len(specs))
     counters = Counters(2 * len(specs) * slots, xp)  # saturated and flushed; changed and flushed
@@ -304,11 +305,11 @@ def _make_near(
     return [
         (
             Square(outs[i], grids[i], specs[i].row.element.name),
-            Counts(
+            OperandCounts(
                 counters,
                 (2 * i * slots, (2 * i + 1) * slots),
                 x.size,
-                near=(counters, ((2 * i + 1) * slots, 2 * (i + 1) * slots)),
+                rebased=(counters, ((2 * i + 1) * slots, 2 * (i + 1) * slots)),
             ),
         )
         for i in sides
@@ -319,7 +320,7 @@ def _empty(x: Array, spec: QuantSpec, xp: Any) -> Array:
     """What an operand's codes, or its values as bfloat16, are written to."""
     rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
     padded = -(-k // 16) * 16  # whole chunks are written
-    octets = xp.uint8 if spec.near or _is_mxfp4(spec) else xp.uint16
+    octets = xp.uint8 if spec.rebased or _is_mxfp4(spec) else xp.uint16
     return xp.empty((rows, padded), dtype=octets)[:, :k]
 
 
@@ -330,7 +331,7 @@ def joinable_specs(specs: Sequence[QuantSpec]) -> bool:
 
 def make_each(
     xs: Sequence[Array], specs: Sequence[QuantSpec], xp: Any, memories: Sequence[dict[str, Array]]
-) -> list[list[tuple[Operand, Counts]]]:
+) -> list[list[tuple[Operand, OperandCounts]]]:
     """What `make` gives of each of several matrices of one dtype, in one launch.
 
     Args:
@@ -351,20 +352,20 @@ def make_each(
         row["exponent"], row["start"] = exponent.data.ptr, tiles
         row["rows"], row["columns"] = x.shape
         tiles += _tiles(x, wide=False)
-        mine: list[tuple[Operand, Counts]] = []
+        mine: list[tuple[Operand, OperandCounts]] = []
         for spec in specs:
             at = i * each + len(mine)
             out, flag = _empty(x, spec, xp), flags[at]
             side = "along" if spec.axis == 1 else "down"
             row[side], row[f"{side}_flag"] = out.data.ptr, flag.data.ptr
             row[f"{side}_counts"] = counters.array[at * slots :].data.ptr
-            counts = Counts(counters, (at * slots, (at + 1) * slots), x.size)
+            counts = OperandCounts(counters, (at * slots, (at + 1) * slots), x.size)
             mine.append((Operand(out, exponent, flag, x, spec, None), counts))
         made.append(mine)
     axes = [spec.axis for spec in specs]
     source = operand_source(specs[0], xs[0].dtype.name, 1 in axes, 0 in axes, False, many=True)
     held = table.view(np.uint8)
-    there = counters.recording.persistent(held) if counters.recording else xp.asarray(held)
+    there = counters.capture.persistent(held) if counters.capture else xp.asarray(held)
     threads = 2 * _tile_rows(xs[0], wide=False)
     launch(source, "operands", tiles, threads, there, np.int32(len(xs)))
     return made

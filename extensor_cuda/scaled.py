@@ -92,7 +92,7 @@ def _kind(q: QuantArray) -> str:
 
 def _reason(q: QuantArray) -> str | None:
     element = q.spec.row.element
-    if q.spec.is_mx or q.spec.row.tensor_scale or q.spec.row.outliers:
+    if not q.spec.has_float_scales or q.spec.row.outliers:
         return f"{q.spec.row.name}, whose scales are no plain floats"
     if element.bits != 8:
         return f"{element.name} under float scales; the kernel has e4m3, e5m2 and int8"

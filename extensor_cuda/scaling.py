@@ -20,13 +20,14 @@ from extensor.quant.rounding import decode
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import tuned
-from extensor_cuda.counts import Counters, Counts
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import float_lines, float_panels
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.gemm import MOST_TERMS
 from extensor_cuda.operands import LEAST_WORK
-from extensor_cuda.recording import clock_of
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.launch import launch
 from extensor_cuda.scaled import Side
 
 __all__ = ["make", "reason", "scaled_source", "values"]
@@ -56,7 +57,7 @@ def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
 @lru_cache(maxsize=4096)
 def _spec_reason(spec: QuantSpec, shape: tuple[int, ...]) -> str | None:
     element, k = spec.row.element, shape[spec.axis]
-    if spec.is_mx or spec.row.tensor_scale or spec.row.outliers or element.bits != 8:
+    if not spec.has_float_scales or spec.row.outliers or element.bits != 8:
         return f"{spec.format}; the kernel makes 8-bit codes under float scales"
     plain = spec.symmetric and spec.scale_name == "float32" and spec.rule == "amax"
     if not plain or spec.statistic != "amax" or spec.transform or spec.element_scale != 1.0:
@@ -87,7 +88,7 @@ def scaled_source(spec: QuantSpec, dtype: str) -> Source:
 
 def make(
     x: Array, specs: Sequence[QuantSpec], streams: Sequence[Stream | None], xp: Any
-) -> list[tuple[Side, Counts]]:
+) -> list[tuple[Side, OperandCounts]]:
     """Operands of x under each spec, and their counts; does not wait.
 
     Args:
@@ -108,7 +109,7 @@ def _is_aligned(x: Array) -> bool:
 
 def _make(
     x: Array, spec: QuantSpec, stream: Stream | None, most: Array | None, xp: Any
-) -> tuple[Side, Counts]:
+) -> tuple[Side, OperandCounts]:
     rows, columns = x.shape
     lines, k = (rows, columns) if spec.axis == 1 else (columns, rows)
     tall, wide = tile_extent(spec, x.shape)
@@ -130,7 +131,9 @@ def _make(
     element = spec.row.element
     kind = element.name if element.is_float else "s8"
     along, each = (scales.T, tall) if spec.axis == 1 else (scales, wide)
-    return Side(kind, out[:, :k], along, each), Counts(counters, (0, 2 * kernels.SLOTS), x.size)
+    return Side(kind, out[:, :k], along, each), OperandCounts(
+        counters, (0, 2 * kernels.SLOTS), x.size
+    )
 
 
 def _any_shape(

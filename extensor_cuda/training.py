@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from extensor.backends import windows
+from extensor.backends.capture import UpdateGuard
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Finite, Window
-from extensor.backends.recording import Guard
 from extensor.optim.states import STATES, Stored
 from extensor_cuda.kernels import (
     attention,
@@ -384,7 +384,7 @@ class CudaTraining(GenericBackend):
         self,
         parts: Sequence[tuple[Array, Array, Stored, Stored]],
         factors: Sequence[Mapping[str, float]],
-        guard: Guard | None = None,
+        guard: UpdateGuard | None = None,
         look: bool = False,
         memory: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
@@ -396,7 +396,7 @@ class CudaTraining(GenericBackend):
         self,
         parts: Sequence[tuple[Array, Array, Stored | None]],
         factors: Sequence[Mapping[str, float]],
-        guard: Guard | None = None,
+        guard: UpdateGuard | None = None,
         look: bool = False,
         memory: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,

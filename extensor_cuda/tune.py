@@ -306,9 +306,9 @@ def overheads(
 def _repeated(backend: Any, work: Work) -> Work:
     """The work as a captured training step is run: recorded, then repeated without Python."""
     graph = backend.new_graph()
-    for stage in (graph.run, graph.rehearse, graph.record):
+    for stage in (graph.run, graph.warm_up, graph.capture):
         stage(work)
-    repeat: Work = graph.repeat
+    repeat: Work = graph.replay
     return repeat
 
 

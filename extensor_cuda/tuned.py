@@ -20,7 +20,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from extensor_cuda.jit import cache_folder
+from extensor_cuda.runtime.compile import cache_folder
 
 __all__ = [
     "WAYS",

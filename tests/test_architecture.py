@@ -48,7 +48,7 @@ MAY_NAME_FORMATS = (
 """The table; the recipes and schemes, which are about formats; the sugar methods (`to_mxfp4`); the
 adapters to foreign checkpoints, each of which stores one format."""
 
-SCALE_GRIDS = {("quant/coded.py", "e4m3"), ("_core/rows.py", "e4m3")}
+SCALE_GRIDS = {("quant/codec_types.py", "e4m3"), ("_core/rows.py", "e4m3")}
 """The element grid that holds NVFP4's scales."""
 
 DENSE_NAMES = {"int8"}

@@ -21,7 +21,7 @@ from typing import Any
 from extensor.backends.registry import BACKENDS
 from extensor.errors import unknown_name
 from extensor.optim.states import STATES
-from extensor.quant.recipe import DENSE, Dense
+from extensor.quant.recipe import FLOAT_NAMES, FloatName
 from extensor.quant.recipes import get_recipe
 from training.data import DATASETS, SAMPLERS
 from training.optimizers import OPTIMIZERS, SCHEDULES
@@ -39,7 +39,10 @@ __all__ = [
 ]
 
 LOSS_SCALES = ("dynamic", "off")
-ACTIVATIONS: Mapping[str, Dense | None] = {"recipe": None, **{name: name for name in DENSE}}
+ACTIVATIONS: Mapping[str, FloatName | None] = {
+    "recipe": None,
+    **{name: name for name in FLOAT_NAMES},
+}
 """What --activations takes, as `apply_recipe` takes it."""
 
 

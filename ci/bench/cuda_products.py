@@ -203,7 +203,7 @@ def _placed(a: Any, b: Any, out: Any, config: Config, turn: int) -> None:
 
 def trained(backend: Any, rounds: int) -> Rows:
     """Operands as training makes them, and their products."""
-    square: dict[str, Any] = {"scale_rule": "rceil", "near": True}
+    square: dict[str, Any] = {"scale_rule": "rceil", "rebased": True}
     specs = {
         "MXFP4": QuantSpec("mxfp4"),
         "NVFP4 FP8-exact": QuantSpec("nvfp4_fp8exact"),

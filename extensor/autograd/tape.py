@@ -45,14 +45,14 @@ def backward(
     seed = _seed(root, gradient, create_graph)
     found = _run([(root, seed)], None, retain, create_graph)
     taken = set() if gradient is None else {id(gradient.data)}
-    recording = root.backend.recording
+    capture = root.backend.capturing
     with _ADDING:
-        if recording is not None:
-            recording.adds_to([leaf.grad for leaf, _ in found.values()])
+        if capture is not None:
+            capture.require_own_gradients([leaf.grad for leaf, _ in found.values()])
         for leaf, g in found.values():
             _accumulate(leaf, g, create_graph, taken)
-        if recording is not None:
-            recording.gives([leaf.grad for leaf, _ in found.values()])
+        if capture is not None:
+            capture.own_gradients([leaf.grad for leaf, _ in found.values()])
 
 
 FUNCTIONS["backward"] = backward  # ExTensor.backward, which stands below

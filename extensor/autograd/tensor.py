@@ -423,8 +423,8 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
         """Raise the version: now and, while a step is recorded, with each repetition."""
         cell = self._version
         cell[0] += 1
-        if (recording := self.backend.recording) is not None:
-            recording.on_repeat(lambda: operator.setitem(cell, 0, cell[0] + 1))
+        if (capture := self.backend.capturing) is not None:
+            capture.on_replay(lambda: operator.setitem(cell, 0, cell[0] + 1))
 
     def _check_write(self) -> None:
         if self.dtype.is_blocked:

@@ -13,9 +13,9 @@ from extensor.backends import cpu_outliers
 from extensor.backends.cpu_core import CoreBackend, ready
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
-from extensor.quant.context import Counts
 from extensor.quant.hadamard import hadamard_signs
-from extensor.quant.reference import FLOATS, check_previous, narrow, near
+from extensor.quant.recipe_state import Counts
+from extensor.quant.reference import FLOATS, check_previous, narrow, rebase
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -39,8 +39,8 @@ class CpuQuantize(CoreBackend):
         previous_amax: Array | None = None,
     ) -> tuple[QuantArray, QuantStats]:
         """See the protocol."""
-        if spec.near:
-            return near(*self.quantize(x, spec.replace(near=False), stream, previous_amax))
+        if spec.rebased:
+            return rebase(*self.quantize(x, spec.replace(rebased=False), stream, previous_amax))
         if self._quantize_reason(x, spec, stream, previous_amax):
             return super().quantize(x, spec, stream, previous_amax)
         if spec.row.outliers:
@@ -115,7 +115,7 @@ class CpuQuantize(CoreBackend):
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[Array, Counts]:
         """See the protocol."""
-        if spec.near:
+        if spec.rebased:
             q, stats = self.quantize(x, spec, stream)
             return self.dequantize(q), stats
         if self._operand_reason(x, spec, stream):
@@ -136,8 +136,8 @@ class CpuQuantize(CoreBackend):
             return self.core_missing
         if x.size == 0 or x.ndim == 0:
             return "empty array or scalar"
-        if spec.near:
-            return "near-exact squares, whose codes numpy looks up after the core has made them"
+        if spec.rebased:
+            return "rebased tiles, whose codes numpy looks up after the core has made them"
         if reason := self._input_reason(x, spec, stream):
             return reason
         placed = place(self.core, spec, x.shape)

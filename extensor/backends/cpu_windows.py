@@ -13,7 +13,7 @@ from extensor.backends.cpu_core import CoreBackend, ready
 from extensor.backends.cpu_quantize import covered, place
 from extensor.backends.protocol import Array, Window
 from extensor.quant.array import QuantStats
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -202,7 +202,7 @@ def _patch_reason(
     if spec.transform:
         return "a Hadamard transform"
     whole = spec.row.tensor_scale or spec.scale_window is not None or spec.tile == "tensor"
-    if whole or spec.near:
+    if whole or spec.rebased:
         return "scales that depend on the whole matrix"
     if isinstance(spec.tile, tuple) and spec.tile[0] > 1:
         return f"tiles of {spec.tile[0]} rows"

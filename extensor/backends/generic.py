@@ -15,11 +15,11 @@ import ml_dtypes
 import numpy as np
 
 from extensor.backends import dense, layers, training, windows
+from extensor.backends.capture import Graph, StepCapture, UpdateGuard
 from extensor.backends.protocol import Array, Finite, Window
-from extensor.backends.recording import Graph, Guard, Recording
 from extensor.quant import reference, views
 from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -61,7 +61,7 @@ class GenericBackend:
         self.xp = xp
 
     @property
-    def recording(self) -> Recording | None:
+    def capturing(self) -> StepCapture | None:
         """See the protocol."""
         return None
 
@@ -119,7 +119,7 @@ class GenericBackend:
     def block_matmul_batch(self, a: QuantArray, b: QuantArray) -> Array:
         """See the protocol: one after the other."""
         out = self.xp.empty((*a.shape[:2], b.shape[1]), dtype=_FLOAT32)
-        for i, sides in enumerate(zip(views.matrices(a), views.matrices(b), strict=True)):
+        for i, sides in enumerate(zip(views.unstack(a), views.unstack(b), strict=True)):
             out[i] = self.block_matmul(*sides)
         return out
 
@@ -383,7 +383,7 @@ class GenericBackend:
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
-        guard: Guard | None = None,
+        guard: UpdateGuard | None = None,
         look: bool = False,
         memory: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
@@ -402,7 +402,7 @@ class GenericBackend:
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
-        guard: Guard | None = None,
+        guard: UpdateGuard | None = None,
         look: bool = False,
         memory: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
@@ -449,8 +449,8 @@ class GenericBackend:
 
     def refuse(self, bad: Array, error: Callable[[], Exception]) -> None:
         """See the protocol."""
-        if self.recording is not None:
-            self.recording.watch(bad, error)
+        if self.capturing is not None:
+            self.capturing.watch(bad, error)
         elif bool(bad.any()):  # one wait for a GPU
             raise error()
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from extensor.backends.recording import Graph, Guard, Recording
+from extensor.backends.capture import Graph, StepCapture, UpdateGuard
 from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -62,8 +62,8 @@ class Backend(Protocol):
     """
 
     @property
-    def recording(self) -> Recording | None:
-        """The step that is being recorded, None while nothing is; see `extensor.capture`."""
+    def capturing(self) -> StepCapture | None:
+        """The capture under way in this thread, None if there is none; see `extensor.capture`."""
         ...
 
     def quantize(
@@ -395,7 +395,7 @@ class Backend(Protocol):
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
-        guard: Guard | None = None,
+        guard: UpdateGuard | None = None,
         look: bool = False,
         memory: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
@@ -404,7 +404,7 @@ class Backend(Protocol):
 
         Arrays are float32, C-contiguous and of one size in each part, whatever their shapes. A
         factor ``decay`` times the weight is added to the gradient first, which is not written.
-        ``guard`` says, while recording, what the device decides. With ``look`` nothing is done if
+        ``guard`` says, in a capture, what the device decides. With ``look`` nothing is done if
         a gradient holds NaN or infinity; whether each is without them is what the result gives
         when it is called, until when a device may be at it. What a backend derives from arrays
         that stay from call to call it may keep in ``memory``, with these arrays.
@@ -420,7 +420,7 @@ class Backend(Protocol):
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
-        guard: Guard | None = None,
+        guard: UpdateGuard | None = None,
         look: bool = False,
         memory: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
@@ -449,7 +449,7 @@ class Backend(Protocol):
     def refuse(self, bad: Array, error: Callable[[], Exception]) -> None:
         """Raise ``error()`` if an element of a bool array is true; waits for a device.
 
-        While recording, nothing waits: updates stop then, and the error is raised afterwards.
+        In a capture nothing waits: updates stop then, and the error is raised afterwards.
         """
         ...
 

@@ -59,6 +59,11 @@ class BlockFormat:
     zero_point: bool = False
     outliers: int = 0
 
+    @property
+    def has_float_scales(self) -> bool:
+        """True if blocks carry a float32 or float16 scale and the tensor carries none."""
+        return self.scale.name == "float32"
+
     def bits_per_element(self, tile: tuple[int, int] | None = None) -> float:
         """Storage in bits per element, scales included, for long axes (inf-length channels: 0)."""
         shape = tile or self.tile

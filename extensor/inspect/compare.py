@@ -16,7 +16,7 @@ from extensor.inspect.table import Table
 from extensor.nn.module import Hook, Module, PreHook, evaluating
 from extensor.nn.quantize import gemm_layers
 from extensor.quant.array import QuantStats
-from extensor.quant.context import RecipeState
+from extensor.quant.recipe_state import RecipeState
 
 __all__ = ["LayerComparison", "LayerRow", "compare_layers"]
 

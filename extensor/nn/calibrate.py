@@ -28,10 +28,10 @@ import numpy as np
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.nn.module import Module, evaluating
-from extensor.quant.fixed import FixedScale, fixed_scale, quantize_fixed
 from extensor.quant.reference import dequantize
 from extensor.quant.schemes import Scheme
 from extensor.quant.spec import QuantSpec
+from extensor.quant.static_scale import StaticScale, choose_static_scale, quantize_static
 
 __all__ = ["Seen", "calibrate", "choose"]
 
@@ -156,7 +156,7 @@ def _watched(layers: Mapping[str, Module], take: Any) -> Iterator[None]:
         yield
 
 
-def choose(seen: Seen, scheme: Scheme) -> FixedScale:
+def choose(seen: Seen, scheme: Scheme) -> StaticScale:
     """The scale of a layer's inputs under a scheme with a ``range``."""
     spec = scheme.activations
     assert isinstance(spec, QuantSpec)
@@ -164,7 +164,7 @@ def choose(seen: Seen, scheme: Scheme) -> FixedScale:
     if scheme.range != "minmax" and seen.counts is not None and seen.counts.sum():
         pick = _percentile if scheme.range == "percentile" else _least_error
         low, high = pick(seen, scheme)
-    return fixed_scale(low, high, spec)
+    return choose_static_scale(low, high, spec)
 
 
 def _percentile(seen: Seen, scheme: Scheme) -> tuple[float, float]:
@@ -192,7 +192,7 @@ def _least_error(seen: Seen, scheme: Scheme) -> tuple[float, float]:
     best, chosen = math.inf, (seen.low, seen.high)
     for share in SHRINKS:
         low, high = float(share * seen.low), float(share * seen.high)
-        q, _ = quantize_fixed(centres, spec, fixed_scale(low, high, spec))
+        q, _ = quantize_static(centres, spec, choose_static_scale(low, high, spec))
         error = float((counts * (dequantize(q).astype(np.float64) - centres) ** 2).sum())
         if error < best:
             best, chosen = error, (low, high)

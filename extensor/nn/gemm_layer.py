@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from extensor.autograd.tensor import ExTensor
 from extensor.nn.module import Module
-from extensor.quant.context import LayerContext
+from extensor.quant.recipe_state import LayerContext
 
 __all__ = ["GemmLayer"]
 

@@ -9,8 +9,8 @@ from extensor.nn.gemm_layer import GemmLayer
 from extensor.nn.layer_norm import LayerNorm
 from extensor.nn.module import Module
 from extensor.nn.rms_norm import RMSNorm
-from extensor.quant.context import LayerContext, RecipeState
-from extensor.quant.recipe import Dense, LayerRecipe, Recipe
+from extensor.quant.recipe import FloatName, LayerRecipe, Recipe
+from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.recipes import RECIPES, get_recipe
 from extensor.random import Stream
 
@@ -25,7 +25,7 @@ def gemm_layers(model: Module) -> Iterator[tuple[str, GemmLayer]]:
 
 
 def apply_recipe(
-    model: Module, recipe: Recipe | str, seed: int = 0, activations: Dense | None = None
+    model: Module, recipe: Recipe | str, seed: int = 0, activations: FloatName | None = None
 ) -> RecipeState:
     """Give every Linear and Conv2d of a model its place in a recipe.
 

@@ -24,11 +24,11 @@ from extensor.nn.module import Module
 from extensor.nn.parameter import Buffer
 from extensor.nn.quantize import assign_recipe, gemm_layers, round_norms
 from extensor.quant.array import QuantArray
-from extensor.quant.context import LayerContext, RecipeState
-from extensor.quant.fixed import FixedScale
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
+from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.schemes import SCHEMES, Scheme, get_scheme
 from extensor.quant.spec import QuantSpec
+from extensor.quant.static_scale import StaticScale
 
 __all__ = ["load_quantized", "quantize_model", "save_quantized", "stored_layers"]
 
@@ -81,7 +81,7 @@ def quantize_model(
         )
     made = _bare_copy(model)
     recipe = scheme.recipe(tuple(keep))
-    chosen = {p: r for p, r in assign_recipe(made, recipe).items() if not r.fprop.dense}
+    chosen = {p: r for p, r in assign_recipe(made, recipe).items() if not r.fprop.unquantized}
     layers = {path: layer for path, layer in gemm_layers(made) if path in chosen}
     if not layers:
         raise ValueError(
@@ -91,7 +91,7 @@ def quantize_model(
         )
     for path, layer in layers.items():
         _check_layer(path, layer)
-    scales: dict[str, FixedScale] = {}
+    scales: dict[str, StaticScale] = {}
     if calibration is not None:
         seen = calibrate(made, layers, batches_of(calibration))
         if scheme.range is not None:
@@ -100,7 +100,9 @@ def quantize_model(
     for path, layer in layers.items():
         _store(
             layer,
-            LayerContext(path, len(state.layers), chosen[path], state, fixed=scales.get(path)),
+            LayerContext(
+                path, len(state.layers), chosen[path], state, static_scale=scales.get(path)
+            ),
         )
     return made
 
@@ -191,7 +193,9 @@ def save_quantized(
     described = {
         name: {
             "activations": _operand_json(context.operand("fprop.x")),
-            "fixed": None if context.fixed is None else dataclasses.asdict(context.fixed),
+            "static_scale": None
+            if context.static_scale is None
+            else dataclasses.asdict(context.static_scale),
         }
         for name, context in contexts.items()
     }
@@ -227,13 +231,14 @@ def load_quantized(path: str | os.PathLike[str], model: Module) -> Module:
             packed, operand = checkpoint.tensors[f"{name}.weight"], entry["activations"]
             if isinstance(operand, dict):
                 operand = QuantSpec.from_dict(operand)
-            fixed = None if entry["fixed"] is None else FixedScale(**entry["fixed"])
+            entry_scale = entry["static_scale"]
+            static = None if entry_scale is None else StaticScale(**entry_scale)
             if not isinstance(packed, QuantArray):
                 raise TypeError(f"{name}.weight is not packed")
             layer = LayerRecipe(Gemm(operand, packed.spec), dense, dense)
             state = state or RecipeState(Recipe(content["scheme"], content["doc"], layer))
             _check_fit(name, known.get(name), packed, list(known))
-            context = LayerContext(name, len(state.layers), layer, state, fixed=fixed)
+            context = LayerContext(name, len(state.layers), layer, state, static_scale=static)
             _put(known[name], packed, context, known[name].weight.device)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{os.fspath(path)}: a damaged description: {error!r}") from None

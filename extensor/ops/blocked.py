@@ -276,7 +276,7 @@ def _product(backend: Backend, a: Any, b: QuantArray) -> Array:
 def _as_matrix(a: Any) -> Any:
     """(..., K) as (rows, K), not decoded; None where tiles of several rows forbid it."""
     if isinstance(a, QuantArray):
-        return views.rows(a)
+        return views.as_matrix(a)
     return a.reshape((math.prod(a.shape[:-1]), a.shape[-1]))
 
 
@@ -292,7 +292,7 @@ def _batch_product(backend: Backend, a: Any, b: QuantArray) -> Array:
     if isinstance(a, QuantArray) and before == after:
         return backend.block_matmul_batch(_as_stack(a), _as_stack(b)).reshape(shape)
     out = backend.xp.empty((math.prod(lead), *shape[-2:]), dtype=np.float32)
-    left, right = _matrices(a), views.matrices(b)
+    left, right = _matrices(a), views.unstack(b)
     for i, (j, k) in enumerate(zip(_places(before, lead), _places(after, lead), strict=True)):
         out[i] = _matrix_product(backend, left[j], right[k])
     return out.reshape(shape)
@@ -304,7 +304,7 @@ def _as_stack(q: QuantArray) -> QuantArray:
 
 def _matrices(a: Any) -> Sequence[Any]:
     if isinstance(a, QuantArray):
-        return views.matrices(a)
+        return views.unstack(a)
     stack: Sequence[Any] = a.reshape((math.prod(a.shape[:-2]), *a.shape[-2:]))
     return stack
 

@@ -22,8 +22,8 @@ from extensor.autograd.mode import MODE
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.layers import dense_values
 from extensor.backends.protocol import Array, Backend
-from extensor.quant.context import Counts, LayerContext
 from extensor.quant.recipe import SLOTS, Gemm, LayerRecipe
+from extensor.quant.recipe_state import Counts, LayerContext
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -128,7 +128,7 @@ def _made(
             return [_made(backend, x, context, [slot], sizes)[0] for slot in slots]
         axes = [axis % 2 for _, axis in slots]
         return [(operand, None) for operand in backend.dense_operands(x, axes, *dense)]
-    memory = context.memory(slots[0][0])
+    memory = context.amax_state(slots[0][0])
     return list(backend.product_operands(x, *specs, _work(context, slots, sizes), memory))
 
 
@@ -205,7 +205,7 @@ class _Kept:
     counts: Counts | None
     x: weakref.ref[Any]
     version: Version
-    recording: weakref.ref[Any] | None
+    capture: weakref.ref[Any] | None
     layer: LayerRecipe
     stream: Stream | None
     sizes: tuple[int, int, int]
@@ -213,14 +213,14 @@ class _Kept:
 
 def _of_weight(backend: Backend, slots: Slots, weight: _Weight) -> list[Made]:
     """Operands that were made before, or are made now, with those of other weights that changed."""
-    kept, recording = weight.context.state._operands, backend.recording
-    found = _found(weight, slots, recording)
+    kept, capture = weight.context.state._operands, backend.capturing
+    found = _found(weight, slots, capture)
     if found is None:
         found, weights = [], [weight, *_changed(backend, slots, weight)]
         for one in weights:  # first, so that the new ones may lie where these were
             for slot, _ in slots:
                 kept.pop((one.context.path, slot), None)
-        place = _place(recording)
+        place = _place(capture)
         for one, made in zip(weights, _made_each(backend, slots, weights), strict=True):
             for (slot, axis), (operand, counts) in zip(slots, made, strict=True):
                 stream = _drawn(one.context, slot, axis)
@@ -239,19 +239,19 @@ def _again(counts: Counts | None) -> Counts | None:
     return counts if again is None else again()
 
 
-def _place(recording: Any) -> weakref.ref[Any] | None:
+def _place(capture: Any) -> weakref.ref[Any] | None:
     """Where operands are made; that of a recording which is gone equals no other."""
-    return None if recording is None else weakref.ref(recording)
+    return None if capture is None else weakref.ref(capture)
 
 
-def _found(weight: _Weight, slots: Slots, recording: Any) -> list[_Kept] | None:
+def _found(weight: _Weight, slots: Slots, capture: Any) -> list[_Kept] | None:
     """What is kept, if it would be made the same again."""
     found, context = [], weight.context
     for slot, axis in slots:
         one = context.state._operands.get((context.path, slot))
         if one is None or one.version.cell is not weight.version.cell or one.x() is not weight.x:
             return None
-        if one.version.writes != weight.version.writes or one.recording != _place(recording):
+        if one.version.writes != weight.version.writes or one.capture != _place(capture):
             return None
         made_by = (one.layer, one.stream, one.sizes)
         if made_by != (context.layer, _drawn(context, slot, axis), weight.sizes):
@@ -284,7 +284,7 @@ def _changed(backend: Backend, slots: Slots, weight: _Weight) -> list[_Weight]:
         if x is None or x.dtype != weight.x.dtype:
             continue
         found = _Weight(other, x, one.sizes, Version(cell, cell[0]))
-        if keeps(found) and _found(found, slots, backend.recording) is None:
+        if keeps(found) and _found(found, slots, backend.capturing) is None:
             changed.append(found)
     return changed
 
@@ -294,7 +294,7 @@ def _made_each(backend: Backend, slots: Slots, weights: list[_Weight]) -> Sequen
     if len(weights) > 1:
         specs = _specs(weights[0].context, slots)
         assert specs is not None
-        memories = [one.context.memory(slots[0][0]) for one in weights]
+        memories = [one.context.amax_state(slots[0][0]) for one in weights]
         return backend.product_operands_each([one.x for one in weights], specs[0], memories)
     (one,) = weights
     return [_made(backend, one.x, one.context, slots, one.sizes)]

@@ -36,8 +36,8 @@ from extensor.dtypes import bfloat16, dtype_of, promote
 from extensor.ops import operands
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import conv_window
-from extensor.quant.context import LayerContext, RecipeState
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
+from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.recipes import get_recipe
 
 __all__ = ["layer_context", "quantized_conv2d", "quantized_matmul"]

@@ -2,8 +2,8 @@
 
 The weight is codes and scales (N, K), blocked along K once and for all. The layer's context says
 what becomes of the activations: multiplied as they are (weight only), quantized by their own
-blocks, or under the fixed scale that calibration found (`LayerContext.fixed`). Both sides blocked,
-the product is the backend's `block_matmul`; else its `weight_matmul`, which takes bfloat16
+blocks, or under the scale that calibration found (`LayerContext.static_scale`). Both sides
+blocked, the product is the backend's `block_matmul`; else its `weight_matmul`, which takes bfloat16
 activations as bfloat16.
 
 A convolution multiplies x's patches by the flattened kernels (O, C kh kw), as in
@@ -30,10 +30,10 @@ from extensor.ops.conv import Pair, int_pair
 from extensor.ops.quantized import layer_context
 from extensor.quant import views
 from extensor.quant.array import QuantArray
-from extensor.quant.context import LayerContext
-from extensor.quant.fixed import quantize_fixed
 from extensor.quant.recipe import Gemm, LayerRecipe
+from extensor.quant.recipe_state import LayerContext
 from extensor.quant.spec import QuantSpec
+from extensor.quant.static_scale import quantize_static
 
 __all__ = ["stored_conv2d", "stored_matmul"]
 
@@ -50,10 +50,10 @@ def _quantized(backend: Backend, x: Array, context: LayerContext, axis: int) -> 
     assert isinstance(wanted, QuantSpec)
     x = backend.cast(x, _FLOAT32)
     spec = wanted.replace(axis=axis).resolve(x.ndim)
-    if context.fixed is None:
+    if context.static_scale is None:
         q, stats = backend.quantize(x, spec)
     else:
-        q, stats = quantize_fixed(x, spec, context.fixed, backend.xp)
+        q, stats = quantize_static(x, spec, context.static_scale, backend.xp)
     context.record("fprop.x", stats)
     return q
 
@@ -176,13 +176,13 @@ def _patches(
 ) -> Iterator[QuantArray]:
     """Each group's patches (N * Ho * Wo, C / groups * kh * kw), in blocks along the last axis."""
     step = x.shape[1] // groups
-    if context.fixed is None:
+    if context.static_scale is None:
         for i in range(groups):
             part = _rows(x[:, i * step : (i + 1) * step], window, backend.xp)
             yield _quantized(backend, part, context, 1)
         return
     q = _quantized(backend, x, context, 1)
-    zero = backend.xp.uint8((context.fixed.zero_point or 0) & 0xFF)
+    zero = backend.xp.uint8((context.static_scale.zero_point or 0) & 0xFF)
     spec = q.spec.replace(axis=1)
     one: dict[str, Any] = {"scales": q.scales.reshape(1, 1)}
     if q.zero_points is not None:

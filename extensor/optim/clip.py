@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
-from extensor.optim.optimizer import check_range
+from extensor.optim.params import check_range
 
 __all__ = ["clip_grad_norm", "clip_grad_value"]
 
@@ -36,7 +36,7 @@ def clip_grad_norm(
             leave the gradients alone, for a caller who looks.
 
     Returns:
-        The norm before clipping, summed in float64; while a step is recorded (`extensor.capture`)
+        The norm before clipping, summed in float64; while a step is captured (`extensor.capture`)
         a tensor of shape ().
 
     Raises:
@@ -54,8 +54,8 @@ def clip_grad_norm(
     backends = {id(backend): backend for _, backend in grads}.values()
     each = [(b, [g for g, backend in grads if backend is b]) for b in backends]
     sums = [backend.square_sum_each(arrays) for backend, arrays in each]
-    if len(each) == 1 and each[0][0].recording is not None:
-        return _clip_recorded(*each[0], sums[0], max_norm, nonfinite)
+    if len(each) == 1 and each[0][0].capturing is not None:
+        return _clip_captured(*each[0], sums[0], max_norm, nonfinite)
     norm = math.sqrt(sum(float(total) for total in sums))
     if not math.isfinite(norm):
         if nonfinite == "raise":
@@ -70,7 +70,7 @@ def clip_grad_norm(
     return norm
 
 
-def _clip_recorded(
+def _clip_captured(
     backend: Any, arrays: list[Array], total: Array, max_norm: float, nonfinite: str
 ) -> ExTensor:
     """The same without waiting: the factor stays on the device, 1 where nothing is to be done."""

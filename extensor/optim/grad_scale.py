@@ -19,13 +19,13 @@ import numpy as np
 
 from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.recording import Mirror, Mirrors, Recording
+from extensor.backends.capture import HostMirror, HostMirrors, StepCapture
 from extensor.backends.training import rescale
 from extensor.inspect.health import SlotHealth, slot_health
 from extensor.optim.clip import grad_arrays
 from extensor.optim.optimizer import Optimizer
 from extensor.quant.array import QuantStats
-from extensor.quant.context import RecipeState
+from extensor.quant.recipe_state import RecipeState
 from extensor.quant.spec import QuantSpec
 
 __all__ = ["GradScaleReport", "MXGradScaler"]
@@ -117,8 +117,8 @@ class MXGradScaler:
         self.saturation_interval = saturation_interval
         # The scale, good steps since it changed, steps made and skipped.
         self._state = np.array([init_scale, 0, 0, 0], np.float64)
-        self._mirrors = Mirrors()
-        self._recording: Recording | None = None  # and the state in it, while a step is recorded
+        self._mirrors = HostMirrors()
+        self._capture: StepCapture | None = None  # and the state in it, while a step is captured
         self._device: Array | None = None
         self._updates = 0
         self._switched: set[Key] = set()
@@ -151,28 +151,28 @@ class MXGradScaler:
         """The loss times the scale, recorded for backward."""
         if not isinstance(loss, ExTensor):
             raise TypeError(f"loss: wanted an ExTensor, got {type(loss).__name__}")
-        recording = loss.backend.recording
-        if recording is None:
+        capture = loss.backend.capturing
+        if capture is None:
             return loss * self.current_scale
-        return loss * wrap(self._recorded(recording)[0].astype(np.float32), loss.backend)
+        return loss * wrap(self._captured(capture)[0].astype(np.float32), loss.backend)
 
-    def _recorded(self, recording: Recording) -> Array:
+    def _captured(self, capture: StepCapture) -> Array:
         """The state on the device, where recorded steps move it."""
         if self._device is None:
-            recording.at_once(self._mirrors.settle)  # other recordings may have made steps
-            state = recording.persistent(self._state)
-            mirror = Mirror(
-                lambda: recording.write(state, self._state),
-                lambda: np.copyto(self._state, recording.read(state)),
+            capture.in_warm_up(self._mirrors.settle)  # other captures may have made steps
+            state = capture.persistent(self._state)
+            mirror = HostMirror(
+                lambda: capture.write(state, self._state),
+                lambda: np.copyto(self._state, capture.read(state)),
             )
-            recording.mirror(self._mirrors, mirror)
-            recording.on_failure(self._end)
-            self._recording, self._device = recording, state
+            capture.mirror(self._mirrors, mirror)
+            capture.on_failure(self._end)
+            self._capture, self._device = capture, state
         return self._device
 
     def _end(self) -> None:
         """Forget what belongs to one step alone."""
-        self._recording = self._device = None
+        self._capture = self._device = None
         self._bad.clear()
         self._done.clear()
 
@@ -195,10 +195,10 @@ class MXGradScaler:
         finite = True
         for backend in backends:
             arrays = [grad for grad, where in grads if where is backend]
-            if (recording := backend.recording) is not None:
-                scale = self._recorded(recording)[0]
+            if (capture := backend.capturing) is not None:
+                scale = self._captured(capture)[0]
                 backend.scale_each(arrays, (1.0 / scale).astype(np.float32))
-                self._bad[id(optimizer)] = recording.finite(arrays, None)
+                self._bad[id(optimizer)] = capture.nonfinite(arrays, None)
                 return
             backend.scale_each(arrays, 1.0 / self.current_scale)
             finite = all(backend.all_finite_each(arrays)) and finite
@@ -234,7 +234,7 @@ class MXGradScaler:
             raise RuntimeError("update: wanted a step first; call step(optimizer)")
         state = self.recipe_state
         if self._device is not None:
-            self._update_recorded()
+            self._update_captured()
             return
         self._mirrors.settle()
         rescale(self._state, any(self._bad.values()), self._rule)
@@ -247,7 +247,7 @@ class MXGradScaler:
                 self._counts.clear()
                 self._updates = 0
 
-    def _update_recorded(self) -> None:
+    def _update_captured(self) -> None:
         state = self.recipe_state
         if len(self._bad) > 1 or (state is not None and state.recipe.adaptive_scale_rule):
             what = "several optimizers" if len(self._bad) > 1 else "adaptive_scale_rule"
@@ -256,9 +256,9 @@ class MXGradScaler:
                 "scaler.update() out of it, or use a recipe without"
             )
         (bad,) = self._bad.values()
-        assert self._recording is not None
-        self._recording.rescale(self._device, bad, self._rule)
-        self._end()  # the next recording makes its own
+        assert self._capture is not None
+        self._capture.rescale(self._device, bad, self._rule)
+        self._end()  # the next capture makes its own
 
     def _count(self, state: RecipeState) -> None:
         """Add what the telemetry gained since the last update, noticing resets in between."""

@@ -50,7 +50,7 @@ class Schedule(ABC):
         factor = self.factor(step)
         for group in optimizer.groups:
             group.options["lr"] = group.base_lr * factor
-            group.foretell = partial(self._rate, group.base_lr, step)
+            group.lookahead = partial(self._rate, group.base_lr, step)
         return factor
 
     def _rate(self, base: float, step: int, ahead: int) -> float:

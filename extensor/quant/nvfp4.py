@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.quant.coded import SCALE_GRID, Coded, round_values
+from extensor.quant.codec_types import SCALE_GRID, Coded, round_values
 from extensor.quant.rounding import decode, encode
 from extensor.quant.spec import QuantSpec
 

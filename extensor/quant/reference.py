@@ -17,16 +17,15 @@ import numpy as np
 
 from extensor.quant import outlier
 from extensor.quant.array import QuantArray, QuantStats, block_grid
-from extensor.quant.blocks import BlockLayout
-from extensor.quant.blockwise import decode_array, quantize_blocks
+from extensor.quant.block_codec import BlockLayout, decode_array, quantize_blocks
 from extensor.quant.hadamard import hadamard, inverse_hadamard
-from extensor.quant.near import settled
+from extensor.quant.rebase import rebase_tiles
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
 __all__ = [
     "FLOATS", "RunningAmax", "check_previous", "dequantize",
-    "narrow", "near", "operand", "quantize",
+    "narrow", "operand", "quantize", "rebase",
 ]  # fmt: skip
 
 Array = Any
@@ -72,17 +71,18 @@ def quantize(
         x = xp.asarray(x, dtype=xp.float32)
     if spec.row.outliers:
         return outlier.quantize(x, spec, stream, xp)
-    if spec.near:
-        plain = quantize_blocks(x, spec.replace(near=False), stream, previous_amax, xp)
-        return near(*plain, xp)
+    if spec.rebased:
+        exact = quantize_blocks(x, spec.replace(rebased=False), stream, previous_amax, xp)
+        return rebase(*exact, xp)
     return quantize_blocks(x, spec, stream, previous_amax, xp)
 
 
-def near(q: QuantArray, stats: QuantStats, xp: Any = np) -> tuple[QuantArray, QuantStats]:
-    """What a spec with ``near`` gives, of what it gives without."""
-    q, changed, gone = settled(q, xp)
-    flushed = stats.flushed + int(gone)
-    return q, dataclasses.replace(stats, flushed=flushed, changed=int(changed))
+def rebase(q: QuantArray, stats: QuantStats, xp: Any = np) -> tuple[QuantArray, QuantStats]:
+    """What a spec with ``rebased`` gives, from what the same spec gives without it."""
+    q, changed, flushed = rebase_tiles(q, xp)
+    return q, dataclasses.replace(
+        stats, flushed=stats.flushed + int(flushed), rebase_changed=int(changed)
+    )
 
 
 def check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...], xp: Any) -> None:

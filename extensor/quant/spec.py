@@ -21,7 +21,7 @@ Rounding = Literal["nearest_even", "stochastic"]
 Statistic = Literal["amax", "percentile", "running"]
 
 HADAMARD_SIZES = (16, 32, 64, 128)
-NEAR_SIDE = 128  # of the squares whose blocks share a scale under `QuantSpec.near`
+REBASE_TILE = 128  # rows and columns of a tile that shares a scale under `QuantSpec.rebased`
 MAX_EXTENT = 2**31 - 1  # so that places within a tile fit 64 bits
 TRANSFORMER_ENGINE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The sign vector Transformer Engine fixes for its Hadamard-16."""
@@ -78,9 +78,9 @@ class QuantSpec:
         symmetric: False stores a zero point (int8 and int4 only).
         outliers: for the outlier codec, how many values a row keeps exactly; None, an eighth of
             the row and at most the format's number.
-        near: whether the blocks of each 128 x 128 values of a matrix take the largest of their
-            scales, codes that become subnormal rounded once more and counted: near-exact MXFP8,
-            as FP8 tensor cores multiply it (`extensor.quant.near`).
+        rebased: True gives all blocks in each 128 x 128 values of a matrix the largest of their
+            scales, as FP8 tensor cores multiply them. Codes that become subnormal are rounded once
+            more, and those that change are counted (`extensor.quant.rebase`). MXFP8 only.
     """
 
     format: str
@@ -99,7 +99,7 @@ class QuantSpec:
     scale_dtype: Literal["float32", "float16"] | None = None
     symmetric: bool = True
     outliers: int | None = None
-    near: bool = False
+    rebased: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -182,16 +182,16 @@ class QuantSpec:
                 f"{self.statistic!r} and {self.tile!r}"
             )
 
-        if self.near and not self._takes_near():
+        if self.rebased and not self._can_rebase():
             raise ValueError(
-                f"near: wanted MXFP8 in tiles (1, n), n a divisor of {NEAR_SIDE}, without a "
+                f"rebased: wanted MXFP8 in tiles (1, n), n a divisor of {REBASE_TILE}, without a "
                 f"transform, got {self.format} in tiles {self.tile} with {self.transform}; other "
                 "MX formats are exact in FP8 or bfloat16"
             )
 
-    def _takes_near(self) -> bool:
+    def _can_rebase(self) -> bool:
         tile = self.row.tile if self.tile is None else self.tile
-        blocks = isinstance(tile, tuple) and tile[0] == 1 and NEAR_SIDE % tile[1] == 0
+        blocks = isinstance(tile, tuple) and tile[0] == 1 and REBASE_TILE % tile[1] == 0
         return self.is_mxfp8 and blocks and self.transform is None
 
     @property
@@ -218,6 +218,11 @@ class QuantSpec:
     def is_mx(self) -> bool:
         """True if blocks carry an E8M0 scale."""
         return self.row.scale.name == "e8m0"
+
+    @property
+    def has_float_scales(self) -> bool:
+        """True if blocks carry a float32 or float16 scale and the tensor carries none."""
+        return self.row.has_float_scales
 
     @property
     def is_mxfp8(self) -> bool:

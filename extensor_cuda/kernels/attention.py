@@ -25,8 +25,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from extensor_cuda import jit
-from extensor_cuda.kernels import hopper
+from extensor_cuda.kernels.common.wgmma import wgmma
+from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.compile import Source
 
 __all__ = ["KERNELS", "attention", "attention_grad", "reason", "source"]
 
@@ -63,23 +64,23 @@ def _memory(kernel: str, d: int) -> tuple[int, int]:
     held, rows, vectors = _PARTS[kernel]
     stage = 2 * rows * d + vectors + 16
     beside = 2 * _ROWS * d * held + _WARPS * 16 * d * 2 + _SLACK + 16
-    stages = min((hopper.SHARED - beside) // stage, 8)
+    stages = min((driver.SHARED_BYTES - beside) // stage, 8)
     return stages, beside + stages * stage
 
 
 @lru_cache(maxsize=16)
-def source(kernel: str, d: int, guard: bool = False) -> jit.Source:
+def source(kernel: str, d: int, guard: bool = False) -> Source:
     """The program of one of `KERNELS` for heads of d elements.
 
     ``guard``: a barrier that is never reached ends the kernel with an error.
     """
     macros = {"HEAD": d, "STAGES": _memory(kernel, d)[0], "GUARD": int(guard)}
-    plain = jit.Source.read(Path(__file__).parent / f"{kernel}.cu", macros)
+    plain = Source.read(Path(__file__).parent / f"{kernel}.cu", macros)
     scores = 128 if kernel == KERNELS[0] else 64
     functions = [
-        hopper.wgmma("bf16", "bf16", scores),
-        hopper.wgmma("bf16", "bf16", scores, registers=True),
-        hopper.wgmma("bf16", "bf16", d, registers=True, down=(False, True)),
+        wgmma("bf16", "bf16", scores),
+        wgmma("bf16", "bf16", scores, registers=True),
+        wgmma("bf16", "bf16", d, registers=True, transposed=(False, True)),
     ]
     text = plain.text.replace("//WGMMA//", "\n".join(functions))
     return replace(plain, text=text, exact=False)
@@ -95,7 +96,7 @@ def reason(q: Array, k: Array, v: Array, scale: float, device: int) -> str | Non
         return f"a scale of {scale}; the kernel is for those above 0"
     if not (q.size and k.size):
         return "an empty array"
-    if (found := hopper.capability(device)) != "90":
+    if (found := driver.capability(device)) != "90":
         return f"compute capability {found}; the kernel is for 90 (H100, H200)"
     return None
 
@@ -117,7 +118,7 @@ def _map(a: Array, rows: int) -> bytes:
         step if n > 1 else d * a.itemsize
         for n, step in zip(a.shape[:-1], a.strides[:-1], strict=True)
     )
-    return hopper.tensor_map(
+    return driver.tensor_map(
         a.data.ptr, (d, heads, length, batch), (h, t, b), (_BOX, 1, rows, 1), "BFLOAT16"
     )
 
@@ -136,14 +137,14 @@ def _launch(
     d = read[0].shape[-1]
     device = cupy.cuda.runtime.getDevice()
     _, shared = _memory(kernel, d)
-    function, _ = hopper.load(source(kernel, d), kernel, shared, device)
-    blocks, tiles = hopper.multiprocessors(device), -(-length // _ROWS)
+    function, _ = driver.load(source(kernel, d), kernel, shared, device)
+    blocks, tiles = driver.multiprocessors(device), -(-length // _ROWS)
     pairs = batch * heads * -(-tiles // 2)
     paired = bool(problem["causal"]) and pairs >= blocks
     items = pairs if paired else batch * heads * tiles
     structure = _Problem(heads=heads, tiles=tiles, items=items, paired=int(paired), **problem)
     maps = [_map(a, _BOX) for a in read] + [_map(a, 16) for a in written]
-    hopper.launch(function, min(blocks, items), _THREADS, shared, maps, structure)
+    driver.launch(function, min(blocks, items), _THREADS, shared, maps, structure)
 
 
 def _problem(q: Array, k: Array, causal: bool, scale: float, spread: Array) -> dict[str, Any]:

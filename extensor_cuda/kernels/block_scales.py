@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.jit import Source, launch
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["Stored", "block_scales", "source"]
 
@@ -83,5 +84,5 @@ def block_scales(sides: Sequence[Stored], xp: Any, whole: int = 1) -> list[Array
         arguments.append(_arguments(side, out))
     # A side alone is told twice, and its blocks are all there are.
     parts = *arguments[0], *arguments[-1], np.uint32(tiles[0])
-    launch(source(), "block_scales", sum(tiles), _THREADS, *parts, early=True)
+    launch(source(), "block_scales", sum(tiles), _THREADS, *parts, pdl=True)
     return made

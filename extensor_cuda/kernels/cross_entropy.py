@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.elementwise import kind
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["grad", "loss_source", "losses"]
 

@@ -16,9 +16,10 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.decode_program import PARTS, countable, is_scaled, program, room
+from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
@@ -65,12 +66,12 @@ def cuts(lines: int, columns: int, tokens: int, block: int) -> list[tuple[float,
         for parts in (1, 2, 4, 8) if slices == 1 else (1,):
             sums = 64 * most * tokens * parts if slices == 1 else 0
             shared = ring + tokens * (2 * each * _CHUNK + 64) + sums
-            if (slices - 1) * each >= chunks or shared > hopper.SHARED - 64:
+            if (slices - 1) * each >= chunks or shared > driver.SHARED_BYTES - 64:
                 continue
             cost = -(-most // (_WARPS // parts)) * -(-each // parts) + tokens * each / 40
             if slices > 1:  # the last block adds what others left
                 cost += 1.3 + tokens * most * slices / 1900
-            shared = max(shared, hopper.SHARED // 2)
+            shared = max(shared, driver.SHARED_BYTES // 2)
             found.append((cost, Cut(slices, each * _CHUNK, parts, groups, shared)))
     return found
 
@@ -155,5 +156,5 @@ def product(
         *(np.int32(n) for n in (rows, lines, columns, made.slices, made.stretch)),
         np.int32(made.parts.bit_length() - 1),
         shared=made.shared,
-        early=True,
+        pdl=True,
     )

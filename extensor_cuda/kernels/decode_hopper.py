@@ -18,9 +18,11 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels import hopper
+from extensor_cuda.kernels.common.wgmma import wgmma
 from extensor_cuda.kernels.decode_program import PARTS, is_scaled, program, room
+from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
@@ -61,7 +63,7 @@ def _fit(split: int, wide: int, dtype: str, bits: int) -> tuple[int, int, int] |
         rings = (
             -(-_BRINGING * raw // 128) * 128 + stages * (stage + 16) + 16 * depth * (codes + 128)
         )
-        if depth >= least and (shared := 1024 + rings) <= hopper.SHARED - 1024:
+        if depth >= least and (shared := 1024 + rings) <= driver.SHARED_BYTES - 1024:
             return stages, depth, shared
     return None
 
@@ -119,7 +121,7 @@ def taken(w: QuantArray) -> bool:
 
 @lru_cache(maxsize=256)
 def _with_wgmma(plain: Source, tiles: int) -> Source:
-    function = hopper.wgmma("bf16", "bf16", 8 * tiles, registers=True)
+    function = wgmma("bf16", "bf16", 8 * tiles, registers=True)
     return replace(plain, text=plain.text.replace("//WGMMA//", function))
 
 
@@ -168,7 +170,7 @@ def product(
     launch(
         decode_source(w, rows, dtype, out.dtype.name, made),
         "decode_tokens",
-        min(groups * made.slices, hopper.multiprocessors(xp.cuda.runtime.getDevice())),
+        min(groups * made.slices, driver.multiprocessors(xp.cuda.runtime.getDevice())),
         _THREADS,
         x,
         codes,
@@ -182,5 +184,5 @@ def product(
         np.int64(codes.shape[1]),
         np.int64(scales.shape[1] if len(scales) == lines else 0),
         shared=made.shared,
-        early=True,
+        pdl=True,
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.jit import Source
+from extensor_cuda.runtime.compile import Source
 
 __all__ = ["FLOATS", "PARTS", "countable", "is_scaled", "program", "room"]
 
@@ -25,7 +25,7 @@ PARTS = {"float32": 3, "bfloat16": 1}
 
 def is_scaled(spec: QuantSpec) -> bool:
     """Whether scales are floats."""
-    return not (spec.is_mx or spec.row.tensor_scale)
+    return spec.has_float_scales
 
 
 def countable(shape: tuple[int, ...]) -> bool:

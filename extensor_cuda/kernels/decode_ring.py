@@ -16,9 +16,10 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.decode_program import PARTS, countable, is_scaled, program, room
+from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["Cut", "cut", "cuts", "decode_source", "product", "taken"]
 
@@ -55,7 +56,7 @@ def _memory(warps: int, tokens: int, block: int) -> tuple[int, int]:
     """Pieces of x in a block's shared memory, and all bytes of it."""
     ring = warps * _AHEAD * 2 * _TALL * (_PIECE // 2 + max(_PIECE // block, 4))
     stage = 8 * -(-tokens // 8) * (2 * _PIECE + 64) + 16
-    stages = min((hopper.SHARED - 1024 - ring) // stage, _STAGES)
+    stages = min((driver.SHARED_BYTES - 1024 - ring) // stage, _STAGES)
     return stages, ring + stages * stage
 
 
@@ -186,5 +187,5 @@ def product(
         out,
         *(np.int32(n) for n in (rows, lines, columns, made.slices)),
         shared=shared,
-        early=True,
+        pdl=True,
     )

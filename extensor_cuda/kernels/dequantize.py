@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.array import QuantArray
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.quantize import THREADS, Plan, element_macros
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["dequantize", "dequantize_source"]
 

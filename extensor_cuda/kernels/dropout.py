@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.training import dropout_factor, dropout_least
-from extensor_cuda.jit import Source, launch
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["dropout_mask", "source"]
 

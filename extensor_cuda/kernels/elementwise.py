@@ -19,7 +19,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from extensor_cuda.jit import Source, launch
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["KINDS", "binary", "kind", "source", "unary"]
 

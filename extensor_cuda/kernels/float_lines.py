@@ -16,10 +16,11 @@ import numpy as np
 
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda.counts import Counters
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels.quantize import CHUNK, INPUTS, THREADS, encoding_macros
-from extensor_cuda.recording import clock_of
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["KERNELS", "Lines", "float_macros", "largest", "lines_of", "quantize", "source_of"]
 

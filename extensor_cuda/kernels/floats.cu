@@ -1,7 +1,7 @@
 // Values -> packed codes under float scales as they are stored, and back: tensors, channels, groups and
 // tiles of any size. s = largest magnitude / largest code (0: s = 1), code = x / s rounded; under ZEROS
 // s = (max - min) / (number of codes - 1) of a range that holds 0, code = x / s rounded + z. A block
-// that is not finite has scale NaN and codes 0. Orders of operations: extensor/quant/families.py.
+// that is not finite has scale NaN and codes 0. Orders of operations: extensor/quant/scale_encoders.py.
 //
 // An array is (outer, rows, inner) lines of `columns` elements, along which codes are packed. They lie in
 // memory as (outer, rows, columns, inner), or under FAST 2 as (columns, outer, rows). FAST is what memory

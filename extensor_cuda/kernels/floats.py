@@ -19,11 +19,12 @@ import numpy as np
 from extensor.quant.array import QuantArray, QuantStats, block_grid, packed_length, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda.counts import Counters, Counts
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import float_lines, float_panels
 from extensor_cuda.kernels.quantize import SLOTS, THREADS
-from extensor_cuda.recording import clock_of
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["FloatPlan", "dequantize", "float_source", "operand", "plan_of", "quantize", "start"]
 
@@ -112,7 +113,7 @@ def plan_of(spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False) -> 
         return str(error)  # the generic method raises it
     if math.prod(shape) == 0:
         return "empty array"
-    if spec.is_mx or spec.row.tensor_scale or spec.row.outliers:
+    if not spec.has_float_scales or spec.row.outliers:
         return f"{spec.format}, whose scales are no plain floats"
     if spec.transform:
         return "a Hadamard transform under float scales"
@@ -165,14 +166,16 @@ def _launch(
     launch(source, kernel, -(-threads // THREADS), THREADS, *arguments, *plan.numbers())
 
 
-def start(x: Array, plan: FloatPlan, stream: Stream | None, xp: Any) -> tuple[QuantArray, Counts]:
+def start(
+    x: Array, plan: FloatPlan, stream: Stream | None, xp: Any
+) -> tuple[QuantArray, OperandCounts]:
     """Codes, scales and counts, without waiting."""
     spec, dtype, (outer, rows, inner, columns) = plan.spec, x.dtype.name, plan.sizes
     codes = xp.empty(plan.codes_shape, dtype=np.uint8)
     scales = xp.empty(plan.scales_shape, dtype=spec.scale_name)
     zeros = None if spec.symmetric else xp.empty(plan.scales_shape, dtype=np.int8)
     counters = Counters(2 * SLOTS, xp)
-    counts = Counts(counters, (0, 2 * SLOTS), x.size)
+    counts = OperandCounts(counters, (0, 2 * SLOTS), x.size)
     q = QuantArray(codes, scales, spec, plan.shape, zero_points=zeros)
     written = x, stream, codes, scales, counters, xp
     if plan.lines and x.data.ptr % 16 == 0:
@@ -221,7 +224,9 @@ def quantize(
     return q, counts()
 
 
-def operand(x: Array, plan: FloatPlan, stream: Stream | None, xp: Any) -> tuple[Array, Counts]:
+def operand(
+    x: Array, plan: FloatPlan, stream: Stream | None, xp: Any
+) -> tuple[Array, OperandCounts]:
     """The decoded values and counts, without waiting."""
     q, counts = start(x, plan, stream, xp)
     return dequantize(q, plan, xp), counts

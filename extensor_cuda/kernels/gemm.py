@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.gemm_program import (
     BOX,
     LINES,
@@ -24,6 +23,7 @@ from extensor_cuda.kernels.gemm_program import (
     quantizes,
 )
 from extensor_cuda.kernels.requantize import Requantized, type_of
+from extensor_cuda.runtime import driver
 
 __all__ = [
     "LINES",
@@ -152,8 +152,8 @@ def _tensor_map(
     ``each``: items of the kind in one of the array.
     """
     rows, columns = array.shape
-    sizes, boxes = (columns * each, rows), (width // hopper.ITEM[kind], box)
-    return hopper.tensor_map(int(array.data.ptr), sizes, (array.strides[0],), boxes, kind)
+    sizes, boxes = (columns * each, rows), (width // driver.ELEMENT_BYTES[kind], box)
+    return driver.tensor_map(int(array.data.ptr), sizes, (array.strides[0],), boxes, kind)
 
 
 def empty_rows(xp: Any, rows: int, columns: int, dtype: Any) -> Any:
@@ -318,7 +318,7 @@ def gemm(
     config = _with(config, a, exponents, factors, zeros, scales, offsets, extras)
     row, column = factors or (row_exponent, column_exponent)
     device = cupy.cuda.runtime.getDevice()
-    function, _ = hopper.load(gemm_source(config), "gemm", config.shared, device)
+    function, _ = driver.load(gemm_source(config), "gemm", config.shared, device)
     boxes = (TILE_M, config.tile_n // config.cluster)
     maps = [
         _tensor_map(x, x.dtype.itemsize, BOX if down else box, width=width)
@@ -382,9 +382,9 @@ def gemm(
     if split is not None:
         epilogue.parts, epilogue.stages_of_part = split.parts, split.stages
         tiles *= split.parts
-    grid = min((blocks or hopper.multiprocessors(device)) // config.cluster, tiles) * config.cluster
-    early = bool(config.blocks)  # behind the launch that lays the scales out
-    hopper.launch(function, grid, THREADS, config.shared, maps, epilogue, early=early)
+    grid = min((blocks or driver.multiprocessors(device)) // config.cluster, tiles) * config.cluster
+    pdl = bool(config.blocks)  # behind the launch that lays the scales out
+    driver.launch(function, grid, THREADS, config.shared, maps, epilogue, pdl=pdl)
 
 
 def _with(

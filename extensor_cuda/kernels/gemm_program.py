@@ -8,9 +8,10 @@ from itertools import product
 from pathlib import Path
 
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import jit
 from extensor_cuda.kernels import quantize
-from extensor_cuda.kernels.hopper import SHARED, wgmma
+from extensor_cuda.kernels.common.wgmma import wgmma
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.driver import SHARED_BYTES
 
 __all__ = [
     "BOX",
@@ -110,7 +111,9 @@ class Config:
     def depth(self) -> int:
         """Stages of the ring."""
         return (
-            min((SHARED - self._beside) // self._stage, 8) if self.stages is None else self.stages
+            min((SHARED_BYTES - self._beside) // self._stage, 8)
+            if self.stages is None
+            else self.stages
         )
 
     @property
@@ -265,7 +268,7 @@ def configure_parts(
 
 
 @lru_cache(maxsize=256)
-def gemm_source(config: Config) -> jit.Source:
+def gemm_source(config: Config) -> Source:
     """The GEMM's program."""
     coding: dict[str, str] = {}
     if isinstance(config.out, QuantSpec):
@@ -303,8 +306,8 @@ def gemm_source(config: Config) -> jit.Source:
         **dict(config.expands),
         **dict(config.decodes),
     }
-    plain = jit.Source.read(_FOLDER / "gemm.cu", macros)
+    plain = Source.read(_FOLDER / "gemm.cu", macros)
     functions = wgmma(
-        config.a, config.b, config.tile_n, registers=bool(config.decodes), down=config.down
+        config.a, config.b, config.tile_n, registers=bool(config.decodes), transposed=config.down
     )
     return replace(plain, text=plain.text.replace("//WGMMA//", functions))

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels import hopper
 from extensor_cuda.kernels.elementwise import KINDS, kind
 from extensor_cuda.kernels.sums import column_sums
+from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["MOST", "grad", "norm", "norm_source"]
 
@@ -103,7 +104,7 @@ def grad(
     """
     length, centred = weight.size, mean is not None
     rows, together = x.size // length, _THREADS // 32 // _warps(length)
-    count = hopper.multiprocessors(xp.cuda.runtime.getDevice()) * _BLOCKS_EACH
+    count = driver.multiprocessors(xp.cuda.runtime.getDevice()) * _BLOCKS_EACH
     blocks = min(-(-rows // together), count)
     gx = xp.empty_like(x)
     partial = xp.empty((2 if centred else 1, blocks, length), dtype=np.float32)

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.capture import UpdateGuard
 from extensor.backends.protocol import Finite
-from extensor.backends.recording import Guard
 from extensor.dtypes import bfloat16
 from extensor.optim.states import Blocks, Stored
 from extensor.quant.array import QuantArray
-from extensor_cuda.jit import Source, launch
+from extensor_cuda.runtime.capture import current_capture
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["adam", "find_nonfinite", "finite", "scale", "sgd", "source", "square_sum", "takes"]
 
@@ -136,7 +138,7 @@ def _step(
     parts: Sequence[Sequence[Array | None]],
     factors: Sequence[Mapping[str, float]],
     xp: Any,
-    guard: Guard | None,
+    guard: UpdateGuard | None,
     look: bool,
     memory: dict[str, Any] | None,
     numbers: Sequence[int] | int,
@@ -167,20 +169,18 @@ def _step(
         alone = (_NULL, bad, bad, np.int32(1), np.int32(1))
         launch(program, kernel, blocks, THREADS, tensors, number, rates, there, *alone)
         return found
-    from extensor_cuda.recording import current
-
-    recording = current()
-    assert recording is not None
-    tensors = recording.persistent(table.view(np.uint8))
-    rows = recording.persistent(np.zeros((len(first), guard.most, len(_PACE))))
+    capture = current_capture()
+    assert capture is not None
+    tensors = capture.persistent(table.view(np.uint8))
+    rows = capture.persistent(np.zeros((len(first), guard.most, len(_PACE))))
 
     def push() -> None:
         made = [_pairs(guard.ahead(step), first) for step in range(guard.most)]
-        recording.write(rows, np.stack(made, axis=1))
+        capture.write(rows, np.stack(made, axis=1))
 
     guard.pushes.append(push)
-    recording.at_once(push)
-    moving = (guard.lr, rows, guard.made, guard.bad, recording.stop)
+    capture.in_warm_up(push)
+    moving = (guard.lr, rows, guard.made, guard.bad, capture.stop)
     lengths = np.int32(guard.most), np.int32(0)
     launch(program, kernel, blocks, THREADS, tensors, number, *moving, *lengths)
     return list
@@ -208,7 +208,7 @@ def adam(
     parts: Sequence[tuple[Array, Array, Stored, Stored]],
     factors: Sequence[Mapping[str, float]],
     xp: Any,
-    guard: Guard | None = None,
+    guard: UpdateGuard | None = None,
     look: bool = False,
     memory: dict[str, Any] | None = None,
     numbers: Sequence[int] | int = 0,
@@ -234,7 +234,7 @@ def sgd(
     parts: Sequence[tuple[Array, Array, Stored | None]],
     factors: Sequence[Mapping[str, float]],
     xp: Any,
-    guard: Guard | None = None,
+    guard: UpdateGuard | None = None,
     look: bool = False,
     memory: dict[str, Any] | None = None,
     numbers: Sequence[int] | int = 0,
@@ -255,10 +255,8 @@ def _over(kernel: str, arrays: Sequence[Array], xp: Any, *more: Any) -> None:
 
 
 def _uploaded(host: np.ndarray, xp: Any) -> Array:
-    from extensor_cuda.recording import current
-
-    recording = current()
-    return xp.asarray(host) if recording is None else recording.persistent(host)
+    capture = current_capture()
+    return xp.asarray(host) if capture is None else capture.persistent(host)
 
 
 def find_nonfinite(arrays: Sequence[Array], flags: Array, stop: Any, xp: Any) -> None:

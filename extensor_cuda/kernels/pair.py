@@ -15,11 +15,12 @@ import numpy as np
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda.counts import Counters, Counts
-from extensor_cuda.jit import Source, launch
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.quantize import CHUNK, SLOTS, THREADS, Plan
-from extensor_cuda.recording import clock_of
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["PairPlan", "operand", "pair_plan", "pair_source", "quantize", "quantize_raw"]
 
@@ -121,11 +122,13 @@ def _counters(stats: bool, xp: Any) -> Counters | None:
     return Counters(4 * SLOTS, xp) if stats else None
 
 
-def _stats(counters: Counters | None, plan: PairPlan) -> tuple[Counts, Counts]:
-    """Counts along rows and down columns, which wait for the kernel when they are called."""
+def _stats(counters: Counters | None, plan: PairPlan) -> tuple[OperandCounts, OperandCounts]:
+    """OperandCounts along rows and down columns, which wait for the kernel when they are called."""
     assert counters is not None
     half, count = 2 * SLOTS, plan.along.count
-    return Counts(counters, (0, half), count), Counts(counters, (half, 2 * half), count)
+    return OperandCounts(counters, (0, half), count), OperandCounts(
+        counters, (half, 2 * half), count
+    )
 
 
 def quantize_raw(
@@ -170,7 +173,7 @@ def quantize(
 
 def operand(
     x: Array, plan: PairPlan, streams: Streams, xp: Any
-) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
+) -> tuple[tuple[Array, OperandCounts], tuple[Array, OperandCounts]]:
     """Decoded values and counts in the order of the specs, without waiting."""
     tensor, _ = kernels.tensor_of(plan.along, x, None, xp)
     values = [xp.empty(plan.along.shape, dtype=xp.float32) for _ in range(2)]

@@ -26,9 +26,10 @@ from extensor.quant.array import (
 from extensor.quant.hadamard import hadamard_signs
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.counts import Counters, Counts
-from extensor_cuda.jit import Source, launch
-from extensor_cuda.recording import clock_of
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.launch import launch
 
 __all__ = [
     "ACTIVATIONS",
@@ -125,10 +126,10 @@ class Outputs:
     counters: Counters | None
     maximum: Array | None
 
-    def stats(self, count: int) -> Counts:
+    def stats(self, count: int) -> OperandCounts:
         """The counts, which wait for the kernel when they are called."""
         assert self.counters is not None
-        return Counts(self.counters, (0, 2 * SLOTS), count)
+        return OperandCounts(self.counters, (0, 2 * SLOTS), count)
 
 
 @lru_cache(maxsize=4096)
@@ -147,11 +148,11 @@ def plan_of(
         return str(error)  # the generic method raises it
     if math.prod(shape) == 0:
         return "empty array"
-    if not spec.is_mx and not spec.row.tensor_scale:
+    if spec.has_float_scales:
         return f"{spec.scale_name} scales"
     if spec.rule not in _RULES and not decoding:
         return f"the {spec.rule} scale rule"
-    if spec.near and not decoding:
+    if spec.rebased and not decoding:
         return "near-exact squares"
     if spec.statistic != "amax" and not decoding:
         return f"the {spec.statistic} statistic"
@@ -445,7 +446,7 @@ def quantize(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[Quan
     return done.q, done.stats(plan.count)()
 
 
-def operand(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[Array, Counts]:
+def operand(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[Array, OperandCounts]:
     """The decoded values and counts, without waiting."""
     done = quantize_raw(x, plan, stream, xp, values=True)
     return done.values, done.stats(plan.count)

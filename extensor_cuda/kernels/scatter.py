@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.jit import Source, launch
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["add_rows", "source"]
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.protocol import Window
-from extensor_cuda.jit import Source, launch
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
 
 __all__ = ["fold", "max_pool", "max_pool_grad", "source"]
 

@@ -1,6 +1,6 @@
 """telemetry.jsonl: what low precision does to each layer while it trains, every N steps.
 
-- Saturated and flushed shares of each operand, since the last record; of near-exact ones what
+- Saturated and flushed shares of each operand, since the last record; of rebased ones what
   changed, too.
 - The gradient beside its quantization noise. Each recorded step is run once more in float32, on the
   same batch, weights and dropout masks; the noise is the difference of the two gradients. Training
@@ -121,8 +121,10 @@ class Telemetry(Callback):
                 "flushed": share(stats.flushed - old.flushed, count),
             }
             operand = trainer.quant.layers[path].operand(slot)
-            if isinstance(operand, QuantSpec) and operand.near:
-                found[path][slot]["changed"] = share(stats.changed - old.changed, count)
+            if isinstance(operand, QuantSpec) and operand.rebased:
+                found[path][slot]["rebase_changed"] = share(
+                    stats.rebase_changed - old.rebase_changed, count
+                )
         return found
 
     # --- gradients ------------------------------------------------------------------------------

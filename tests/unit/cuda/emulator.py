@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.jit import Source
+from extensor_cuda.runtime.compile import Source
 from extensor_cuda.training import CudaTraining
 
 COMPILER = shutil.which("c++")
@@ -28,7 +28,7 @@ _KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\(.*\))?
 
 
 class Emulator:
-    """Stands for `extensor_cuda.jit.launch`."""
+    """Stands for `extensor_cuda.runtime.launch.launch`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ class Emulator:
         threads: int,
         *arguments: Any,
         shared: int = 0,
-        early: bool = False,
+        pdl: bool = False,
     ) -> None:
         assert shared <= SHARED
         held = [

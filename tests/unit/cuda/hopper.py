@@ -20,8 +20,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor_cuda.jit import Source
-from extensor_cuda.kernels import block_scales, hopper
+from extensor_cuda.kernels import block_scales
+from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.compile import Source
 from tests.unit.cuda.emulator import Cupy, Emulator
 
 HEADER = Path(__file__).parent / "hopper.hpp"
@@ -153,9 +154,9 @@ def _map(
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
     box: tuple[int, ...],
-    kind: str = "UINT8",
+    dtype: str = "UINT8",
 ) -> bytes:
-    item = hopper.ITEM[kind]
+    item = driver.ELEMENT_BYTES[dtype]
     assert box[0] * item in (32, 64, 128) and pointer % 16 == 0
     if len(sizes) == 2:
         numbers = pointer, sizes[1], sizes[0], *strides, box[1], item, box[0] * item
@@ -165,13 +166,13 @@ def _map(
 
 
 def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3) -> Cupy:
-    """Make `extensor_cuda.kernels.hopper` load and launch here, on so many multiprocessors.
+    """Make `extensor_cuda.runtime.driver` load and launch here, on so many multiprocessors.
 
     So does what lays scales out for the programs.
     """
 
     def load(source: Source, kernel: str, shared: int, device: int) -> tuple[Any, None]:
-        assert shared <= hopper.SHARED
+        assert shared <= driver.SHARED_BYTES
         program = source_of(source)
         return (emulator, program, f"run_{kernel}"), None
 
@@ -182,14 +183,14 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
         shared: int,
         maps: list[bytes],
         structure: Any,
-        together: bool = False,
-        early: bool = False,
+        cooperative: bool = False,
+        pdl: bool = False,
     ) -> None:
         emulator, program, name = function
         buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
         addresses = [*map(ctypes.addressof, buffers), ctypes.addressof(structure)]
         given = (ctypes.c_void_p * len(addresses))(*addresses)
-        if not together:
+        if not cooperative:
             getattr(emulator.library(program), name)(given, grid, threads)
             return
         with ThreadPoolExecutor(grid) as pool:  # blocks at a time, each in a copy of the program
@@ -205,10 +206,10 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(block_scales, "launch", emulator)
-    monkeypatch.setattr(hopper, "capability", lambda device: "90")
-    monkeypatch.setattr(hopper, "load", load)
-    monkeypatch.setattr(hopper, "launch", launch)
-    monkeypatch.setattr(hopper, "tensor_map", _map)
-    monkeypatch.setattr(hopper, "multiprocessors", lambda device: blocks)
-    monkeypatch.setattr(hopper, "clusters", lambda *launched: blocks)
+    monkeypatch.setattr(driver, "capability", lambda device: "90")
+    monkeypatch.setattr(driver, "load", load)
+    monkeypatch.setattr(driver, "launch", launch)
+    monkeypatch.setattr(driver, "tensor_map", _map)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: blocks)
+    monkeypatch.setattr(driver, "active_clusters", lambda *launched: blocks)
     return Cupy()

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda.counts import Counts
 from extensor_cuda.kernels import elementwise, pair
 from extensor_cuda.kernels import quantize as kernels
 from extensor_cuda.kernels.quantize import SLOTS
+from extensor_cuda.runtime.counters import OperandCounts
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
@@ -105,7 +105,7 @@ def test_rows_and_columns_in_one_reading(xp: Any, name: str) -> None:
             same_parts(q, want, f"{name} of {shape}")
         for c in (0, 2 * SLOTS):
             part = (c, c + 2 * SLOTS)
-            assert Counts(counters, part, x.size)() == Counts(others, part, x.size)()
+            assert OperandCounts(counters, part, x.size)() == OperandCounts(others, part, x.size)()
 
 
 def test_what_has_no_kernel_is_said() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from extensor.formats import FORMATS
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import backend, memory
+from extensor_cuda import backend
 from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.runtime import memory
 
 
 class DriverError(Exception):

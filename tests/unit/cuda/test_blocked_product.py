@@ -12,7 +12,8 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import gemm, jit
+from extensor_cuda import gemm
+from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda.test_compile import properties
 
 FORMATS = (
@@ -31,7 +32,7 @@ SHAPES = ((1, 7, 16), (300, 200, 1000), (129, 193, 2050))
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_rebasing_compiles_without_spills(block: int) -> None:
-    code, log = jit.compile_cubin(gemm.rebase_source(block), "sm_90a")
+    code, log = compile_cubin(gemm.rebase_source(block), "sm_90a")
     assert "warning" not in log.lower(), log
     assert all(numbers["stack"] == 0 for numbers in properties(code).values())
 

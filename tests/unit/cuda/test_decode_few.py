@@ -10,7 +10,8 @@ import pytest
 
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels import decode_few, hopper
+from extensor_cuda.kernels import decode_few
+from extensor_cuda.runtime import driver
 from tests.unit.cuda import decoding
 from tests.unit.cuda.decoding import (
     WEIGHTS,
@@ -73,7 +74,9 @@ def test_every_warp_has_tiles(xp: Any, monkeypatch: pytest.MonkeyPatch, slices: 
         x, w = activations((m, k), "bfloat16"), weights(QuantSpec("mxfp4"), (16 * 17, k))
         stretch = k // slices
         cut = next(c for _, c in decode_few.cuts(272, stretch, m, 32) if c.parts == 1)
-        cut = replace(cut, slices=slices, stretch=stretch, groups=1, shared=hopper.SHARED // 2)
+        cut = replace(
+            cut, slices=slices, stretch=stretch, groups=1, shared=driver.SHARED_BYTES // 2
+        )
         monkeypatch.setattr(decode_few, "cut", lambda *shape, cut=cut: cut)
         check(x, w, "float32", xp)
 

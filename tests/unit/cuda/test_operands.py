@@ -17,8 +17,9 @@ from extensor.ops.quantized import layer_context
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import jit, operands
+from extensor_cuda import operands
 from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda.test_compile import properties
 
 SHAPES = ((256, 256), (200, 328), (1, 40), (32, 8), (129, 136), (67, 1000))
@@ -53,7 +54,7 @@ def test_the_kernels_compile_without_spills(rounding: str, dtype: str) -> None:
         ]
         sources += many
     for source in sources:
-        code, log = jit.compile_cubin(source, "sm_90a")
+        code, log = compile_cubin(source, "sm_90a")
         assert "warning" not in log, log
         for numbers in properties(code).values():
             assert numbers["stack"] == 0, f"{source.macros}: {numbers}"

@@ -16,7 +16,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.optim import SGD, Adam, AdamW
 from extensor.quant.array import QuantArray
-from extensor_cuda import recording
+from extensor_cuda.runtime import capture
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.test_graph import same
@@ -43,7 +43,7 @@ def adam_factors(number: int, decay: float) -> Any:
     p = et.ones(1, requires_grad=True)
     options = {"lr": 0.0137 * (number + 1), "weight_decay": decay or 0.1}
     optimizer = (Adam if decay else AdamW)([p], **options)
-    return optimizer.factors_each([3 + number], optimizer.groups[0].options)[0]
+    return optimizer.factors(optimizer.groups[0].options, 3 + number)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -269,12 +269,12 @@ def test_the_loss_scale_moves_as_on_the_host(emulator: emulation.Emulator) -> No
     for bad in rng.random(200) < 0.4:
         training.rescale(host, bool(bad), rule)
         emulator(
-            recording.source(), "rescale", 1, 1, device, np.array(bad, np.uint32), stop,
+            capture.source(), "rescale", 1, 1, device, np.array(bad, np.uint32), stop,
             *map(np.float64, rule),
         )  # fmt: skip
         same_bytes("state", device, host)
     emulator(
-        recording.source(), "rescale", 1, 1, device, np.array(1, np.uint32),
+        capture.source(), "rescale", 1, 1, device, np.array(1, np.uint32),
         np.array(1, np.uint32), *map(np.float64, rule),
     )  # fmt: skip
     same_bytes("stopped", device, host)
@@ -341,6 +341,6 @@ def test_a_bad_gradient_stops_the_update_that_was_launched_behind_it(
             same_bytes(name, p.data.get(), q.numpy())
     states = ours.groups[1].members[0], cpu.groups[1].members[0]
     assert states[0].step == states[1].step == 4
-    assert ours._memory["arrays"][0] is mine[0].data and states[0].whole is mine[1].data
+    assert ours._cache["arrays"][0] is mine[0].data and states[0].whole is mine[1].data
     twin = copy.copy(ours)
-    assert not twin._memory and copy.copy(states[0]).whole is None  # a copy's memory is its own
+    assert not twin._cache and copy.copy(states[0]).whole is None  # a copy's memory is its own

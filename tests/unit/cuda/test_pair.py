@@ -10,8 +10,8 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda import jit
 from extensor_cuda.kernels import pair
+from extensor_cuda.runtime.compile import compile_cubin
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.test_bits import COVERED, DTYPES, KINDS, ROUNDINGS, host, values
 from tests.unit.cuda.test_compile import properties
@@ -45,7 +45,7 @@ def test_no_kernel_spills(name: str, rounding: str, arch: str) -> None:
             ("float32", False, True),
         ):
             source = pair.pair_source(plan, dtype, out, whole, stats)
-            code, log = jit.compile_cubin(source, arch)
+            code, log = compile_cubin(source, arch)
             assert "warning" not in log, log
             for numbers in properties(code).values():
                 assert numbers["stack"] == 0, f"{source.macros}: {numbers}"

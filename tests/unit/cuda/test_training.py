@@ -15,7 +15,6 @@ from extensor.backends.windows import fold
 from extensor.nn.quantize import apply_recipe
 from extensor.optim import SGD, AdamW, Optimizer
 from extensor.optim.states import STATES
-from extensor_cuda import jit, recording
 from extensor_cuda.kernels import (
     cross_entropy,
     dropout,
@@ -27,6 +26,8 @@ from extensor_cuda.kernels import (
     sums,
     window,
 )
+from extensor_cuda.runtime import capture
+from extensor_cuda.runtime.compile import compile_cubin
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
@@ -53,7 +54,7 @@ def test_dropout_draws_the_cpus_masks(trainer: Any, shape: Any) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
     sources = [optimizer.source(states) for states in STATES]
-    sources += [recording.source(), scatter.source(), window.source()]
+    sources += [capture.source(), scatter.source(), window.source()]
     sources += [
         elementwise.source(*kinds) for kinds in ((0, 0, 0), (0, 1, 0), (1, 1, 1), (1, 0, 0))
     ]
@@ -68,7 +69,7 @@ def test_no_kernel_spills(arch: str) -> None:
     sources += [norm.norm_source(n, c) for n, c in ((37, True), (1024, True), (norm.MOST, False))]
     sources += [norm.norm_source(512, True, 1), norm.norm_source(norm.MOST, True, 1)]
     for source in sources:
-        code, log = jit.compile_cubin(source, arch)
+        code, log = compile_cubin(source, arch)
         assert "warning" not in log, log
         for numbers in properties(code).values():
             assert numbers["stack"] == 0, f"{source.macros}: {numbers}"

@@ -8,9 +8,9 @@ import pytest
 import extensor as et
 from extensor import nn
 from extensor.nn.calibrate import BINS, SHRINKS, Seen, calibrate, choose
-from extensor.quant.fixed import fixed_scale, quantize_fixed
 from extensor.quant.reference import dequantize
 from extensor.quant.schemes import SCHEMES
+from extensor.quant.static_scale import choose_static_scale, quantize_static
 
 RNG = np.random.default_rng(5)
 SHAPES = {
@@ -40,20 +40,20 @@ def test_ranges(shape: str) -> None:
     assert seen.counts is not None and seen.zeros + seen.counts.sum() == x.size
     assert seen.zeros == (x == 0).sum()
     spec = SCHEMES["int8"].activations
-    assert choose(seen, SCHEMES["int8"]) == fixed_scale(low, high, spec)
+    assert choose(seen, SCHEMES["int8"]) == choose_static_scale(low, high, spec)
 
     chosen = choose(seen, SCHEMES["int8_percentile"])
     ends = [s * float(np.percentile(s * x, 99.99, method="inverted_cdf")) for s in (-1, 1)]
     one_bin = (high - low) / BINS
-    wanted = fixed_scale(min(ends[0], 0.0), max(ends[1], 0.0), spec)
+    wanted = choose_static_scale(min(ends[0], 0.0), max(ends[1], 0.0), spec)
     assert abs(chosen.scale - wanted.scale) * 255 <= 2 * one_bin * (1 + 1e-6)
 
     chosen = choose(seen, SCHEMES["int8_mse"])
-    q, _ = quantize_fixed(x, spec, chosen)
+    q, _ = quantize_static(x, spec, chosen)
     error = float(((dequantize(q).astype(np.float64) - x) ** 2).sum())
     best = np.inf
     for share in SHRINKS:
-        q, _ = quantize_fixed(x, spec, fixed_scale(share * low, share * high, spec))
+        q, _ = quantize_static(x, spec, choose_static_scale(share * low, share * high, spec))
         best = min(best, float(((dequantize(q).astype(np.float64) - x) ** 2).sum()))
     assert error <= 1.02 * best + 1e-12  # centres of bins stand for the values in them
 

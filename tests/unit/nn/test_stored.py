@@ -264,7 +264,7 @@ def test_the_wrong_file_or_model(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"extra\.weight: wanted float32 of shape \(3,\)"):
         et.load_quantized(path, other)
     content = load_checkpoint(path)
-    content.metadata["quantized"]["layers"]["conv"].pop("fixed")
+    content.metadata["quantized"]["layers"]["conv"].pop("static_scale")
     save_checkpoint(path, content.tensors, content.metadata)
     with pytest.raises(CheckpointError, match="a damaged description: KeyError"):
         et.load_quantized(path, Net())

@@ -16,8 +16,8 @@ from extensor.backends import windows
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Window
 from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
-from extensor.quant.context import LayerContext
 from extensor.quant.recipe import SLOTS, Gemm, LayerRecipe
+from extensor.quant.recipe_state import LayerContext
 from extensor.quant.recipes import RECIPES
 from extensor.quant.reference import operand
 from extensor.quant.spec import QuantSpec
@@ -117,7 +117,7 @@ def test_large_products_take_the_tiles(monkeypatch: pytest.MonkeyPatch, conv: bo
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
-    "name", ["bf16", "mxfp4", "mxfp4_tseng", "nvfp4_nvidia", "mxfp8_nvidia", "mxfp8_near"]
+    "name", ["bf16", "mxfp4", "mxfp4_tseng", "nvfp4_nvidia", "mxfp8_nvidia", "mxfp8_rebased"]
 )
 def test_conv2d_is_three_gemms_of_patches(name: str, groups: int) -> None:
     context = layer_context(RECIPES[name].layers, seed=5)
@@ -327,13 +327,13 @@ def test_bfloat16_slots_round_a_gradient_once_for_both_products(
     assert len(seen) == 5  # x and w twice: float32 values are not kept for the backward pass
 
 
-def test_near_exact_operands_are_both_or_none() -> None:
+def test_rebased_operands_are_both_or_none() -> None:
     plain = QuantSpec("mxfp8_e4m3", scale_rule="rceil")
-    near = plain.replace(near=True)
+    near = plain.replace(rebased=True)
     for pair in ((near, plain), ("bfloat16", near)):
-        with pytest.raises(ValueError, match="both operands near-exactly or none"):
+        with pytest.raises(ValueError, match="both operands of a GEMM are rebased or none"):
             Gemm(*pair)
-    assert LayerRecipe.uniform(plain).near() == LayerRecipe.uniform(near)
-    assert LayerRecipe.uniform("bfloat16").near() == LayerRecipe.uniform("bfloat16")
+    assert LayerRecipe.uniform(plain).rebased() == LayerRecipe.uniform(near)
+    assert LayerRecipe.uniform("bfloat16").rebased() == LayerRecipe.uniform("bfloat16")
     with pytest.raises(ValueError, match="wanted MXFP8"):
-        LayerRecipe.uniform(QuantSpec("mxfp4")).near()
+        LayerRecipe.uniform(QuantSpec("mxfp4")).rebased()

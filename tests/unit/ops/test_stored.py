@@ -10,12 +10,12 @@ import pytest
 import extensor as et
 from extensor.ops.quantized import layer_context
 from extensor.ops.stored import stored_conv2d, stored_matmul
-from extensor.quant.context import LayerContext
-from extensor.quant.fixed import FixedScale, fixed_scale, quantize_fixed
 from extensor.quant.recipe import Gemm, LayerRecipe
+from extensor.quant.recipe_state import LayerContext
 from extensor.quant.reference import dequantize
 from extensor.quant.schemes import SCHEMES, Scheme
 from extensor.quant.spec import QuantSpec
+from extensor.quant.static_scale import StaticScale, choose_static_scale, quantize_static
 
 DENSE = Gemm("float32", "float32")
 ASYMMETRIC = QuantSpec("int8", tile="tensor", symmetric=False)
@@ -26,7 +26,9 @@ def context_of(scheme: Scheme, x: np.ndarray) -> LayerContext:
     context = layer_context(scheme.recipe().layers)
     if scheme.range is not None:
         assert isinstance(scheme.activations, QuantSpec)
-        context.fixed = fixed_scale(float(x.min()), float(x.max()) * 0.8, scheme.activations)
+        context.static_scale = choose_static_scale(
+            float(x.min()), float(x.max()) * 0.8, scheme.activations
+        )
     return context
 
 
@@ -36,8 +38,8 @@ def decoded(x: np.ndarray, context: LayerContext) -> np.ndarray:
     if operand == "float32":
         return x
     assert isinstance(operand, QuantSpec)
-    if context.fixed is not None:
-        return np.asarray(dequantize(quantize_fixed(x, operand, context.fixed)[0]))
+    if context.static_scale is not None:
+        return np.asarray(dequantize(quantize_static(x, operand, context.static_scale)[0]))
     return et.from_numpy(x).quantize(operand.replace(axis=1)).dequantize().numpy()
 
 
@@ -133,7 +135,7 @@ def test_integers_are_multiplied_exactly() -> None:
     codes, weights = rng.integers(-128, 128, (5, 64)), rng.integers(-127, 128, (3, 64))
     weights[:, 0] = 127  # so that each row's scale is 1
     context = layer_context(LayerRecipe(Gemm(ASYMMETRIC, QuantSpec("int8")), DENSE, DENSE))
-    context.fixed = FixedScale(0.5, 7)
+    context.static_scale = StaticScale(0.5, 7)
     x = et.from_numpy(((codes - 7) * 0.5).astype(np.float32))
     w = et.from_numpy(weights.astype(np.float32)).to_int8()
     assert (w.scales == 1).all()

@@ -8,8 +8,8 @@ import pytest
 from extensor.autograd.tensor import ExTensor
 from extensor.optim import SGD, MXGradScaler
 from extensor.quant.array import QuantStats
-from extensor.quant.context import LayerContext, RecipeState
 from extensor.quant.recipe import LayerRecipe, Recipe
+from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.reference import quantize
 from extensor.quant.spec import QuantSpec
 

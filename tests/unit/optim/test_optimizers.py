@@ -11,7 +11,7 @@ from extensor.io import load_checkpoint, save_checkpoint
 from extensor.nn import Linear
 from extensor.optim import LARS, SGD, Adagrad, Adam, AdamW, Lion, Muon, Optimizer, RMSprop
 from extensor.optim.muon import orthogonalize
-from extensor.optim.optimizer import STRETCH
+from extensor.optim.optimizer import SEGMENT
 
 OPTIONS = {
     "sgd": (SGD, {"lr": 0.1}),
@@ -112,15 +112,15 @@ def test_adamw_decays_the_weight_and_adam_the_gradient():
 
 
 @pytest.mark.parametrize("case", ["nesterov", "adam options", "adamw"])
-@pytest.mark.parametrize("size", [STRETCH - 1, STRETCH, 2 * STRETCH + 3])
-def test_stretches_do_not_show(case, size, monkeypatch):
+@pytest.mark.parametrize("size", [SEGMENT - 1, SEGMENT, 2 * SEGMENT + 3])
+def test_segments_do_not_show(case, size, monkeypatch):
     kind, options = OPTIONS[case]
     rng = np.random.default_rng(1)
     start = rng.standard_normal(size).astype(np.float32)
     grads = [rng.standard_normal(size).astype(np.float32) for _ in range(2)]
     results = []
-    for stretch in (STRETCH, size + 1):
-        monkeypatch.setattr("extensor.optim.optimizer.STRETCH", stretch)
+    for segment in (SEGMENT, size + 1):
+        monkeypatch.setattr("extensor.optim.optimizer.SEGMENT", segment)
         p = param(start)
         optimizer = kind([p], **options)
         for g in grads:

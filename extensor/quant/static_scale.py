@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.families import asymmetric_scale, float_scale
 from extensor.quant.rounding import decode, encode
+from extensor.quant.scale_encoders import asymmetric_scale, float_scale
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["FixedScale", "check_fixed", "fixed_scale", "quantize_fixed"]
+__all__ = ["StaticScale", "check_static_spec", "choose_static_scale", "quantize_static"]
 
 Array = Any
 
 
 @dataclass(frozen=True)
-class FixedScale:
+class StaticScale:
     """The scale of a whole tensor.
 
     Attributes:
@@ -48,7 +48,7 @@ class FixedScale:
             raise ValueError(f"zero_point: wanted -128..127 or None, got {self.zero_point!r}")
 
 
-def check_fixed(spec: QuantSpec) -> None:
+def check_static_spec(spec: QuantSpec) -> None:
     """Refuse specs that a fixed scale makes no sense for.
 
     Raises:
@@ -65,7 +65,7 @@ def check_fixed(spec: QuantSpec) -> None:
         raise ValueError(f"a fixed scale: wanted a format with float32 scales, got {spec.format}")
 
 
-def fixed_scale(low: float, high: float, spec: QuantSpec) -> FixedScale:
+def choose_static_scale(low: float, high: float, spec: QuantSpec) -> StaticScale:
     """The scale whose codes cover [min(low, 0), max(high, 0)].
 
     Asymmetric: s = (high - low) / 255 and z = rne(-128 - low / s). Symmetric: s is the larger
@@ -74,31 +74,31 @@ def fixed_scale(low: float, high: float, spec: QuantSpec) -> FixedScale:
     Args:
         low: the least value to cover, finite.
         high: the largest, finite.
-        spec: see `check_fixed`.
+        spec: see `check_static_spec`.
 
     Raises:
         ValueError: if the spec takes no fixed scale, or the range is not finite.
     """
-    check_fixed(spec)
+    check_static_spec(spec)
     if not -math.inf < low <= high < math.inf:
         raise ValueError(f"range: wanted finite low <= high, got {low!r} and {high!r}")
     ends = [np.array([end], np.float32) for end in (min(low, 0.0), max(high, 0.0))]
     if spec.symmetric:
         amax = np.maximum(-ends[0], ends[1])
         stored, _ = float_scale(amax / np.float32(spec.row.element.max), spec, np)
-        return FixedScale(float(stored[0]))
+        return StaticScale(float(stored[0]))
     stored, _, point = asymmetric_scale(ends[0], ends[1], spec)
-    return FixedScale(float(stored[0]), int(point[0]))
+    return StaticScale(float(stored[0]), int(point[0]))
 
 
-def quantize_fixed(
-    x: Array, spec: QuantSpec, fixed: FixedScale, xp: Any = np
+def quantize_static(
+    x: Array, spec: QuantSpec, fixed: StaticScale, xp: Any = np
 ) -> tuple[QuantArray, QuantStats]:
     """Quantize float32 x under a fixed scale.
 
     Args:
         x: float32 array of one axis or more.
-        spec: see `check_fixed`; resolved here.
+        spec: see `check_static_spec`; resolved here.
         fixed: with a zero point exactly if the spec is asymmetric.
         xp: the array module.
 
@@ -108,7 +108,7 @@ def quantize_fixed(
     Raises:
         ValueError: if spec and scale do not go together.
     """
-    check_fixed(spec)
+    check_static_spec(spec)
     if (fixed.zero_point is None) != spec.symmetric:
         raise ValueError(
             f"a fixed scale: wanted a zero point exactly if symmetric=False, got {fixed} with "

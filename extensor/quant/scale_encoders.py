@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from extensor.formats import ElementFormat
-from extensor.quant.coded import SCALE_GRID, Coded, round_values
+from extensor.quant.codec_types import SCALE_GRID, Coded, round_values
 from extensor.quant.nvfp4 import encode_nvfp4
 from extensor.quant.rounding import decode, round_magnitude
 from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes, power_of_two

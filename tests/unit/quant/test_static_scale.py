@@ -6,9 +6,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor.quant.fixed import FixedScale, check_fixed, fixed_scale, quantize_fixed
 from extensor.quant.reference import dequantize, quantize
 from extensor.quant.spec import QuantSpec
+from extensor.quant.static_scale import (
+    StaticScale,
+    check_static_spec,
+    choose_static_scale,
+    quantize_static,
+)
 
 ASYMMETRIC = QuantSpec("int8", tile="tensor", symmetric=False)
 SYMMETRIC = QuantSpec("int8", tile="tensor")
@@ -24,11 +29,11 @@ def values(scale: float = 1.0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "fixed", [FixedScale(0.5, 3), FixedScale(2.0**-6, -128), FixedScale(2.0**-10, 127)]
+    "fixed", [StaticScale(0.5, 3), StaticScale(2.0**-6, -128), StaticScale(2.0**-10, 127)]
 )
-def test_integers_with_a_zero_point(fixed: FixedScale) -> None:
+def test_integers_with_a_zero_point(fixed: StaticScale) -> None:
     x = values()
-    q, stats = quantize_fixed(x, ASYMMETRIC, fixed)
+    q, stats = quantize_static(x, ASYMMETRIC, fixed)
     assert fixed.zero_point is not None
     saturated = flushed = 0
     for value, code in zip(x.reshape(-1), q.codes.reshape(-1).view(np.int8), strict=True):
@@ -46,16 +51,16 @@ def test_integers_with_a_zero_point(fixed: FixedScale) -> None:
 
 
 def test_symmetric_integers_leave_the_last_code_out() -> None:
-    q, stats = quantize_fixed(
-        np.array([[-200.0, -127.4, 127.0, 128.0]], np.float32), SYMMETRIC, FixedScale(1.0)
+    q, stats = quantize_static(
+        np.array([[-200.0, -127.4, 127.0, 128.0]], np.float32), SYMMETRIC, StaticScale(1.0)
     )
     assert q.codes.view(np.int8).tolist() == [[-127, -127, 127, 127]]
     assert stats.saturated == 2 and q.zero_points is None
 
 
 def test_fp8() -> None:
-    x, fixed = values(100.0), FixedScale(0.25)
-    q, stats = quantize_fixed(x, FP8, fixed)
+    x, fixed = values(100.0), StaticScale(0.25)
+    q, stats = quantize_static(x, FP8, fixed)
     with np.errstate(over="ignore"):
         scaled = x / np.float32(fixed.scale)
     wanted = np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn)
@@ -69,8 +74,8 @@ def test_fp8() -> None:
 def test_the_data_s_own_range_gives_the_dynamic_codes(spec: QuantSpec) -> None:
     x = np.random.default_rng(1).standard_normal((7, 33)).astype(np.float32) + np.float32(0.5)
     own, counts = quantize(x, spec)
-    fixed = fixed_scale(float(x.min()), float(x.max()), spec)
-    q, stats = quantize_fixed(x, spec, fixed)
+    fixed = choose_static_scale(float(x.min()), float(x.max()), spec)
+    q, stats = quantize_static(x, spec, fixed)
     for name, part in own.parts.items():
         assert part.tobytes() == getattr(q, name).tobytes(), name
         assert part.shape == getattr(q, name).shape
@@ -80,20 +85,24 @@ def test_the_data_s_own_range_gives_the_dynamic_codes(spec: QuantSpec) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_poisons_the_tensor(bad: float) -> None:
     x = np.array([[1.0, bad, 300.0]], np.float32)
-    q, stats = quantize_fixed(x, ASYMMETRIC, FixedScale(1.0, 0))
+    q, stats = quantize_static(x, ASYMMETRIC, StaticScale(1.0, 0))
     assert np.isnan(dequantize(q)).all() and not q.codes.any()
     assert (stats.saturated, stats.flushed) == (0, 0)
 
 
 def test_the_scale_of_a_range() -> None:
     # 255 steps from -1 to 3; zero is the code 64 above the least one
-    fixed = fixed_scale(-1.0, 3.0, ASYMMETRIC)
+    fixed = choose_static_scale(-1.0, 3.0, ASYMMETRIC)
     assert fixed.scale == float(np.float32(4 / 255)) and fixed.zero_point == -128 + 64
-    assert fixed_scale(2.0, 51.0, ASYMMETRIC) == FixedScale(float(np.float32(51 / 255)), -128)
-    assert fixed_scale(-51.0, -2.0, ASYMMETRIC) == FixedScale(float(np.float32(51 / 255)), 127)
-    assert fixed_scale(-8.96, 4.0, FP8).scale == float(np.float32(8.96) / np.float32(448))
+    assert choose_static_scale(2.0, 51.0, ASYMMETRIC) == StaticScale(
+        float(np.float32(51 / 255)), -128
+    )
+    assert choose_static_scale(-51.0, -2.0, ASYMMETRIC) == StaticScale(
+        float(np.float32(51 / 255)), 127
+    )
+    assert choose_static_scale(-8.96, 4.0, FP8).scale == float(np.float32(8.96) / np.float32(448))
     for spec in (ASYMMETRIC, SYMMETRIC, FP8):
-        assert fixed_scale(0.0, 0.0, spec).scale == 1.0
+        assert choose_static_scale(0.0, 0.0, spec).scale == 1.0
 
 
 @pytest.mark.parametrize(
@@ -109,22 +118,22 @@ def test_the_scale_of_a_range() -> None:
 )
 def test_specs_without_a_fixed_scale(spec: QuantSpec) -> None:
     with pytest.raises(ValueError, match="a fixed scale: wanted"):
-        check_fixed(spec)
+        check_static_spec(spec)
     with pytest.raises(ValueError, match="a fixed scale: wanted"):
-        quantize_fixed(np.ones((1, 4), np.float32), spec, FixedScale(1.0))
+        quantize_static(np.ones((1, 4), np.float32), spec, StaticScale(1.0))
 
 
 def test_what_does_not_go_together() -> None:
     x = np.ones((1, 4), np.float32)
     with pytest.raises(ValueError, match="wanted a zero point exactly if symmetric=False"):
-        quantize_fixed(x, ASYMMETRIC, FixedScale(1.0))
+        quantize_static(x, ASYMMETRIC, StaticScale(1.0))
     with pytest.raises(ValueError, match="wanted a zero point exactly if symmetric=False"):
-        quantize_fixed(x, FP8, FixedScale(1.0, 0))
+        quantize_static(x, FP8, StaticScale(1.0, 0))
     for scale in (0.0, -1.0, np.inf, np.nan, 0.1):
         with pytest.raises(ValueError, match="wanted a positive float32"):
-            FixedScale(scale)
+            StaticScale(scale)
     with pytest.raises(ValueError, match=r"zero_point: wanted -128\.\.127"):
-        FixedScale(1.0, 128)
+        StaticScale(1.0, 128)
     for low, high in ((1.0, 0.0), (0.0, np.inf), (np.nan, 1.0)):
         with pytest.raises(ValueError, match="range: wanted finite"):
-            fixed_scale(low, high, FP8)
+            choose_static_scale(low, high, FP8)

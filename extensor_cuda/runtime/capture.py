@@ -1,11 +1,13 @@
-"""A step being recorded into a CUDA graph: see `extensor.backends.recording`.
+"""The state of a step being captured into a CUDA graph: see `extensor.backends.capture`.
 
-Memory that the graph's steps share is made while recording and written afterwards, before the first
-repetition: a fill inside would be repeated too. It comes from a pool of its own: in the step's pool
-it could lie where an array lay that the step dropped before, and each repetition writes that array
-again. The host's numbers lie in rows, one for each of the
-next steps as far as they can be foretold; the graph's first kernel takes the next row, so that a
-repetition needs no copy unless the host decided otherwise than foretold.
+Memory that all replays share is made during the capture and written after it, before the first
+replay: a fill inside the capture would be replayed too. This memory comes from a pool of its own.
+In the step's pool it could lie where the step dropped an array before, which each replay writes
+again.
+
+The host's numbers lie in rows, one row for each of the next steps as far as they can be predicted.
+The graph's first kernel takes the next row, so that a replay needs no copy unless the host decided
+otherwise than predicted.
 """
 
 from __future__ import annotations
@@ -19,73 +21,78 @@ from typing import Any
 
 import numpy as np
 
-from extensor.backends.recording import Mirror, Mirrors
-from extensor_cuda.jit import Source, launch
-from extensor_cuda.kernels import optimizer
-from extensor_cuda.memory import allocate
+from extensor.backends.capture import HostMirror, HostMirrors
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
+from extensor_cuda.runtime.memory import allocate
 
-__all__ = ["Recording", "clock_of", "current", "source"]
+__all__ = ["FindNonfinite", "StepCapture", "clock_of", "current_capture", "source"]
 
 Array = Any
+FindNonfinite = Callable[[Sequence[Array], Array, Any, Any], None]
+"""Called as (arrays, flags, stop, xp): raises flags[i] where array i holds NaN or infinity, and
+then the last flag and ``stop``."""
 
 WIDTH, ROWS = 256, 256
-"""Numbers of the host in a recording, and steps that are foretold at most."""
+"""Numbers of the host in a capture, and steps of lookahead at most."""
 COUNTERS = 1 << 15
-"""In one piece of memory, so that one copy reads many."""
+"""How many counters share an allocation, so that one copy reads many."""
 NULL = np.uint64(0)
 
 _active = threading.local()
 
 
-def current() -> Recording | None:
-    """The recording under way in this thread."""
-    return getattr(_active, "recording", None)
+def current_capture() -> StepCapture | None:
+    """The capture under way in this thread."""
+    return getattr(_active, "capture", None)
 
 
 @cache
 def source() -> Source:
-    """The program of the small kernels."""
-    return Source.read(Path(__file__).parent / "kernels" / "record.cu", {})
+    """The program of a capture's own small kernels."""
+    return Source.read(Path(__file__).parents[1] / "kernels" / "record.cu", {})
 
 
 def clock_of(streams: Sequence[Any]) -> Any:
-    """The step number that random bits take from the device; a null pointer outside a recording.
+    """The step number on the device that random bits depend on; a null pointer outside a capture.
 
     Raises:
-        RuntimeError: while recording, for streams whose step nobody counts: they would draw the
-            same bits in each repetition.
+        RuntimeError: in a capture, for streams without a clock: each replay would draw the same
+            bits.
     """
     drawn = [stream for stream in streams if stream is not None]
-    recording = current()
-    if recording is None or not drawn:
+    capture = current_capture()
+    if capture is None or not drawn:
         return NULL
     clock = drawn[0].clock
     if clock is None or any(stream.clock is not clock for stream in drawn):
         raise RuntimeError(
-            "random bits of a stream without a clock would repeat in each repetition of the step; "
+            "random bits of a stream without a clock would be the same in each replay of the step; "
             "round to nearest there, or draw with a stream of a RecipeState"
         )
-    return recording.cell(
+    return capture.cell(
         ("step", id(clock)), np.uint64, lambda: clock.step, lambda ahead: clock.step + ahead
     )
 
 
-class Recording:
-    """Implements `extensor.backends.recording.Recording` on cupy.
+class StepCapture:
+    """Implements `extensor.backends.capture.StepCapture` on cupy.
 
     Args:
         xp: cupy.
-        live: whether the step runs as it is recorded.
+        find_nonfinite: launches the kernel that looks for NaN and infinity.
+        warm_up: whether the step runs now, instead of being captured.
     """
 
-    def __init__(self, xp: Any, live: bool = False) -> None:
-        self.xp, self.live = xp, live
+    def __init__(self, xp: Any, find_nonfinite: FindNonfinite, warm_up: bool = False) -> None:
+        self.xp, self.warm_up = xp, warm_up
+        self._find_nonfinite = find_nonfinite
         self.replays = 0
         self._apart = partial(allocate, xp, xp.cuda.MemoryPool())
         self._initial: list[tuple[Array, np.ndarray]] = []
         self._kept: list[Array] = []  # what the graph alone may refer to
-        self._mirrors: list[tuple[Mirrors, Mirror]] = []
-        self._repeat: list[Callable[[], None]] = []
+        self._mirrors: list[tuple[HostMirrors, HostMirror]] = []
+        self._on_replay: list[Callable[[], None]] = []
         self._gradients: dict[int, Callable[[], Any]] = {}
         self._failure: list[Callable[[], None]] = []
         self._frozen: list[tuple[str, Callable[[], object], object]] = []
@@ -98,21 +105,21 @@ class Recording:
         self._chunks: list[Array] = []
         self._read: list[tuple[int, np.ndarray]] = []
         self._used = 0
-        self._foretold: np.ndarray = np.zeros((0, WIDTH), np.uint64)
-        self._after = np.zeros(WIDTH, np.uint64)  # what was foretold of the step after those
+        self._predicted: np.ndarray = np.zeros((0, WIDTH), np.uint64)
+        self._after = np.zeros(WIDTH, np.uint64)  # predicted for the step after those
         self._next = 0
 
     def begin(self) -> None:
-        """The first of what is recorded."""
-        _active.recording = self
-        if self.live:
+        """Start the capture; the step is run after this."""
+        _active.capture = self
+        if self.warm_up:
             return
         numbers = self._rows, self._now, self._position
         launch(source(), "advance", 1, WIDTH, *numbers, np.int32(WIDTH))
 
     def end(self, failed: bool) -> None:
-        """Nothing more is recorded."""
-        _active.recording = None
+        """End the capture, and give persistent memory its first values."""
+        _active.capture = None
         if failed:
             for call in self._failure:
                 call()
@@ -121,25 +128,25 @@ class Recording:
             self.write(array, initial)
         self._initial.clear()
 
-    def warm(self) -> None:
-        """Run what no live step runs, so that it is loaded before something is recorded."""
+    def load(self) -> None:
+        """Run the kernel that no warm-up runs, so that it is loaded before a capture."""
         rows, now = (self.xp.zeros(WIDTH, dtype=np.uint64) for _ in range(2))
         position = self.xp.zeros((), dtype=np.uint32)
         launch(source(), "advance", 1, WIDTH, rows, now, position, np.int32(WIDTH))
 
-    # --- what a step asks for ---
+    # --- called by the step ---
 
     def persistent(self, initial: np.ndarray) -> Array:
         """See the protocol."""
         array = self._lasting(initial.shape, initial.dtype)
-        if self.live:
+        if self.warm_up:
             self.write(array, initial)
         else:
             self._initial.append((array, initial))
         return array
 
     def _lasting(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory that nothing else of the step lies in, not even before or after."""
+        """Memory apart from the step's pool: nothing of the step lies there at any time."""
         with self.xp.cuda.using_allocator(self._apart):
             array = self.xp.empty(shape, dtype=dtype)
         self._kept.append(array)
@@ -159,7 +166,7 @@ class Recording:
         key: object,
         dtype: Any,
         read: Callable[[], float],
-        ahead: Callable[[int], float] | None = None,
+        lookahead: Callable[[int], float] | None = None,
     ) -> Array:
         """See the protocol."""
         if key not in self._cells:
@@ -170,9 +177,9 @@ class Recording:
                     "parameter groups"
                 )
             place = self._now[at : at + 1].view(dtype)[0:1].reshape(())
-            foretell = ahead or (lambda steps: read())
-            self._cells[key] = (place, at, np.dtype(dtype), read, foretell)
-            if self.live:
+            predict = lookahead or (lambda steps: read())
+            self._cells[key] = (place, at, np.dtype(dtype), read, predict)
+            if self.warm_up:
                 self.write(place, np.array(read(), dtype))
         return self._cells[key][0]
 
@@ -180,7 +187,7 @@ class Recording:
         """See the protocol."""
         self._frozen.append((name, read, read()))
 
-    def mirror(self, owner: Mirrors, mirror: Mirror) -> None:
+    def mirror(self, owner: HostMirrors, mirror: HostMirror) -> None:
         """See the protocol."""
         owner.add(mirror)
         self._mirrors.append((owner, mirror))
@@ -192,15 +199,15 @@ class Recording:
         bad = self.xp.ascontiguousarray(bad)
         launch(source(), "watch", 1, 256, bad, np.int64(bad.size), flag, self.stop)
 
-    def finite(self, arrays: Sequence[Array], error: Callable[[int], Exception] | None) -> Array:
+    def nonfinite(self, arrays: Sequence[Array], error: Callable[[int], Exception] | None) -> Array:
         """See the protocol."""
         xp, count = self.xp, len(arrays)
         if error is None:
             flags = xp.zeros(count + 1, dtype=np.uint32)
-            optimizer.find_nonfinite(arrays, flags, NULL, xp)
+            self._find_nonfinite(arrays, flags, NULL, xp)
             return flags[count:].reshape(())
         flags = self.persistent(np.zeros(count + 1, np.uint32))
-        optimizer.find_nonfinite(arrays, flags, self.stop, xp)
+        self._find_nonfinite(arrays, flags, self.stop, xp)
 
         def of_the_first() -> Exception:
             return error(int(flags.get()[:count].argmax()))
@@ -208,7 +215,7 @@ class Recording:
         self._checks.append((flags[count:], of_the_first))
         return flags[count:].reshape(())
 
-    def count(self, made: Array, bad: Array) -> None:
+    def count_update(self, made: Array, bad: Array) -> None:
         """See the protocol."""
         launch(source(), "count", 1, 1, made, bad, self.stop)
 
@@ -218,10 +225,10 @@ class Recording:
         launch(source(), "rescale", 1, 1, state, bad, self.stop, *numbers)
 
     def counters(self, number: int) -> tuple[Array, int, int]:
-        """So many uint64 counters that all repetitions add to, and where `read_counters` has them.
+        """So many uint64 counters that all replays add to, and where `read_counters` has them.
 
         Returns:
-            The counters, the number of the memory that holds them, and their place in it.
+            The counters, the number of the chunk that holds them, and their place in it.
         """
         if not self._chunks or self._used + number > len(self._chunks[-1]):
             zeros = np.zeros(max(number, COUNTERS), np.uint64)
@@ -232,64 +239,64 @@ class Recording:
         return self._chunks[-1][start : self._used], len(self._chunks) - 1, start
 
     def read_counters(self, chunk: int) -> np.ndarray:
-        """What counters hold; waits for the device, once for many."""
+        """A chunk's counters on the host; waits for the device once for a whole chunk."""
         if self._read[chunk][0] != self.replays:
             self._read[chunk] = self.replays, self.read(self._chunks[chunk])
         return self._read[chunk][1]
 
-    def at_once(self, push: Callable[[], None]) -> None:
+    def in_warm_up(self, push: Callable[[], None]) -> None:
         """See the protocol."""
-        if self.live:
+        if self.warm_up:
             push()
 
-    def adds_to(self, gradients: Sequence[Any]) -> None:
+    def require_own_gradients(self, gradients: Sequence[Any]) -> None:
         """See the protocol."""
         for gradient in gradients:
             known = self._gradients.get(id(gradient), lambda: None)
             if gradient is not None and known() is not gradient:
                 raise RuntimeError(
                     "capture: the step adds to gradients that were there before it, and each "
-                    "repetition would add to those of now; forget them in the step, by "
+                    "replay would add to those of the capture; reset them in the step, by "
                     "optimizer.zero_grad()"
                 )
 
-    def gives(self, gradients: Sequence[Any]) -> None:
+    def own_gradients(self, gradients: Sequence[Any]) -> None:
         """See the protocol."""
         self._gradients |= {id(gradient): weakref.ref(gradient) for gradient in gradients}
 
-    def on_repeat(self, call: Callable[[], None]) -> None:
+    def on_replay(self, call: Callable[[], None]) -> None:
         """See the protocol."""
-        self._repeat.append(call)
+        self._on_replay.append(call)
 
     def on_failure(self, call: Callable[[], None]) -> None:
         """See the protocol."""
         self._failure.append(call)
 
-    # --- around a repetition ---
+    # --- around a replay ---
 
     def before(self) -> None:
-        """Give the device what the host decides of the next step.
+        """Give the device the host's numbers of the next step.
 
         Raises:
-            RuntimeError: if something changed that was recorded as it was.
+            RuntimeError: if a frozen value has changed.
         """
-        for name, read, recorded in self._frozen:
-            if (now := read()) != recorded:
+        for name, read, captured in self._frozen:
+            if (now := read()) != captured:
                 raise RuntimeError(
-                    f"capture: {name} was {recorded!r} when the step was recorded and is {now!r} "
-                    "now; record it again with a new extensor.capture(step)"
+                    f"capture: {name} was {captured!r} when the step was captured and is {now!r} "
+                    "now; capture it again with a new extensor.capture(step)"
                 )
         for owner, mirror in self._mirrors:
             owner.settle(but=mirror)
             mirror.before()
-        self._foretell()
+        self._write_rows()
 
     def after(self) -> None:
-        """Count a repetition."""
+        """Count a replay."""
         self.replays += 1
         for _, mirror in self._mirrors:
             mirror.after()
-        for call in self._repeat:
+        for call in self._on_replay:
             call()
 
     def settle(self) -> None:
@@ -299,10 +306,10 @@ class Recording:
             mirror.settle()
 
     def check(self) -> None:
-        """Raise what a step found; waits for the device.
+        """Raise the error that a replay found; waits for the device.
 
         Raises:
-            Exception: the first error that `watch` or `finite` was given and that happened.
+            Exception: the first that happened of those given to `watch` and `nonfinite`.
         """
         if not int(self.stop):
             return
@@ -314,28 +321,28 @@ class Recording:
                 )
                 raise found
 
-    def _foretell(self) -> None:
-        """See that the next row is what the host says; write rows where it is not."""
+    def _write_rows(self) -> None:
+        """Write rows of the host's numbers, unless the next row on the device is right already."""
         if not self._cells:
             return
         row = self._row(0)
-        if self._next < len(self._foretold):
-            right = bool((self._foretold[self._next] == row).all())
+        if self._next < len(self._predicted):
+            right = bool((self._predicted[self._next] == row).all())
         else:
             right = bool((self._after == row).all())
-        if not right or self._next == len(self._foretold):
+        if not right or self._next == len(self._predicted):
             # Twice as far as the last time while that was right, from the next step on if not.
-            count = min(ROWS, 2 * len(self._foretold)) if right else 1
+            count = min(ROWS, 2 * len(self._predicted)) if right else 1
             rows = np.stack([row, *(self._row(steps) for steps in range(1, count + 1))])
-            self._foretold, self._after = rows[:count], rows[count]
-            self.write(self._rows[:count], self._foretold)
+            self._predicted, self._after = rows[:count], rows[count]
+            self.write(self._rows[:count], self._predicted)
             self._position.fill(0)
             self._next = 0
         self._next += 1
 
     def _row(self, ahead: int) -> np.ndarray:
-        """The host's numbers, or what they will be so many steps on."""
+        """The host's numbers now, or their prediction so many steps ahead."""
         row = np.zeros(WIDTH, np.uint64)
-        for _, at, dtype, read, foretell in self._cells.values():
-            row[at : at + 1].view(dtype)[0] = foretell(ahead) if ahead else read()
+        for _, at, dtype, read, predict in self._cells.values():
+            row[at : at + 1].view(dtype)[0] = predict(ahead) if ahead else read()
         return row

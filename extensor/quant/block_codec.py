@@ -1,9 +1,8 @@
-"""Cutting an array into blocks and putting it back.
+"""The block quantizer that all formats share: split into blocks, encode, pack; and back.
 
-`BlockLayout` moves the block axis last, pads with zeros and gives a matrix with
-one block per row, positions running in C order of the moved axes. It knows each
-block's position in the scales array, which is what numbers its random bits, so
-that the result does not depend on the order of the rows here.
+`BlockLayout` moves the block axis last, pads with zeros and gives a matrix with one block per row,
+positions running in C order of the moved axes. A block's random bits are numbered by its position
+in the scales array, so that the result does not depend on the order of the rows here.
 """
 
 from __future__ import annotations
@@ -13,10 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from extensor.quant.array import coded_length, tile_extent
+from extensor.quant.array import QuantArray, QuantStats, coded_length, tile_extent
+from extensor.quant.hadamard import hadamard
+from extensor.quant.rounding import pack, unpack
+from extensor.quant.scale_encoders import decode_blocks, encode_blocks
 from extensor.quant.spec import QuantSpec
+from extensor.random import Stream, random_words
 
-__all__ = ["BlockLayout"]
+__all__ = ["BlockLayout", "decode_array", "quantize_blocks"]
 
 Array = Any
 
@@ -79,3 +82,51 @@ class BlockLayout:
         """Each block's C-order position in the scales array, in the order of `split`'s rows."""
         numbers = self.xp.arange(self.blocks, dtype=self.xp.uint64).reshape(self.grid)
         return self.split_scales(numbers)
+
+
+def quantize_blocks(
+    x: Array, spec: QuantSpec, stream: Stream | None, previous_amax: Array | None, xp: Any
+) -> tuple[QuantArray, QuantStats]:
+    """Quantize float32 x under a resolved spec; `reference.quantize` has checked all arguments."""
+    shape = tuple(x.shape)
+    layout = BlockLayout(spec, shape, xp)
+    if spec.transform:
+        rotated = hadamard(xp.moveaxis(x, spec.axis, -1), spec.transform, xp)
+        x = xp.moveaxis(rotated, -1, spec.axis)
+    blocks = layout.split(x)
+    words = None
+    if stream is not None:
+        words = random_words(stream, layout.index, layout.block_size, spec.rbits, xp)
+    real = layout.split(xp.ones(layout.coded, dtype=bool))
+    before = None if previous_amax is None else layout.split_scales(previous_amax)
+    coded = encode_blocks(blocks, real, spec, words, before, xp)
+    codes = pack(layout.join(coded.codes), spec.row.element.bits, xp)
+    q = QuantArray(
+        codes=xp.ascontiguousarray(xp.moveaxis(codes, -1, spec.axis)),
+        scales=xp.ascontiguousarray(layout.join_scales(coded.scales)),
+        spec=spec,
+        shape=shape,
+        tensor_scale=coded.tensor_scale,
+        zero_points=None
+        if coded.zero_points is None
+        else xp.ascontiguousarray(layout.join_scales(coded.zero_points)),
+    )
+    values = decode_blocks(
+        coded.codes, coded.scales, spec, coded.tensor_scale, coded.zero_points, xp
+    )
+    flushed = real & (blocks != 0) & (values == 0)
+    return q, QuantStats(int(real.sum()), int((coded.saturated & real).sum()), int(flushed.sum()))
+
+
+def decode_array(q: QuantArray, xp: Any) -> Array:
+    """Stored array -> float32, block axis last, still transformed, padded to the Hadamard size."""
+    spec = q.spec
+    layout = BlockLayout(spec, q.shape, xp)
+    length = layout.coded[spec.axis]
+    codes = unpack(xp.moveaxis(q.codes, spec.axis, -1), spec.row.element.bits, length, xp)
+    blocks = layout.split(xp.moveaxis(codes, -1, spec.axis))
+    zero_points = None if q.zero_points is None else layout.split_scales(q.zero_points)
+    values = decode_blocks(
+        blocks, layout.split_scales(q.scales), spec, q.tensor_scale, zero_points, xp
+    )
+    return layout.join(values)[..., :length]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from extensor.quant.array import QuantStats
-from extensor.quant.fixed import FixedScale
-from extensor.quant.recipe import SLOTS, LayerRecipe, Operand, Recipe
+from extensor.quant.recipe import SLOTS, LayerRecipe, OperandSpec, Recipe
+from extensor.quant.static_scale import StaticScale
 from extensor.random import Stream
 
 __all__ = ["Counts", "LayerContext", "RecipeState"]
@@ -16,7 +16,7 @@ __all__ = ["Counts", "LayerContext", "RecipeState"]
 Counts = QuantStats | Callable[[], QuantStats]
 """What quantizing counted, or, where a GPU is still at it, what waits for that.
 
-Such a function with a true attribute ``stays`` belongs to a step that the GPU repeats: each call
+Such a function with a true attribute ``replayed`` belongs to a step that the GPU repeats: each call
 gives what was counted since the one before.
 """
 
@@ -43,7 +43,7 @@ class RecipeState:
     step: int = 0
     layers: dict[str, LayerContext] = field(default_factory=dict)
     _counts: dict[tuple[str, str], QuantStats] = field(default_factory=dict)
-    _memories: dict[tuple[str, int, str], dict[str, Any]] = field(
+    _amax_states: dict[tuple[str, int, str], dict[str, Any]] = field(
         default_factory=dict, repr=False, compare=False
     )
     _operands: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False, compare=False)
@@ -72,7 +72,7 @@ class RecipeState:
         if isinstance(counts, QuantStats):
             self._add(key, counts)
             return
-        if getattr(counts, "stays", False):
+        if getattr(counts, "replayed", False):
             self._standing.append((key, counts))
             return
         self._pending.append((key, counts))
@@ -101,7 +101,7 @@ class LayerContext:
         layer: its recipe; the gradient scaler may replace it.
         state: the model's.
         call: which use of the layer in this step, for layers that are used several times.
-        fixed: the scale of the forward input, where calibration chose one beforehand.
+        static_scale: the scale of the forward input, where calibration chose one beforehand.
     """
 
     path: str
@@ -109,13 +109,13 @@ class LayerContext:
     layer: LayerRecipe
     state: RecipeState
     call: int = 0
-    fixed: FixedScale | None = None
+    static_scale: StaticScale | None = None
 
     def at(self, call: int) -> LayerContext:
         """The same layer in another use."""
         return self if call == self.call else replace(self, call=call)
 
-    def operand(self, slot: str) -> Operand:
+    def operand(self, slot: str) -> OperandSpec:
         """What the slot holds."""
         return self.layer.slot(slot)
 
@@ -125,9 +125,9 @@ class LayerContext:
         state = self.state
         return Stream(state.seed, state.step, tensor, SLOTS.index(slot), column, state)
 
-    def memory(self, slot: str) -> dict[str, Any]:
+    def amax_state(self, slot: str) -> dict[str, Any]:
         """What a backend keeps of the slot's tensor from step to step; it decides no value."""
-        return self.state._memories.setdefault((self.path, self.call, slot), {})
+        return self.state._amax_states.setdefault((self.path, self.call, slot), {})
 
     def record(self, slot: str, counts: Counts) -> None:
         """Add to the slot's counts."""

@@ -1,10 +1,10 @@
 """Float32 products by cuBLAS, in and out of CUDA graphs.
 
-cupy refuses to call cuBLAS while a stream is captured. cuBLAS itself does not mind, given memory of
-its own to work in, so this calls the library that cupy has loaded, with a handle of its own and a
-workspace for each stream. Graphs share one: replay those that have such products one after the
-other. Eager and captured products go the same way and give the same bits. Everything that is no
-pair of float32 arrays of two axes or more is left to cupy.
+cupy refuses to call cuBLAS while a stream is captured. cuBLAS itself allows it, given memory of its
+own to work in. So this module calls the library that cupy has loaded, with a handle of its own and
+a workspace for each stream. All graphs share one workspace: replay those with such products one
+after the other. Eager and captured products take the same path and give the same bits. Anything but
+a pair of float32 arrays of two axes or more is left to cupy.
 
 Sums are float32 (no TF32), in cuBLAS's order: |error| <= 2 K 2**-24 sum |a| |b|.
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.memory import allocate
+from extensor_cuda.runtime.memory import allocate
 
-__all__ = ["Blas", "matmul", "placed", "with_matmul"]
+__all__ = ["Blas", "gemm_layout", "matmul", "with_matmul"]
 
 Array = Any
 
@@ -30,9 +30,9 @@ _NAMES = ("libcublas.so.13", "libcublas.so.12", "libcublas.so")
 _WORKSPACE = 32 << 20
 """Bytes that cuBLAS asks for on Hopper."""
 _STREAMS = 4
-"""Streams, those used last, whose workspaces are kept."""
+"""How many streams, the last used ones, keep their workspaces."""
 _POINTER, _INT, _I64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
-_PLAIN, _TURNED = 0, 1
+_PLAIN, _TRANSPOSED = 0, 1
 
 
 class Blas:
@@ -59,7 +59,7 @@ class Blas:
         self.handle = ctypes.c_void_p()
         self._call("cublasCreate_v2", ctypes.byref(self.handle))
         self._lock = threading.Lock()
-        self._recorded = xp.empty(_WORKSPACE, dtype=xp.uint8)
+        self._captured_workspace = xp.empty(_WORKSPACE, dtype=xp.uint8)
         self._workspaces: dict[int, Array] = {}
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -68,7 +68,7 @@ class Blas:
 
     def gemm(
         self,
-        turned: tuple[int, int],
+        transposed: tuple[int, int],
         sizes: tuple[int, int, int],
         arrays: tuple[Array, Array, Array],
         pitches: tuple[int, int, int],
@@ -91,7 +91,7 @@ class Blas:
             self._call(
                 "cublasSgemmStridedBatched",
                 self.handle,
-                *(_INT(number) for number in (*turned, *sizes)),
+                *(_INT(number) for number in (*transposed, *sizes)),
                 ctypes.byref(one),
                 *a,
                 *b,
@@ -101,9 +101,9 @@ class Blas:
             )
 
     def _workspace(self, stream: Any) -> Array:
-        """A stream's own; one that is given back goes to its stream, behind its work."""
+        """A stream's own workspace; a freed one returns to the pool behind its stream's work."""
         if stream.is_capturing():
-            return self._recorded
+            return self._captured_workspace
         found = self._workspaces.pop(stream.ptr, None)
         if found is None:
             pool = self.xp.get_default_memory_pool()  # not a graph's
@@ -122,27 +122,29 @@ def _blas(device: int) -> Blas:
     return Blas(cupy)
 
 
-def placed(x: Array, lead: tuple[int, ...], xp: Any) -> tuple[Array, int, int, int]:
+def gemm_layout(x: Array, lead: tuple[int, ...], xp: Any) -> tuple[Array, int, int, int]:
     """How cuBLAS reads matrices (..., M, K), of leading axes that broadcast to ``lead``.
 
     Returns:
-        The array or a copy; whether rows lie down columns; elements between rows (columns) and
-        between matrices, 0 for one that all share.
+        The array or a copy; whether it is transposed; elements between rows (columns) and between
+        matrices, 0 for one matrix that all share.
     """
     (rows, columns), item = x.shape[-2:], x.itemsize
-    down, along = x.strides[-2:]
-    along = item if columns == 1 else along  # strides of a single row or column mean nothing
-    down = columns * item if rows == 1 else down
-    if along == item and down >= columns * item and down % item == 0:
-        turned, pitch = _PLAIN, down // item
-    elif down == item and along >= rows * item and along % item == 0:
-        turned, pitch = _TURNED, along // item
+    row, column = x.strides[-2:]
+    column = item if columns == 1 else column  # strides of a single row or column mean nothing
+    row = columns * item if rows == 1 else row
+    if column == item and row >= columns * item and row % item == 0:
+        transposed, pitch = _PLAIN, row // item
+    elif row == item and column >= rows * item and column % item == 0:
+        transposed, pitch = _TRANSPOSED, column // item
     else:
-        return placed(xp.ascontiguousarray(x), lead, xp)
+        return gemm_layout(xp.ascontiguousarray(x), lead, xp)
     stride = _stride(x, lead)
     if stride is None:
-        return placed(xp.ascontiguousarray(xp.broadcast_to(x, (*lead, rows, columns))), lead, xp)
-    return x, turned, pitch, stride
+        return gemm_layout(
+            xp.ascontiguousarray(xp.broadcast_to(x, (*lead, rows, columns))), lead, xp
+        )
+    return x, transposed, pitch, stride
 
 
 def _stride(x: Array, lead: tuple[int, ...]) -> int | None:
@@ -153,15 +155,15 @@ def _stride(x: Array, lead: tuple[int, ...]) -> int | None:
         return 0
     if mine != lead:
         return None
-    wanted: int | None = None
+    expected: int | None = None
     first = 0
     for size, stride in zip(reversed(mine), reversed(strides), strict=True):
         if size == 1:
             continue
-        if wanted is not None and stride != wanted:
+        if expected is not None and stride != expected:
             return None
-        first = stride if wanted is None else first
-        wanted = stride * size
+        first = stride if expected is None else first
+        expected = stride * size
     return None if first % x.itemsize or first < 0 else first // x.itemsize
 
 
@@ -170,11 +172,11 @@ def matmul(a: Array, b: Array, xp: Any, blas: Any) -> Array:
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     out = xp.empty((*lead, m, n), dtype=np.float32)
-    left, a_turned, a_pitch, a_stride = placed(a, lead, xp)
-    right, b_turned, b_pitch, b_stride = placed(b, lead, xp)
-    # Row by row a b is, column by column, b^T a^T.
+    left, a_transposed, a_pitch, a_stride = gemm_layout(a, lead, xp)
+    right, b_transposed, b_pitch, b_stride = gemm_layout(b, lead, xp)
+    # Row-major a b is column-major b^T a^T.
     blas.gemm(
-        (b_turned, a_turned),
+        (b_transposed, a_transposed),
         (n, m, k),
         (right, left, out),
         (b_pitch, a_pitch, n),
@@ -184,7 +186,7 @@ def matmul(a: Array, b: Array, xp: Any, blas: Any) -> Array:
     return out
 
 
-def _takes(a: Any, b: Any) -> bool:
+def _supports(a: Any, b: Any) -> bool:
     if not (a.dtype == b.dtype == np.float32 and a.ndim > 1 and b.ndim > 1):
         return False
     return bool(a.size and b.size and a.shape[-1] == b.shape[-2])
@@ -197,7 +199,7 @@ def with_matmul(cupy: Any) -> Any:
     module.__dict__["__getattr__"] = partial(getattr, cupy)  # what is imported later
 
     def multiply(a: Array, b: Array) -> Array:
-        if not _takes(a, b):
+        if not _supports(a, b):
             return cupy.matmul(a, b)
         return matmul(a, b, cupy, _blas(cupy.cuda.runtime.getDevice()))
 
