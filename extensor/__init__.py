@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from extensor.array_api import fft, linalg
     from extensor.inspect import compare_layers
     from extensor.nn.stored import load_quantized, quantize_model, save_quantized
+    from extensor.ops.prequantized import prequantized_conv2d, prequantized_matmul
     from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
-    from extensor.ops.stored import stored_conv2d, stored_matmul
     from extensor.quant.recipe import Recipe
     from extensor.quant.recipes import RECIPES
     from extensor.quant.reference import RunningAmax
@@ -64,8 +64,8 @@ __all__ = [
     "compare_layers", "complex64", "complex128", "e", "enable_grad", "fft", "float16", "float32",
     "float64", "inf", "inspect", "int8", "int16", "int32", "int64", "io", "is_grad_enabled",
     "layer_context", "linalg", "load_quantized", "nan", "newaxis", "nn", "no_grad", "optim", "pi",
-    "promote", "quantize_model", "quantized_conv2d", "quantized_matmul", "save_quantized",
-    "stored_conv2d", "stored_matmul", "testing", "uint8", "uint16", "uint32", "uint64",
+    "prequantized_conv2d", "prequantized_matmul", "promote", "quantize_model", "quantized_conv2d",
+    "quantized_matmul", "save_quantized", "testing", "uint8", "uint16", "uint32", "uint64",
 ]  # fmt: skip
 __all__ += [name for name in vars(_public) if not name.startswith("_")]
 
@@ -74,39 +74,39 @@ __version__ = "0.1.0"
 bool = bool_
 e, inf, nan, pi, newaxis = math.e, math.inf, math.nan, math.pi, None
 
-_LAZY = {
-    name: module
-    for module, names in {
-        "": "inspect io nn optim testing",
-        ".array_api": "fft linalg",
-        ".inspect:": "compare_layers",
-        ".nn.stored:": "load_quantized quantize_model save_quantized",
-        ".ops.quantized:": "layer_context quantized_conv2d quantized_matmul",
-        ".ops.stored:": "stored_conv2d stored_matmul",
-        ".quant.recipe:": "Recipe",
-        ".quant.recipes:": "RECIPES",
-        ".quant.reference:": "RunningAmax",
-        ".quant.schemes:": "SCHEMES Scheme",
-        ".quant.spec:": "Hadamard QuantSpec",
-    }.items()
-    for name in names.split()
+_MODULES = {
+    name: f"extensor.{'array_api.' if name in ('fft', 'linalg') else ''}{name}"
+    for name in ("fft", "inspect", "io", "linalg", "nn", "optim", "testing")
 }
-"""What is imported when it is asked for: a module's package, or a name's module and a colon."""
+_NAMES = {
+    "extensor.inspect": "compare_layers",
+    "extensor.nn.stored": "load_quantized quantize_model save_quantized",
+    "extensor.ops.prequantized": "prequantized_conv2d prequantized_matmul",
+    "extensor.ops.quantized": "layer_context quantized_conv2d quantized_matmul",
+    "extensor.quant.recipe": "Recipe",
+    "extensor.quant.recipes": "RECIPES",
+    "extensor.quant.reference": "RunningAmax",
+    "extensor.quant.schemes": "SCHEMES Scheme",
+    "extensor.quant.spec": "Hadamard QuantSpec",
+}
+_LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}
+"""Which module has a name that is imported when it is first asked for, as `_MODULES` are."""
 
 
 def __getattr__(name: str) -> Any:
     """Blocked dtypes, from the table of formats, and what is imported when it is asked for."""
     if name in BLOCKED:
         return BLOCKED[name]
-    if name not in _LAZY:
+    found: Any
+    if name in _MODULES:
+        found = importlib.import_module(_MODULES[name])
+    elif name in _LAZY:
+        found = getattr(importlib.import_module(_LAZY[name]), name)
+    else:
         raise AttributeError(f"module 'extensor' has no attribute {name!r}")
-    module, names, _ = f"extensor{_LAZY[name]}".partition(":")
-    if not names:
-        module += f".{name}"
-    found: Any = importlib.import_module(module)
-    globals()[name] = found = getattr(found, name) if names else found
+    globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *BLOCKED, *_LAZY})
+    return sorted({*globals(), *BLOCKED, *_MODULES, *_LAZY})

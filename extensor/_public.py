@@ -8,7 +8,7 @@ from extensor.array_api.manipulation import *
 from extensor.array_api.namespace import *
 from extensor.array_api.search import *
 from extensor.autograd.functional import *
-from extensor.ops import blocked as _blocked  # its operations are methods: x.quantize
+from extensor.ops import block_scaled as _block_scaled  # operations that are methods alone
 from extensor.ops.activation import *
 from extensor.ops.arithmetic import *
 from extensor.ops.attention import *
