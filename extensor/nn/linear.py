@@ -11,9 +11,9 @@ from extensor.nn.checks import check_size
 from extensor.nn.gemm_layer import GemmLayer
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
-from extensor.ops.linalg import linear
+from extensor.ops.matmul import linear
+from extensor.ops.prequantized import prequantized_matmul
 from extensor.ops.quantized import quantized_matmul
-from extensor.ops.stored import stored_matmul
 
 __all__ = ["Linear"]
 
@@ -59,7 +59,7 @@ class Linear(GemmLayer):
         if self.quant is None:
             return linear(x, self.weight, self.bias)
         if self.weight.is_blocked:
-            y = stored_matmul(x, self.weight, self.quant)
+            y = prequantized_matmul(x, self.weight, self.quant)
             return y if self.bias is None else y + self.bias
         return quantized_matmul(x, self.weight, self.quant.at(call), self.bias)
 

@@ -11,9 +11,8 @@ from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import axis_index, pair, tensors_only
-from extensor.ops.einsum import einsum
 
-__all__ = ["as_rows", "dot", "einsum", "inner", "linear", "matmul", "outer", "tensordot"]
+__all__ = ["dot", "inner", "linear", "matmul", "outer", "tensordot"]
 
 
 def _matmul(backend: Any, a: Any, b: Any) -> Any:
@@ -66,8 +65,7 @@ def matmul(a: ExTensor, b: ExTensor) -> ExTensor:
 
     A vector on the left is a row, on the right a column, and its axis is not in the result.
     Blocked operands must be blocked along K. A product with a blocked right operand multiplies what
-    is stored and is float32; one that is blocked on the left alone, or whose other operand is
-    float64 or complex, multiplies dequantized values (`extensor.ops.blocked` has the one other).
+    is stored and is float32; `extensor.ops.block_scaled` lists the products that dequantize first.
 
     Raises:
         ValueError: if the K's differ, leading axes do not broadcast, or an operand has no axes.

@@ -1,13 +1,14 @@
-"""Products with weights that are stored in blocks: what a quantized model computes.
+"""Products with weights that were quantized beforehand: the layers of a quantized model.
 
-The weight is codes and scales (N, K), blocked along K once and for all. The layer's context says
-what becomes of the activations: multiplied as they are (weight only), quantized by their own
-blocks, or under the scale that calibration found (`LayerContext.static_scale`). Both sides
-blocked, the product is the backend's `block_scaled_matmul`; else its `weight_only_matmul`, which takes bfloat16
-activations as bfloat16.
+The weight is codes and scales (N, K), blocked along K. The layer's context says what becomes of the
+activations: multiplied as they are (weight-only), quantized by their own blocks (dynamic), or under
+the scale that calibration found (static).
+
+`prequantized_matmul` differs from the product of `extensor.ops.block_scaled` in its left operand:
+here it is a float tensor, which the layer's context quantizes and counts.
 
 A convolution multiplies x's patches by the flattened kernels (O, C kh kw), as in
-`extensor.ops.quantized`. Under a fixed scale x is quantized once and patches are taken of the
+`extensor.ops.quantized`. Under a static scale x is quantized once and patches are taken of the
 codes, where a padded zero is the code of 0.
 """
 
@@ -26,6 +27,7 @@ from extensor.backends import windows
 from extensor.backends.layers import dense_values, weight_activations
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.ops.arguments import tensors_only
+from extensor.ops.block_scaled import matrix_product
 from extensor.ops.conv import Pair, int_pair
 from extensor.ops.quantized import layer_context
 from extensor.quant import views
@@ -35,7 +37,7 @@ from extensor.quant.recipe_state import LayerContext
 from extensor.quant.spec import QuantSpec
 from extensor.quant.static_scale import quantize_static
 
-__all__ = ["stored_conv2d", "stored_matmul"]
+__all__ = ["prequantized_conv2d", "prequantized_matmul"]
 
 _FLOAT32 = np.dtype(np.float32)
 _ONCE = (
@@ -65,9 +67,10 @@ def _matmul_forward(backend: Backend, x: Array, w: QuantArray, context: LayerCon
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     operand = context.operand("fprop.x")
     if isinstance(operand, str):
-        out = backend.weight_only_matmul(weight_activations(backend, rows, operand), w)
+        activations = weight_activations(backend, rows, operand)
     else:
-        out = backend.block_scaled_matmul(_quantized(backend, rows, context, 1), w)
+        activations = _quantized(backend, rows, context, 1)
+    out = matrix_product(backend, activations, w)
     return backend.cast(out.reshape(*x.shape[:-1], w.shape[0]), x.dtype)
 
 
@@ -117,7 +120,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
         ),
     ),
 )
-def stored_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTensor:
+def prequantized_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTensor:
     """X w^T with a weight stored in blocks; the gradient in x is straight-through.
 
     Args:
@@ -132,12 +135,12 @@ def stored_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTensor:
         ValueError: if the shapes do not fit, or w is blocked along the other axis.
         TypeError: for another context, dense weights, or other dtypes.
     """
-    _check("stored_matmul", x, w, context)
+    _check("prequantized_matmul", x, w, context)
     if x.ndim < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"stored_matmul: wanted x (..., K) and w (N, K), got {x.shape} and {w.shape}"
+            f"prequantized_matmul: wanted x (..., K) and w (N, K), got {x.shape} and {w.shape}"
         )
-    return apply("stored_matmul", x, w, context=context)
+    return apply("prequantized_matmul", x, w, context=context)
 
 
 def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
@@ -207,12 +210,10 @@ def _conv_forward(
         kernel = backend.dequantize(w).reshape(outputs, x.shape[1] // groups, *window.kernel)
         return backend.conv2d(dense_values(backend, x, operand), kernel, window, groups)
     size = outputs // groups
-    rows = [
-        backend.block_scaled_matmul(
-            patches, w if groups == 1 else views.slice_blocks(w, (_part(i, size), slice(None)))
-        )
-        for i, patches in enumerate(_patches(backend, x, context, window, groups))
-    ]
+    rows = []
+    for i, patches in enumerate(_patches(backend, x, context, window, groups)):
+        kernels = w if groups == 1 else views.slice_blocks(w, (_part(i, size), slice(None)))
+        rows.append(matrix_product(backend, patches, kernels))
     joined = rows[0] if groups == 1 else xp.concatenate(rows, axis=1)
     out = joined.reshape(x.shape[0], *window.output_size(x.shape[2:]), outputs)
     return xp.ascontiguousarray(xp.transpose(out, (0, 3, 1, 2)))
@@ -267,7 +268,7 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
         ),
     ),
 )
-def stored_conv2d(
+def prequantized_conv2d(
     x: ExTensor,
     w: ExTensor,
     context: LayerContext,
@@ -294,25 +295,25 @@ def stored_conv2d(
 
     Raises:
         ValueError: if shapes, kernel, stride, padding, dilation or groups do not fit.
-        TypeError: as `stored_matmul`.
+        TypeError: as `prequantized_matmul`.
     """
-    _check("stored_conv2d", x, w, context)
-    kernel = int_pair("stored_conv2d", "kernel_size", kernel_size, 1)
+    _check("prequantized_conv2d", x, w, context)
+    kernel = int_pair("prequantized_conv2d", "kernel_size", kernel_size, 1)
     window = Window(
         kernel,
-        int_pair("stored_conv2d", "stride", stride, 1),
-        int_pair("stored_conv2d", "padding", padding, 0),
-        int_pair("stored_conv2d", "dilation", dilation, 1),
+        int_pair("prequantized_conv2d", "stride", stride, 1),
+        int_pair("prequantized_conv2d", "padding", padding, 0),
+        int_pair("prequantized_conv2d", "dilation", dilation, 1),
     )
     inner = kernel[0] * kernel[1]
     if x.ndim != 4 or groups < 1 or x.shape[1] * inner != groups * w.shape[1]:
         raise ValueError(
-            f"stored_conv2d: wanted x (N, C, H, W) and w (O, C / {groups} * {inner}), got "
+            f"prequantized_conv2d: wanted x (N, C, H, W) and w (O, C / {groups} * {inner}), got "
             f"{x.shape} and {w.shape}"
         )
     if w.shape[0] % groups or min(window.output_size((x.shape[2], x.shape[3]))) < 1:
         raise ValueError(
-            f"stored_conv2d: wanted output channels in {groups} groups and an image the kernel "
-            f"fits into, got {w.shape[0]} channels, an image {x.shape[2:]} and {window}"
+            f"prequantized_conv2d: wanted output channels in {groups} groups and an image the "
+            f"kernel fits into, got {w.shape[0]} channels, an image {x.shape[2:]} and {window}"
         )
-    return apply("stored_conv2d", x, w, context=context, window=window, groups=groups)
+    return apply("prequantized_conv2d", x, w, context=context, window=window, groups=groups)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from extensor.array_api.complex import conj
+from extensor.array_api.manipulation import moveaxis
 from extensor.autograd.apply import apply, wrap
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
@@ -18,15 +20,12 @@ from extensor.backends.protocol import Backend
 from extensor.dtypes import DTypeLike, compute_dtype
 from extensor.ops.arguments import tensors_only, without_rule
 from extensor.ops.creation import tril
-from extensor.ops.linalg import matmul
-from extensor.ops.parts import conj
+from extensor.ops.matmul import matmul
 from extensor.ops.reduce import sum as total
 from extensor.ops.shape import broadcast_to, reshape, stack, swapaxes
-from extensor.ops.standard import moveaxis
 
 __all__ = [
-    "cholesky", "cross", "det", "diagonal", "factored", "inv", "matrices", "matrix_power",
-    "slogdet", "solve", "trace",
+    "cholesky", "cross", "det", "diagonal", "inv", "matrix_power", "slogdet", "solve", "trace",
 ]  # fmt: skip
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import extensor as et
+from extensor.ops.prequantized import prequantized_conv2d, prequantized_matmul
 from extensor.ops.quantized import layer_context
-from extensor.ops.stored import stored_conv2d, stored_matmul
 from extensor.quant.recipe import Gemm, LayerRecipe
 from extensor.quant.recipe_state import LayerContext
 from extensor.quant.reference import dequantize
@@ -60,7 +60,7 @@ def test_a_matrix_product_is_that_of_the_decoded_operands(name: str) -> None:
     x, w = arrays((2, 21, 75), (12, 75))
     context = context_of(SCHEMES[name], x)
     stored = et.from_numpy(w).quantize(SCHEMES[name].weights.replace(axis=1))
-    y = stored_matmul(et.from_numpy(x), stored, context)
+    y = prequantized_matmul(et.from_numpy(x), stored, context)
     assert y.shape == (2, 21, 12) and y.dtype is et.float32
     rows = decoded(x.reshape(42, 75), context)
     near(y.numpy().reshape(42, 12), rows, stored.dequantize().numpy().T)
@@ -76,7 +76,7 @@ def test_a_convolution_is_that_of_the_decoded_operands(name: str, groups: int) -
     x += 1  # so that the padding's zero is not the middle of the range
     context = context_of(SCHEMES[name], x)
     stored = et.from_numpy(w.reshape(6, -1)).quantize(SCHEMES[name].weights.replace(axis=1))
-    y = stored_conv2d(et.from_numpy(x), stored, context, (3, 5), (2, 1), (1, 2), 1, groups)
+    y = prequantized_conv2d(et.from_numpy(x), stored, context, (3, 5), (2, 1), (1, 2), 1, groups)
     kernels = stored.dequantize().numpy().reshape(groups, 6 // groups, -1)
     padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (2, 2)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 5), (2, 3))[:, :, ::2]
@@ -114,7 +114,7 @@ def test_bfloat16_activations_reach_the_product_as_that(
         return multiply(self, a, b)
 
     monkeypatch.setattr(type(backend), "weight_only_matmul", spy)
-    y = stored_matmul(given, stored, context)
+    y = prequantized_matmul(given, stored, context)
     assert seen == ["bfloat16" if "bfloat16" in (operand, dtype) else "float32"]
     wide = given.numpy().astype(np.float32).reshape(-1, 75)
     wide = backend.bfloat16_values(wide) if operand == "bfloat16" else wide
@@ -139,7 +139,7 @@ def test_integers_are_multiplied_exactly() -> None:
     x = et.from_numpy(((codes - 7) * 0.5).astype(np.float32))
     w = et.from_numpy(weights.astype(np.float32)).to_int8()
     assert (w.scales == 1).all()
-    y = stored_matmul(x, w, context)
+    y = prequantized_matmul(x, w, context)
     assert np.array_equal(y.numpy(), 0.5 * ((codes - 7) @ weights.T).astype(np.float32))
 
 
@@ -149,7 +149,7 @@ def test_the_gradient_is_that_of_the_decoded_weights() -> None:
     a = et.from_numpy(x)
     a.requires_grad = True
     stored = et.from_numpy(w).to_int8()
-    stored_matmul(a, stored, context).sum().backward()
+    prequantized_matmul(a, stored, context).sum().backward()
     assert a.grad is not None
     wanted = stored.dequantize().numpy().sum(axis=0)
     np.testing.assert_allclose(a.grad.numpy(), np.tile(wanted, (4, 1)), rtol=1e-5, atol=1e-5)
@@ -157,7 +157,7 @@ def test_the_gradient_is_that_of_the_decoded_weights() -> None:
     image.requires_grad = dense.requires_grad = True
     kernels = et.from_numpy(arrays((3, 18))[0]).to_int8()
     context = context_of(SCHEMES["int8_weights"], v)
-    (stored_conv2d(image, kernels, context, 3, 2, 1) ** 2).sum().backward()
+    (prequantized_conv2d(image, kernels, context, 3, 2, 1) ** 2).sum().backward()
     (et.conv2d(dense, kernels.dequantize().reshape((3, 2, 3, 3)), None, 2, 1) ** 2).sum().backward()
     assert image.grad is not None and dense.grad is not None
     np.testing.assert_allclose(image.grad.numpy(), dense.grad.numpy(), rtol=1e-5, atol=1e-5)
@@ -173,31 +173,43 @@ def weight(*shape: int, axis: int = 1) -> et.ExTensor:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: stored_matmul(et.ones((2, 3)), weight(4, 3), "int8"), TypeError, "LayerContext"),
-        (lambda: stored_matmul(et.ones((2, 3)), weight(4, 5), CONTEXT), ValueError, "(2, 3) and"),
-        (lambda: stored_matmul(et.ones((2, 3)), et.ones((4, 3)), CONTEXT), TypeError, "in blocks"),
         (
-            lambda: stored_matmul(et.ones((2, 4)), weight(4, 4, axis=0), CONTEXT),
+            lambda: prequantized_matmul(et.ones((2, 3)), weight(4, 3), "int8"),
+            TypeError,
+            "LayerContext",
+        ),
+        (
+            lambda: prequantized_matmul(et.ones((2, 3)), weight(4, 5), CONTEXT),
+            ValueError,
+            "(2, 3) and",
+        ),
+        (
+            lambda: prequantized_matmul(et.ones((2, 3)), et.ones((4, 3)), CONTEXT),
+            TypeError,
+            "in blocks",
+        ),
+        (
+            lambda: prequantized_matmul(et.ones((2, 4)), weight(4, 4, axis=0), CONTEXT),
             ValueError,
             "blocked along axis 1, got (4, 4) along 0",
         ),
         (
-            lambda: stored_matmul(et.ones((2, 3), "float64"), weight(4, 3), CONTEXT),
+            lambda: prequantized_matmul(et.ones((2, 3), "float64"), weight(4, 3), CONTEXT),
             TypeError,
             "x is float64",
         ),
         (
-            lambda: stored_conv2d(et.ones((1, 2, 5, 5)), weight(4, 18), CONTEXT, 2),
+            lambda: prequantized_conv2d(et.ones((1, 2, 5, 5)), weight(4, 18), CONTEXT, 2),
             ValueError,
             "wanted x (N, C, H, W) and w (O, C / 1 * 4)",
         ),
         (
-            lambda: stored_conv2d(et.ones((1, 2, 2, 2)), weight(4, 18), CONTEXT, 3),
+            lambda: prequantized_conv2d(et.ones((1, 2, 2, 2)), weight(4, 18), CONTEXT, 3),
             ValueError,
             "an image the kernel fits into",
         ),
         (
-            lambda: stored_conv2d(et.ones((1, 2, 5, 5)), weight(3, 9), CONTEXT, 3, groups=2),
+            lambda: prequantized_conv2d(et.ones((1, 2, 5, 5)), weight(3, 9), CONTEXT, 3, groups=2),
             ValueError,
             "output channels in 2 groups",
         ),
