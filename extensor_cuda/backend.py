@@ -300,11 +300,6 @@ class CudaBackend(CudaTraining):
         plan = _plan_of(q.spec, q.shape, decoding=True)
         return plan if isinstance(plan, str) else None
 
-    def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
-        """See the protocol. Waits for the GPU; `extensor_cuda.gemm` has the bounds."""
-        done = self._product(a, b)
-        return super().block_scaled_matmul(a, b) if isinstance(done, str) else done.out
-
     def block_scaled_matmul(self, a: QuantArray, b: QuantArray) -> Array:
         """See the protocol. Waits for the GPU; `extensor_cuda.gemm` has the bounds.
 

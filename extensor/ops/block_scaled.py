@@ -102,7 +102,11 @@ def _as_matrix(a: Any) -> Any:
 
 def matrix_product(backend: Backend, a: Any, b: QuantArray) -> Array:
     """The product of (M, K), blocked or values, and a blocked (N, K): (M, N), float32."""
-    return backend.block_scaled_matmul(a, b) if isinstance(a, QuantArray) else backend.weight_only_matmul(a, b)
+    return (
+        backend.block_scaled_matmul(a, b)
+        if isinstance(a, QuantArray)
+        else backend.weight_only_matmul(a, b)
+    )
 
 
 def _batch_product(backend: Backend, a: Any, b: QuantArray) -> Array:

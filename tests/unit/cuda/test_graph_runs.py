@@ -12,7 +12,7 @@ from tests.unit.cuda.test_graph import same
 from tests.unit.training.conftest import SMALL
 from training.config import RunConfig
 from training.loop import Trainer
-from training.loop import train as run_training
+from training.train import train as run_training
 from training.rundir import UsageError
 from training.runs import defaults
 

@@ -20,28 +20,17 @@ from rich.console import Console
 from extensor.inspect import Table
 from extensor.quant.recipes import get_recipe
 from training.callbacks.progress import percent
+from training.comparison import CompareArgs, Finished
 from training.rundir import write_json
 from training.tasks.base import Metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from training.compare import CompareArgs
-
-__all__ = ["Finished", "Row", "markdown", "plot", "summarize", "write_report"]
+__all__ = ["Row", "markdown", "plot", "summarize", "write_report"]
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#111111")
 """Okabe and Ito's palette: distinct for colour-blind readers too."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """One finished run: its result.json, and the metric after each epoch (None: not finite)."""
-
-    recipe: str
-    seed: int
-    result: dict[str, Any]
-    curve: list[float | None]
 
 
 @dataclass(frozen=True)
@@ -171,20 +160,12 @@ def _cells(metric: Metric, row: Row) -> tuple[str, ...]:
     )
 
 
-def _title(args: CompareArgs) -> str:
-    plural = "s" if args.epochs > 1 else ""
-    length = f"{args.epochs} epoch{plural}"
-    if args.epoch_steps:
-        length = f"{args.epochs * args.epoch_steps:,} steps"
-    return f"{args.model} on {args.dataset}, {length}, {args.seeds} seeds"
-
-
 def markdown(args: CompareArgs, rows: Sequence[Row]) -> str:
     """The table in Markdown."""
     metric = args.metric
     head = columns(metric, rows)
     gap = "per cent of the baseline" if metric.gap == "%" else "percentage points"
-    lines = [f"# {_title(args)}", ""]
+    lines = [f"# {args.title}", ""]
     lines.append(f"{args.optimizer}, peak learning rate {args.lr:g}, batch {args.batch_size}, ")
     lines[-1] += f"{args.schedule} schedule. Mean ± standard deviation over seeds of test "
     lines[-1] += f"{metric.key} after the last epoch; gap in {gap}, its spread seed by seed."
@@ -196,16 +177,15 @@ def markdown(args: CompareArgs, rows: Sequence[Row]) -> str:
 
 
 def write_report(
-    folder: Path,
     args: CompareArgs,
     rows: Sequence[Row],
     finished: Sequence[Finished],
     console: Console,
 ) -> None:
     """Print the table; write compare.json, compare.md and compare.png."""
-    metric = args.metric
+    metric, folder = args.metric, args.folder
     table = Table(columns(metric, rows), tuple(_cells(metric, row) for row in rows))
-    console.print(f"\n{_title(args)}\n\n{table}\n")
+    console.print(f"\n{args.title}\n\n{table}\n")
     settings = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "plot_only")}
     content = {
         "settings": settings,
@@ -214,7 +194,7 @@ def write_report(
     }
     write_json(folder / "compare.json", content)
     (folder / "compare.md").write_text(markdown(args, rows), encoding="utf-8")
-    plot(folder / "compare.png", _title(args), metric, rows, finished)
+    plot(folder / "compare.png", args.title, metric, rows, finished)
     for name in ("compare.md", "compare.png", "compare.json"):
         console.print(f"{folder / name}")
 

@@ -39,6 +39,11 @@ class Position:
     epoch_waited: float = 0.0
     seconds: float = 0.0
 
+    @property
+    def per_second(self) -> float:
+        """Labels in a second of the epoch so far."""
+        return self.count / max(self.epoch_seconds, 1e-9)
+
     def next_epoch(self) -> None:
         """Begin the next epoch."""
         self.epoch, self.batch = self.epoch + 1, 0
