@@ -57,7 +57,7 @@ from extensor.ops.public import *
 if TYPE_CHECKING:
     from extensor import fft, inspect, io, linalg, nn, optim, testing
     from extensor.inspect import compare_layers
-    from extensor.nn.stored import load_quantized, quantize_model, save_quantized
+    from extensor.nn.ptq import load_quantized, quantize_model, save_quantized
     from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
     from extensor.ops.stored import stored_conv2d, stored_matmul
     from extensor.quant.recipe import Recipe
@@ -158,9 +158,9 @@ _LAZY = {
     "RECIPES": "extensor.quant.recipes:RECIPES",
     "SCHEMES": "extensor.quant.schemes:SCHEMES",
     "Scheme": "extensor.quant.schemes:Scheme",
-    "load_quantized": "extensor.nn.stored:load_quantized",
-    "quantize_model": "extensor.nn.stored:quantize_model",
-    "save_quantized": "extensor.nn.stored:save_quantized",
+    "load_quantized": "extensor.nn.ptq:load_quantized",
+    "quantize_model": "extensor.nn.ptq:quantize_model",
+    "save_quantized": "extensor.nn.ptq:save_quantized",
     "stored_conv2d": "extensor.ops.stored:stored_conv2d",
     "stored_matmul": "extensor.ops.stored:stored_matmul",
     "RunningAmax": "extensor.quant.reference:RunningAmax",
