@@ -17,7 +17,7 @@ import numpy as np
 from extensor.autograd.mode import MODE
 from extensor.autograd.node import Node
 from extensor.autograd.primitive import BLOCKED_RULES, PRIMITIVES, Primitive
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.dtypes import bfloat16, compute_dtype, dtype_of, float32, promote
 
 __all__ = ["apply", "wrap"]
@@ -25,21 +25,6 @@ __all__ = ["apply", "wrap"]
 _NARROW = (bfloat16, float32)
 _new = object.__new__
 _scalar = np.generic
-
-
-def wrap(data: Any, backend: Any, node: Node | None = None) -> ExTensor:
-    """An ExTensor around raw data, without a check or a copy."""
-    if isinstance(data, _scalar):  # numpy gives scalars where an array would have no axes
-        data = np.asarray(data)
-    tensor: ExTensor = _new(ExTensor)
-    tensor.data = data
-    tensor.dtype = dtype_of(data)
-    tensor.backend = backend
-    tensor.node = node
-    tensor.grad = None
-    tensor._requires_grad = node is not None
-    tensor._version = [0]
-    return tensor
 
 
 def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:

@@ -199,7 +199,7 @@ PRIMITIVES: dict[str, Primitive] = {}
 """Every primitive, by name."""
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
-"""The public function of every operation, by name: what ExTensor's methods call."""
+"""What ExTensor's methods call: the public function of every operation, and ``backward``."""
 
 BLOCKED_RULES: dict[str, Callable[..., Any]] = {}
 """What a primitive means on blocked tensors, where it is not dequantize-and-compute."""

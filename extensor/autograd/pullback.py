@@ -9,7 +9,7 @@ import numpy as np
 
 from extensor.autograd.apply import apply, wrap
 from extensor.autograd.mode import MODE
-from extensor.autograd.node import Node
+from extensor.autograd.node import Node, TensorState
 from extensor.autograd.primitive import Primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import LEVEL_HALF, as_dtype, dtype_of
@@ -156,11 +156,12 @@ def _recorded(node: Node, g: ExTensor, needs: Sequence[bool]) -> list[ExTensor |
     return _composite(node, g, needs, graph=True)
 
 
-def _in_place_of(array: Any, edge: Node | ExTensor | None, backend: Any) -> ExTensor:
+def _in_place_of(array: Any, edge: Node | TensorState | None, backend: Any) -> ExTensor:
     """A tensor with an input's data and its place in the graph."""
-    if isinstance(edge, ExTensor):
-        return edge
-    return wrap(array, backend, edge)
+    if edge is None or isinstance(edge, Node):
+        return wrap(array, backend, edge)
+    assert isinstance(edge, ExTensor)
+    return edge
 
 
 def _hollow(node: Node, g: Any) -> list[Any]:

@@ -18,7 +18,8 @@ import numpy as np
 
 from extensor.autograd.apply import wrap
 from extensor.autograd.mode import MODE
-from extensor.autograd.node import Node
+from extensor.autograd.node import Node, TensorState
+from extensor.autograd.primitive import FUNCTIONS
 from extensor.autograd.pullback import gradient_dtype, node_gradients
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import as_dtype
@@ -28,7 +29,7 @@ __all__ = ["backward", "gradients"]
 _ADDING = threading.Lock()
 """Threads may share a leaf: what one adds while another reads the sum would be lost."""
 
-Edge = Node | ExTensor
+Edge = Node | TensorState
 Gradient = Any
 """A raw array, or an ExTensor under create_graph."""
 
@@ -52,6 +53,9 @@ def backward(
             _accumulate(leaf, g, create_graph, taken)
         if capture is not None:
             capture.own_gradients([leaf.grad for leaf, _ in found.values()])
+
+
+FUNCTIONS["backward"] = backward  # ExTensor.backward, which stands below
 
 
 def gradients(
@@ -134,12 +138,10 @@ def _run(
             else:
                 pending[edge] = g
                 heapq.heappush(heap, (-edge.seq, edge))
-        elif edge is None:
-            return
-        elif id(edge) in found:
-            old = found[id(edge)][1]
-            found[id(edge)] = (edge, old + g if create_graph else edge.backend.add(old, g))
-        else:
+        elif isinstance(edge, ExTensor):
+            if id(edge) in found:
+                old = found[id(edge)][1]
+                g = old + g if create_graph else edge.backend.add(old, g)
             found[id(edge)] = (edge, g)
 
     before = MODE.enabled
