@@ -7,7 +7,7 @@ import re
 import pytest
 
 from extensor import RECIPES, nn
-from extensor.nn.quantize import gemm_layers
+from extensor.nn.recipe import gemm_layers
 from extensor.quant.recipe import Recipe, Rule
 
 LAYERS = RECIPES["mxfp4"].layers

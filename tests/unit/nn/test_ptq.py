@@ -48,7 +48,7 @@ def test_every_scheme_quantizes_saves_and_loads(name: str, tmp_path) -> None:
     made = et.quantize_model(model, name, calibration=[images(8, 2), images(8, 3)])
     assert {path: value.tobytes() for path, value in model.state_dict().items()} == before
     assert all(layer.quant is None for _, layer in nn.gemm_layers(model))
-    stored = nn.stored_layers(made)
+    stored = nn.packed_layers(made)
     assert list(stored) == ["conv", "depth", "hidden"]  # the head is kept
     rows = {row.layer: row for row in et.compare_layers(made, model, x).rows}
     assert rows.keys() == {"conv", "norm", "depth", "hidden", "head", "(output)"}
@@ -78,16 +78,16 @@ def test_every_scheme_quantizes_saves_and_loads(name: str, tmp_path) -> None:
 def test_what_is_stored_is_the_size_that_is_said() -> None:
     made = et.quantize_model(Net(), "int4_g32")
     # 20 rows of 128 values: 64 bytes of codes and 4 float16 scales a row
-    assert nn.stored_layers(made)["hidden"].weight.nbytes == 20 * (64 + 8)
+    assert nn.packed_layers(made)["hidden"].weight.nbytes == 20 * (64 + 8)
     # 8 rows of 18 values are one block each, stored without padding: 9 bytes and a scale
-    assert nn.stored_layers(made)["conv"].weight.nbytes == 8 * (9 + 2)
+    assert nn.packed_layers(made)["conv"].weight.nbytes == 8 * (9 + 2)
 
 
 def test_a_padded_block_and_a_whole_row_hold_the_same_values() -> None:
     model = Net()
     weight = et.from_numpy(model.conv.weight.numpy().reshape(8, 18))
     for name in ("int4_g32", "mxfp4", "nvfp4", "mxfp6"):
-        made = nn.stored_layers(et.quantize_model(model, name))["conv"].weight
+        made = nn.packed_layers(et.quantize_model(model, name))["conv"].weight
         padded = weight.quantize(SCHEMES[name].weights)
         assert made.dequantize().numpy().tobytes() == padded.dequantize().numpy().tobytes()
         assert made.nbytes <= padded.nbytes
@@ -118,9 +118,9 @@ def test_an_outlier_in_calibration_is_what_percentile_and_mse_are_for() -> None:
 
 def test_layers_are_kept_by_path_and_role() -> None:
     made = et.quantize_model(Net(), "mxfp8", keep=["@first", "dep*"])
-    assert list(nn.stored_layers(made)) == ["hidden"]
+    assert list(nn.packed_layers(made)) == ["hidden"]
     whole = Scheme("all", "the head too", QuantSpec("int8"), "float32", rules=())
-    assert list(nn.stored_layers(et.quantize_model(Net(), whole)))[-1] == "head"
+    assert list(nn.packed_layers(et.quantize_model(Net(), whole)))[-1] == "head"
 
 
 def test_tied_weights_part_ways() -> None:
@@ -167,7 +167,7 @@ def test_it_runs_on_attention() -> None:
     x = et.from_numpy(np.random.default_rng(0).standard_normal((2, 7, 32)).astype(np.float32))
     for name in ("int8", "mxfp4", "nvfp4_weights"):
         made = et.quantize_model(model, name, [x])
-        assert list(nn.stored_layers(made)) == [
+        assert list(nn.packed_layers(made)) == [
             "attention.qkv",
             "attention.out",
             "feed_forward.up",
@@ -309,6 +309,6 @@ def test_recurrent_layers() -> None:
     model = nn.LSTM(8, 32, rng=0)
     x = et.from_numpy(np.random.default_rng(0).standard_normal((5, 3, 8)).astype(np.float32))
     made = et.quantize_model(model, "int8", [x])
-    assert list(nn.stored_layers(made)) == ["cells.0.input", "cells.0.hidden"]
+    assert list(nn.packed_layers(made)) == ["cells.0.input", "cells.0.hidden"]
     rows = {row.layer: row for row in et.compare_layers(made, model, x, isolated=True).rows}
     assert rows["cells.0.hidden"].sqnr_db > 30 and rows["(output)"].sqnr_db > 25

@@ -17,12 +17,11 @@ from typing import Any
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.nn.calibrate import batches_of, calibrate, choose
-from extensor.nn.conv2d import Conv2d
-from extensor.nn.gemm_layer import GemmLayer
-from extensor.nn.linear import Linear
+from extensor.nn.conv_pool import Conv2d
+from extensor.nn.linear import GemmLayer, Linear
 from extensor.nn.module import Module
 from extensor.nn.parameter import Buffer
-from extensor.nn.quantize import assign_recipe, gemm_layers, round_norms
+from extensor.nn.recipe import assign_recipe, gemm_layers, round_norms
 from extensor.quant.array import QuantArray
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
 from extensor.quant.recipe_state import LayerContext, RecipeState
@@ -30,7 +29,7 @@ from extensor.quant.schemes import SCHEMES, Scheme, get_scheme
 from extensor.quant.spec import QuantSpec
 from extensor.quant.static_scale import StaticScale
 
-__all__ = ["load_quantized", "quantize_model", "save_quantized", "stored_layers"]
+__all__ = ["load_quantized", "packed_layers", "quantize_model", "save_quantized"]
 
 KEY = "quantized"
 """Where a checkpoint's metadata describes the layers."""
@@ -107,7 +106,7 @@ def quantize_model(
     return made
 
 
-def stored_layers(model: Module) -> dict[str, GemmLayer]:
+def packed_layers(model: Module) -> dict[str, GemmLayer]:
     """The layers of a quantized model that hold packed weights, by path."""
     return {path: layer for path, layer in gemm_layers(model) if layer.weight.is_blocked}
 
@@ -184,7 +183,7 @@ def save_quantized(
     """
     from extensor.io import save_checkpoint
 
-    layers = stored_layers(model)
+    layers = packed_layers(model)
     if not layers:
         raise ValueError("save_quantized: no layer is quantized; use save_checkpoint")
     if metadata and KEY in metadata:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from extensor.nn.gemm_layer import GemmLayer
-from extensor.nn.layer_norm import LayerNorm
+from extensor.nn.linear import GemmLayer
 from extensor.nn.module import Module
-from extensor.nn.rms_norm import RMSNorm
+from extensor.nn.norm import LayerNorm, RMSNorm
 from extensor.quant.recipe import FloatName, LayerRecipe, Recipe
 from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.recipes import RECIPES, get_recipe
