@@ -25,7 +25,7 @@ import extensor as et
 from ci.bench.contest import command
 from ci.bench.gpt_torch import run_config
 from extensor.backends import registry
-from extensor.nn.quantize import apply_recipe
+from extensor.nn.recipe import apply_recipe
 from extensor.ops import recipe_operands
 from extensor.optim import AdamW, clip_grad_norm
 from extensor.quant.spec import QuantSpec

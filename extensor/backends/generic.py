@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from extensor.backends import dense, layers, training, windows
+from extensor.backends.capture import Graph, StepCapture, UpdateGuard
 from extensor.backends.preparation import FloatPreparation
 from extensor.backends.protocol import (
     Array,
@@ -24,7 +25,6 @@ from extensor.backends.protocol import (
     Prepared,
     Window,
 )
-from extensor.backends.capture import Graph, StepCapture, UpdateGuard
 from extensor.quant import reference, views
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.recipe_state import Counts

@@ -26,8 +26,8 @@ from extensor.backends.protocol import (
     Preparation,
     Prepared,
 )
-from extensor.quant.recipe_state import Counts, LayerContext
 from extensor.quant.recipe import Gemm
+from extensor.quant.recipe_state import Counts, LayerContext
 from extensor.quant.spec import QuantSpec
 from extensor.quant.weight_cache import CachedOperand, WeightSource, WeightVersion
 from extensor.random import Stream

@@ -294,12 +294,12 @@ def _decoding_config(w: QuantArray, rows: int, dtype: str) -> tuple[Config, Spli
     beside, length = _beside(w)
     element, group = w.spec.row.element, scale_group_k(w)
     macros = {
-        "BITS": element.bits,
-        "IS_FLOAT": int(element.is_float),
-        "UE4M3": int(w.spec.row.tensor_scale),
-        "BLOCK": 0 if beside is None else length,
-        "ROW_ZERO": int(beside is not None and length == 0),
-        "FOLDS": int(w.spec.has_float_scales or _folds(w)),
+        "CODEC_BITS": element.bits,
+        "CODEC_IS_FLOAT": int(element.is_float),
+        "CODEC_UE4M3": int(w.spec.row.tensor_scale),
+        "CODEC_BLOCK": 0 if beside is None else length,
+        "GEMM_ROW_ZERO_POINT": int(beside is not None and length == 0),
+        "GEMM_FOLD_SCALES": int(w.spec.has_float_scales or _folds(w)),
     }
     decodes = tuple((name, str(value)) for name, value in macros.items())
     tile, split = partition.decoding_cut(w.shape[0], w.shape[1], rows, group, element.bits)

@@ -174,7 +174,7 @@ class Config:
     def row_bytes(self) -> int:
         """Bytes of a row of a in a stage."""
         decodes = dict(self.storage.decodes)
-        return K_OF_BF16_STAGE * int(decodes["BITS"]) // 8 if decodes else ROW_BYTES
+        return K_OF_BF16_STAGE * int(decodes["CODEC_BITS"]) // 8 if decodes else ROW_BYTES
 
     @property
     def depth(self) -> int:
@@ -262,33 +262,33 @@ def gemm_source(config: Config) -> Source:
     )
     cluster = pipeline.cluster
     macros = coding | {
-        "TILE_N": pipeline.tile_n,
-        "STAGES": config.depth,
-        "CLUSTER": cluster,
-        "CLUSTER_DIMS": f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else "",
-        "PROMOTE": pipeline.promote,
-        "KIND": {"s8": 2, "bf16": 1}.get(config.a, 0),
-        "OUT_BF16": int(config.out != "float32"),
-        "REQUANTIZED": int(bool(coding)),
-        "ACTIVATION": ACTIVATIONS.index(config.activation),
-        "PATCHES": pipeline.epilogue_tiles,
-        "GROUP": pipeline.swizzle,
-        "TURNS": int(pipeline.ping_pong),
-        "VECTORS": 2 if scaling.factors else int(scaling.vectors),
-        "ZEROS": int(scaling.zeros),
-        "BLOCKS": int(bool(scaling.blocks)),
-        "A_EACH": scaling.blocks[0] if scaling.blocks else 1,
-        "B_EACH": scaling.blocks[1] if scaling.blocks else 1,
-        "EVERY": scaling.scale_group_k,
-        "GROUPED": int(layout.grouped),
-        "A_DOWN": int(layout.transposed[0]),
-        "B_DOWN": int(layout.transposed[1]),
-        "C_DOWN": int(layout.out_transposed),
-        "SPLIT": int(layout.split_k),
-        "EXTRAS": int(config.extras),
-        "EXPANDS": int(bool(storage.expands)),
-        "DECODES": int(dict(storage.decodes).get("BITS", 0)),
-        "GUARD": int(pipeline.guard),
+        "GEMM_TILE_N": pipeline.tile_n,
+        "GEMM_STAGES": config.depth,
+        "GEMM_CLUSTER": cluster,
+        "GEMM_CLUSTER_DIMS": f"__cluster_dims__({cluster}, 1, 1)" if cluster > 1 else "",
+        "GEMM_PROMOTE": pipeline.promote,
+        "GEMM_KIND": {"s8": 2, "bf16": 1}.get(config.a, 0),
+        "GEMM_OUT_BF16": int(config.out != "float32"),
+        "GEMM_REQUANTIZED": int(bool(coding)),
+        "GEMM_ACTIVATION": ACTIVATIONS.index(config.activation),
+        "GEMM_EPILOGUE_TILES": pipeline.epilogue_tiles,
+        "GEMM_RASTER_GROUP": pipeline.swizzle,
+        "GEMM_PING_PONG": int(pipeline.ping_pong),
+        "GEMM_VECTORS": 2 if scaling.factors else int(scaling.vectors),
+        "GEMM_ZERO_POINTS": int(scaling.zeros),
+        "GEMM_SCALES_1D2D": int(bool(scaling.blocks)),
+        "GEMM_A_SCALE_ROWS": scaling.blocks[0] if scaling.blocks else 1,
+        "GEMM_B_SCALE_ROWS": scaling.blocks[1] if scaling.blocks else 1,
+        "GEMM_SCALE_GROUP_K": scaling.scale_group_k,
+        "GEMM_GROUPED": int(layout.grouped),
+        "GEMM_A_MN_MAJOR": int(layout.transposed[0]),
+        "GEMM_B_MN_MAJOR": int(layout.transposed[1]),
+        "GEMM_C_TRANSPOSED": int(layout.out_transposed),
+        "GEMM_SPLIT_K": int(layout.split_k),
+        "GEMM_EXTRAS": int(config.extras),
+        "GEMM_EXPAND_A": int(bool(storage.expands)),
+        "GEMM_DECODE_A": int(dict(storage.decodes).get("CODEC_BITS", 0)),
+        "COMMON_GUARD": int(pipeline.guard),
         **dict(storage.expands),
         **dict(storage.decodes),
     }

@@ -57,7 +57,7 @@ def source(states: str = "float32") -> Source:
 
     plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
     assert isinstance(plan, Plan)
-    blocks = {"BLOCKS": int(states != bfloat16.name)}
+    blocks = {"OPTIMIZER_BLOCKS": int(states != bfloat16.name)}
     of_blocks: dict[str, object] = dict(
         quantize_source(plan, "float32", "codes", True, False).macros
     )

@@ -43,20 +43,20 @@ def expand_source(
     if spec.tile == "tensor":
         rows = _ALL
     macros = {
-        "BITS": element.bits,
-        "MANTISSA": element.mantissa_bits,
-        "MIN_EXPONENT": element.min_exponent,
-        "IS_FLOAT": int(element.is_float),
-        "MAX_CODE": element.max_magnitude_code,
-        "UE4M3": int(spec.row.tensor_scale),
-        "SCALED": int(not (spec.is_mx or spec.row.tensor_scale)),
-        "WHOLE": int(whole),
-        "BLOCK": length,
-        "TILE_ROWS": rows,
-        "DOWN": int(spec.axis == 0),
-        "OUT": _KINDS.index(kind),
-        "LIFT": lift,
-        "FIXED": int(fixed),
+        "CODEC_BITS": element.bits,
+        "CODEC_MANTISSA": element.mantissa_bits,
+        "CODEC_MIN_EXPONENT": element.min_exponent,
+        "CODEC_IS_FLOAT": int(element.is_float),
+        "CODEC_MAX_CODE": element.max_magnitude_code,
+        "CODEC_UE4M3": int(spec.row.tensor_scale),
+        "CODEC_FLOAT_SCALES": int(spec.has_float_scales),
+        "CODEC_WHOLE": int(whole),
+        "CODEC_BLOCK": length,
+        "CODEC_TILE_ROWS": rows,
+        "PREPARE_COLUMNWISE": int(spec.axis == 0),
+        "CODEC_EXPAND_TO": _KINDS.index(kind),
+        "CODEC_LIFT": lift,
+        "CODEC_FIXED": int(fixed),
     }
     return Source.read(_SOURCE, macros)
 

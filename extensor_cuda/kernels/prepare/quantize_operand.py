@@ -89,15 +89,15 @@ def fused_source(
     assert isinstance(plan, kernels.Plan), plan
     common = kernels.quantize_source(plan, dtype, "values" if wide else "codes", True, stats)
     macros = dict(common.macros) | {
-        "ALONG": int(rows),
-        "DOWN_TOO": int(columns),
-        "WIDE": int(wide),
-        "NEAR": int(spec.rebased),
-        "MANY": int(many),
-        "LIFT": E5M2_LIFT,  # TOP is the element's largest value here
-        "SPAN": E5M2_SPAN,
-        "MARGIN": AMAX_MARGIN,
-        "RESIDENT": _resident(spec, dtype, wide),
+        "PREPARE_ROWWISE": int(rows),
+        "PREPARE_COLUMNWISE": int(columns),
+        "PREPARE_BF16": int(wide),
+        "PREPARE_REBASED": int(spec.rebased),
+        "PREPARE_MULTI_TENSOR": int(many),
+        "CODEC_LIFT": E5M2_LIFT,  # TOP is the element's largest value here
+        "PREPARE_SPAN": E5M2_SPAN,
+        "PREPARE_MARGIN": AMAX_MARGIN,
+        "PREPARE_MIN_CTAS": _resident(spec, dtype, wide),
     }
     return Source.read(_SOURCE, macros)
 

@@ -36,7 +36,7 @@ _THREADS = 128
 def mxfp4_source(block: int, integers: bool = False) -> Source:
     """The program that rebases MXFP4 rows of such blocks, to E5M2 or to integers of 8 bits."""
     lift, span = (INT8_LIFT, INT8_SPAN) if integers else (E5M2_LIFT, E5M2_SPAN)
-    macros = {"BLOCK": block, "TOP": lift, "SPAN": span, "INTEGERS": int(integers)}
+    macros = {"CODEC_BLOCK": block, "PREPARE_TOP": lift, "PREPARE_SPAN": span, "PREPARE_INTEGERS": int(integers)}
     return Source.read(_FOLDER / "rebase_mxfp4.cu", macros)
 
 
@@ -55,11 +55,11 @@ def mxfp8_source(spec: QuantSpec) -> Source:
     element = spec.row.element
     assert isinstance(spec.tile, tuple)
     macros = {
-        "MANTISSA": element.mantissa_bits,
-        "MIN_EXPONENT": element.min_exponent,
-        "MAX_CODE": element.max_magnitude_code,
-        "BLOCK": spec.tile[1],
-        "TILE_ROWS": spec.tile[0],
+        "CODEC_MANTISSA": element.mantissa_bits,
+        "CODEC_MIN_EXPONENT": element.min_exponent,
+        "CODEC_MAX_CODE": element.max_magnitude_code,
+        "CODEC_BLOCK": spec.tile[1],
+        "CODEC_TILE_ROWS": spec.tile[0],
     }
     return Source.read(_FOLDER / "rebase_mxfp8.cu", macros)
 

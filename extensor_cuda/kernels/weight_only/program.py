@@ -13,7 +13,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.runtime.compile import Source
 
-__all__ = ["FLOATS", "PARTS", "Arguments", "countable", "program"]
+__all__ = ["FLOATS", "WEIGHT_ONLY_X_PARTS", "Arguments", "countable", "program"]
 
 Array = Any
 
@@ -97,14 +97,14 @@ def program(
     """
     element, scaled = spec.row.element, spec.has_float_scales
     macros = {
-        "BITS": element.bits,
-        "IS_FLOAT": int(element.is_float),
-        "SCALED": int(scaled),
-        "HALF": int(spec.scale_name == "float16"),
-        "UE4M3": int(spec.row.tensor_scale),
-        "BLOCK": 32 if scaled else tile_extent(spec, shape)[1],
-        "PARTS": PARTS[dtype],
-        "IN": FLOATS.index(dtype),
-        "OUT": FLOATS.index(out),
+        "CODEC_BITS": element.bits,
+        "CODEC_IS_FLOAT": int(element.is_float),
+        "CODEC_FLOAT_SCALES": int(scaled),
+        "CODEC_FLOAT16_SCALES": int(spec.scale_name == "float16"),
+        "CODEC_UE4M3": int(spec.row.tensor_scale),
+        "CODEC_BLOCK": 32 if scaled else tile_extent(spec, shape)[1],
+        "WEIGHT_ONLY_X_PARTS": PARTS[dtype],
+        "WEIGHT_ONLY_IN": FLOATS.index(dtype),
+        "WEIGHT_ONLY_OUT": FLOATS.index(out),
     }
     return _read(path, tuple((macros | own).items()))

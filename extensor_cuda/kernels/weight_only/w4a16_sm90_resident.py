@@ -62,11 +62,11 @@ def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out:
     _, block = tile_extent(spec, shape)
     return program(
         _SOURCE, spec, shape, dtype, out,
-        GRAIN=4 if shape[1] // block % 16 or CHUNK // block % 16 else 16,
-        WARPS=WARPS,
-        CHUNK=CHUNK,
-        DEPTH=AHEAD,
-        TILES=-(-rows * PARTS[dtype] // 8),
+        WEIGHT_ONLY_SCALE_BYTES=4 if shape[1] // block % 16 or CHUNK // block % 16 else 16,
+        WEIGHT_ONLY_WARPS=WARPS,
+        WEIGHT_ONLY_CHUNK=CHUNK,
+        WEIGHT_ONLY_DEPTH=AHEAD,
+        WEIGHT_ONLY_TILES=-(-rows * PARTS[dtype] // 8),
     )  # fmt: skip
 
 

@@ -89,14 +89,14 @@ def source(
     stages, shared = memory(warps, tokens, block)
     made = program(
         _SOURCE, spec, shape, *dtypes,
-        GRAIN=grain,
-        WARPS=warps,
-        SHARES=cut.parts,
-        BRINGING=_PRODUCERS,
-        DEPTH=_AHEAD,
-        STAGES=stages,
-        TILES=-(-tokens // 8),
-        GUARD=0,
+        WEIGHT_ONLY_SCALE_BYTES=grain,
+        WEIGHT_ONLY_WARPS=warps,
+        WEIGHT_ONLY_SPLIT_K=cut.parts,
+        WEIGHT_ONLY_PRODUCER_WARPS=_PRODUCERS,
+        WEIGHT_ONLY_DEPTH=_AHEAD,
+        WEIGHT_ONLY_STAGES=stages,
+        WEIGHT_ONLY_TILES=-(-tokens // 8),
+        COMMON_GUARD=0,
     )  # fmt: skip
     return made, shared
 

@@ -47,12 +47,12 @@ def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out:
     length, lane = tile_extent(spec, shape)[1], _lane(spec, shape)
     return program(
         _SOURCE, spec, shape, dtype, out,
-        GROUP=length // (4 * lane) if spec.has_float_scales and length < shape[1] else 0,
-        LANE=lane,
-        PIECE=_PIECE[tiles],
-        DEPTH=_DEPTH[tiles],
-        TILES=tiles,
-        RESIDENT=_RESIDENT[tiles],
+        WEIGHT_ONLY_GROUP=length // (4 * lane) if spec.has_float_scales and length < shape[1] else 0,
+        WEIGHT_ONLY_LANE_ELEMENTS=lane,
+        WEIGHT_ONLY_X_ELEMENTS=_PIECE[tiles],
+        WEIGHT_ONLY_DEPTH=_DEPTH[tiles],
+        WEIGHT_ONLY_TILES=tiles,
+        WEIGHT_ONLY_MIN_CTAS=_RESIDENT[tiles],
     )  # fmt: skip
 
 

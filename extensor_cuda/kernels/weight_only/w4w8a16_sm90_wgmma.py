@@ -96,13 +96,13 @@ def _source(
     groups = spec.has_float_scales and length < shape[1]
     plain = program(
         _SOURCE, spec, shape, *dtypes,
-        GROUP=length // SEGMENT if groups else 0,  # segments that share a float scale
-        ZEROS=int(zeros),
-        SPLIT=cut.split,
-        STAGES=cut.stages,
-        DEPTH=cut.depth,
-        TILES=tiles,
-        GUARD=0,
+        WEIGHT_ONLY_GROUP=length // SEGMENT if groups else 0,  # segments that share a float scale
+        CODEC_ZERO_POINTS=int(zeros),
+        WEIGHT_ONLY_SPLIT_K=cut.split,
+        WEIGHT_ONLY_STAGES=cut.stages,
+        WEIGHT_ONLY_DEPTH=cut.depth,
+        WEIGHT_ONLY_TILES=tiles,
+        COMMON_GUARD=0,
     )  # fmt: skip
     return _with_wgmma(plain, tiles)
 

@@ -98,7 +98,7 @@ codes_of(const u32* x, const Scale* scale, const u32* words, u32* codes, int cou
         survey.add(pair);
         bool far = false;
         for (int h = 0; h < 32; h += 16)
-            far |= float_of(survey.largest >> h << 16) * scale->apply >= float_of(CLAMP_BITS);
+            far |= float_of(survey.largest >> h << 16) * scale->apply >= float_of(CODEC_CLAMP_BITS);
         codes[i] = needs_care(far, survey.least, *scale, *scale)
                        ? four_codes<true>(v, scale->apply, w)
                        : four_codes<false>(v, scale->apply, w);

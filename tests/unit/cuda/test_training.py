@@ -12,7 +12,7 @@ import extensor as et
 from extensor.backends.generic import GenericBackend
 from extensor.backends.protocol import Window
 from extensor.backends.windows import fold
-from extensor.nn.quantize import apply_recipe
+from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW, Optimizer
 from extensor.optim.states import STATES
 from extensor_cuda.kernels.nn import (
