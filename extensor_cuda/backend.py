@@ -221,15 +221,9 @@ class CudaBackend(CudaTraining):
         """See the protocol. Waits for the GPU, whose counts it returns."""
         if self._pair_reason(x, specs, streams):
             return super().quantize_rowwise_columnwise(x, specs, streams)
-<<<<<<< HEAD
         plan = pair.pair_plan(specs, tuple(x.shape))
         assert isinstance(plan, pair.PairPlan)
         return pair.quantize(self._ready(x), plan, streams, self.xp)
-=======
-        plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
-        assert isinstance(plan, rowwise_columnwise.PairPlan)
-        return rowwise_columnwise.quantize(self._ready(x), plan, streams, self.xp)
->>>>>>> main
 
     def fake_quantize_rowwise_columnwise(
         self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
@@ -237,15 +231,9 @@ class CudaBackend(CudaTraining):
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
         if self._pair_reason(x, specs, streams):
             return super().fake_quantize_rowwise_columnwise(x, specs, streams)
-<<<<<<< HEAD
         plan = pair.pair_plan(specs, tuple(x.shape))
         assert isinstance(plan, pair.PairPlan)
         return pair.fake_quantize(self._ready(x), plan, streams, self.xp)
-=======
-        plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
-        assert isinstance(plan, rowwise_columnwise.PairPlan)
-        return rowwise_columnwise.operand(self._ready(x), plan, streams, self.xp)
->>>>>>> main
 
     def _pair_reason(
         self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
@@ -269,11 +257,7 @@ class CudaBackend(CudaTraining):
 
     def _dequantize_reason(self, q: QuantArray, dtype: str = "float32") -> str | None:
         plan = _plan_of(q.spec, q.shape, decoding=True)
-<<<<<<< HEAD
         return plan.reason if isinstance(plan, Unsupported) else None
-=======
-        return plan if isinstance(plan, str) else None
->>>>>>> main
 
     def block_scaled_matmul(self, a: QuantArray, b: QuantArray) -> Array:
         """See the protocol, and `extensor_cuda.matmul.stored`. Waits for the GPU."""

@@ -25,7 +25,11 @@ _FORMATS = ("float32", "bfloat16", "float16")
 @lru_cache(maxsize=16)
 def bf16_source(dtype: str, whole: bool, out: str = "float32") -> Source:
     """The program that rounds matrices of a dtype, and adds parts of a sum to an ``out``."""
-    macros = {"PREPARE_IN": _FORMATS.index(dtype), "PREPARE_WHOLE": int(whole), "PREPARE_OUT_BF16": int(out == "bfloat16")}
+    macros = {
+        "PREPARE_IN": _FORMATS.index(dtype),
+        "PREPARE_WHOLE": int(whole),
+        "PREPARE_OUT_BF16": int(out == "bfloat16"),
+    }
     return Source.read(_SOURCE, macros)
 
 

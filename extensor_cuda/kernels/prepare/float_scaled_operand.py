@@ -42,7 +42,9 @@ class Quantized(NamedTuple):
 @lru_cache(maxsize=64)
 def scaled_source(spec: QuantSpec, dtype: str) -> Source:
     """The program for a resolved spec and an input dtype."""
-    macros = float_scaled_rowwise.float_macros(spec, dtype) | {"PREPARE_COLUMNWISE": int(spec.axis == 0)}
+    macros = float_scaled_rowwise.float_macros(spec, dtype) | {
+        "PREPARE_COLUMNWISE": int(spec.axis == 0)
+    }
     return Source.read(_SOURCE, macros)
 
 

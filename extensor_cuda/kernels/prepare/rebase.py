@@ -36,7 +36,12 @@ _THREADS = 128
 def mxfp4_source(block: int, integers: bool = False) -> Source:
     """The program that rebases MXFP4 rows of such blocks, to E5M2 or to integers of 8 bits."""
     lift, span = (INT8_LIFT, INT8_SPAN) if integers else (E5M2_LIFT, E5M2_SPAN)
-    macros = {"CODEC_BLOCK": block, "PREPARE_TOP": lift, "PREPARE_SPAN": span, "PREPARE_INTEGERS": int(integers)}
+    macros = {
+        "CODEC_BLOCK": block,
+        "PREPARE_TOP": lift,
+        "PREPARE_SPAN": span,
+        "PREPARE_INTEGERS": int(integers),
+    }
     return Source.read(_FOLDER / "rebase_mxfp4.cu", macros)
 
 

@@ -13,7 +13,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.runtime.compile import Source
 
-__all__ = ["FLOATS", "WEIGHT_ONLY_X_PARTS", "Arguments", "countable", "program"]
+__all__ = ["FLOATS", "PARTS", "Arguments", "countable", "program"]
 
 Array = Any
 
