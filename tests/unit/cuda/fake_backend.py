@@ -10,7 +10,6 @@ import pytest
 
 from extensor.backends import registry
 from extensor.quant import reference
-from extensor_cuda import near
 from extensor_cuda.backend import CudaBackend
 from extensor_cuda.kernels.nn import (
     conv_pool,
@@ -131,15 +130,14 @@ def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBac
     """Device "cuda" on numpy."""
     for module in (*TRAINING, capture):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(kernels, "operand", fake_operand)
+    monkeypatch.setattr(kernels, "fake_quantize", fake_operand)
     monkeypatch.setattr(kernels, "quantize", fake_quantize)
     for module in (kernels, dequantize):
         monkeypatch.setattr(module, "launch", lambda *arguments: None)  # of what is stored
-    monkeypatch.setattr(near, "operand", fake_near)
-    monkeypatch.setattr(rowwise_columnwise, "operand", fake_pair)
+    monkeypatch.setattr("extensor_cuda.backend.fake_quantize_rebased", fake_near)
+    monkeypatch.setattr(rowwise_columnwise, "fake_quantize", fake_pair)
     monkeypatch.setattr("extensor_cuda.runtime.driver.multiprocessors", lambda device: 2)
-    for name in ("backend._capability", "runtime.driver.capability"):
-        monkeypatch.setattr(f"extensor_cuda.{name}", lambda device: "80")
+    monkeypatch.setattr("extensor_cuda.runtime.driver.capability", lambda device: "80")
     xp: Any = fake.FakeCupy()
 
     def matmul(a: Any, b: Any) -> Any:
