@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ __all__ = [
     "OPS",
     "PRIMITIVES",
     "BadInput",
+    "Declaration",
     "Op",
     "Primitive",
     "Sample",
@@ -48,6 +49,13 @@ Check = Literal["gradgrad", "forward"]
 Reads = Literal["both", "inputs", "output", "nothing"]
 Vjp = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Declaration(Protocol):
+    """A decorator that registers a function and gives it back."""
+
+    def __call__(self, function: Function, /) -> Function:
+        """Register the function; gives it back."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +229,7 @@ def primitive(
     errors: tuple[BadInput, ...] = (),
     name: str | None = None,
     **declared: Any,
-) -> Callable[[Function], Function]:
+) -> Declaration:
     """Declare the decorated public function as a primitive; the arguments are `Primitive`'s.
 
     Raises:
@@ -242,7 +250,7 @@ def composite(
     samples: Samples,
     errors: tuple[BadInput, ...] = (),
     name: str | None = None,
-) -> Callable[[Function], Function]:
+) -> Declaration:
     """Declare the decorated public function as an operation written in other operations."""
 
     def register(function: Function) -> Function:
@@ -253,7 +261,7 @@ def composite(
     return register
 
 
-def blocked_rule(name: str) -> Callable[[Function], Function]:
+def blocked_rule(name: str) -> Declaration:
     """Declare what primitive ``name`` does where an input is blocked.
 
     The function is called with the inputs and params of `apply` and returns an ExTensor.

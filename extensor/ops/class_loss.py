@@ -9,7 +9,8 @@ import numpy as np
 from extensor.autograd.apply import apply, wrap
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import quiet, tensors_only
+from extensor.ops.arguments import tensors_only
+from extensor.ops.declare import quiet
 from extensor.ops.loss import Reduction, reduced, wide
 
 __all__ = ["cross_entropy", "nll"]

@@ -13,7 +13,8 @@ from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.pullback import sum_to as _sum_to
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import DTypeLike, as_dtype
-from extensor.ops.arguments import Axis, axis_index, axis_tuple, broadcasts, quiet, tensors_only
+from extensor.ops.arguments import Axis, axis_index, axis_tuple, broadcasts, tensors_only
+from extensor.ops.declare import quiet
 from extensor.ops.shape import stack
 
 __all__ = [
