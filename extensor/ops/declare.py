@@ -93,7 +93,11 @@ def unary_primitive(
         assert isinstance(function, str)
         samples = unary_samples(getattr(np, function), *samples)
     if fused:
-        raw = (lambda xp, g, out, x: vjp(g, out, x)) if fused is True else fused
+
+        def operators(xp: Any, g: Any, out: Any, x: Any) -> Any:
+            return vjp(g, out, x)
+
+        raw = operators if fused is True else fused
         declared["fused_vjp"] = lambda backend, g, out, inputs, needs: (
             raw(backend.xp, g, out, inputs[0]),
         )
