@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from extensor import inspect, io, nn, optim, testing
     from extensor.array_api import fft, linalg
     from extensor.inspect import compare_layers
-    from extensor.nn.stored import load_quantized, quantize_model, save_quantized
+    from extensor.nn.ptq import load_quantized, quantize_model, save_quantized
     from extensor.ops.prequantized import prequantized_conv2d, prequantized_matmul
     from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
     from extensor.quant.recipe import Recipe
@@ -80,7 +80,7 @@ _MODULES = {
 }
 _NAMES = {
     "extensor.inspect": "compare_layers",
-    "extensor.nn.stored": "load_quantized quantize_model save_quantized",
+    "extensor.nn.ptq": "load_quantized quantize_model save_quantized",
     "extensor.ops.prequantized": "prequantized_conv2d prequantized_matmul",
     "extensor.ops.quantized": "layer_context quantized_conv2d quantized_matmul",
     "extensor.quant.recipe": "Recipe",

@@ -35,8 +35,8 @@ from extensor_cuda.expansion import (
     launch_expand,
     multiply,
 )
-from extensor_cuda.kernels.block_scales import Stored, block_scales
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     STAGE_OF_BF16,
     TILE_M,
     Packed,

@@ -1,9 +1,10 @@
 """Products of few rows of activations with packed weights, on tensor cores of sm_80 and later.
 
-Four programs. Hopper has three of its own. For E2M1 weights: `decode_ring.cu` for 3 to 16 tokens
-and more than 4224 rows of weights (x passes by in a ring), `decode_few.cu` for fewer of either (x
-lies in shared memory). `decode_hopper.cu` (wgmma with weights from registers) for more tokens, and
-for INT4 and INT8 in rows, or groups of multiples of 128. `decode.cu` takes all else.
+Four programs, three of them for Hopper alone. E2M1 weights: `w4a16_sm90_ring.cu` for 3 to 16 tokens
+and more than 4224 rows of weights (x passes by in a ring), `w4a16_sm90_resident.cu` for fewer of
+either (x lies in shared memory). `w4w8a16_sm90_wgmma.cu` (wgmma with weights from registers) for
+more tokens, and for INT4 and INT8 in rows, or groups of multiples of 128. `w4w8a16_sm80.cu` takes
+all else.
 
 Weights are read once, packed, and become bfloat16 on the way to the tensor core, exactly: elements
 of MXFP4 and NVFP4 times their scales, codes of INT4 and INT8 less their zero points (whose sums are
@@ -29,8 +30,12 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels import decode_few, decode_hopper, decode_ring
-from extensor_cuda.kernels.decode_program import FLOATS, PARTS, is_scaled, program
+from extensor_cuda.kernels.weight_only import (
+    w4a16_sm90_resident,
+    w4a16_sm90_ring,
+    w4w8a16_sm90_wgmma,
+)
+from extensor_cuda.kernels.weight_only.program import FLOATS, PARTS, is_scaled, program
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
@@ -47,12 +52,12 @@ Array = Any
 
 MOST_TOKENS = 64
 """Rows of bfloat16 activations, or three times the rows of float32 ones."""
-_ROWS, _THREADS, _BLOCKS = 64, 128, 1056  # as in decode.cu; blocks that fill a large GPU
+_ROWS, _THREADS, _BLOCKS = 64, 128, 1056  # as in w4w8a16_sm80.cu; blocks that fill a large GPU
 # By tiles of 8 tokens: elements of K in shared memory, segments copied ahead, blocks of an SM.
 _PIECE = {1: 512, 2: 512, 4: 256, 8: 256}
 _DEPTH = {1: 4, 2: 4, 4: 4, 8: 2}
 _RESIDENT = {1: 8, 2: 6, 4: 3, 8: 2}
-_SOURCE = Path(__file__).parent / "kernels" / "decode.cu"
+_SOURCE = Path(__file__).parent / "kernels" / "weight_only" / "w4w8a16_sm80.cu"
 
 
 def reason(x: Array, w: QuantArray, capability: str) -> str | None:
@@ -118,12 +123,12 @@ def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out:
     length, lane = tile_extent(spec, shape)[1], _lane(spec, shape)
     return program(
         _SOURCE, spec, shape, dtype, out,
-        GROUP=length // (4 * lane) if is_scaled(spec) and length < shape[1] else 0,
-        LANE=lane,
-        PIECE=_PIECE[tiles],
-        DEPTH=_DEPTH[tiles],
-        TILES=tiles,
-        RESIDENT=_RESIDENT[tiles],
+        WEIGHT_ONLY_GROUP=length // (4 * lane) if is_scaled(spec) and length < shape[1] else 0,
+        WEIGHT_ONLY_LANE_ELEMENTS=lane,
+        WEIGHT_ONLY_X_ELEMENTS=_PIECE[tiles],
+        WEIGHT_ONLY_DEPTH=_DEPTH[tiles],
+        WEIGHT_ONLY_TILES=tiles,
+        WEIGHT_ONLY_MIN_CTAS=_RESIDENT[tiles],
     )  # fmt: skip
 
 
@@ -162,12 +167,12 @@ def product(x: Array, w: QuantArray, out_dtype: str, xp: Any) -> Array:
     )
     on_hopper = driver.capability(xp.cuda.runtime.getDevice()) == "90"
     tokens, zeros = len(x) * PARTS[x.dtype.name], partial(_zeros, xp)
-    if on_hopper and decode_ring.taken(w, tokens):
-        decode_ring.product(x, w, codes, scales, out, zeros, xp)
-    elif on_hopper and decode_few.taken(w, tokens):
-        decode_few.product(x, w, codes, scales, out, zeros, xp)
-    elif on_hopper and decode_hopper.taken(w):
-        decode_hopper.product(x, w, codes, scales, out, zeros, xp)
+    if on_hopper and w4a16_sm90_ring.taken(w, tokens):
+        w4a16_sm90_ring.product(x, w, codes, scales, out, zeros, xp)
+    elif on_hopper and w4a16_sm90_resident.taken(w, tokens):
+        w4a16_sm90_resident.product(x, w, codes, scales, out, zeros, xp)
+    elif on_hopper and w4w8a16_sm90_wgmma.taken(w):
+        w4w8a16_sm90_wgmma.product(x, w, codes, scales, out, zeros, xp)
     else:
         _launch(x, w, codes, scales, out, xp)
     return out
@@ -177,14 +182,14 @@ def _launch(x: Array, w: QuantArray, codes: Array, scales: Array, out: Array, xp
     (rows, columns), lines = x.shape, w.shape[0]
     source = decode_source(w, rows, x.dtype.name, out.dtype.name)
     macros = dict(source.macros)
-    splits, stretch = stretches(lines, columns, 4 * int(macros["LANE"]))
+    splits, stretch = stretches(lines, columns, 4 * int(macros["WEIGHT_ONLY_LANE_ELEMENTS"]))
     count = -(-lines // _ROWS)
     zeros = w.zero_points
-    if macros["SCALED"] == "1" and len(scales) < lines:  # one scale for all rows
+    if macros["CODEC_FLOAT_SCALES"] == "1" and len(scales) < lines:  # one scale for all rows
         scales = scales.repeat(lines, axis=0)
         zeros = None if zeros is None else zeros.repeat(lines, axis=0)
     null = np.uint64(0)
-    sums = xp.empty((splits, rows * int(macros["PARTS"]), lines), dtype=np.float32)
+    sums = xp.empty((splits, rows * int(macros["WEIGHT_ONLY_X_PARTS"]), lines), dtype=np.float32)
     launch(
         source,
         "decode_product",

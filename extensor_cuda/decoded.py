@@ -20,7 +20,7 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda import dense
 from extensor_cuda.bf16 import every, float_scales, is_float_scaled
 from extensor_cuda.expansion import aligned
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     STAGE_OF_BF16,
     TILE_M,
     Config,
@@ -95,12 +95,12 @@ def _folds(w: QuantArray) -> bool:
 def _config(w: QuantArray, rows: int, dtype: str) -> tuple[Config, Split | None]:
     beside, length = _beside(w)
     macros = {
-        "BITS": w.spec.row.element.bits,
-        "IS_FLOAT": int(w.spec.row.element.is_float),
-        "UE4M3": int(w.spec.row.tensor_scale),
-        "BLOCK": 0 if beside is None else length,
-        "ROW_ZERO": int(beside is not None and length == 0),
-        "FOLDS": int(is_float_scaled(w.spec) or _folds(w)),
+        "CODEC_BITS": w.spec.row.element.bits,
+        "CODEC_IS_FLOAT": int(w.spec.row.element.is_float),
+        "CODEC_UE4M3": int(w.spec.row.tensor_scale),
+        "CODEC_BLOCK": 0 if beside is None else length,
+        "GEMM_ROW_ZERO_POINT": int(beside is not None and length == 0),
+        "GEMM_FOLD_SCALES": int(is_float_scaled(w.spec) or _folds(w)),
     }
     group = every(w)
     tile, split = cut(w.shape[0], w.shape[1], rows, group, w.spec.row.element.bits)

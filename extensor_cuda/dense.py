@@ -1,7 +1,8 @@
 """Products of bfloat16 operands on Hopper's tensor cores, for what a recipe leaves unquantized.
 
 A matrix is rounded to bfloat16 once, as it lies; one that is bfloat16 is read where it is. The
-product reads it along its rows or down its columns (`extensor_cuda.kernels.gemm`), so that nothing
+product reads it along its rows or down its columns (`extensor_cuda.kernels.gemm.gemm_sm90`), so
+that nothing
 is turned: a linear layer's three products take one rounding of x, of w and of g. The bound is that
 of `extensor_cuda.gemm`; where K is multiplied in parts, which the shape alone decides
 (`configure_parts`), the parts are added in order, which cuts less. Nothing here waits for the GPU.
@@ -18,7 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     Config,
     Split,
     configure_parts,
@@ -33,7 +34,7 @@ __all__ = ["Dense", "add_parts", "empty_parts", "make", "multiply", "source", "t
 
 Array = Any
 
-_THREADS = 256  # as in dense.cu
+_THREADS = 256  # as in cast_bf16.cu
 _FORMATS = ("float32", "bfloat16", "float16")
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
@@ -65,8 +66,12 @@ class Dense:
 @lru_cache(maxsize=16)
 def source(dtype: str, whole: bool, out: str = "float32") -> Source:
     """The program that rounds matrices of a dtype, and adds parts of a sum to an ``out``."""
-    path = Path(__file__).parent / "kernels" / "dense.cu"
-    macros = {"IN": _FORMATS.index(dtype), "WHOLE": int(whole), "OUT_BF16": int(out == "bfloat16")}
+    path = Path(__file__).parent / "kernels" / "prepare" / "cast_bf16.cu"
+    macros = {
+        "PREPARE_IN": _FORMATS.index(dtype),
+        "PREPARE_WHOLE": int(whole),
+        "PREPARE_OUT_BF16": int(out == "bfloat16"),
+    }
     return Source.read(path, macros)
 
 

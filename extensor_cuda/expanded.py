@@ -26,8 +26,8 @@ from extensor.random import Stream
 from extensor_cuda import tuned
 from extensor_cuda.dense import Dense
 from extensor_cuda.expansion import Expansion, expand, join, kind_of, scale_of
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import Flags, empty_rows
+from extensor_cuda.kernels.gemm.gemm_sm90 import Flags, empty_rows
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.operands import LEAST_WORK, Operand
 from extensor_cuda.runtime.counters import OperandCounts
 

@@ -1,7 +1,7 @@
 """Packed codes and scales -> what Hopper's tensor cores multiply, exactly: FP8 codes or bfloat16.
 
-`kernels/expand.cu` writes the contraction contiguous, blocks along either axis, square tiles.
-A tensor's scales lie relative to its largest one; FP8 holds every value of
+`kernels/prepare/expand.cu` writes the contraction contiguous, blocks along either axis, square
+tiles. A tensor's scales lie relative to its largest one; FP8 holds every value of
 
     mxfp4                   as E5M2 while the scales span up to 28 binades
     mxfp6_e2m3              as E4M3, 11 binades
@@ -26,8 +26,8 @@ import numpy as np
 from extensor.quant.array import QuantArray, coded_length
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense
-from extensor_cuda.kernels.gemm import Flags, Packed, configure, empty_rows, gemm
-from extensor_cuda.kernels.requantize import Requantized, finished, type_of
+from extensor_cuda.kernels.gemm.gemm_sm90 import Flags, Packed, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.requantize import Requantized, finished, type_of
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
@@ -45,7 +45,7 @@ __all__ = [
 
 Array = Any
 
-_FOLDER = Path(__file__).parent / "kernels"
+_FOLDER = Path(__file__).parent / "kernels" / "prepare"
 _THREADS, _GUARDED_BLOCKS, _ANCHOR_BLOCKS = 256, 264, 264
 _MOST_THREADS = 1 << 31  # of 16 elements each
 _ALL = 1 << 30  # elements or rows that share a scale: all there are
@@ -102,20 +102,20 @@ def expand_source(
     if spec.tile == "tensor":
         rows = _ALL
     macros = {
-        "BITS": element.bits,
-        "MANTISSA": element.mantissa_bits,
-        "MIN_EXPONENT": element.min_exponent,
-        "IS_FLOAT": int(element.is_float),
-        "MAX_CODE": element.max_magnitude_code,
-        "UE4M3": int(spec.row.tensor_scale),
-        "SCALED": int(_is_scaled(spec)),
-        "WHOLE": int(whole),
-        "BLOCK": length,
-        "TILE_ROWS": rows,
-        "DOWN": int(spec.axis == 0),
-        "OUT": _KINDS.index(kind),
-        "LIFT": lift,
-        "FIXED": int(fixed),
+        "CODEC_BITS": element.bits,
+        "CODEC_MANTISSA": element.mantissa_bits,
+        "CODEC_MIN_EXPONENT": element.min_exponent,
+        "CODEC_IS_FLOAT": int(element.is_float),
+        "CODEC_MAX_CODE": element.max_magnitude_code,
+        "CODEC_UE4M3": int(spec.row.tensor_scale),
+        "CODEC_FLOAT_SCALES": int(_is_scaled(spec)),
+        "CODEC_WHOLE": int(whole),
+        "CODEC_BLOCK": length,
+        "CODEC_TILE_ROWS": rows,
+        "PREPARE_COLUMNWISE": int(spec.axis == 0),
+        "CODEC_EXPAND_TO": _KINDS.index(kind),
+        "CODEC_LIFT": lift,
+        "CODEC_FIXED": int(fixed),
     }
     return Source.read(_FOLDER / "expand.cu", macros)
 
@@ -246,7 +246,7 @@ def join(
         out: (M, N) float32 or bfloat16, rows a multiple of 16 bytes apart; or a `Requantized`.
         flags: on the device, whether to run.
         runs: counts the launches that ran.
-        promote: as in `extensor_cuda.kernels.gemm.Config`.
+        promote: as in `extensor_cuda.kernels.gemm.gemm_sm90.Config`.
         bias: float32 (N,), added to the float32 sum; None: none.
     """
     config = configure(a.kind, *out.shape, type_of(out), promote, b=b.kind)

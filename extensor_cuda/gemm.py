@@ -44,9 +44,9 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda import scaled
 from extensor_cuda.bf16 import whole
 from extensor_cuda.expansion import Expansion, expand, join, kind_of, multiply
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import MOST_TERMS, configure, empty_rows, gemm
-from extensor_cuda.kernels.requantize import Requantized, finished, requantized, type_of
+from extensor_cuda.kernels.gemm.gemm_sm90 import MOST_TERMS, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.requantize import Requantized, finished, requantized, type_of
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.near import Inexact, near
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
@@ -58,7 +58,7 @@ Array = Any
 # e2m1's 6 times 2**13 is E5M2's 49152; its 0.5 times 2**-15 is E5M2's least, 2**-16.
 TOP, SPAN = 13, 28
 INT_TOP, INT_SPAN = 4, 3  # 6 times 2**4 and 0.5 times 2**1 are integers of 8 bits
-_SOURCE = Path(__file__).parent / "kernels" / "rebase.cu"
+_SOURCE = Path(__file__).parent / "kernels" / "prepare" / "rebase_mxfp4.cu"
 _PROMOTE = {"promote": 4, "fast": 0, "near": 1}  # stages of 128 elements
 _OUT = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 
@@ -130,7 +130,13 @@ def rebase_source(block: int, integers: bool = False) -> Source:
     """The program that rebases MXFP4 rows of such blocks, to E5M2 or to integers of 8 bits."""
     top, span = (INT_TOP, INT_SPAN) if integers else (TOP, SPAN)
     return Source.read(
-        _SOURCE, {"BLOCK": block, "TOP": top, "SPAN": span, "INTEGERS": int(integers)}
+        _SOURCE,
+        {
+            "CODEC_BLOCK": block,
+            "PREPARE_TOP": top,
+            "PREPARE_SPAN": span,
+            "PREPARE_INTEGERS": int(integers),
+        },
     )
 
 
@@ -234,7 +240,7 @@ def matmul(
             "bf16": always bfloat16 operands, twice the time and no such loss; "near": MXFP8 as
             FP8, a few of whose values change, as the result says.
         out_dtype: "float32", "bfloat16", or how the product's rows are quantized, from what would
-            have been its bfloat16 values (`extensor_cuda.kernels.requantize`).
+            have been its bfloat16 values (`extensor_cuda.kernels.gemm.requantize`).
         out_amax: for a format with a scale per tensor, or under a window, what stands for the
             product's largest magnitude: float32 of shape () on the device.
 

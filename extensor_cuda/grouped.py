@@ -19,7 +19,7 @@ from extensor_cuda import scaled
 from extensor_cuda.bf16 import whole
 from extensor_cuda.expansion import Expansion, expand, kind_of, scale_of
 from extensor_cuda.gemm import Product
-from extensor_cuda.kernels.gemm import configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.gemm_sm90 import configure, empty_rows, gemm
 
 __all__ = ["batch", "matmul", "offsets_of", "reason"]
 

@@ -2,9 +2,9 @@
 
 Of a stored matrix each row has one power of two, its largest scale; elements under smaller scales
 move down in their own format and are rounded to nearest even where they become subnormal
-(`kernels/near.cu`; the rule, and the same on the CPU: `extensor.quant.rebase`). A value is off by
-up to 2**-10 (E4M3) or 2**-17 (E5M2) times its row's largest scale, and most are not changed at all:
-how many were is counted by row, on the device.
+(`kernels/prepare/rebase_mxfp8.cu`; the rule, and the same on the CPU: `extensor.quant.rebase`). A
+value is off by up to 2**-10 (E4M3) or 2**-17 (E5M2) times its row's largest scale, and most are not
+changed at all: how many were is counted by row, on the device.
 
 What training quantizes under a spec with ``rebased`` (`extensor_cuda.operands`) has a power of two
 for each square of 128 x 128 instead, known when the square is read, so that the codes are written
@@ -32,9 +32,9 @@ from extensor.quant.rounding import decode
 from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.expansion import Expansion
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.dequantize import dequantize
-from extensor_cuda.kernels.gemm import LINES, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.gemm_sm90 import LINES, configure, empty_rows, gemm
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.quantize.dequantize import dequantize
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.launch import launch
@@ -43,7 +43,7 @@ __all__ = ["Inexact", "Square", "multiply", "near", "near_source", "squares"]
 
 Array = Any
 
-_SOURCE = Path(__file__).parent / "kernels" / "near.cu"
+_SOURCE = Path(__file__).parent / "kernels" / "prepare" / "rebase_mxfp8.cu"
 _THREADS = 128
 _BEHIND = 64  # floats that may be read behind the last row's: a tile's width
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -152,11 +152,11 @@ def near_source(spec: QuantSpec) -> Source:
     element = spec.row.element
     assert isinstance(spec.tile, tuple)
     macros = {
-        "MANTISSA": element.mantissa_bits,
-        "MIN_EXPONENT": element.min_exponent,
-        "MAX_CODE": element.max_magnitude_code,
-        "BLOCK": spec.tile[1],
-        "TILE_ROWS": spec.tile[0],
+        "CODEC_MANTISSA": element.mantissa_bits,
+        "CODEC_MIN_EXPONENT": element.min_exponent,
+        "CODEC_MAX_CODE": element.max_magnitude_code,
+        "CODEC_BLOCK": spec.tile[1],
+        "CODEC_TILE_ROWS": spec.tile[0],
     }
     return Source.read(_SOURCE, macros)
 

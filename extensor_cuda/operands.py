@@ -1,7 +1,8 @@
 """Operands of training's products: quantized to MXFP4 and written as FP8 at once, on Hopper.
 
 A matrix is read once and quantized along its rows, down its columns or both; what is written are
-E5M2 codes under one power of two (`kernels/operand.cu`), contraction contiguous, and no packed
+E5M2 codes under one power of two (`kernels/prepare/quantize_operand.cu`), contraction contiguous,
+and no packed
 storage. The power of two comes from the largest magnitude that the same tensor of the same layer
 had the last time, with four binades to grow; the first time another pass looks for it.
 
@@ -34,8 +35,7 @@ from extensor.random import Stream
 from extensor_cuda import tuned
 from extensor_cuda.dense import Dense, add_parts, empty_parts
 from extensor_cuda.gemm import SPAN, TOP
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     Flags,
     Split,
     configure,
@@ -43,6 +43,7 @@ from extensor_cuda.kernels.gemm import (
     empty_rows,
     gemm,
 )
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.near import Square, squares
 from extensor_cuda.runtime.capture import clock_of
 from extensor_cuda.runtime.compile import Source
@@ -74,8 +75,8 @@ _MATRIX = np.dtype(
     + [(name, np.int64) for name in ("rows", "columns", "start")]
     + [(f"{side}_scales", np.uint64) for side in ("along", "down")]
 )
-"""`Matrix` of operand.cu."""
-_FOLDER = Path(__file__).parent / "kernels"
+"""`Matrix` of quantize_operand.cu."""
+_FOLDER = Path(__file__).parent / "kernels" / "prepare"
 _OUT = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
@@ -167,17 +168,17 @@ def operand_source(
     assert isinstance(plan, kernels.Plan), plan
     common = kernels.quantize_source(plan, dtype, "values" if wide else "codes", True, stats)
     macros = dict(common.macros) | {
-        "ALONG": int(along),
-        "DOWN_TOO": int(down),
-        "WIDE": int(wide),
-        "NEAR": int(spec.rebased),
-        "MANY": int(many),
-        "LIFT": TOP,  # TOP is the element's largest value here
-        "SPAN": SPAN,
-        "MARGIN": _MARGIN,
-        "RESIDENT": _resident(spec, dtype, wide),
+        "PREPARE_ROWWISE": int(along),
+        "PREPARE_COLUMNWISE": int(down),
+        "PREPARE_BF16": int(wide),
+        "PREPARE_REBASED": int(spec.rebased),
+        "PREPARE_MULTI_TENSOR": int(many),
+        "CODEC_LIFT": TOP,  # TOP is the element's largest value here
+        "PREPARE_SPAN": SPAN,
+        "PREPARE_MARGIN": _MARGIN,
+        "PREPARE_MIN_CTAS": _resident(spec, dtype, wide),
     }
-    return Source.read(_FOLDER / "operand.cu", macros)
+    return Source.read(_FOLDER / "quantize_operand.cu", macros)
 
 
 def _resident(spec: QuantSpec, dtype: str, wide: bool) -> int:
@@ -188,7 +189,7 @@ def _resident(spec: QuantSpec, dtype: str, wide: bool) -> int:
 
 
 def _tile_rows(x: Array, wide: bool) -> int:
-    """Rows of a tile, as in operand.cu: half as many as a block has threads."""
+    """Rows of a tile, as in quantize_operand.cu: half as many as a block has threads."""
     return 128 if x.itemsize == 2 and not wide else 64
 
 

@@ -24,8 +24,8 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda.expansion import Expansion
-from extensor_cuda.kernels.block_scales import Stored, block_scales
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     LINES,
     MOST_TERMS,
     Zeros,
@@ -33,7 +33,7 @@ from extensor_cuda.kernels.gemm import (
     empty_rows,
     gemm,
 )
-from extensor_cuda.kernels.requantize import Requantized, finished, type_of
+from extensor_cuda.kernels.gemm.requantize import Requantized, finished, type_of
 
 __all__ = ["Side", "by_row", "joinable", "multiply", "pitched", "product", "reason", "row_reason"]
 

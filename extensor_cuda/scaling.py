@@ -1,9 +1,10 @@
 """Training's operands under float scales: values quantized to FP8 or INT8 as products read them.
 
 Per tensor, per row or column, in blocks along the contraction or in square tiles, the matrix turned
-where it is contracted along its first axis: by `kernels.float_lines` and `kernels.float_panels`, or
-where these do not fit in two passes of any shape (`kernels/scaled.cu`). Codes and scales are the
-reference's, bit for bit. Products: `extensor_cuda.scaled`. Nothing waits.
+where it is contracted along its first axis: by `float_scaled_rowwise` and
+`float_scaled_columnwise`, or
+where these do not fit in two passes of any shape (`kernels/prepare/float_scaled_operand.cu`).
+Codes and scales are the reference's, bit for bit. Products: `extensor_cuda.scaled`. Nothing waits.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from extensor.quant.rounding import decode
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import tuned
-from extensor_cuda.kernels import float_lines, float_panels
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import MOST_TERMS
+from extensor_cuda.kernels.gemm.gemm_sm90 import MOST_TERMS
+from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.operands import LEAST_WORK
 from extensor_cuda.runtime.capture import clock_of
 from extensor_cuda.runtime.compile import Source
@@ -34,8 +35,8 @@ __all__ = ["make", "reason", "scaled_source", "values"]
 
 Array = Any
 
-_SOURCE = Path(__file__).parent / "kernels" / "scaled.cu"
-_THREADS, _WARPS, _ROWS, _COLUMNS = 256, 8, 32, 128  # as in scaled.cu
+_SOURCE = Path(__file__).parent / "kernels" / "prepare" / "float_scaled_operand.cu"
+_THREADS, _WARPS, _ROWS, _COLUMNS = 256, 8, 32, 128  # as in float_scaled_operand.cu
 
 
 def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
@@ -82,7 +83,9 @@ def _spec_reason(spec: QuantSpec, shape: tuple[int, ...]) -> str | None:
 @lru_cache(maxsize=64)
 def scaled_source(spec: QuantSpec, dtype: str) -> Source:
     """The program for a resolved spec and an input dtype."""
-    macros = float_lines.float_macros(spec, dtype) | {"DOWN": int(spec.axis == 0)}
+    macros = float_scaled_rowwise.float_macros(spec, dtype) | {
+        "PREPARE_COLUMNWISE": int(spec.axis == 0)
+    }
     return Source.read(_SOURCE, macros)
 
 
@@ -99,7 +102,7 @@ def make(
     """
     of_all = all(tile_extent(spec, x.shape) == x.shape for spec in specs)
     shared = len(specs) > 1 and of_all and _is_aligned(x) and x.size % 16 == 0
-    most = float_lines.largest(x, specs[0], xp) if shared else None
+    most = float_scaled_rowwise.largest(x, specs[0], xp) if shared else None
     return [_make(x, spec, stream, most, xp) for spec, stream in zip(specs, streams, strict=True)]
 
 
@@ -118,14 +121,16 @@ def _make(
     out = xp.empty((lines, -(-k // 16) * 16), dtype=np.uint8)
     scales = xp.empty(grid, dtype=np.float32)
     written = x, stream, out, scales, counters, xp
-    by_lines = spec.axis == 1 and float_lines.lines_of(
+    by_lines = spec.axis == 1 and float_scaled_rowwise.lines_of(
         spec, (1, rows, 1, columns), (1, tall, 1, wide), (1, grid[0], 1, grid[1])
     )
-    by_panels = spec.axis == 0 and float_panels.panels_of(spec, x.shape, (tall, wide), turned=True)
+    by_panels = spec.axis == 0 and float_scaled_columnwise.panels_of(
+        spec, x.shape, (tall, wide), turned=True
+    )
     if by_lines and _is_aligned(x):
-        float_lines.quantize(by_lines, *written, most=most)
+        float_scaled_rowwise.quantize(by_lines, *written, most=most)
     elif by_panels and _is_aligned(x):
-        float_panels.quantize(by_panels, *written, most=most)
+        float_scaled_columnwise.quantize(by_panels, *written, most=most)
     else:
         _any_shape(spec, (tall, wide), *written)
     element = spec.row.element

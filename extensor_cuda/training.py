@@ -14,20 +14,20 @@ import numpy as np
 from extensor.backends import windows
 from extensor.backends.capture import UpdateGuard
 from extensor.backends.generic import GenericBackend
-from extensor.backends.protocol import Finite, Window
+from extensor.backends.protocol import FiniteQuery, Window
 from extensor.optim.states import STATES, Stored
-from extensor_cuda.kernels import (
-    attention,
+from extensor_cuda.kernels.attention import attention
+from extensor_cuda.kernels.nn import conv_pool as kernels
+from extensor_cuda.kernels.nn import (
     cross_entropy,
     dropout,
     elementwise,
     norm,
-    optimizer,
-    scatter,
+    scatter_add,
     softmax,
     sums,
 )
-from extensor_cuda.kernels import window as kernels
+from extensor_cuda.kernels.optimizer import optimizer
 
 __all__ = ["CudaTraining"]
 
@@ -38,8 +38,8 @@ _LEAST_COLUMNS = 32  # neighbours that a warp sums, each lane one or more
 class CudaTraining(GenericBackend):
     """The methods of a training step, each a kernel where its ``_..._reason`` gives None."""
 
-    steps_together = frozenset(STATES)
-    adding = frozenset({"layer_norm", "rms_norm"})
+    multi_tensor_states = frozenset(STATES)
+    accumulating_vjps = frozenset({"layer_norm", "rms_norm"})
     bfloat16 = frozenset(
         {
             "add",
@@ -97,7 +97,7 @@ class CudaTraining(GenericBackend):
         return self._values_reason(x)
 
     def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
-        """See the protocol; bounds in `extensor_cuda.kernels.cross_entropy`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.nn.cross_entropy`."""
         if self._loss_reason(x):
             return super().cross_entropy(x, labels, smoothing)
         x, labels = map(self.xp.ascontiguousarray, (x, labels.astype(np.int64, copy=False)))
@@ -106,7 +106,7 @@ class CudaTraining(GenericBackend):
     def cross_entropy_grad(
         self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
     ) -> Array:
-        """See the protocol; bounds in `extensor_cuda.kernels.cross_entropy`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.nn.cross_entropy`."""
         if self._loss_reason(x):
             return super().cross_entropy_grad(weight, x, labels, kept, smoothing)
         weight, labels = weight.astype(np.float32, copy=False), labels.astype(np.int64, copy=False)
@@ -116,7 +116,7 @@ class CudaTraining(GenericBackend):
     def layer_norm(
         self, x: Array, weight: Array, bias: Array, eps: float, narrow: bool = False
     ) -> tuple[Array, Array, Array]:
-        """See the protocol; bounds in `extensor_cuda.kernels.norm`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.nn.norm`."""
         if self._norm_reason(x, weight, bias):
             return super().layer_norm(x, weight, bias, eps, narrow)
         x, weight, bias = map(self.xp.ascontiguousarray, (x, weight, bias))
@@ -131,7 +131,7 @@ class CudaTraining(GenericBackend):
         rstd: Array,
         addend: Array | None = None,
     ) -> tuple[Array, Array, Array]:
-        """See the protocol; bounds in `extensor_cuda.kernels.norm`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.nn.norm`."""
         if self._norm_grad_reason(g, x, weight):
             gx, gw, gb = super().layer_norm_grad(g, x, weight, mean, rstd)
             return gx if addend is None else self.add(addend, gx), gw, gb
@@ -141,7 +141,7 @@ class CudaTraining(GenericBackend):
     def rms_norm(
         self, x: Array, weight: Array, eps: float, narrow: bool = False
     ) -> tuple[Array, Array]:
-        """See the protocol; bounds in `extensor_cuda.kernels.norm`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.nn.norm`."""
         if self._norm_reason(x, weight):
             return super().rms_norm(x, weight, eps, narrow)
         x, weight = map(self.xp.ascontiguousarray, (x, weight))
@@ -151,7 +151,7 @@ class CudaTraining(GenericBackend):
     def rms_norm_grad(
         self, g: Array, x: Array, weight: Array, rstd: Array, addend: Array | None = None
     ) -> tuple[Array, Array]:
-        """See the protocol; bounds in `extensor_cuda.kernels.norm`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.nn.norm`."""
         if self._norm_grad_reason(g, x, weight):
             gx, gw = super().rms_norm_grad(g, x, weight, rstd)
             return gx if addend is None else self.add(addend, gx), gw
@@ -160,7 +160,7 @@ class CudaTraining(GenericBackend):
         return gx, gw
 
     def leading_sum(self, x: Array, axes: int) -> Array:
-        """See the protocol; bounds in `extensor_cuda.kernels.sums`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.nn.sums`."""
         if self._sum_reason(x, axes):
             return super().leading_sum(x, axes)
         shape = x.shape[axes:]
@@ -179,7 +179,7 @@ class CudaTraining(GenericBackend):
         if self._rows_reason(out, index, rows):
             super().add_rows(out, index, rows)
         else:
-            scatter.add_rows(out, index, rows, self.xp)
+            scatter_add.add_rows(out, index, rows, self.xp)
 
     def _rows_reason(self, out: Array, index: Array, rows: Array) -> str | None:
         if not optimizer.takes(out) or rows.dtype != np.float32:
@@ -300,25 +300,25 @@ class CudaTraining(GenericBackend):
         return dropout.dropout_mask(self._whole(draws), shape, p, self.xp)
 
     def gelu(self, x: Array) -> tuple[Array, Array | None]:
-        """See the protocol; bounds in `extensor_cuda.kernels.elementwise`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.nn.elementwise`."""
         if self._values_reason(x):
             return super().gelu(x)
         return elementwise.unary("gelu", self._whole(x), self.xp), None
 
     def gelu_grad(self, g: Array, x: Array, phi: Array | None) -> Array:
-        """See the protocol; bounds in `extensor_cuda.kernels.elementwise`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.nn.elementwise`."""
         if self._gelu_grad_reason(g, x, phi):
             return super().gelu_grad(g, x, phi)
         return elementwise.binary("gelu_grad", self._whole(g), self._whole(x), self.xp, g.dtype)
 
     def softmax(self, x: Array, axis: int) -> Array:
-        """See the protocol; bounds in `extensor_cuda.kernels.softmax`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.nn.softmax`."""
         if self._softmax_reason(axis, x):
             return super().softmax(x, axis)
         return softmax.softmax(self._whole(x), self.xp)
 
     def softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
-        """See the protocol; bounds in `extensor_cuda.kernels.softmax`."""
+        """See the protocol; bounds in `extensor_cuda.kernels.nn.softmax`."""
         if self._softmax_reason(axis, g, out):
             return super().softmax_grad(g, out, axis)
         return softmax.softmax_grad(self._whole(g), self._whole(out), self.xp)
@@ -328,7 +328,7 @@ class CudaTraining(GenericBackend):
     ) -> tuple[Array, Array]:
         """See the protocol: two products and a launch between them; one launch in bfloat16.
 
-        Bounds in `extensor_cuda.kernels.attention`.
+        Bounds in `extensor_cuda.kernels.attention.attention`.
         """
         if self._attention_reason(scale, q, k, v):
             return super().attention(q, k, v, causal, scale)
@@ -374,45 +374,45 @@ class CudaTraining(GenericBackend):
         """C-contiguous, of the same axes."""
         return a if a.flags.c_contiguous else self.xp.ascontiguousarray(a)
 
-    def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
+    def all_finite_multi_tensor(self, arrays: Sequence[Array]) -> list[bool]:
         """See the protocol. One launch, and one wait for the GPU."""
         if not all(optimizer.takes(a) for a in arrays):
-            return super().all_finite_each(arrays)
+            return super().all_finite_multi_tensor(arrays)
         return optimizer.finite(arrays, self.xp)
 
-    def adam_each(
+    def adam_multi_tensor(
         self,
         parts: Sequence[tuple[Array, Array, Stored, Stored]],
         factors: Sequence[Mapping[str, float]],
         guard: UpdateGuard | None = None,
-        look: bool = False,
-        memory: dict[str, Any] | None = None,
+        check_finite: bool = False,
+        cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """See the protocol. One launch, one more to look; the CPU's bits, states' too."""
-        return optimizer.adam(parts, factors, self.xp, guard, look, memory, numbers)
+        return optimizer.adam(parts, factors, self.xp, guard, check_finite, cache, numbers)
 
-    def sgd_each(
+    def sgd_multi_tensor(
         self,
         parts: Sequence[tuple[Array, Array, Stored | None]],
         factors: Sequence[Mapping[str, float]],
         guard: UpdateGuard | None = None,
-        look: bool = False,
-        memory: dict[str, Any] | None = None,
+        check_finite: bool = False,
+        cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """See the protocol. One launch, one more to look; the CPU's bits, states' too."""
-        return optimizer.sgd(parts, factors, self.xp, guard, look, memory, numbers)
+        return optimizer.sgd(parts, factors, self.xp, guard, check_finite, cache, numbers)
 
-    def scale_each(self, arrays: Sequence[Array], factor: float | Array) -> None:
+    def scale_multi_tensor(self, arrays: Sequence[Array], factor: float | Array) -> None:
         """See the protocol. One launch."""
         if not all(optimizer.takes(a) for a in arrays):
-            super().scale_each(arrays, factor)
+            super().scale_multi_tensor(arrays, factor)
         elif arrays:
             optimizer.scale(arrays, factor, self.xp)
 
-    def square_sum_each(self, arrays: Sequence[Array]) -> float | Array:
+    def square_sum_multi_tensor(self, arrays: Sequence[Array]) -> float | Array:
         """See the protocol. Two launches."""
         if not all(optimizer.takes(a) for a in arrays):
-            return super().square_sum_each(arrays)
+            return super().square_sum_multi_tensor(arrays)
         return optimizer.square_sum(arrays, self.xp)

@@ -25,8 +25,8 @@ from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda import decode, decoded, dense
 from extensor_cuda.bf16 import is_float_scaled, multiply_packed
 from extensor_cuda.expansion import Expansion
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import STAGE_OF_BF16, Split, empty_rows
+from extensor_cuda.kernels.gemm.gemm_sm90 import STAGE_OF_BF16, Split, empty_rows
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.scaled import pitched
 
 __all__ = ["product", "reason"]

@@ -329,6 +329,20 @@ def test_public_definitions_have_docstrings() -> None:
     assert not found, "no docstring: " + "; ".join(found)
 
 
+def test_cuda_families_include_their_own_headers_common_or_codec() -> None:
+    kernels = ROOT / "extensor_cuda" / "kernels"
+    include = re.compile(r'^ *# *include "([^"/]*)/?([^"]*)"', re.MULTILINE)
+    found, wrong = 0, []
+    for path in sorted(kernels.rglob("*.cu*")):
+        for family, name in include.findall(path.read_text(encoding="utf-8")):
+            found += 1
+            shared = "codec" if path.parent.name != "common" else "common"
+            exists = (kernels / family / name).is_file()
+            if family not in (path.parent.name, "common", shared) or not exists:
+                wrong.append(f"{relative(path)}: {family}/{name}")
+    assert found and not wrong, "includes another family: " + "; ".join(wrong)
+
+
 def test_no_loose_ends() -> None:
     """No unfinished marks: what is written works, what does not is not there."""
     marks = re.compile(

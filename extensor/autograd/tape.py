@@ -183,7 +183,7 @@ def _addend(node: Node, pending: dict[Node, Gradient]) -> Gradient | None:
     """The pending gradient of a node's first input, if the node's kernel can add to it."""
     assert node.edges is not None
     edge = node.edges[0]
-    if node.primitive.name not in node.backend.adding or node.compute is not None:
+    if node.primitive.name not in node.backend.accumulating_vjps or node.compute is not None:
         return None
     addend = pending.get(edge) if isinstance(edge, Node) else None
     same = addend is not None and addend.dtype == node.arrays[0].dtype == np.float32

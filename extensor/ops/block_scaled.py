@@ -102,7 +102,11 @@ def _as_matrix(a: Any) -> Any:
 
 def matrix_product(backend: Backend, a: Any, b: QuantArray) -> Array:
     """The product of (M, K), blocked or values, and a blocked (N, K): (M, N), float32."""
-    return backend.block_matmul(a, b) if isinstance(a, QuantArray) else backend.weight_matmul(a, b)
+    return (
+        backend.block_scaled_matmul(a, b)
+        if isinstance(a, QuantArray)
+        else backend.weight_only_matmul(a, b)
+    )
 
 
 def _batch_product(backend: Backend, a: Any, b: QuantArray) -> Array:
@@ -111,7 +115,7 @@ def _batch_product(backend: Backend, a: Any, b: QuantArray) -> Array:
     lead = np.broadcast_shapes(before, after)
     shape = (*lead, a.shape[-2], b.shape[-2])
     if isinstance(a, QuantArray) and before == after:
-        return backend.block_matmul_batch(_as_stack(a), _as_stack(b)).reshape(shape)
+        return backend.block_scaled_matmul(_as_stack(a), _as_stack(b)).reshape(shape)
     out = backend.xp.empty((math.prod(lead), *shape[-2:]), dtype=np.float32)
     left, right = _matrices(a), views.unstack(b)
     for i, (j, k) in enumerate(zip(_places(before, lead), _places(after, lead), strict=True)):

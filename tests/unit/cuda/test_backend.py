@@ -11,7 +11,7 @@ import pytest
 from extensor.formats import FORMATS
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import backend
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime import memory
 
 

@@ -19,7 +19,7 @@ from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda.backend import dialect_gap
-from extensor_cuda.kernels.quantize import plan_of
+from extensor_cuda.kernels.quantize.quantize import plan_of
 from tests.oracle.compare import PARTS, same_bytes
 from tests.oracle.samples import KINDS, sample
 
@@ -70,7 +70,7 @@ def check(cuda: Any, x: np.ndarray, spec: QuantSpec, operand: bool = True) -> No
         same_bytes("dequantized", host(cuda.dequantize(got)), reference.dequantize(want), context)
     if operand:
         wanted, _ = reference.operand(x, spec, stream)
-        decoded, again = cuda.operand(device, spec, stream)
+        decoded, again = cuda.fake_quantize(device, spec, stream)
         same_bytes("operand", host(decoded), wanted, context)
         assert (again() if callable(again) else again) == want_stats, context
 

@@ -11,7 +11,7 @@ import pytest
 
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense, operands
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     Config,
     Split,
     configure,

@@ -23,8 +23,9 @@ from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import backend as backends
 from extensor_cuda import bf16, dense, expanded, expansion, operands, scaling
-from extensor_cuda.kernels import elementwise, float_lines, float_panels
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.nn import elementwise
+from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
@@ -64,7 +65,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    quantizing = [operands, scaling, float_lines, float_panels]
+    quantizing = [operands, scaling, float_scaled_rowwise, float_scaled_columnwise]
     return place(request, monkeypatch, [elementwise, expansion], quantizing=quantizing)
 
 
@@ -302,7 +303,7 @@ def test_the_way_of_every_recipe_is_known(xp: Any, backend: Any) -> None:
             for axis in (0, 1):
                 along = spec.replace(axis=axis).resolve(2)
                 stream = Stream(1, 2, 3, 4) if spec.rounding == "stochastic" else None
-                way = backend.path("product_operands", x, [along], [stream], 1 << 40)
+                way = backend.path("prepare", x, [along], [stream], 1 << 40)
                 ways.setdefault(name, set()).add(way.split(":")[0])
     others = {name: way for name, way in ways.items() if way != {"fused kernel"}}
     known = {name: {"expanded"} for name in EXPANDED}

@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor_cuda.kernels import gemm as placed
-from extensor_cuda.kernels.block_scales import Stored, block_scales
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm import gemm_sm90 as placed
+from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
+from extensor_cuda.kernels.gemm.config import ACTIVATIONS
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     LINES,
     Config,
     Flags,
@@ -21,7 +22,6 @@ from extensor_cuda.kernels.gemm import (
     gemm,
     gemm_source,
 )
-from extensor_cuda.kernels.gemm_program import ACTIVATIONS
 from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.fields import check_fields

@@ -15,9 +15,11 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import operands
-from extensor_cuda.kernels import attention, decode_hopper, optimizer
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import configure, gemm_source
+from extensor_cuda.kernels.attention import attention
+from extensor_cuda.kernels.gemm.gemm_sm90 import configure, gemm_source
+from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.weight_only import w4w8a16_sm90_wgmma
 from extensor_cuda.runtime.compile import Source, compile_cubin
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
@@ -196,8 +198,8 @@ def test_decoded_weights_stay_until_they_are_multiplied(
     spec: QuantSpec, tokens: int, disassembler: str, tmp_path: Path
 ) -> None:
     w = reference.quantize(np.ones((64, 512), np.float32), spec.resolve(2))[0]
-    made = decode_hopper.cut(*w.shape, tokens, "bfloat16", spec.row.element.bits)
-    source = decode_hopper.decode_source(w, tokens, "bfloat16", "bfloat16", made)
+    made = w4w8a16_sm90_wgmma.cut(*w.shape, tokens, "bfloat16", spec.row.element.bits)
+    source = w4w8a16_sm90_wgmma.decode_source(w, tokens, "bfloat16", "bfloat16", made)
     text = listing(source, disassembler, tmp_path)
     # E2M1's at once, and for large scales
     assert text.count("HGMMA") == (8 if spec.format.startswith("int") else 16)
