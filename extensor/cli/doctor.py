@@ -76,8 +76,8 @@ def _way_to_a_core() -> str:
     found = [name for name in ([asked] if asked else ["c++", "g++", "clang++"]) if which(name)]
     if found:
         return f"{which(found[0])} is here: install again (pip install -e .), and read what it says"
-    wanted = f"CXX={asked} is not there" if asked else "no c++, g++ or clang++ is on the PATH"
-    return f"{wanted}: install a C++20 compiler, then install again"
+    expected = f"CXX={asked} is not there" if asked else "no c++, g++ or clang++ is on the PATH"
+    return f"{expected}: install a C++20 compiler, then install again"
 
 
 def _format_path_sheet(backend: CpuBackend) -> Sheet:
@@ -94,7 +94,7 @@ def _format_path_sheet(backend: CpuBackend) -> Sheet:
 
 
 def _pair_path_sheet(backend: CpuBackend) -> Sheet:
-    """Which code a matrix takes that is wanted along its rows and down its columns."""
+    """Which code a matrix takes that is expected along its rows and down its columns."""
     x = np.ones((64, 64), np.float32)
     rows = []
     for name in FORMATS:
@@ -184,8 +184,8 @@ def _training_path_sheet(backend: CpuBackend) -> Sheet:
 
 def _other_sheet(backend: CpuBackend) -> Sheet:
     """What a backend must do and the core has no kernel of its own for."""
-    wanted = [name for name, thing in vars(Backend).items() if inspect.isfunction(thing)]
-    others = [n for n in wanted if not n.startswith("_") and n not in backend.core_methods()]
+    expected = [name for name, thing in vars(Backend).items() if inspect.isfunction(thing)]
+    others = [n for n in expected if not n.startswith("_") and n not in backend.core_methods()]
     rows = tuple((name, "numpy, or made of the above") for name in others)
     return Sheet("The rest on the CPU", ("method", "path"), rows)
 
