@@ -120,7 +120,6 @@ def test_formats_need_only_the_standard_library() -> None:
 
 ROOMS = ("extensor", "extensor_cuda", "models", "training", "ci")
 KNOWN_CIRCLES = {
-    frozenset({"extensor.optim.optimizer", "extensor.optim.together"}),
     frozenset(
         {
             "extensor_cuda.counts",

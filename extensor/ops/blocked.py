@@ -6,9 +6,9 @@ engine (the documented promotion: blocked with anything gives float32); the rule
 here say what transposing, slicing and reshaping do without decoding.
 
 `matmul` and `linear` multiply what is stored wherever the right operand is blocked: one product of
-all rows of x, or a batch of them, by the backend's `block_matmul`, `block_matmul_batch` and
-`weight_matmul` (whose `path` says which code that is, and where it decodes). x is blocked, float32
-or bfloat16; float16 is widened to float32. Only these are products of dequantized values:
+all rows of x, or a batch of them, by the backend's `block_scaled_matmul` and `weight_only_matmul`
+(whose `path` says which code that is, and where it decodes). x is blocked, float32 or bfloat16;
+float16 is widened to float32. Only these are products of dequantized values:
 
 - the left operand alone is blocked;
 - the other operand is float64 or complex;
@@ -281,7 +281,11 @@ def _as_matrix(a: Any) -> Any:
 
 
 def _matrix_product(backend: Backend, a: Any, b: QuantArray) -> Array:
-    return backend.block_matmul(a, b) if isinstance(a, QuantArray) else backend.weight_matmul(a, b)
+    return (
+        backend.block_scaled_matmul(a, b)
+        if isinstance(a, QuantArray)
+        else backend.weight_only_matmul(a, b)
+    )
 
 
 def _batch_product(backend: Backend, a: Any, b: QuantArray) -> Array:
@@ -290,7 +294,7 @@ def _batch_product(backend: Backend, a: Any, b: QuantArray) -> Array:
     lead = np.broadcast_shapes(before, after)
     shape = (*lead, a.shape[-2], b.shape[-2])
     if isinstance(a, QuantArray) and before == after:
-        return backend.block_matmul_batch(_as_stack(a), _as_stack(b)).reshape(shape)
+        return backend.block_scaled_matmul(_as_stack(a), _as_stack(b)).reshape(shape)
     out = backend.xp.empty((math.prod(lead), *shape[-2:]), dtype=np.float32)
     left, right = _matrices(a), views.unstack(b)
     for i, (j, k) in enumerate(zip(_places(before, lead), _places(after, lead), strict=True)):

@@ -3,8 +3,8 @@
 The weight is codes and scales (N, K), blocked along K once and for all. The layer's context says
 what becomes of the activations: multiplied as they are (weight only), quantized by their own
 blocks, or under the scale that calibration found (`LayerContext.static_scale`). Both sides
-blocked, the product is the backend's `block_matmul`; else its `weight_matmul`, which takes bfloat16
-activations as bfloat16.
+blocked, the product is the backend's `block_scaled_matmul`; else its `weight_only_matmul`, which
+takes bfloat16 activations as bfloat16.
 
 A convolution multiplies x's patches by the flattened kernels (O, C kh kw), as in
 `extensor.ops.quantized`. Under a fixed scale x is quantized once and patches are taken of the
@@ -65,9 +65,9 @@ def _matmul_forward(backend: Backend, x: Array, w: QuantArray, context: LayerCon
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     operand = context.operand("fprop.x")
     if isinstance(operand, str):
-        out = backend.weight_matmul(weight_activations(backend, rows, operand), w)
+        out = backend.weight_only_matmul(weight_activations(backend, rows, operand), w)
     else:
-        out = backend.block_matmul(_quantized(backend, rows, context, 1), w)
+        out = backend.block_scaled_matmul(_quantized(backend, rows, context, 1), w)
     return backend.cast(out.reshape(*x.shape[:-1], w.shape[0]), x.dtype)
 
 
@@ -208,7 +208,7 @@ def _conv_forward(
         return backend.conv2d(dense_values(backend, x, operand), kernel, window, groups)
     size = outputs // groups
     rows = [
-        backend.block_matmul(
+        backend.block_scaled_matmul(
             patches, w if groups == 1 else views.slice_blocks(w, (_part(i, size), slice(None)))
         )
         for i, patches in enumerate(_patches(backend, x, context, window, groups))

@@ -107,13 +107,13 @@ def test_bfloat16_activations_reach_the_product_as_that(
     given.requires_grad = True
     context = layer_context(LayerRecipe(Gemm(operand, QuantSpec("mxfp4")), DENSE, DENSE))
     backend, seen = given.backend, []
-    multiply = type(backend).weight_matmul
+    multiply = type(backend).weight_only_matmul
 
     def spy(self, a, b):
         seen.append(a.dtype.name)
         return multiply(self, a, b)
 
-    monkeypatch.setattr(type(backend), "weight_matmul", spy)
+    monkeypatch.setattr(type(backend), "weight_only_matmul", spy)
     y = stored_matmul(given, stored, context)
     assert seen == ["bfloat16" if "bfloat16" in (operand, dtype) else "float32"]
     wide = given.numpy().astype(np.float32).reshape(-1, 75)
