@@ -9,13 +9,14 @@ with ``-ftz=true``), which would change bits. `CudaBackend.path` gives the same 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 from extensor.backends import registry
+from extensor.backends.protocol import CastSpec, OperandSpec, Preparation, Prepared
 from extensor.quant import reference
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.recipe_state import Counts
@@ -116,6 +117,16 @@ class _Forked:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class _Preparation:
+    """See `extensor.backends.protocol.Preparation`."""
+
+    run: Callable[[], Prepared]
+    compact: bool = False
+    batch_key: Hashable | None = None
+    source: Any = None
+
+
 class CudaBackend(CudaTraining):
     """cupy, with fused quantizers and tensor-core products of blocked matrices."""
 
@@ -152,41 +163,41 @@ class CudaBackend(CudaTraining):
         a pair that is not read once; "expanded: " and the reason for operands of a product that
         are quantized to packed storage first; "scaled kernel" for those under float scales.
 
-        A product's way depends on the values, so that `block_matmul`, `block_matmul_batch` ("one
-        after the other: " and the reason where it is no single launch) and `weight_matmul` are run
+        A product's way depends on the values, so that `block_scaled_matmul` (of stacks "one after
+        the other: " and the reason where it is no single launch) and `weight_only_matmul` are run
         to tell: see `extensor_cuda.gemm.Product` and `extensor_cuda.weights`.
 
         Raises:
             ValueError: for a method that has no kernel.
         """
-        if method == "block_matmul":
-            done = self._product(*args)
-            return f"generic: {done}" if isinstance(done, str) else done.path
-        if method == "block_matmul_batch":
+        if method == "block_scaled_matmul" and len(args[0].shape) == 3:
             each = self._batched(*args)
             return f"one after the other: {each}" if isinstance(each, str) else each.path
-        if method == "weight_matmul":
+        if method == "block_scaled_matmul":
+            done = self._product(*args)
+            return f"generic: {done}" if isinstance(done, str) else done.path
+        if method == "weight_only_matmul":
             made = self._weight_product(*args)
             return f"generic: {made}" if isinstance(made, str) else made[1]
         reasons: dict[str, Callable[..., str | None]] = {
             "quantize": self._quantize_reason,
-            "operand": self._operand_reason,
+            "fake_quantize": self._operand_reason,
             "dequantize": self._dequantize_reason,
-            "product_operands": self._product_operands_reason,
-            "quantize_pair": self._pair_reason,
-            "operand_pair": self._pair_reason,
+            "prepare": self._product_operands_reason,
+            "quantize_rowwise_columnwise": self._pair_reason,
+            "fake_quantize_rowwise_columnwise": self._pair_reason,
         }
         if method in (training := self._training_reasons()):
             reason = training[method](*args)
             return "fused kernel" if reason is None else f"generic: {reason}"
         if method not in reasons:
-            products = "block_matmul", "block_matmul_batch", "weight_matmul"
+            products = "block_scaled_matmul", "weight_only_matmul"
             known = ", ".join((*reasons, *training, *products))
             raise ValueError(f"path: wanted one of {known}, got {method!r}")
         reason = reasons[method](*args)
         if reason is not None and method.endswith("_pair"):
             return f"two calls: {reason}"
-        if reason is not None and method == "product_operands":
+        if reason is not None and method == "prepare":
             if self._other_reason(scaling.reason, *args) is None:
                 return "scaled kernel"
             other = self._other_reason(expanded.reason, *args)
@@ -221,7 +232,7 @@ class CudaBackend(CudaTraining):
         reason = self._operand_reason(x, spec, stream)
         return reason or (None if previous_amax is None else "a running maximum")
 
-    def operand(
+    def fake_quantize(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[Array, Counts]:
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
@@ -229,7 +240,7 @@ class CudaBackend(CudaTraining):
             return near.operand(self._ready(x), spec, stream, self.xp)
         if reason := self._operand_reason(x, spec, stream):
             self._only_outside(f"{spec.format} operands on the CPU ({reason})")
-            values, stats = self._host.operand(x.get(), spec, stream)
+            values, stats = self._host.fake_quantize(x.get(), spec, stream)
             return self.xp.asarray(values), stats
         plan = _plan_of(spec, tuple(x.shape))
         if isinstance(plan, float_scaled.FloatPlan):
@@ -245,22 +256,22 @@ class CudaBackend(CudaTraining):
         plan = _plan_of(spec, tuple(x.shape))
         return plan if isinstance(plan, str) else None
 
-    def quantize_pair(
+    def quantize_rowwise_columnwise(
         self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
     ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
         """See the protocol. Waits for the GPU, whose counts it returns."""
         if self._pair_reason(x, specs, streams):
-            return super().quantize_pair(x, specs, streams)
+            return super().quantize_rowwise_columnwise(x, specs, streams)
         plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
         assert isinstance(plan, rowwise_columnwise.PairPlan)
         return rowwise_columnwise.quantize(self._ready(x), plan, streams, self.xp)
 
-    def operand_pair(
+    def fake_quantize_rowwise_columnwise(
         self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
     ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
         if self._pair_reason(x, specs, streams):
-            return super().operand_pair(x, specs, streams)
+            return super().fake_quantize_rowwise_columnwise(x, specs, streams)
         plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
         assert isinstance(plan, rowwise_columnwise.PairPlan)
         return rowwise_columnwise.operand(self._ready(x), plan, streams, self.xp)
@@ -289,20 +300,18 @@ class CudaBackend(CudaTraining):
         plan = _plan_of(q.spec, q.shape, decoding=True)
         return plan if isinstance(plan, str) else None
 
-    def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
-        """See the protocol. Waits for the GPU; `extensor_cuda.gemm` has the bounds."""
-        done = self._product(a, b)
-        return super().block_matmul(a, b) if isinstance(done, str) else done.out
+    def block_scaled_matmul(self, a: QuantArray, b: QuantArray) -> Array:
+        """See the protocol. Waits for the GPU; `extensor_cuda.gemm` has the bounds.
 
-    def block_matmul_batch(self, a: QuantArray, b: QuantArray) -> Array:
-        """See the protocol: one launch where `extensor_cuda.grouped` has it. Waits for the GPU."""
-        done = self._batched(a, b)
-        return super().block_matmul_batch(a, b) if isinstance(done, str) else done.out
+        Stacks are one launch where `extensor_cuda.grouped` has it.
+        """
+        done = self._batched(a, b) if len(a.shape) == 3 else self._product(a, b)
+        return super().block_scaled_matmul(a, b) if isinstance(done, str) else done.out
 
-    def weight_matmul(self, x: Array, w: QuantArray) -> Array:
+    def weight_only_matmul(self, x: Array, w: QuantArray) -> Array:
         """See the protocol; `extensor_cuda.weights` has ways, bounds, and which of them wait."""
         done = self._weight_product(x, w)
-        return super().weight_matmul(x, w) if isinstance(done, str) else done[0]
+        return super().weight_only_matmul(x, w) if isinstance(done, str) else done[0]
 
     def _weight_product(self, x: Array, w: QuantArray) -> tuple[Array, str] | str:
         """The product of packed weights and the way it was taken, or why there is none."""
@@ -322,41 +331,50 @@ class CudaBackend(CudaTraining):
         """See the protocol."""
         return CudaGraph(self.xp, optimizer.find_nonfinite)
 
-    def product_operands(
+    def prepare(
         self,
         x: Array,
-        specs: Sequence[QuantSpec],
+        specs: Sequence[OperandSpec],
         streams: Sequence[Stream | None],
         work: int,
-        memory: dict[str, Any] | None = None,
-    ) -> list[tuple[Any, Counts]]:
-        """See the protocol. Does not wait for the GPU where a kernel covers it."""
-        x = self._ready(x)
-        if self._product_operands_reason(x, specs, streams, work):
-            if self._other_reason(scaling.reason, x, specs, streams, work) is None:
-                return list(scaling.make(x, specs, streams, self.xp))
-            if self._other_reason(expanded.reason, x, specs, streams, work) is None:
-                return list(expanded.make(x, specs, streams, self.xp))
-            return super().product_operands(x, specs, streams, work, memory)
-        if len(specs) == 2 and not _turned(specs[0], specs[1]):
-            sides = zip(specs, streams, strict=True)
-            return [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
-        return list(operands.make(x, specs, streams, self.xp, memory))
-
-    def product_operands_each(
-        self,
-        xs: Sequence[Array],
-        specs: Sequence[QuantSpec],
-        memories: Sequence[dict[str, Any]],
-    ) -> list[list[tuple[Any, Counts]]]:
-        """See the protocol: one launch."""
-        ready = [self._ready(x) for x in xs]
-        return [list(made) for made in operands.make_each(ready, specs, self.xp, memories)]
-
-    def joins_operands(self, specs: Sequence[QuantSpec]) -> bool:
+        amax_state: dict[str, Any] | None = None,
+    ) -> Preparation:
         """See the protocol."""
-        turned = len(specs) == 1 or _turned(specs[0], specs[1])
-        return turned and operands.joinable_specs(specs)
+        if isinstance(specs[0], CastSpec):
+            if not self._casts(specs[0].dtype, work):
+                return super().prepare(x, specs, streams, work, amax_state)
+            axes = [spec.axis for spec in specs]
+            return _Preparation(
+                lambda: [(made, None) for made in dense.make(self._ready(x), axes, self.xp)],
+                compact=True,
+            )
+        quant = [spec for spec in specs if isinstance(spec, QuantSpec)]
+        x = self._ready(x)
+        if self._product_operands_reason(x, quant, streams, work):
+            for module in (scaling, expanded):
+                if self._other_reason(module.reason, x, quant, streams, work) is None:
+                    return _Preparation(partial(module.make, x, quant, streams, self.xp))
+            return super().prepare(x, quant, streams, work, amax_state)
+        turned = len(quant) == 1 or _turned(quant[0], quant[1])
+        if not turned:
+            sides = list(zip(quant, streams, strict=True))
+            return _Preparation(
+                lambda: [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides],
+                compact=True,
+            )
+        joins = operands.joinable_specs(quant)
+        return _Preparation(
+            lambda: list(operands.make(x, quant, streams, self.xp, amax_state)),
+            compact=True,
+            batch_key=(x.dtype.name, *quant) if joins else None,
+            source=(x, quant, {} if amax_state is None else amax_state),
+        )
+
+    def run_batch(self, preparations: Sequence[Preparation]) -> list[Prepared]:
+        """See the protocol: one launch."""
+        sources = [one.source for one in preparations if isinstance(one, _Preparation)]
+        xs, specs, states = zip(*sources, strict=True)
+        return [list(made) for made in operands.make_each(xs, specs[0], self.xp, states)]
 
     def raising(self) -> AbstractContextManager[Any]:
         """See the protocol: cupy is told not to give NaN instead. Waits for the GPU."""
@@ -364,27 +382,11 @@ class CudaBackend(CudaTraining):
 
         return cupyx.errstate(linalg="raise")
 
-    def dense_operands(self, x: Array, axes: Sequence[int], dtype: str, work: int) -> list[Any]:
-        """See the protocol. Does not wait for the GPU."""
-        if not self.keeps_dense(dtype, work):
-            return super().dense_operands(x, axes, dtype, work)
-        return list(dense.make(self._ready(x), axes, self.xp))
-
-    def keeps_dense(self, dtype: str, work: int) -> bool:
-        """See the protocol: where the tensor cores take bfloat16."""
+    def _casts(self, dtype: str, work: int) -> bool:
+        """Whether the tensor cores take operands that are rounded to a dtype."""
         hopper = _capability(self.xp.cuda.runtime.getDevice()) == "90"
         least = tuned.least_work("dense", operands.LEAST_WORK)
         return dtype == "bfloat16" and hopper and work >= least
-
-    def keeps_operands(
-        self,
-        x: Array,
-        specs: Sequence[QuantSpec],
-        streams: Sequence[Stream | None],
-        work: int,
-    ) -> bool:
-        """See the protocol: they are bytes where a kernel makes them."""
-        return self._product_operands_reason(self._ready(x), specs, streams, work) is None
 
     def _product_operands_reason(
         self, x: Array, specs: Sequence[QuantSpec], streams: Sequence[Stream | None], work: int
@@ -416,9 +418,7 @@ class CudaBackend(CudaTraining):
                 return reason
         return None
 
-    def operand_product(
-        self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None
-    ) -> Array:
+    def product(self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None) -> Array:
         """See the protocol; `extensor_cuda.operands` has the ways, `fallbacks` what was taken."""
         xp, kind = self.xp, "bfloat16" if dtype == "bfloat16" else "float32"
         bias = None if bias is None else xp.ascontiguousarray(bias)  # kernels read it in order
@@ -434,7 +434,7 @@ class CudaBackend(CudaTraining):
             return expanded.multiply(a, b, kind, xp, self._falls, bias)
         if scaled.joinable(a, b):
             return scaled.multiply(a, b, kind, xp, bias)[0]
-        return super().operand_product(self._decoded(a), self._decoded(b), dtype, bias)
+        return super().product(self._decoded(a), self._decoded(b), dtype, bias)
 
     def _decoded(self, operand: Any) -> Array:
         """The values of an operand whose other side has no kernel."""
@@ -444,7 +444,7 @@ class CudaBackend(CudaTraining):
             return scaling.values(operand, self.xp)
         if not isinstance(operand, operands.Operand):
             return operand
-        values, _ = self.operand(operand.x, operand.spec, operand.stream)
+        values, _ = self.fake_quantize(operand.x, operand.spec, operand.stream)
         return values if operand.spec.axis == 1 else values.T
 
     @property

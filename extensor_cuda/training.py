@@ -14,7 +14,7 @@ import numpy as np
 from extensor.backends import windows
 from extensor.backends.capture import UpdateGuard
 from extensor.backends.generic import GenericBackend
-from extensor.backends.protocol import Finite, Window
+from extensor.backends.protocol import FiniteQuery, Window
 from extensor.optim.states import STATES, Stored
 from extensor_cuda.kernels.attention import attention
 from extensor_cuda.kernels.nn import conv_pool as kernels
@@ -38,8 +38,8 @@ _LEAST_COLUMNS = 32  # neighbours that a warp sums, each lane one or more
 class CudaTraining(GenericBackend):
     """The methods of a training step, each a kernel where its ``_..._reason`` gives None."""
 
-    steps_together = frozenset(STATES)
-    adding = frozenset({"layer_norm", "rms_norm"})
+    multi_tensor_states = frozenset(STATES)
+    accumulating_vjps = frozenset({"layer_norm", "rms_norm"})
     bfloat16 = frozenset(
         {
             "add",
@@ -374,45 +374,45 @@ class CudaTraining(GenericBackend):
         """C-contiguous, of the same axes."""
         return a if a.flags.c_contiguous else self.xp.ascontiguousarray(a)
 
-    def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
+    def all_finite_multi_tensor(self, arrays: Sequence[Array]) -> list[bool]:
         """See the protocol. One launch, and one wait for the GPU."""
         if not all(optimizer.takes(a) for a in arrays):
-            return super().all_finite_each(arrays)
+            return super().all_finite_multi_tensor(arrays)
         return optimizer.finite(arrays, self.xp)
 
-    def adam_each(
+    def adam_multi_tensor(
         self,
         parts: Sequence[tuple[Array, Array, Stored, Stored]],
         factors: Sequence[Mapping[str, float]],
         guard: UpdateGuard | None = None,
-        look: bool = False,
-        memory: dict[str, Any] | None = None,
+        check_finite: bool = False,
+        cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """See the protocol. One launch, one more to look; the CPU's bits, states' too."""
-        return optimizer.adam(parts, factors, self.xp, guard, look, memory, numbers)
+        return optimizer.adam(parts, factors, self.xp, guard, check_finite, cache, numbers)
 
-    def sgd_each(
+    def sgd_multi_tensor(
         self,
         parts: Sequence[tuple[Array, Array, Stored | None]],
         factors: Sequence[Mapping[str, float]],
         guard: UpdateGuard | None = None,
-        look: bool = False,
-        memory: dict[str, Any] | None = None,
+        check_finite: bool = False,
+        cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """See the protocol. One launch, one more to look; the CPU's bits, states' too."""
-        return optimizer.sgd(parts, factors, self.xp, guard, look, memory, numbers)
+        return optimizer.sgd(parts, factors, self.xp, guard, check_finite, cache, numbers)
 
-    def scale_each(self, arrays: Sequence[Array], factor: float | Array) -> None:
+    def scale_multi_tensor(self, arrays: Sequence[Array], factor: float | Array) -> None:
         """See the protocol. One launch."""
         if not all(optimizer.takes(a) for a in arrays):
-            super().scale_each(arrays, factor)
+            super().scale_multi_tensor(arrays, factor)
         elif arrays:
             optimizer.scale(arrays, factor, self.xp)
 
-    def square_sum_each(self, arrays: Sequence[Array]) -> float | Array:
+    def square_sum_multi_tensor(self, arrays: Sequence[Array]) -> float | Array:
         """See the protocol. Two launches."""
         if not all(optimizer.takes(a) for a in arrays):
-            return super().square_sum_each(arrays)
+            return super().square_sum_multi_tensor(arrays)
         return optimizer.square_sum(arrays, self.xp)

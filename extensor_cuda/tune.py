@@ -32,7 +32,7 @@ import ml_dtypes
 import numpy as np
 
 from extensor.autograd.apply import wrap
-from extensor.ops import operands as slots
+from extensor.ops import recipe_operands as slots
 from extensor.ops.quantized import layer_context, quantized_matmul
 from extensor.quant.recipe import Gemm, LayerRecipe
 from extensor.quant.recipes import get_recipe
@@ -239,9 +239,9 @@ def _works(backend: Any) -> Callable[[str, int], Sequence[Work]]:
         def run() -> object:
             with tuned.always() if kernels else nullcontext():
                 for _ in range(together(size)):
-                    (a,) = slots.of_products(backend, x, context, [("fprop.x", -1)], sizes)
-                    (b,) = slots.of_products(backend, w, context, [("fprop.w", -1)], sizes)
-                    out = backend.cast(backend.operand_product(a, b, "bfloat16"), _BF16)
+                    (a,) = slots.make_operands(backend, x, context, [("fprop.x", -1)], sizes)
+                    (b,) = slots.make_operands(backend, w, context, [("fprop.w", -1)], sizes)
+                    out = backend.cast(backend.product(a, b, "bfloat16"), _BF16)
             return out
 
         return run

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.capture import UpdateGuard
-from extensor.backends.protocol import Finite
+from extensor.backends.protocol import FiniteQuery
 from extensor.dtypes import bfloat16
 from extensor.optim.states import Blocks, Stored
 from extensor.quant.array import QuantArray
@@ -83,19 +83,19 @@ def takes(array: Array) -> bool:
 
 def _table(
     columns: Mapping[str, Sequence[Any]],
-    memory: dict[str, Any] | None = None,
+    cache: dict[str, Any] | None = None,
     numbers: Sequence[int] | int = 0,
 ) -> tuple[np.ndarray, int]:
     """A row for each tensor, and the blocks that work on them.
 
     Args:
         columns: arrays, "grad" and others of `_TENSOR`'s first columns.
-        memory: keeps the rows with the arrays that are no gradients, until these are others.
+        cache: keeps the rows with the arrays that are no gradients, until these are others.
         numbers: of the tensors, in random bits.
     """
     # Column by column: there are hundreds of tensors, and a GPU waits for this.
     stay = list(chain.from_iterable(a for name, a in columns.items() if name != "grad"))
-    held = [] if memory is None else memory.get("arrays", [])
+    held = [] if cache is None else cache.get("arrays", [])
     if not stay or len(held) != len(stay) or not all(map(operator.is_, held, stay)):
         table = np.zeros(len(columns["grad"]), _TENSOR)
         table["number"] = numbers
@@ -107,12 +107,12 @@ def _table(
         table["count"] = [a.size for a in columns["grad"] if a is not None]
         blocks = -(-table["count"] // PART)
         table["start"] = np.cumsum(blocks) - blocks
-        memory = {} if memory is None else memory
-        memory.update(arrays=stay, table=table, blocks=int(blocks.sum()))
+        cache = {} if cache is None else cache
+        cache.update(arrays=stay, table=table, blocks=int(blocks.sum()))
     else:
-        assert memory is not None
-        memory["table"]["grad"] = _addresses(columns["grad"])
-    return memory["table"], memory["blocks"]
+        assert cache is not None
+        cache["table"]["grad"] = _addresses(columns["grad"])
+    return cache["table"], cache["blocks"]
 
 
 def _paces(factors: Sequence[Mapping[str, float]]) -> tuple[list[int], list[int]]:
@@ -139,12 +139,12 @@ def _step(
     factors: Sequence[Mapping[str, float]],
     xp: Any,
     guard: UpdateGuard | None,
-    look: bool,
-    memory: dict[str, Any] | None,
+    check_finite: bool,
+    cache: dict[str, Any] | None,
     numbers: Sequence[int] | int,
-) -> Finite:
+) -> FiniteQuery:
     columns = dict(zip(names, zip(*parts, strict=True), strict=False))
-    table, blocks = _table(columns, memory, numbers)
+    table, blocks = _table(columns, cache, numbers)
     if not blocks:
         return lambda: [True] * len(parts)
     same = factors.count(factors[0]) == len(factors)
@@ -161,8 +161,8 @@ def _step(
         there = xp.asarray(held)
         tensors, rates = there[sizes[1] :], there[sizes[0] :]
         bad: Any = _NULL
-        found: Finite = list
-        if look:
+        found: FiniteQuery = list
+        if check_finite:
             flags = xp.zeros(len(parts) + 1, dtype=np.uint32)
             launch(source(), "finite", blocks, THREADS, tensors, number, flags, _NULL)
             bad, found = flags[len(parts) :], _found(flags, xp)
@@ -192,7 +192,7 @@ def _beside(xp: Any, device: int) -> Any:
     return xp.cuda.Stream(non_blocking=True)
 
 
-def _found(flags: Array, xp: Any) -> Finite:
+def _found(flags: Array, xp: Any) -> FiniteQuery:
     """What `find_nonfinite` raises, fetched without waiting for what is launched after it."""
     done, stream = xp.cuda.Event(disable_timing=True), _beside(xp, xp.cuda.runtime.getDevice())
     done.record()
@@ -209,10 +209,10 @@ def adam(
     factors: Sequence[Mapping[str, float]],
     xp: Any,
     guard: UpdateGuard | None = None,
-    look: bool = False,
-    memory: dict[str, Any] | None = None,
+    check_finite: bool = False,
+    cache: dict[str, Any] | None = None,
     numbers: Sequence[int] | int = 0,
-) -> Finite:
+) -> FiniteQuery:
     """`extensor.backends.training.adam` on each (weight, grad, mean, square).
 
     Args:
@@ -222,12 +222,12 @@ def adam(
             keeps, 1 - lr shrink, are computed in double from their parts on the device.
         xp: cupy.
         guard: while recording: what the device decides.
-        look: as of `Backend.adam_each`, as is the result.
-        memory: likewise.
+        check_finite: as of `Backend.adam_multi_tensor`, as is the result.
+        cache: likewise.
         numbers: likewise.
     """
     names = ("weight", "grad", "first", "second")
-    return _step("adam", names, parts, factors, xp, guard, look, memory, numbers)
+    return _step("adam", names, parts, factors, xp, guard, check_finite, cache, numbers)
 
 
 def sgd(
@@ -235,16 +235,16 @@ def sgd(
     factors: Sequence[Mapping[str, float]],
     xp: Any,
     guard: UpdateGuard | None = None,
-    look: bool = False,
-    memory: dict[str, Any] | None = None,
+    check_finite: bool = False,
+    cache: dict[str, Any] | None = None,
     numbers: Sequence[int] | int = 0,
-) -> Finite:
+) -> FiniteQuery:
     """`extensor.backends.layers.sgd` on each (weight, grad, buffer or None), as `adam`.
 
     ``factors``: lr, momentum, decay, nesterov and step of each.
     """
     names = ("weight", "grad", "first")
-    return _step("sgd", names, parts, factors, xp, guard, look, memory, numbers)
+    return _step("sgd", names, parts, factors, xp, guard, check_finite, cache, numbers)
 
 
 def _over(kernel: str, arrays: Sequence[Array], xp: Any, *more: Any) -> None:
