@@ -24,7 +24,7 @@ HEADER = Path(__file__).parent / "emulator.hpp"
 SHARED = 227 * 1024
 """Bytes of shared memory that a block may have."""
 _DYNAMIC = re.compile(r"extern __shared__ (.+)\[\];")
-_KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\(.*\))?\s*(\w+)\(')
+_KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^()]*\))?\s*(\w+)\(')
 
 
 class Emulator:
