@@ -1,9 +1,9 @@
 """The CUDA backend: cupy's arrays, and kernels compiled for the GPU at hand.
 
-Each override asks ``reason`` first: None means that a kernel covers these arguments, anything else
-is a sentence. A product then runs generically on cupy. Quantizing and decoding run on the CPU
+`ROUTES` is the dispatch table: a method of the protocol, what chooses its kernel, and what runs
+where no kernel fits. Products then run generically on cupy. Quantizing and decoding run on the CPU
 backend and come back: cupy's own kernels flush float32's subnormals to zero (they are compiled
-with ``-ftz=true``), which would change bits. `CudaBackend.path` gives the same answer.
+with ``-ftz=true``), which would change bits. `CudaBackend.path` says what a call takes.
 """
 
 from __future__ import annotations
@@ -16,62 +16,143 @@ from functools import lru_cache, partial
 from typing import Any
 
 from extensor.backends import registry
-from extensor.quant import reference
+from extensor.backends.generic import GenericBackend
+from extensor.backends.unsupported import Unsupported
+from extensor.optim.states import STATES
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import (
+    conv_pool,
     dense,
     expanded,
     gemm,
     grouped,
+    multi_tensor,
     near,
+    nn,
     operands,
+    quantize,
     scaled,
     scaling,
     tuned,
     weights,
 )
+from extensor_cuda.dispatch import Route, routed
 from extensor_cuda.kernels.optimizer import optimizer
-from extensor_cuda.kernels.quantize import dequantize, float_scaled, rowwise_columnwise
-from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime import blas
 from extensor_cuda.runtime.capture import StepCapture, current_capture
 from extensor_cuda.runtime.driver import capability as _capability
 from extensor_cuda.runtime.graph import CudaGraph
 from extensor_cuda.runtime.memory import allocate
-from extensor_cuda.training import CudaTraining
 
-__all__ = ["CudaBackend", "make_backend"]
+__all__ = ["ROUTES", "CudaBackend", "make_backend"]
 
 Array = Any
-Streams = tuple[Stream | None, Stream | None]
-_WAY_OUT = "it takes an NVIDIA GPU with its driver, and pip install 'extensor[cuda13]'"
+_INSTALL = "it takes an NVIDIA GPU with its driver, and pip install 'extensor[cuda13]'"
 
 
-@lru_cache(maxsize=1024)
-def dialect_gap(spec: QuantSpec) -> str | None:
-    """What of the dialect no kernel covers, so that the CPU runs it; None if nothing."""
-    dialect = spec.dialect_row
-    gaps = {
-        f"zeros' signs of dialect {dialect.name}": spec.row.element.is_float
-        and spec.zero_sign != "kept",
-        f"special blocks of dialect {dialect.name}": spec.is_mx
-        and (dialect.mx_inf_byte is None or dialect.mx_least_divisor != -127),
-        f"the order of operations of dialect {dialect.name}": spec.rule == "amax"
-        and spec.row.tensor_scale
-        and dialect.nvfp4_order != "transformer_engine",
-    }
-    return next((phrase for phrase, open_ in gaps.items() if open_), None)
+# --- what runs where no kernel fits ---
 
 
-def _plan_of(
-    spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False
-) -> kernels.Plan | float_scaled.FloatPlan | str:
-    """How the quantizers' kernels take an array, or why there is none for it."""
-    by_floats = spec.has_float_scales
-    return (float_scaled if by_floats else kernels).plan_of(spec, shape, decoding)
+def _on_device(backend: CudaBackend, q: QuantArray) -> QuantArray:
+    """A stored array of the CPU, on the GPU."""
+    return replace(q, **{name: backend.xp.asarray(part) for name, part in q.parts.items()})
+
+
+def _quantize_on_host(
+    backend: CudaBackend,
+    gap: Unsupported,
+    x: Array,
+    spec: QuantSpec,
+    stream: Stream | None = None,
+    previous_amax: Array | None = None,
+) -> tuple[QuantArray, QuantStats]:
+    before = None if previous_amax is None else previous_amax.get()
+    q, stats = registry.get("cpu").quantize(x.get(), spec, stream, before)
+    return _on_device(backend, q), stats
+
+
+def _fake_quantize_on_host(
+    backend: CudaBackend,
+    gap: Unsupported,
+    x: Array,
+    spec: QuantSpec,
+    stream: Stream | None = None,
+) -> tuple[Array, Counts]:
+    if current_capture() is not None:
+        raise RuntimeError(
+            f"capture: the step makes {spec.format} operands on the CPU ({gap.reason}), which a "
+            "GPU cannot replay by itself; use a recipe whose operands have kernels (backend.path "
+            "says which), or no capture"
+        )
+    values, stats = registry.get("cpu").operand(x.get(), spec, stream)
+    return backend.xp.asarray(values), stats
+
+
+def _dequantize_on_host(
+    backend: CudaBackend, gap: Unsupported, q: QuantArray, dtype: str = "float32"
+) -> Array:
+    there = {name: part.get() for name, part in q.parts.items()}
+    return backend.xp.asarray(registry.get("cpu").dequantize(replace(q, **there), dtype))
+
+
+def _grad_plus_addend(generic: Callable[..., tuple[Array, ...]]) -> Callable[..., Any]:
+    """A generic gradient method, whose first result is added to an ``addend``."""
+
+    def fallback(
+        backend: CudaBackend, gap: Unsupported, *args: Any, addend: Array | None = None
+    ) -> tuple[Array, ...]:
+        gx, *others = generic(backend, *args)
+        return (gx if addend is None else backend.add(addend, gx), *others)
+
+    return fallback
+
+
+ROUTES: dict[str, Route] = {
+    # quantize
+    "quantize": Route(quantize.quantize, fallback=_quantize_on_host, fallback_path="host"),
+    "operand": Route(quantize.fake_quantize, fallback=_fake_quantize_on_host, fallback_path="host"),
+    "dequantize": Route(quantize.dequantize, fallback=_dequantize_on_host, fallback_path="host"),
+    "quantize_pair": Route(quantize.quantize_rowwise_columnwise, fallback_path="two calls"),
+    "operand_pair": Route(quantize.fake_quantize_rowwise_columnwise, fallback_path="two calls"),
+    "bfloat16_values": Route(nn.bfloat16_values),
+    # nn
+    "add": Route(nn.add),
+    "add_rows": Route(nn.add_rows),
+    "attention": Route(nn.attention),
+    "attention_grad": Route(nn.attention_grad),
+    "cast": Route(nn.cast),
+    "cross_entropy": Route(nn.cross_entropy),
+    "cross_entropy_grad": Route(nn.cross_entropy_grad),
+    "dropout_mask": Route(nn.dropout_mask),
+    "gelu": Route(nn.gelu),
+    "gelu_grad": Route(nn.gelu_grad),
+    "layer_norm": Route(nn.layer_norm),
+    "layer_norm_grad": Route(
+        nn.layer_norm_grad, fallback=_grad_plus_addend(GenericBackend.layer_norm_grad)
+    ),
+    "leading_sum": Route(nn.leading_sum),
+    "relu": Route(nn.relu),
+    "relu_grad": Route(nn.relu_grad),
+    "rms_norm": Route(nn.rms_norm),
+    "rms_norm_grad": Route(
+        nn.rms_norm_grad, fallback=_grad_plus_addend(GenericBackend.rms_norm_grad)
+    ),
+    "softmax": Route(nn.softmax),
+    "softmax_grad": Route(nn.softmax_grad),
+    # conv_pool
+    "conv2d_grad_x": Route(conv_pool.conv2d_grad_x),
+    "max_pool2d": Route(conv_pool.max_pool2d),
+    "max_pool2d_grad": Route(conv_pool.max_pool2d_grad),
+    # optim
+    "adam_each": Route(multi_tensor.adam_multi_tensor),
+    "all_finite_each": Route(multi_tensor.all_finite_multi_tensor),
+    "scale_each": Route(multi_tensor.scale_multi_tensor),
+    "sgd_each": Route(multi_tensor.sgd_multi_tensor),
+    "square_sum_each": Route(multi_tensor.square_sum_multi_tensor),
+}
 
 
 def make_backend() -> CudaBackend:
@@ -84,16 +165,16 @@ def make_backend() -> CudaBackend:
         import cupy
     except ImportError as error:
         raise RuntimeError(
-            f"device 'cuda': cupy cannot be imported ({error}); {_WAY_OUT}"
+            f"device 'cuda': cupy cannot be imported ({error}); {_INSTALL}"
         ) from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise RuntimeError(
-            f"device 'cuda': no usable NVIDIA driver or GPU ({error}); {_WAY_OUT}"
+            f"device 'cuda': no usable NVIDIA driver or GPU ({error}); {_INSTALL}"
         ) from error
     if not count:
-        raise RuntimeError(f"device 'cuda': the driver finds no GPU; {_WAY_OUT}")
+        raise RuntimeError(f"device 'cuda': the driver finds no GPU; {_INSTALL}")
     cupy.cuda.set_allocator(partial(allocate, cupy, cupy.get_default_memory_pool()))
     backend = CudaBackend(blas.with_matmul(cupy))
     os.register_at_fork(after_in_child=backend.refuse_after_fork)
@@ -116,8 +197,22 @@ class _Forked:
         )
 
 
-class CudaBackend(CudaTraining):
-    """cupy, with fused quantizers and tensor-core products of blocked matrices."""
+class CudaBackend(GenericBackend):
+    """Cupy, with the kernels of `ROUTES`."""
+
+    steps_together = frozenset(STATES)
+    adding = frozenset({"layer_norm", "rms_norm"})
+    bfloat16 = frozenset(
+        {
+            "add",
+            "cross_entropy",
+            "gelu_exact",
+            "packed_attention",
+            "relu",
+            "scaled_dot_product_attention",
+            "softmax",
+        }
+    )
 
     def __init__(self, xp: Any) -> None:
         super().__init__("cuda", xp)
@@ -125,40 +220,40 @@ class CudaBackend(CudaTraining):
 
     @property
     def capturing(self) -> StepCapture | None:
-        """The step being recorded in this thread."""
+        """The capture under way in this thread."""
         return current_capture()
 
-    @staticmethod
-    def _only_outside(what: str) -> None:
-        """Refuse, while a step is recorded, what makes the CPU work.
+    def new_graph(self) -> CudaGraph:
+        """See the protocol."""
+        return CudaGraph(self.xp, optimizer.find_nonfinite)
 
-        Raises:
-            RuntimeError: while recording.
-        """
-        if current_capture() is not None:
-            raise RuntimeError(
-                f"capture: the step makes {what}, which a GPU cannot repeat by itself; use a "
-                "recipe whose operands have kernels (backend.path says which), or no capture"
-            )
+    def raising(self) -> AbstractContextManager[Any]:
+        """See the protocol: cupy is told not to give NaN instead. Waits for the GPU."""
+        import cupyx
+
+        return cupyx.errstate(linalg="raise")
 
     def refuse_after_fork(self) -> None:
         """Make every use of this backend in a forked child an error that says so."""
         self.xp = _Forked()
 
     def path(self, method: str, *args: Any) -> str:
-        """Which code ``method(*args)`` takes: "fused kernel", or "host: " and the reason.
+        """Which code ``method(*args)`` takes: "fused kernel", another choice, or a fallback.
 
-        "generic: " and the reason for what runs on cupy; "two calls: " and the reason for
-        a pair that is not read once; "expanded: " and the reason for operands of a product that
-        are quantized to packed storage first; "scaled kernel" for those under float scales.
+        A fallback is named with its reason: "host: " for the CPU backend, "generic: " for cupy,
+        "two calls: " for what is not read once, "one after the other: " for a batch of products
+        that is no single launch.
 
-        A product's way depends on the values, so that `block_matmul`, `block_matmul_batch` ("one
-        after the other: " and the reason where it is no single launch) and `weight_matmul` are run
-        to tell: see `extensor_cuda.gemm.Product` and `extensor_cuda.weights`.
+        The path of a product depends on values. So `block_matmul`, `block_matmul_batch` and
+        `weight_matmul` are run to tell: see `extensor_cuda.gemm.Product`.
 
         Raises:
             ValueError: for a method that has no kernel.
         """
+        if method in ROUTES:
+            route = ROUTES[method]
+            chosen = route.choose(self.xp, *args)
+            return route.path(chosen) if chosen else f"{route.fallback_path}: {chosen.reason}"
         if method == "block_matmul":
             done = self._product(*args)
             return f"generic: {done}" if isinstance(done, str) else done.path
@@ -168,126 +263,17 @@ class CudaBackend(CudaTraining):
         if method == "weight_matmul":
             made = self._weight_product(*args)
             return f"generic: {made}" if isinstance(made, str) else made[1]
-        reasons: dict[str, Callable[..., str | None]] = {
-            "quantize": self._quantize_reason,
-            "operand": self._operand_reason,
-            "dequantize": self._dequantize_reason,
-            "product_operands": self._product_operands_reason,
-            "quantize_pair": self._pair_reason,
-            "operand_pair": self._pair_reason,
-        }
-        if method in (training := self._training_reasons()):
-            reason = training[method](*args)
-            return "fused kernel" if reason is None else f"generic: {reason}"
-        if method not in reasons:
-            products = "block_matmul", "block_matmul_batch", "weight_matmul"
-            known = ", ".join((*reasons, *training, *products))
-            raise ValueError(f"path: wanted one of {known}, got {method!r}")
-        reason = reasons[method](*args)
-        if reason is not None and method.endswith("_pair"):
-            return f"two calls: {reason}"
-        if reason is not None and method == "product_operands":
-            if self._other_reason(scaling.reason, *args) is None:
-                return "scaled kernel"
-            other = self._other_reason(expanded.reason, *args)
-            return f"host: {other}" if other else f"expanded: {reason}"
-        return "fused kernel" if reason is None else f"host: {reason}"
-
-    def quantize(
-        self,
-        x: Array,
-        spec: QuantSpec,
-        stream: Stream | None = None,
-        previous_amax: Array | None = None,
-    ) -> tuple[QuantArray, QuantStats]:
-        """See the protocol. Waits for the GPU, whose counts it returns."""
-        if self._quantize_reason(x, spec, stream, previous_amax):
-            before = None if previous_amax is None else previous_amax.get()
-            q, stats = self._host.quantize(x.get(), spec, stream, before)
-            return self._here(q), stats
-        plan = _plan_of(spec, tuple(x.shape))
-        if isinstance(plan, float_scaled.FloatPlan):
-            return float_scaled.quantize(self._ready(x), plan, stream, self.xp)
-        assert isinstance(plan, kernels.Plan)
-        return kernels.quantize(self._ready(x), plan, stream, self.xp)
-
-    def _quantize_reason(
-        self,
-        x: Array,
-        spec: QuantSpec,
-        stream: Stream | None = None,
-        previous_amax: Array | None = None,
-    ) -> str | None:
-        reason = self._operand_reason(x, spec, stream)
-        return reason or (None if previous_amax is None else "a running maximum")
-
-    def operand(
-        self, x: Array, spec: QuantSpec, stream: Stream | None = None
-    ) -> tuple[Array, Counts]:
-        """See the protocol. Does not wait for the GPU where a kernel covers it."""
-        if spec.rebased and self._operand_reason(x, spec.replace(rebased=False), stream) is None:
-            return near.operand(self._ready(x), spec, stream, self.xp)
-        if reason := self._operand_reason(x, spec, stream):
-            self._only_outside(f"{spec.format} operands on the CPU ({reason})")
-            values, stats = self._host.operand(x.get(), spec, stream)
-            return self.xp.asarray(values), stats
-        plan = _plan_of(spec, tuple(x.shape))
-        if isinstance(plan, float_scaled.FloatPlan):
-            return float_scaled.operand(self._ready(x), plan, stream, self.xp)
-        assert isinstance(plan, kernels.Plan)
-        return kernels.operand(self._ready(x), plan, stream, self.xp)
-
-    def _operand_reason(
-        self, x: Array, spec: QuantSpec, stream: Stream | None = None
-    ) -> str | None:
-        if reason := self._input_reason(x, spec, stream) or dialect_gap(spec):
-            return reason
-        plan = _plan_of(spec, tuple(x.shape))
-        return plan if isinstance(plan, str) else None
-
-    def quantize_pair(
-        self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
-    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
-        """See the protocol. Waits for the GPU, whose counts it returns."""
-        if self._pair_reason(x, specs, streams):
-            return super().quantize_pair(x, specs, streams)
-        plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
-        assert isinstance(plan, rowwise_columnwise.PairPlan)
-        return rowwise_columnwise.quantize(self._ready(x), plan, streams, self.xp)
-
-    def operand_pair(
-        self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
-    ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
-        """See the protocol. Does not wait for the GPU where a kernel covers it."""
-        if self._pair_reason(x, specs, streams):
-            return super().operand_pair(x, specs, streams)
-        plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
-        assert isinstance(plan, rowwise_columnwise.PairPlan)
-        return rowwise_columnwise.operand(self._ready(x), plan, streams, self.xp)
-
-    def _pair_reason(
-        self, x: Array, specs: tuple[QuantSpec, QuantSpec], streams: Streams = (None, None)
-    ) -> str | None:
-        """Why a pair is two calls, each with a reason of its own or none."""
-        for spec, stream in zip(specs, streams, strict=True):
-            if reason := self._operand_reason(x, spec, stream):
-                return reason
-        plan = rowwise_columnwise.pair_plan(specs, tuple(x.shape))
-        return plan if isinstance(plan, str) else None
-
-    def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
-        """See the protocol."""
-        plan = _plan_of(q.spec, q.shape, decoding=True)
-        if isinstance(plan, str):
-            there = {name: part.get() for name, part in q.parts.items()}
-            return self.xp.asarray(self._host.dequantize(replace(q, **there), dtype))
-        if isinstance(plan, float_scaled.FloatPlan):
-            return reference.narrow(float_scaled.dequantize(q, plan, self.xp), dtype)
-        return reference.narrow(dequantize.dequantize(q, plan, self.xp), dtype)
-
-    def _dequantize_reason(self, q: QuantArray, dtype: str = "float32") -> str | None:
-        plan = _plan_of(q.spec, q.shape, decoding=True)
-        return plan if isinstance(plan, str) else None
+        if method != "product_operands":
+            products = "block_matmul", "block_matmul_batch", "weight_matmul", "product_operands"
+            known = ", ".join((*ROUTES, *products))
+            raise ValueError(f"path: expected one of {known}, got {method!r}")
+        reason = self._product_operands_reason(*args)
+        if reason is None:
+            return "fused kernel"
+        if self._other_reason(scaling.reason, *args) is None:
+            return "scaled kernel"
+        other = self._other_reason(expanded.reason, *args)
+        return f"host: {other}" if other else f"expanded: {reason}"
 
     def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
         """See the protocol. Waits for the GPU; `extensor_cuda.gemm` has the bounds."""
@@ -318,10 +304,6 @@ class CudaBackend(CudaTraining):
         """The products of a batch in one launch, or why there is none."""
         return grouped.batch(a, b, self.xp)
 
-    def new_graph(self) -> CudaGraph:
-        """See the protocol."""
-        return CudaGraph(self.xp, optimizer.find_nonfinite)
-
     def product_operands(
         self,
         x: Array,
@@ -331,7 +313,7 @@ class CudaBackend(CudaTraining):
         memory: dict[str, Any] | None = None,
     ) -> list[tuple[Any, Counts]]:
         """See the protocol. Does not wait for the GPU where a kernel covers it."""
-        x = self._ready(x)
+        x = quantize.readable(self.xp, x)
         if self._product_operands_reason(x, specs, streams, work):
             if self._other_reason(scaling.reason, x, specs, streams, work) is None:
                 return list(scaling.make(x, specs, streams, self.xp))
@@ -350,7 +332,7 @@ class CudaBackend(CudaTraining):
         memories: Sequence[dict[str, Any]],
     ) -> list[list[tuple[Any, Counts]]]:
         """See the protocol: one launch."""
-        ready = [self._ready(x) for x in xs]
+        ready = [quantize.readable(self.xp, x) for x in xs]
         return [list(made) for made in operands.make_each(ready, specs, self.xp, memories)]
 
     def joins_operands(self, specs: Sequence[QuantSpec]) -> bool:
@@ -358,17 +340,11 @@ class CudaBackend(CudaTraining):
         turned = len(specs) == 1 or _turned(specs[0], specs[1])
         return turned and operands.joinable_specs(specs)
 
-    def raising(self) -> AbstractContextManager[Any]:
-        """See the protocol: cupy is told not to give NaN instead. Waits for the GPU."""
-        import cupyx
-
-        return cupyx.errstate(linalg="raise")
-
     def dense_operands(self, x: Array, axes: Sequence[int], dtype: str, work: int) -> list[Any]:
         """See the protocol. Does not wait for the GPU."""
         if not self.keeps_dense(dtype, work):
             return super().dense_operands(x, axes, dtype, work)
-        return list(dense.make(self._ready(x), axes, self.xp))
+        return list(dense.make(quantize.readable(self.xp, x), axes, self.xp))
 
     def keeps_dense(self, dtype: str, work: int) -> bool:
         """See the protocol: where the tensor cores take bfloat16."""
@@ -384,7 +360,10 @@ class CudaBackend(CudaTraining):
         work: int,
     ) -> bool:
         """See the protocol: they are bytes where a kernel makes them."""
-        return self._product_operands_reason(self._ready(x), specs, streams, work) is None
+        return (
+            self._product_operands_reason(quantize.readable(self.xp, x), specs, streams, work)
+            is None
+        )
 
     def _product_operands_reason(
         self, x: Array, specs: Sequence[QuantSpec], streams: Sequence[Stream | None], work: int
@@ -395,8 +374,11 @@ class CudaBackend(CudaTraining):
                 return f"FP8 holds {spec.format}; operands made at once are MXFP4 or bfloat16"
             found = operands.reason(x, spec, work, capability)
             plain = spec.replace(rebased=False)
-            if reason := found or self._operand_reason(x, plain, stream):
-                return reason
+            if found:
+                return found
+            call = quantize.fake_quantize(self.xp, x, plain, stream)
+            if not call:
+                return call.reason
         return None
 
     def _other_reason(
@@ -411,9 +393,9 @@ class CudaBackend(CudaTraining):
         capability = _capability(self.xp.cuda.runtime.getDevice())
         for spec, stream in zip(specs, streams, strict=True):
             found = reason_of(x, spec, work, capability)
-            gap = self._input_reason(x, spec, stream) or dialect_gap(spec)
-            if reason := found or gap:
-                return reason
+            gap = quantize.input_gap(x, spec, stream)
+            if found or gap is not None:
+                return found or (gap.reason if gap is not None else None)
         return None
 
     def operand_product(
@@ -455,16 +437,6 @@ class CudaBackend(CudaTraining):
         """
         return 0 if self._falls is None else int(self._falls)
 
-    @property
-    def _host(self) -> Any:
-        return registry.get("cpu")
 
-    def _here(self, q: QuantArray) -> QuantArray:
-        """A stored array of the CPU, on the GPU."""
-        return replace(q, **{name: self.xp.asarray(part) for name, part in q.parts.items()})
-
-    def _ready(self, x: Array) -> Array:
-        """C-contiguous, in a dtype that the kernels read; float64 becomes float32 as everywhere."""
-        if x.dtype.name not in kernels.INPUTS:
-            x = x.astype(self.xp.float32)
-        return self.xp.ascontiguousarray(x)
+for _name, _route in ROUTES.items():
+    setattr(CudaBackend, _name, routed(_name, _route))

@@ -20,6 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -84,7 +85,7 @@ def reason(x: Array, spec: QuantSpec, work: int, capability: str) -> str | None:
     if x.ndim != 2 or max(x.shape) > 1 << 30 or x.size > 1 << 34:
         return f"shape {x.shape}"
     plan = kernels.plan_of(spec, tuple(x.shape))
-    return plan if isinstance(plan, str) else None
+    return plan.reason if isinstance(plan, Unsupported) else None
 
 
 def make(

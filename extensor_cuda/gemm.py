@@ -102,8 +102,8 @@ def reason(a: QuantArray, b: QuantArray, capability: str) -> str | None:
         return scaled.reason(a, b)
     for q in (a, b):
         plan = kernels.plan_of(q.spec, q.shape, decoding=True)
-        if isinstance(plan, str):
-            return plan
+        if not plan:
+            return plan.reason
     return None
 
 

@@ -2,9 +2,9 @@
 
 Of a stored matrix each row has one power of two, its largest scale; elements under smaller scales
 move down in their own format and are rounded to nearest even where they become subnormal
-(`kernels/prepare/rebase_mxfp8.cu`; the rule, and the same on the CPU: `extensor.quant.rebase`). A value is off by
-up to 2**-10 (E4M3) or 2**-17 (E5M2) times its row's largest scale, and most are not changed at all:
-how many were is counted by row, on the device.
+(`kernels/prepare/rebase_mxfp8.cu`; the rule, and the same on the CPU: `extensor.quant.rebase`). A
+value is off by up to 2**-10 (E4M3) or 2**-17 (E5M2) times its row's largest scale, and most are
+not changed at all: how many were is counted by row, on the device.
 
 What training quantizes under a spec with ``rebased`` (`extensor_cuda.operands`) has a power of two
 for each square of 128 x 128 instead, known when the square is read, so that the codes are written
@@ -27,16 +27,11 @@ import numpy as np
 
 from extensor.formats import ELEMENTS
 from extensor.quant.array import QuantArray, coded_length
-from extensor.quant.rebase import rebase_tiles
 from extensor.quant.rounding import decode
 from extensor.quant.spec import REBASE_TILE, QuantSpec
-from extensor.random import Stream
 from extensor_cuda.expansion import Expansion
 from extensor_cuda.kernels.gemm.gemm_sm90 import LINES, configure, empty_rows, gemm
-from extensor_cuda.kernels.quantize import quantize as kernels
-from extensor_cuda.kernels.quantize.dequantize import dequantize
 from extensor_cuda.runtime.compile import Source
-from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.launch import launch
 
 __all__ = ["Inexact", "Square", "multiply", "near", "near_source", "squares"]
@@ -102,31 +97,6 @@ def squares(x: Array, spec: QuantSpec, xp: Any) -> Array:
     rows, k = x.shape if spec.axis == 1 else x.shape[::-1]
     pitch = -(-rows // REBASE_TILE) * (REBASE_TILE // LINES) + _BEHIND
     return xp.empty((-(-k // REBASE_TILE), pitch), dtype=np.float32)
-
-
-def operand(
-    x: Array, spec: QuantSpec, stream: Stream | None, xp: Any
-) -> tuple[Array, OperandCounts]:
-    """The decoded float32 values under a spec with ``rebased``, and counts, without waiting.
-
-    Args:
-        x: C-contiguous array in a dtype that the quantizers read, and a shape that they cover.
-        spec: resolved.
-        stream: given exactly under stochastic rounding.
-        xp: cupy.
-    """
-    plan = kernels.plan_of(spec.replace(rebased=False), tuple(x.shape))
-    assert isinstance(plan, kernels.Plan), plan
-    done = kernels.quantize_raw(x, plan, stream, xp)
-    assert done.q is not None and done.counters is not None
-    q, changed, gone = rebase_tiles(done.q, xp)
-    lost = Counters(2, xp)
-    lost.array[0] += changed.astype(np.uint64)
-    lost.array[1] += gone.astype(np.uint64)
-    counts = OperandCounts(
-        done.counters, (0, 2 * kernels.SLOTS), plan.count, rebased=(lost, (0, 2))
-    )
-    return dequantize(q, plan, xp), counts
 
 
 def multiply(a: Square, b: Square, dtype: str, xp: Any, bias: Array | None = None) -> Array:

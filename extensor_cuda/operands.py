@@ -29,6 +29,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
 from extensor.quant.scale_rules import E8M0_NAN
 from extensor.quant.spec import REBASE_TILE, QuantSpec
 from extensor.random import Stream
@@ -140,7 +141,7 @@ def _reason(spec: QuantSpec, dtype: str, shape: tuple[int, ...]) -> str | None:
     if spec.rebased and spec.dialect_row.inf_byte_in(element) != E8M0_NAN:
         return f"the infinities of dialect {spec.dialect}"
     plan = kernels.plan_of(spec.replace(rebased=False), shape)
-    return plan if isinstance(plan, str) else None
+    return plan.reason if isinstance(plan, Unsupported) else None
 
 
 @lru_cache(maxsize=256)

@@ -21,6 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, tile_extent
 from extensor_cuda import decode, decoded, dense
 from extensor_cuda.bf16 import is_float_scaled, multiply_packed
@@ -57,7 +58,7 @@ def _many_reason(x: Array, w: QuantArray, capability: str, few: str) -> str | No
         return f"{x.dtype} activations of shape {x.shape}"
     if not is_float_scaled(w.spec):
         plan = kernels.plan_of(w.spec, w.shape, decoding=True)
-        return plan if isinstance(plan, str) else None
+        return plan.reason if isinstance(plan, Unsupported) else None
     if w.spec.row.outliers or w.spec.transform:
         return "the outlier codec" if w.spec.row.outliers else "a Hadamard transform to undo"
     _, length = tile_extent(w.spec, w.shape)
