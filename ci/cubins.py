@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMPILERS = "extensor_cuda.runtime.compile", "extensor_cuda.jit"
 """Modules that may hold `compile_cubin`; the first that exists is used."""
+Compile = Callable[[Any, str], tuple[bytes, str]]
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _USED = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores")
@@ -77,7 +78,8 @@ class Recorder:
                 jit = importlib.import_module(name)
             except ModuleNotFoundError:
                 continue
-            jit.compile_cubin = partial(self.record, jit.compile_cubin)
+            compiler: Any = jit
+            compiler.compile_cubin = partial(self.record, compiler.compile_cubin)
             return
         raise SystemExit("no module holds compile_cubin")
 
@@ -89,7 +91,7 @@ class Recorder:
         """Note which test runs."""
         self.test = item.nodeid
 
-    def record(self, compile_cubin: Any, source: Any, arch: str) -> tuple[bytes, str]:
+    def record(self, compile_cubin: Compile, source: Any, arch: str) -> tuple[bytes, str]:
         """Compile, or take from the cache, and note the digest."""
         code, log = self.compiled(compile_cubin, source, arch)
         key = f"{self.test}#{self.counts[self.test]}@{arch}"
@@ -103,14 +105,14 @@ class Recorder:
         }
         return code, log
 
-    def compiled(self, compile_cubin: Any, source: Any, arch: str) -> tuple[bytes, str]:
+    def compiled(self, compile_cubin: Compile, source: Any, arch: str) -> tuple[bytes, str]:
         """The cubin and the compiler's log."""
         if self.cache is None:
-            return compile_cubin(source, arch)  # type: ignore[no-any-return]
+            return compile_cubin(source, arch)
         try:
             text = f"{arch} {source.exact} {preprocessed(source)}"
         except subprocess.CalledProcessError:  # a test of a program that does not compile
-            return compile_cubin(source, arch)  # type: ignore[no-any-return]
+            return compile_cubin(source, arch)
         stem = self.cache / hashlib.sha256(text.encode()).hexdigest()
         code, log = stem.with_suffix(".cubin"), stem.with_suffix(".log")
         if log.exists():

@@ -59,7 +59,7 @@ def quantizers(backend: Any, rng: Any) -> int:
         for shape in SHAPES:
             x = xp.asarray(rng.standard_normal(shape).astype("float32")).astype("bfloat16")
             q, _ = backend.quantize(x, spec, stream)
-            backend.operand(x, spec, stream)
+            backend.fake_quantize(x, spec, stream)
             backend.dequantize(q)
             count += 1
     return count
@@ -78,8 +78,8 @@ def pairs(backend: Any, rng: Any) -> int:
         for shape in ((256, 512), (70, 19)):
             for dtype in ("float32", "bfloat16"):
                 x = backend.xp.asarray(rng.standard_normal(shape).astype("float32")).astype(dtype)
-                backend.quantize_pair(x, specs, streams)
-                backend.operand_pair(x, specs, streams)
+                backend.quantize_rowwise_columnwise(x, specs, streams)
+                backend.fake_quantize_rowwise_columnwise(x, specs, streams)
                 count += 1
     return count
 
@@ -143,7 +143,7 @@ def products(backend: Any, rng: Any) -> int:
                     x[3] *= 2.0**power
                     made = operands.make(xp.asarray(x).astype(dtype), specs, streams, xp)
                     for operand, counts in made:
-                        backend.operand_product(operand, operand, dtype)
+                        backend.product(operand, operand, dtype)
                         counts()
                     count += 1
     for shape in ((72, 203), (203, 72), (4096, 72)):
@@ -158,7 +158,7 @@ def products(backend: Any, rng: Any) -> int:
         )
         qa, _ = backend.quantize(a, QuantSpec("mxfp4"), None)
         qb, _ = backend.quantize(b, QuantSpec("mxfp4"), None)
-        backend.block_matmul(qa, qb)
+        backend.block_scaled_matmul(qa, qb)
         count += 1
     return count
 
@@ -201,7 +201,7 @@ def stored_products(backend: Any, rng: Any) -> int:
                 )
                 count += 1
         zeros, _ = backend.quantize(x, QuantSpec("int8", axis=1, symmetric=False).resolve(2))
-        backend.block_matmul(zeros, zeros)
+        backend.block_scaled_matmul(zeros, zeros)
         spec = QuantSpec("fp8_e4m3", axis=1, tile=(1, 128), scale_dtype="float16")
         narrow, _ = backend.quantize(x, spec.resolve(2))
         gemm.matmul(narrow, narrow, xp)
@@ -237,8 +237,8 @@ def training(backend: Any, rng: Any) -> int:
         backend.rms_norm_grad(g, x, x[0], rstd)
     parts = [tuple(xp.ones(n, dtype="float32") for _ in range(4)) for n in (0, 3, 40_001)]
     names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
-    backend.all_finite_each([part[1] for part in parts])
-    backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3, look=True)
+    backend.all_finite_multi_tensor([part[1] for part in parts])
+    backend.adam_multi_tensor(parts, [dict.fromkeys(names, 0.5)] * 3, check_finite=True)
     narrow_states(backend)
     images, window = (
         xp.asarray(rng.standard_normal((2, 3, 9, 11)).astype("float32")),
@@ -258,12 +258,12 @@ def training(backend: Any, rng: Any) -> int:
         backend.gelu_grad(k, q, phi)
         out, stats = backend.attention(q, k, k, True, 0.1)
         backend.attention_grad(q, q, k, k, out, stats, True, 0.1, (q.copy(), k.copy(), k.copy()))
-    backend.scale_each([part[1] for part in parts], 0.5)
-    backend.square_sum_each([part[1] for part in parts])
+    backend.scale_multi_tensor([part[1] for part in parts], 0.5)
+    backend.square_sum_multi_tensor([part[1] for part in parts])
     table, rows = (xp.ones((n, 70), dtype="float32") for n in (9, 300))
     backend.add_rows(table, xp.arange(300) % 7, rows)
     factors = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": 1.0}
-    backend.sgd_each([part[:3] for part in parts], [factors] * 3)
+    backend.sgd_multi_tensor([part[:3] for part in parts], [factors] * 3)
     return 5
 
 
@@ -275,7 +275,7 @@ def narrow_states(backend: Any) -> None:
     xp = backend.xp
     arrays = [xp.ones(n, dtype="float32") for n in (3, 768, 40_001)]
     arrays.append(xp.ones(70, dtype="float32")[1:])  # vectors do not fit
-    for states in backend.steps_together:
+    for states in backend.multi_tensor_states:
         rules: Any = ((AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {}))
         for kind, options in rules:
             params = [ExTensor(a.copy() if a.base is None else a, device="cuda") for a in arrays]

@@ -12,11 +12,13 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from extensor.backends import registry
 from extensor.backends.generic import GenericBackend
+from extensor.backends.protocol import OperandSpec, Prepared
 from extensor.backends.unsupported import Unsupported
 from extensor.optim.states import STATES
 from extensor.quant.array import QuantArray, QuantStats
@@ -25,25 +27,18 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import (
     conv_pool,
-    dense,
-    expanded,
-    gemm,
-    grouped,
     multi_tensor,
-    near,
     nn,
-    operands,
     quantize,
-    scaled,
-    scaling,
-    tuned,
-    weights,
 )
 from extensor_cuda.dispatch import Route, routed
 from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.matmul.prepare import GemmPreparation, prepare, run_batch
+from extensor_cuda.matmul.product import FallbackCounter, product, values_of
+from extensor_cuda.matmul.stored import block_scaled_matmul
+from extensor_cuda.matmul.weight_only import weight_only_matmul
 from extensor_cuda.runtime import blas
 from extensor_cuda.runtime.capture import StepCapture, current_capture
-from extensor_cuda.runtime.driver import capability as _capability
 from extensor_cuda.runtime.graph import CudaGraph
 from extensor_cuda.runtime.memory import allocate
 
@@ -87,7 +82,7 @@ def _fake_quantize_on_host(
             "GPU cannot replay by itself; use a recipe whose operands have kernels (backend.path "
             "says which), or no capture"
         )
-    values, stats = registry.get("cpu").operand(x.get(), spec, stream)
+    values, stats = registry.get("cpu").fake_quantize(x.get(), spec, stream)
     return backend.xp.asarray(values), stats
 
 
@@ -110,13 +105,45 @@ def _grad_plus_addend(generic: Callable[..., tuple[Array, ...]]) -> Callable[...
     return fallback
 
 
+def _prepare(
+    xp: Any,
+    x: Array,
+    specs: Sequence[OperandSpec],
+    streams: Sequence[Stream | None],
+    work: int,
+    amax_state: dict[str, Any] | None = None,
+) -> GemmPreparation | Unsupported:
+    return prepare(quantize.readable(xp, x), specs, streams, work, xp, amax_state)
+
+
 ROUTES: dict[str, Route] = {
+    # matmul; the table of operands is extensor_cuda.matmul.prepare's
+    "prepare": Route(
+        _prepare, run=lambda plan: plan, path=attrgetter("path"), fallback_path="host"
+    ),
+    "block_scaled_matmul": Route(
+        lambda xp, a, b: block_scaled_matmul(a, b, xp),
+        run=attrgetter("out"),
+        path=attrgetter("path"),
+        fallback_path=lambda a, b: "one after the other" if len(a.shape) == 3 else "generic",
+    ),
+    "weight_only_matmul": Route(
+        lambda xp, x, w: weight_only_matmul(x, w, "float32", xp),
+        run=attrgetter("out"),
+        path=attrgetter("path"),
+    ),
     # quantize
     "quantize": Route(quantize.quantize, fallback=_quantize_on_host, fallback_path="host"),
-    "operand": Route(quantize.fake_quantize, fallback=_fake_quantize_on_host, fallback_path="host"),
+    "fake_quantize": Route(
+        quantize.fake_quantize, fallback=_fake_quantize_on_host, fallback_path="host"
+    ),
     "dequantize": Route(quantize.dequantize, fallback=_dequantize_on_host, fallback_path="host"),
-    "quantize_pair": Route(quantize.quantize_rowwise_columnwise, fallback_path="two calls"),
-    "operand_pair": Route(quantize.fake_quantize_rowwise_columnwise, fallback_path="two calls"),
+    "quantize_rowwise_columnwise": Route(
+        quantize.quantize_rowwise_columnwise, fallback_path="two calls"
+    ),
+    "fake_quantize_rowwise_columnwise": Route(
+        quantize.fake_quantize_rowwise_columnwise, fallback_path="two calls"
+    ),
     "bfloat16_values": Route(nn.bfloat16_values),
     # nn
     "add": Route(nn.add),
@@ -147,11 +174,11 @@ ROUTES: dict[str, Route] = {
     "max_pool2d": Route(conv_pool.max_pool2d),
     "max_pool2d_grad": Route(conv_pool.max_pool2d_grad),
     # optim
-    "adam_each": Route(multi_tensor.adam_multi_tensor),
-    "all_finite_each": Route(multi_tensor.all_finite_multi_tensor),
-    "scale_each": Route(multi_tensor.scale_multi_tensor),
-    "sgd_each": Route(multi_tensor.sgd_multi_tensor),
-    "square_sum_each": Route(multi_tensor.square_sum_multi_tensor),
+    "adam_multi_tensor": Route(multi_tensor.adam_multi_tensor),
+    "all_finite_multi_tensor": Route(multi_tensor.all_finite_multi_tensor),
+    "scale_multi_tensor": Route(multi_tensor.scale_multi_tensor),
+    "sgd_multi_tensor": Route(multi_tensor.sgd_multi_tensor),
+    "square_sum_multi_tensor": Route(multi_tensor.square_sum_multi_tensor),
 }
 
 
@@ -181,12 +208,6 @@ def make_backend() -> CudaBackend:
     return backend
 
 
-@lru_cache(maxsize=1024)
-def _turned(first: QuantSpec, second: QuantSpec) -> bool:
-    """Whether two specs differ in their axis alone."""
-    return first.replace(axis=second.axis) == second
-
-
 class _Forked:
     """Stands for the array module in a process forked after CUDA started."""
 
@@ -200,8 +221,8 @@ class _Forked:
 class CudaBackend(GenericBackend):
     """Cupy, with the kernels of `ROUTES`."""
 
-    steps_together = frozenset(STATES)
-    adding = frozenset({"layer_norm", "rms_norm"})
+    multi_tensor_states = frozenset(STATES)
+    accumulating_vjps = frozenset({"layer_norm", "rms_norm"})
     bfloat16 = frozenset(
         {
             "add",
@@ -216,7 +237,7 @@ class CudaBackend(GenericBackend):
 
     def __init__(self, xp: Any) -> None:
         super().__init__("cuda", xp)
-        self._falls: Array | None = None
+        self._fallbacks = FallbackCounter(xp)
 
     @property
     def capturing(self) -> StepCapture | None:
@@ -241,201 +262,41 @@ class CudaBackend(GenericBackend):
         """Which code ``method(*args)`` takes: "fused kernel", another choice, or a fallback.
 
         A fallback is named with its reason: "host: " for the CPU backend, "generic: " for cupy,
-        "two calls: " for what is not read once, "one after the other: " for a batch of products
-        that is no single launch.
+        "two calls: " for what is not read once, "one after the other: " for a stack of products
+        that is no single launch. Operands from `prepare` are made by a "fused kernel", a "scaled
+        kernel" under float scales, or "expanded: " (and why) from packed storage.
 
-        The path of a product depends on values. So `block_matmul`, `block_matmul_batch` and
-        `weight_matmul` are run to tell: see `extensor_cuda.gemm.Product`.
+        The path of a product depends on values, so `block_scaled_matmul` and `weight_only_matmul`
+        are run to tell: see `extensor_cuda.matmul.stored` and `extensor_cuda.matmul.weight_only`.
 
         Raises:
             ValueError: for a method that has no kernel.
         """
-        if method in ROUTES:
-            route = ROUTES[method]
-            chosen = route.choose(self.xp, *args)
-            return route.path(chosen) if chosen else f"{route.fallback_path}: {chosen.reason}"
-        if method == "block_matmul":
-            done = self._product(*args)
-            return f"generic: {done}" if isinstance(done, str) else done.path
-        if method == "block_matmul_batch":
-            each = self._batched(*args)
-            return f"one after the other: {each}" if isinstance(each, str) else each.path
-        if method == "weight_matmul":
-            made = self._weight_product(*args)
-            return f"generic: {made}" if isinstance(made, str) else made[1]
-        if method != "product_operands":
-            products = "block_matmul", "block_matmul_batch", "weight_matmul", "product_operands"
-            known = ", ".join((*ROUTES, *products))
-            raise ValueError(f"path: expected one of {known}, got {method!r}")
-        reason = self._product_operands_reason(*args)
-        if reason is None:
-            return "fused kernel"
-        if self._other_reason(scaling.reason, *args) is None:
-            return "scaled kernel"
-        other = self._other_reason(expanded.reason, *args)
-        return f"host: {other}" if other else f"expanded: {reason}"
+        if method not in ROUTES:
+            raise ValueError(f"path: expected one of {', '.join(ROUTES)}, got {method!r}")
+        route = ROUTES[method]
+        chosen = route.choose(self.xp, *args)
+        if chosen:
+            return route.path(chosen)
+        named = route.fallback_path
+        return f"{named if isinstance(named, str) else named(*args)}: {chosen.reason}"
 
-    def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
-        """See the protocol. Waits for the GPU; `extensor_cuda.gemm` has the bounds."""
-        done = self._product(a, b)
-        return super().block_matmul(a, b) if isinstance(done, str) else done.out
-
-    def block_matmul_batch(self, a: QuantArray, b: QuantArray) -> Array:
-        """See the protocol: one launch where `extensor_cuda.grouped` has it. Waits for the GPU."""
-        done = self._batched(a, b)
-        return super().block_matmul_batch(a, b) if isinstance(done, str) else done.out
-
-    def weight_matmul(self, x: Array, w: QuantArray) -> Array:
-        """See the protocol; `extensor_cuda.weights` has ways, bounds, and which of them wait."""
-        done = self._weight_product(x, w)
-        return super().weight_matmul(x, w) if isinstance(done, str) else done[0]
-
-    def _weight_product(self, x: Array, w: QuantArray) -> tuple[Array, str] | str:
-        """The product of packed weights and the way it was taken, or why there is none."""
-        capability = _capability(self.xp.cuda.runtime.getDevice())
-        return weights.reason(x, w, capability) or weights.product(x, w, "float32", self.xp)
-
-    def _product(self, a: QuantArray, b: QuantArray) -> gemm.Product | str:
-        """The product on the tensor cores, or why there is none."""
-        capability = _capability(self.xp.cuda.runtime.getDevice())
-        return gemm.reason(a, b, capability) or gemm.matmul(a, b, self.xp)
-
-    def _batched(self, a: QuantArray, b: QuantArray) -> gemm.Product | str:
-        """The products of a batch in one launch, or why there is none."""
-        return grouped.batch(a, b, self.xp)
-
-    def product_operands(
-        self,
-        x: Array,
-        specs: Sequence[QuantSpec],
-        streams: Sequence[Stream | None],
-        work: int,
-        memory: dict[str, Any] | None = None,
-    ) -> list[tuple[Any, Counts]]:
-        """See the protocol. Does not wait for the GPU where a kernel covers it."""
-        x = quantize.readable(self.xp, x)
-        if self._product_operands_reason(x, specs, streams, work):
-            if self._other_reason(scaling.reason, x, specs, streams, work) is None:
-                return list(scaling.make(x, specs, streams, self.xp))
-            if self._other_reason(expanded.reason, x, specs, streams, work) is None:
-                return list(expanded.make(x, specs, streams, self.xp))
-            return super().product_operands(x, specs, streams, work, memory)
-        if len(specs) == 2 and not _turned(specs[0], specs[1]):
-            sides = zip(specs, streams, strict=True)
-            return [operands.make(x, [spec], [stream], self.xp)[0] for spec, stream in sides]
-        return list(operands.make(x, specs, streams, self.xp, memory))
-
-    def product_operands_each(
-        self,
-        xs: Sequence[Array],
-        specs: Sequence[QuantSpec],
-        memories: Sequence[dict[str, Any]],
-    ) -> list[list[tuple[Any, Counts]]]:
+    def run_batch(self, preparations: Sequence[Any]) -> list[Prepared]:
         """See the protocol: one launch."""
-        ready = [quantize.readable(self.xp, x) for x in xs]
-        return [list(made) for made in operands.make_each(ready, specs, self.xp, memories)]
+        made: list[Any] = run_batch(preparations, self.xp)
+        return made
 
-    def joins_operands(self, specs: Sequence[QuantSpec]) -> bool:
-        """See the protocol."""
-        turned = len(specs) == 1 or _turned(specs[0], specs[1])
-        return turned and operands.joinable_specs(specs)
-
-    def dense_operands(self, x: Array, axes: Sequence[int], dtype: str, work: int) -> list[Any]:
-        """See the protocol. Does not wait for the GPU."""
-        if not self.keeps_dense(dtype, work):
-            return super().dense_operands(x, axes, dtype, work)
-        return list(dense.make(quantize.readable(self.xp, x), axes, self.xp))
-
-    def keeps_dense(self, dtype: str, work: int) -> bool:
-        """See the protocol: where the tensor cores take bfloat16."""
-        hopper = _capability(self.xp.cuda.runtime.getDevice()) == "90"
-        least = tuned.least_work("dense", operands.LEAST_WORK)
-        return dtype == "bfloat16" and hopper and work >= least
-
-    def keeps_operands(
-        self,
-        x: Array,
-        specs: Sequence[QuantSpec],
-        streams: Sequence[Stream | None],
-        work: int,
-    ) -> bool:
-        """See the protocol: they are bytes where a kernel makes them."""
-        return (
-            self._product_operands_reason(quantize.readable(self.xp, x), specs, streams, work)
-            is None
-        )
-
-    def _product_operands_reason(
-        self, x: Array, specs: Sequence[QuantSpec], streams: Sequence[Stream | None], work: int
-    ) -> str | None:
-        capability = _capability(self.xp.cuda.runtime.getDevice())
-        for spec, stream in zip(specs, streams, strict=True):
-            if spec.row.element.bits == 6:
-                return f"FP8 holds {spec.format}; operands made at once are MXFP4 or bfloat16"
-            found = operands.reason(x, spec, work, capability)
-            plain = spec.replace(rebased=False)
-            if found:
-                return found
-            call = quantize.fake_quantize(self.xp, x, plain, stream)
-            if not call:
-                return call.reason
-        return None
-
-    def _other_reason(
-        self,
-        reason_of: Callable[[Array, QuantSpec, int, str], str | None],
-        x: Array,
-        specs: Sequence[QuantSpec],
-        streams: Sequence[Stream | None],
-        work: int,
-    ) -> str | None:
-        """Why operands are not made the second way, through storage, or the third, under floats."""
-        capability = _capability(self.xp.cuda.runtime.getDevice())
-        for spec, stream in zip(specs, streams, strict=True):
-            found = reason_of(x, spec, work, capability)
-            gap = quantize.input_gap(x, spec, stream)
-            if found or gap is not None:
-                return found or (gap.reason if gap is not None else None)
-        return None
-
-    def operand_product(
-        self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None
-    ) -> Array:
-        """See the protocol; `extensor_cuda.operands` has the ways, `fallbacks` what was taken."""
-        xp, kind = self.xp, "bfloat16" if dtype == "bfloat16" else "float32"
-        bias = None if bias is None else xp.ascontiguousarray(bias)  # kernels read it in order
-        if isinstance(a, dense.Dense) and isinstance(b, dense.Dense):
-            return dense.multiply(a, b, kind, xp, bias)
-        if self._falls is None:
-            self._falls = xp.zeros((), dtype=xp.uint32)
-        if isinstance(a, operands.Operand) and isinstance(b, operands.Operand):
-            return operands.multiply(a, b, kind, xp, self._falls, bias)
-        if isinstance(a, near.Square) and isinstance(b, near.Square):
-            return near.multiply(a, b, kind, xp, bias)
-        if expanded.joinable(a, b):
-            return expanded.multiply(a, b, kind, xp, self._falls, bias)
-        if scaled.joinable(a, b):
-            return scaled.multiply(a, b, kind, xp, bias)[0]
-        return super().operand_product(self._decoded(a), self._decoded(b), dtype, bias)
-
-    def _decoded(self, operand: Any) -> Array:
-        """The values of an operand whose other side has no kernel."""
-        if isinstance(operand, (dense.Dense, expanded.Expanded, near.Square)):
-            return operand.values(self.xp)
-        if isinstance(operand, scaled.Side):
-            return scaling.values(operand, self.xp)
-        if not isinstance(operand, operands.Operand):
-            return operand
-        values, _ = self.operand(operand.x, operand.spec, operand.stream)
-        return values if operand.spec.axis == 1 else values.T
+    def product(self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None) -> Array:
+        """See the protocol, and `extensor_cuda.matmul.product`."""
+        out = product(a, b, dtype, self.xp, bias, self._fallbacks)
+        if not isinstance(out, Unsupported):
+            return out
+        return super().product(values_of(a, self.xp), values_of(b, self.xp), dtype, bias)
 
     @property
-    def fallbacks(self) -> int:
-        """How many products of FP4 operands were out of FP8's window and ran in bfloat16.
-
-        Waits for the GPU.
-        """
-        return 0 if self._falls is None else int(self._falls)
+    def fallback_count(self) -> int:
+        """How many products of FP8 operands ran in bfloat16; waits for the GPU."""
+        return self._fallbacks.count
 
 
 for _name, _route in ROUTES.items():

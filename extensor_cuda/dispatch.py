@@ -33,14 +33,15 @@ class Route:
         path: what `CudaBackend.path` says of what was chosen.
         fallback: runs the method without a kernel, from the backend, the `Unsupported` and the
             method's arguments; None: the generic method on cupy.
-        fallback_path: what `CudaBackend.path` calls the fallback, before the reason.
+        fallback_path: what `CudaBackend.path` calls the fallback, before the reason; of the
+            method's arguments, where these decide.
     """
 
     choose: Callable[..., Any]
     run: Callable[[Any], Any] = lambda call: call()
     path: Callable[[Any], str] = lambda call: "fused kernel"
     fallback: Callable[..., Any] | None = None
-    fallback_path: str = "generic"
+    fallback_path: str | Callable[..., str] = "generic"
 
 
 def routed(name: str, route: Route) -> Callable[..., Any]:

@@ -115,21 +115,21 @@ def norm_quantize_source(
     rows, columns = plan.along.shape
     tall, wide, group = _tile(columns, dtype, only_rows)
     extra = {
-        "BOTH": 1,
-        "TALL": tall,
-        "WIDE": wide,
-        "COLUMNS": 4,
-        "THREADS": _threads(only_rows),
-        "ROW_THREADS": _ROW_THREADS[only_rows],
-        "COLUMN_THREADS": _COLUMN_THREADS,
-        "STAGES": _STAGES[only_rows],
-        "LEAD": _LEAD,
-        "NORM": 2 if centred else 1,
-        "BIAS": int(biased),
-        "XIN": list(_INPUTS).index(dtype),
-        "ONLY_ROWS": int(only_rows),
-        "GROUP": group,
-        "CLUSTER_DIMS": f"__cluster_dims__({group}, 1, 1)" if only_rows and group > 1 else "",
+        "QUANT_ROWWISE_COLUMNWISE": 1,
+        "QUANT_CTA_ROWS": tall,
+        "QUANT_CTA_COLUMNS": wide,
+        "QUANT_THREAD_COLUMNS": 4,
+        "CODEC_THREADS": _threads(only_rows),
+        "QUANT_ROW_THREADS": _ROW_THREADS[only_rows],
+        "QUANT_COLUMN_THREADS": _COLUMN_THREADS,
+        "QUANT_STAGES": _STAGES[only_rows],
+        "QUANT_NORM_LEAD": _LEAD,
+        "QUANT_NORM": 2 if centred else 1,
+        "QUANT_NORM_BIAS": int(biased),
+        "QUANT_NORM_IN": list(_INPUTS).index(dtype),
+        "QUANT_ONLY_ROWWISE": int(only_rows),
+        "QUANT_GROUP": group,
+        "QUANT_CLUSTER_DIMS": f"__cluster_dims__({group}, 1, 1)" if only_rows and group > 1 else "",
     }
     whole = rows % tall == 0 and columns % wide == 0
     return kernels.quantize_source(

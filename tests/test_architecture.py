@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import extensor
-import extensor.ops.stored  # layers import it; the registry is complete with it
+import extensor.ops.prequantized  # layers import it; the registry is complete with it
 from extensor import config
 from extensor.autograd.primitive import OPS
 from extensor.dtypes import BLOCKED, DENSE
@@ -120,15 +120,6 @@ def test_formats_need_only_the_standard_library() -> None:
 
 ROOMS = ("extensor", "extensor_cuda", "models", "training", "ci")
 KNOWN_CIRCLES = {
-    frozenset({"extensor.optim.optimizer", "extensor.optim.together"}),
-    frozenset(
-        {
-            "extensor_cuda.counts",
-            "extensor_cuda.kernels.optimizer",
-            "extensor_cuda.kernels.quantize",
-            "extensor_cuda.recording",
-        }
-    ),
     frozenset({"training.compare", "training.report"}),
     frozenset(
         {

@@ -17,9 +17,8 @@ import models
 from extensor import ExTensor, no_grad
 from extensor.io import load_checkpoint
 from extensor.nn import Module, apply_recipe
-from training.callbacks import LAST
 from training.config import ACTIVATIONS
-from training.rundir import UsageError
+from training.rundir import LAST, UsageError
 from training.runs import RUNS
 from training.text.tokenizers import Tokenizer, TokenizerError, from_state
 
@@ -49,11 +48,13 @@ class GenerateArgs:
             if getattr(self, name) < 0:
                 flag = name.replace("_", "-")
                 got = getattr(self, name)
-                raise UsageError(f"--{flag}: wanted a whole number, 0 or more, got {got}")
+                raise UsageError(f"--{flag}: expected a whole number, 0 or more, got {got}")
         if not 0.0 <= self.temperature < math.inf:
-            raise UsageError(f"--temperature: wanted a number, 0 or more, got {self.temperature!r}")
+            raise UsageError(
+                f"--temperature: expected a number, 0 or more, got {self.temperature!r}"
+            )
         if not self.prompt:
-            raise UsageError("--prompt: wanted at least one letter, got an empty text")
+            raise UsageError("--prompt: expected at least one letter, got an empty text")
 
 
 def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
@@ -76,7 +77,7 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
     if run is None or not causal or not isinstance(task, dict):
         held = f"a run of {kind!r}" if kind else "no run"
         raise UsageError(
-            f"{path}: wanted the checkpoint of a language model, got one that holds {held}; the "
+            f"{path}: expected the checkpoint of a language model, got one that holds {held}; the "
             "way out: one that `python -m training gpt` wrote"
         )
     try:
@@ -84,7 +85,7 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
         tokenizer = from_state(task.get("tokenizer"))
         if tokenizer.size != config.vocab:
             raise TokenizerError(
-                f"wanted a tokenizer of the model's {config.vocab} tokens, got one of "
+                f"expected a tokenizer of the model's {config.vocab} tokens, got one of "
                 f"{tokenizer.size}"
             )
         model = models.build(run["model"], config, np.random.default_rng(run["seed"]))
@@ -115,8 +116,8 @@ def choose(scores: np.ndarray, temperature: float, top_k: int, rng: np.random.Ge
     """
     if not np.isfinite(scores).all():
         raise UsageError(
-            "wanted finite scores from the model, got NaN or infinity: its training diverged; the "
-            "way out: checkpoint-best.safetensors, or a run with a lower --lr"
+            "expected finite scores from the model, got NaN or infinity: its training diverged; "
+            "the way out: checkpoint-best.safetensors, or a run with a lower --lr"
         )
     if temperature == 0.0:
         return int(scores.argmax())

@@ -19,13 +19,12 @@ from rich.console import Console
 
 from extensor import ExTensor
 from extensor.inspect import compare_layers
-from extensor.nn import Module, quantize_model, save_quantized, stored_layers
+from extensor.nn import Module, packed_layers, quantize_model, save_quantized
 from extensor.quant.schemes import get_scheme
-from training.callbacks import LAST
 from training.loop import Trainer
 from training.ptq_report import LayerResult, SchemeResult, write_results
-from training.reports import finite
-from training.rundir import CONFIG, UsageError, read_config
+from training.records import finite
+from training.rundir import CONFIG, LAST, UsageError, read_config
 
 __all__ = ["PtqArgs", "ptq"]
 
@@ -59,14 +58,14 @@ class PtqArgs:
 
     def __post_init__(self) -> None:
         if self.calibration < 1:
-            raise UsageError(f"--calibration: wanted 1 or more inputs, got {self.calibration}")
+            raise UsageError(f"--calibration: expected 1 or more inputs, got {self.calibration}")
         try:
             for name in self.names:
                 get_scheme(name)
         except ValueError as error:
             raise UsageError(f"--schemes: {error}") from error
         if not self.names or len(set(self.names)) < len(self.names):
-            raise UsageError(f"--schemes: wanted each scheme once, got {self.schemes!r}")
+            raise UsageError(f"--schemes: expected each scheme once, got {self.schemes!r}")
 
     @property
     def names(self) -> list[str]:
@@ -130,13 +129,13 @@ def restored(folder: Path) -> Trainer:
     """
     if not (folder / CONFIG).is_file():
         raise UsageError(
-            f"{folder}: wanted the folder of a run, but {CONFIG} is not there; the way out: the "
+            f"{folder}: expected the folder of a run, but {CONFIG} is not there; the way out: the "
             "--out of a run of `python -m training MODEL`"
         )
     config = read_config(folder)
     if not (folder / LAST).is_file():
         raise UsageError(
-            f"{folder}: wanted a run with {LAST}, but it is not there: its first epoch is not "
+            f"{folder}: expected a run with {LAST}, but it is not there: its first epoch is not "
             f"done; the way out: python -m training {config.model} --out {folder} --resume"
         )
     try:
@@ -163,8 +162,8 @@ def calibration_set(trainer: Trainer, count: int) -> list[tuple[ExTensor, ...]]:
             break
     if left:
         raise UsageError(
-            f"--calibration: wanted at most the {count - left} training {task.inputs} of an epoch, "
-            f"got {count}"
+            f"--calibration: expected at most the {count - left} training {task.inputs} of an "
+            f"epoch, got {count}"
         )
     whole = np.concatenate(parts)
     cuts = range(0, count, CALIBRATION_BATCH)
@@ -204,7 +203,7 @@ def _row(
     compared = compare_layers(made, reference, inputs, isolated=True).rows
     rows, output = {row.layer: row for row in compared}, compared[-1]
     layers = []
-    for path, layer in stored_layers(made).items():
+    for path, layer in packed_layers(made).items():
         weight, row = vars(layer)["weight"], rows[path]
         layers.append(
             LayerResult(

@@ -208,7 +208,7 @@ def way_of(pair: list[Any], backend: Any) -> str:
     """Which way the product of a pair takes from packed MXFP4."""
     xp, spec = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
     views = [xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16) for x in pair]
-    return str(backend.path("block_matmul", *(backend.quantize(x, spec)[0] for x in views)))
+    return str(backend.path("block_scaled_matmul", *(backend.quantize(x, spec)[0] for x in views)))
 
 
 def measure(calls: dict[str, Call], rounds: int, ahead: int = 2_000_000) -> dict[str, float]:

@@ -230,15 +230,15 @@ def trained(backend: Any, rounds: int) -> Rows:
 
 def _operand(x: Any, spec: QuantSpec, backend: Any) -> Any:
     resolved = spec.replace(axis=1).resolve(2)
-    return backend.product_operands(x, [resolved], [None], len(x) ** 3)[0][0]
+    return backend.prepare(x, [resolved], [None], len(x) ** 3).run()[0][0]
 
 
 def _joining(sides: Any, backend: Any, turn: int) -> Any:
-    return backend.operand_product(*sides, "bfloat16")
+    return backend.product(*sides, "bfloat16")
 
 
 def _making(pair: Any, spec: QuantSpec, backend: Any, turn: int) -> Any:
-    return backend.operand_product(*(_operand(x, spec, backend) for x in pair), "bfloat16")
+    return backend.product(*(_operand(x, spec, backend) for x in pair), "bfloat16")
 
 
 def leaving(backend: Any, rounds: int) -> Rows:

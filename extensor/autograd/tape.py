@@ -184,7 +184,7 @@ def _addend(node: Node, pending: dict[Node, Gradient]) -> Gradient | None:
     """What is there of the gradient of a node's first input, for the node's kernel to add to."""
     assert node.edges is not None
     edge = node.edges[0]
-    if node.primitive.name not in node.backend.adding or node.compute is not None:
+    if node.primitive.name not in node.backend.accumulating_vjps or node.compute is not None:
         return None
     there = pending.get(edge) if isinstance(edge, Node) else None
     same = there is not None and there.dtype == node.arrays[0].dtype == np.float32

@@ -111,7 +111,7 @@ class CpuQuantize(CoreBackend):
         placed = place(self.core, q.spec, q.shape)
         return placed if isinstance(placed, str) else None
 
-    def operand(
+    def fake_quantize(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[Array, Counts]:
         """See the protocol."""
@@ -119,7 +119,7 @@ class CpuQuantize(CoreBackend):
             q, stats = self.quantize(x, spec, stream)
             return self.dequantize(q), stats
         if self._operand_reason(x, spec, stream):
-            return super().operand(x, spec, stream)
+            return super().fake_quantize(x, spec, stream)
         if spec.row.outliers:
             q, stats = cpu_outliers.quantize(self, x, spec.resolve(x.ndim), stream)
             return cpu_outliers.dequantize(self, q), stats
@@ -143,7 +143,7 @@ class CpuQuantize(CoreBackend):
         placed = place(self.core, spec, x.shape)
         return placed if isinstance(placed, str) else None
 
-    def quantize_pair(
+    def quantize_rowwise_columnwise(
         self,
         x: Array,
         specs: tuple[QuantSpec, QuantSpec],
@@ -151,7 +151,7 @@ class CpuQuantize(CoreBackend):
     ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
         """See the protocol."""
         if self._quantize_pair_reason(x, specs, streams):
-            return super().quantize_pair(x, specs, streams)
+            return super().quantize_rowwise_columnwise(x, specs, streams)
         placed = _covered_pair(self.core, specs, x.shape)
         results = self.core.quantize_pair(
             tuple(p.plan for p in placed),
@@ -177,7 +177,7 @@ class CpuQuantize(CoreBackend):
         first, second = _covered_pair(self.core, specs, x.shape)
         return first.no_codes or second.no_codes
 
-    def operand_pair(
+    def fake_quantize_rowwise_columnwise(
         self,
         x: Array,
         specs: tuple[QuantSpec, QuantSpec],
@@ -185,7 +185,7 @@ class CpuQuantize(CoreBackend):
     ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
         """See the protocol."""
         if self._operand_pair_reason(x, specs, streams):
-            return super().operand_pair(x, specs, streams)
+            return super().fake_quantize_rowwise_columnwise(x, specs, streams)
         placed = _covered_pair(self.core, specs, x.shape)
         results = self.core.operand_pair(
             tuple(p.plan for p in placed),

@@ -87,7 +87,7 @@ def _format_path_sheet(backend: CpuBackend) -> Sheet:
     for name in FORMATS:
         spec = QuantSpec(name).resolve(x.ndim)
         q, _ = backend.quantize(x, spec)
-        calls = (("quantize", x, spec), ("dequantize", q), ("operand", x, spec))
+        calls = (("quantize", x, spec), ("dequantize", q), ("fake_quantize", x, spec))
         rows.append((name, *(backend.path(method, *args) for method, *args in calls)))
     columns = ("format", "quantize", "dequantize", "operand (in a GEMM)")
     return Sheet("Formats on the CPU, with their default spec", columns, tuple(rows))
@@ -99,9 +99,12 @@ def _pair_path_sheet(backend: CpuBackend) -> Sheet:
     rows = []
     for name in FORMATS:
         specs = tuple(QuantSpec(name, axis=axis).resolve(x.ndim) for axis in (1, 0))
-        paths = (backend.path(method, x, specs) for method in ("quantize_pair", "operand_pair"))
+        paths = (
+            backend.path(method, x, specs)
+            for method in ("quantize_rowwise_columnwise", "fake_quantize_rowwise_columnwise")
+        )
         rows.append((name, *paths))
-    columns = ("format", "quantize_pair", "operand_pair")
+    columns = ("format", "quantize_rowwise_columnwise", "fake_quantize_rowwise_columnwise")
     return Sheet("Rows and columns of one matrix on the CPU", columns, tuple(rows))
 
 
@@ -111,9 +114,14 @@ def _product_path_sheet(backend: CpuBackend) -> Sheet:
     rows = []
     for name in FORMATS:
         q, _ = backend.quantize(x, QuantSpec(name).resolve(x.ndim))
-        paths = backend.path("block_matmul", q, q), backend.path("weight_matmul", few, q)
+        paths = (
+            backend.path("block_scaled_matmul", q, q),
+            backend.path("weight_only_matmul", few, q),
+        )
         rows.append((name, *paths))
-    return Sheet("Products on the CPU", ("format", "block_matmul", "weight_matmul"), tuple(rows))
+    return Sheet(
+        "Products on the CPU", ("format", "block_scaled_matmul", "weight_only_matmul"), tuple(rows)
+    )
 
 
 def _window_path_sheet(backend: CpuBackend) -> Sheet:
@@ -124,8 +132,8 @@ def _window_path_sheet(backend: CpuBackend) -> Sheet:
         window = Window((3, 3), (stride, stride), (1, 1))
         g, index = backend.max_pool2d(x, window)
         calls: tuple[tuple[Any, ...], ...] = (
-            ("operand_conv2d", x, w, spec, None, w.shape, window),
-            ("operand_conv2d_grad_w", g.reshape(4, -1), x, spec, None, w.shape, window),
+            ("quantized_conv2d", x, w, spec, None, w.shape, window),
+            ("quantized_conv2d_grad_w", g.reshape(4, -1), x, spec, None, w.shape, window),
             ("conv2d", x, w, window, 1),
             ("conv2d_grad_x", g, w, x.shape, window, 1),
             ("conv2d_grad_w", g, x, w.shape, window, 1),
@@ -143,7 +151,7 @@ def _training_path_sheet(backend: CpuBackend) -> Sheet:
     heads, stats = np.ones((2, 4, 16, 32), np.float32), np.ones((2, 4, 16, 2), np.float32)
     whole = (True, 0.1)
     calls: tuple[tuple[Any, ...], ...] = (
-        ("operand_matmul", x, x),
+        ("product", x, x),
         ("matmul", x, x),
         ("attention", *(heads,) * 3, *whole),
         ("attention_grad", *(heads,) * 5, stats, *whole, (heads,) * 3),

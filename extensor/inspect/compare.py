@@ -14,7 +14,7 @@ from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.inspect.table import Table
 from extensor.nn.module import Hook, Module, PreHook, evaluating
-from extensor.nn.quantize import gemm_layers
+from extensor.nn.recipe import gemm_layers
 from extensor.quant.array import QuantStats
 from extensor.quant.recipe_state import RecipeState
 

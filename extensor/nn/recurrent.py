@@ -18,10 +18,10 @@ from extensor.autograd.creation import Seed
 from extensor.autograd.tensor import ExTensor
 from extensor.nn import init
 from extensor.nn.checks import check_probability, check_size
+from extensor.nn.container import ModuleList
 from extensor.nn.dropout import Dropout
 from extensor.nn.linear import Linear
 from extensor.nn.module import Module
-from extensor.nn.module_list import ModuleList
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
 from extensor.ops.elementwise import sigmoid, tanh

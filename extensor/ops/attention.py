@@ -14,7 +14,7 @@ from extensor.autograd.tensor import ExTensor
 from extensor.ops.activation import softmax
 from extensor.ops.arguments import tensors_only
 from extensor.ops.arithmetic import where
-from extensor.ops.linalg import matmul
+from extensor.ops.matmul import matmul
 from extensor.ops.shape import concatenate
 
 __all__ = ["packed_attention", "scaled_dot_product_attention"]

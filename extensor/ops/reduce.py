@@ -14,10 +14,11 @@ from extensor.autograd.pullback import sum_to as _sum_to
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import DTypeLike, as_dtype
 from extensor.ops.arguments import Axis, axis_index, axis_tuple, broadcasts, quiet, tensors_only
+from extensor.ops.shape import stack
 
 __all__ = [
     "all", "any", "argmax", "argmin", "cumsum", "logsumexp", "max", "mean", "min", "prod", "std",
-    "sum", "sum_to", "var",
+    "sum", "var",
 ]  # fmt: skip
 
 
@@ -195,8 +196,6 @@ def _prod_vjp(
         before.append(before[-1] * part)
     for part in parts[:0:-1]:
         after.append(after[-1] * part)
-    from extensor.ops.shape import stack
-
     others = stack([b * a for b, a in zip(before, reversed(after), strict=True)], axis=-1)
     others = others.reshape(tuple(x.shape[a] for a in order))
     inverse = tuple(int(i) for i in np.argsort(order))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from extensor.backends.protocol import Finite
+from extensor.backends.protocol import FiniteQuery
 from extensor.optim.optimizer import FRACTION, POSITIVE, Array, Optimizer, l2_gradient
 from extensor.optim.params import Option, Segment, check_betas
 
@@ -75,10 +75,10 @@ class Adam(Optimizer):
         parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
         factors: Sequence[Mapping[str, float]],
         **how: Any,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """Update whole parameters, in place, in one call."""
         arrays = [(w, g, state["mean"], state["square"]) for w, g, state in parts]
-        found: Finite = backend.adam_each(arrays, factors, **how)
+        found: FiniteQuery = backend.adam_multi_tensor(arrays, factors, **how)
         return found
 
     def factors(self, options: Mapping[str, Any], step: int) -> dict[str, float]:

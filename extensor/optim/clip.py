@@ -53,7 +53,7 @@ def clip_grad_norm(
     grads = _some(grad_arrays(params))
     backends = {id(backend): backend for _, backend in grads}.values()
     each = [(b, [g for g, backend in grads if backend is b]) for b in backends]
-    sums = [backend.square_sum_each(arrays) for backend, arrays in each]
+    sums = [backend.square_sum_multi_tensor(arrays) for backend, arrays in each]
     if len(each) == 1 and each[0][0].capturing is not None:
         return _clip_captured(*each[0], sums[0], max_norm, nonfinite)
     norm = math.sqrt(sum(float(total) for total in sums))
@@ -66,7 +66,7 @@ def clip_grad_norm(
         return norm
     if norm > max_norm:
         for backend, arrays in each:
-            backend.scale_each(arrays, max_norm / norm)
+            backend.scale_multi_tensor(arrays, max_norm / norm)
     return norm
 
 
@@ -86,7 +86,7 @@ def _clip_captured(
         )
     clips = xp.isfinite(norm) & (norm > max_norm)
     factor = xp.where(clips, max_norm / xp.where(clips, norm, 1.0), 1.0)
-    backend.scale_each(arrays, factor.astype(xp.float32))
+    backend.scale_multi_tensor(arrays, factor.astype(xp.float32))
     return wrap(norm, backend)
 
 

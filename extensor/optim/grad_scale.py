@@ -197,11 +197,11 @@ class MXGradScaler:
             arrays = [grad for grad, where in grads if where is backend]
             if (capture := backend.capturing) is not None:
                 scale = self._captured(capture)[0]
-                backend.scale_each(arrays, (1.0 / scale).astype(np.float32))
+                backend.scale_multi_tensor(arrays, (1.0 / scale).astype(np.float32))
                 self._bad[id(optimizer)] = capture.nonfinite(arrays, None)
                 return
-            backend.scale_each(arrays, 1.0 / self.current_scale)
-            finite = all(backend.all_finite_each(arrays)) and finite
+            backend.scale_multi_tensor(arrays, 1.0 / self.current_scale)
+            finite = all(backend.all_finite_multi_tensor(arrays)) and finite
         self._bad[id(optimizer)] = not finite
 
     def step(self, optimizer: Optimizer) -> bool | None:

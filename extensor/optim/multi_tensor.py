@@ -12,7 +12,7 @@ import numpy as np
 
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.capture import HostMirror, HostMirrors, StepCapture, UpdateGuard
-from extensor.backends.protocol import Finite
+from extensor.backends.protocol import FiniteQuery
 from extensor.optim.params import Array, ParamGroup, ParamState
 from extensor.optim.states import tensor_number
 
@@ -45,7 +45,7 @@ class MultiTensorOptimizer(Protocol):
         parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
         factors: Sequence[Mapping[str, float]],
         **how: Any,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """Update whole parameters in one call."""
         ...
 
@@ -69,7 +69,7 @@ def _check_finite(parts: Parts) -> None:
     backends = {id(member.param.backend): member.param.backend for member, _ in parts}
     for backend in backends.values():
         mine = [part for part in parts if part[0].param.backend is backend]
-        _refuse_nonfinite(mine, backend.all_finite_each([grad.data for _, grad in mine]))
+        _refuse_nonfinite(mine, backend.all_finite_multi_tensor([grad.data for _, grad in mine]))
 
 
 def _stream_numbers(parts: Parts) -> list[int]:
@@ -95,7 +95,7 @@ def _multi_tensor_backend(optimizer: MultiTensorOptimizer, parts: Parts) -> Any:
     if not optimizer.multi_tensor:
         return None
     backends = (member.param.backend for member, _ in parts)
-    return next((b for b in backends if optimizer.states in b.steps_together), None)
+    return next((b for b in backends if optimizer.states in b.multi_tensor_states), None)
 
 
 def step_multi_tensor(
@@ -133,7 +133,7 @@ def step_multi_tensor(
             backend,
             _arrays(chosen),
             factors,
-            look=check_finite,
+            check_finite=check_finite,
             memory=optimizer._cache,
             numbers=_stream_numbers(chosen),
         )

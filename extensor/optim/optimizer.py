@@ -21,7 +21,7 @@ from extensor.autograd.apply import wrap
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.capture import HostMirrors
-from extensor.backends.protocol import Finite
+from extensor.backends.protocol import FiniteQuery
 from extensor.backends.registry import get as get_backend
 from extensor.dtypes import float32
 from extensor.errors import layout_error, unknown_name
@@ -179,7 +179,7 @@ class Optimizer(ABC):
         parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
         factors: Sequence[Mapping[str, float]],
         **how: Any,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """Update whole parameters, in place, in one call of the backend.
 
         Args:
@@ -187,7 +187,7 @@ class Optimizer(ABC):
             parts: weight, gradient and state by slot of each: C-contiguous float32 arrays of one
                 size, whatever their shapes; the state as it is stored.
             factors: of each, from `factors`.
-            how: more for the backend: what `Backend.adam_each` takes besides.
+            how: more for the backend: what `Backend.adam_multi_tensor` takes besides.
         """
         raise TypeError(f"{type(self).__name__} says multi_tensor: wanted its update_multi_tensor")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from extensor.backends.protocol import Finite
+from extensor.backends.protocol import FiniteQuery
 from extensor.optim.optimizer import FRACTION, POSITIVE, Array, Optimizer
 from extensor.optim.params import Option, Segment
 
@@ -76,13 +76,13 @@ class SGD(Optimizer):
         parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
         factors: Sequence[Mapping[str, float]],
         **how: Any,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """Update whole parameters, in place, in one call."""
         arrays = [
             (w, g, state["momentum"] if mine["momentum"] else None)
             for (w, g, state), mine in zip(parts, factors, strict=True)
         ]
-        found: Finite = backend.sgd_each(arrays, factors, **how)
+        found: FiniteQuery = backend.sgd_multi_tensor(arrays, factors, **how)
         return found
 
     def factors(self, options: Mapping[str, Any], step: int) -> dict[str, float]:

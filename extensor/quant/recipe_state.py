@@ -9,6 +9,7 @@ from typing import Any
 from extensor.quant.array import QuantStats
 from extensor.quant.recipe import SLOTS, LayerRecipe, OperandSpec, Recipe
 from extensor.quant.static_scale import StaticScale
+from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
 
 __all__ = ["Counts", "LayerContext", "RecipeState"]
@@ -36,6 +37,7 @@ class RecipeState:
         step: the optimizer step; the training loop sets it before each one, so that random bits are
             a function of (seed, step, layer, slot) and a resumed run repeats an uninterrupted one.
         layers: every layer with GEMMs, by path.
+        weight_cache: the GEMM operands of their weights.
     """
 
     recipe: Recipe
@@ -46,13 +48,13 @@ class RecipeState:
     _amax_states: dict[tuple[str, int, str], dict[str, Any]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _operands: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False, compare=False)
+    weight_cache: WeightCache = field(default_factory=WeightCache, repr=False, compare=False)
     _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
     _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: not what is kept of weights, which are others then."""
-        return {**self.__dict__, "_operands": {}}
+        return {**self.__dict__, "weight_cache": WeightCache()}
 
     @property
     def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:

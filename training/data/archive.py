@@ -55,7 +55,7 @@ class ArchiveSource(FileSource):
         try:
             train, test = self.splits(path)
         except DAMAGED as error:
-            raise DataError(f"{path}: wanted a complete {self.kind}, got: {error}") from error
+            raise DataError(f"{path}: expected a complete {self.kind}, got: {error}") from error
         mean, std = pixel_statistics(train.images)
         return {
             "train.images": train.images,

@@ -76,7 +76,7 @@ def parse_records(
     """
     if len(content) != records * RECORD:
         raise DataError(
-            f"{label}: wanted {records:,} records of {RECORD:,} bytes, {records * RECORD:,} in "
+            f"{label}: expected {records:,} records of {RECORD:,} bytes, {records * RECORD:,} in "
             f"all, got {len(content):,} bytes"
         )
     table = np.frombuffer(content, np.uint8).reshape(records, RECORD)
@@ -84,7 +84,7 @@ def parse_records(
     if labels.size and labels.max() >= classes:
         bad = int(labels.argmax())
         raise DataError(
-            f"{label}: wanted labels in 0..{classes - 1}, got {labels[bad]} in record {bad}"
+            f"{label}: expected labels in 0..{classes - 1}, got {labels[bad]} in record {bad}"
         )
     return table[:, 1:].reshape(records, *SHAPE), labels
 

@@ -60,7 +60,7 @@ def load_digits(download: bool = True) -> Dataset:
     digest = hashlib.sha256(pixels.tobytes()).hexdigest()
     if digest != SHA256:
         raise DataError(
-            f"scikit-learn's digits: wanted SHA-256 {SHA256} of the pixels, got {digest}; "
+            f"scikit-learn's digits: expected SHA-256 {SHA256} of the pixels, got {digest}; "
             "is this another version of the data? reinstall scikit-learn"
         )
     images = (enlarge(pixels, SIDE) / np.float32(16))[:, None]

@@ -52,7 +52,7 @@ class EmnistSource(ArchiveSource):
         labels -= self.first
         if labels.size and not 0 <= labels.min() <= labels.max() < len(self.classes):
             raise DataError(
-                f"{self.name} {part}: wanted labels in {self.first}.."
+                f"{self.name} {part}: expected labels in {self.first}.."
                 f"{self.first + len(self.classes) - 1}, got {labels.min() + self.first}.."
                 f"{labels.max() + self.first}"
             )
@@ -68,7 +68,7 @@ class EmnistSource(ArchiveSource):
         except KeyError as error:
             raise DataError(f"{label}: not there; is this another archive?") from error
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{label}: wanted a complete gzip file, got: {error}") from error
+            raise DataError(f"{label}: expected a complete gzip file, got: {error}") from error
         return parse_idx(content, shape, label)
 
 

@@ -139,11 +139,11 @@ def check_archive(path: Path, file: RemoteFile) -> None:
     way_out = f"delete {path} and run again to fetch it anew"
     size = path.stat().st_size
     if size != file.size:
-        raise DataError(f"{path}: wanted {file.size:,} bytes, got {size:,}; {way_out}")
+        raise DataError(f"{path}: expected {file.size:,} bytes, got {size:,}; {way_out}")
     with path.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if digest != file.sha256:
-        raise DataError(f"{path}: wanted SHA-256 {file.sha256}, got {digest}; {way_out}")
+        raise DataError(f"{path}: expected SHA-256 {file.sha256}, got {digest}; {way_out}")
 
 
 def read_checked(path: Path, file: RemoteFile) -> bytes:
@@ -158,15 +158,18 @@ def read_checked(path: Path, file: RemoteFile) -> bytes:
         if path.suffix == ".gz":
             content = gzip.decompress(content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: wanted a complete gzip file, got: {error}; {way_out}") from error
+        raise DataError(
+            f"{path}: expected a complete gzip file, got: {error}; {way_out}"
+        ) from error
     if len(content) != file.size:
         raise DataError(
-            f"{path}: wanted {file.size:,} bytes once decompressed, got {len(content):,}; {way_out}"
+            f"{path}: expected {file.size:,} bytes once decompressed, got {len(content):,}; "
+            f"{way_out}"
         )
     digest = hashlib.sha256(content).hexdigest()
     if digest != file.sha256:
         raise DataError(
-            f"{path}: wanted SHA-256 {file.sha256} of the decompressed bytes, got {digest}; "
+            f"{path}: expected SHA-256 {file.sha256} of the decompressed bytes, got {digest}; "
             f"{way_out}"
         )
     return content

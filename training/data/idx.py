@@ -79,23 +79,25 @@ def parse_idx(content: bytes, shape: tuple[int, ...] | None, label: str) -> np.n
         DataError: on a wrong magic number, a wrong shape, or missing or extra bytes.
     """
     if len(content) < 4:
-        raise DataError(f"{label}: wanted an IDX file, got {len(content)} bytes")
+        raise DataError(f"{label}: expected an IDX file, got {len(content)} bytes")
     zero, kind, ndim = struct.unpack(">HBB", content[:4])
     if zero != 0 or kind != UNSIGNED_BYTE or ndim == 0:
         raise DataError(
-            f"{label}: wanted an IDX magic number of unsigned bytes (00 00 08 and the number of "
+            f"{label}: expected an IDX magic number of unsigned bytes (00 00 08 and the number of "
             f"axes), got {content[:4].hex(' ')}; is it another file, or still compressed?"
         )
     header = 4 + 4 * ndim
     if len(content) < header:
-        raise DataError(f"{label}: wanted {header} bytes of header, got {len(content)}; truncated")
+        raise DataError(
+            f"{label}: expected {header} bytes of header, got {len(content)}: truncated"
+        )
     got = struct.unpack(f">{ndim}I", content[4:header])
     if shape is not None and got != shape:
-        raise DataError(f"{label}: wanted shape {shape}, got {got}")
-    wanted = int(np.prod(got, dtype=np.int64))
-    if len(content) - header != wanted:
+        raise DataError(f"{label}: expected shape {shape}, got {got}")
+    expected = int(np.prod(got, dtype=np.int64))
+    if len(content) - header != expected:
         raise DataError(
-            f"{label}: wanted {wanted:,} bytes after the header for shape {got}, "
+            f"{label}: expected {expected:,} bytes after the header for shape {got}, "
             f"got {len(content) - header:,}"
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(got)

@@ -26,7 +26,7 @@ def prefetch(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
         ValueError: for a depth below 0.
     """
     if depth < 0:
-        raise ValueError(f"depth: wanted a whole number, 0 or more, got {depth}")
+        raise ValueError(f"depth: expected a whole number, 0 or more, got {depth}")
     if depth == 0:
         return (item for item in items)
     return _ahead(items, depth)

@@ -18,8 +18,7 @@ from training.loop import Trainer
 from training.page.cells import table
 from training.rundir import UsageError
 from training.tasks.classification import Classification
-from training.tasks.language import Causal
-from training.tasks.masked import Masked
+from training.tasks.language import Causal, Masked
 from training.text.masking import NOT_ASKED
 
 __all__ = ["answers"]

@@ -13,12 +13,19 @@ from extensor import ExTensor
 from extensor.inspect import LayerRow, compare_layers
 from extensor.io import CheckpointError
 from extensor.nn import apply_recipe
-from training.callbacks import LAST, METRICS, TELEMETRY
 from training.config import RunConfig
 from training.data import DataError
 from training.page.answers import answers
 from training.ptq import restored
-from training.rundir import CONFIG, UsageError, read_config, read_result
+from training.rundir import (
+    CONFIG,
+    LAST,
+    METRICS,
+    TELEMETRY,
+    UsageError,
+    read_config,
+    read_result,
+)
 from training.snapshot import Operands, operands
 
 __all__ = ["Facts", "read_facts"]
@@ -53,7 +60,7 @@ def read_facts(folder: Path) -> Facts:
     """
     if not (folder / CONFIG).is_file():
         raise UsageError(
-            f"{folder}: wanted the folder of a run, but {CONFIG} is not there; the way out: the "
+            f"{folder}: expected the folder of a run, but {CONFIG} is not there; the way out: the "
             "--out of a run of `python -m training MODEL`"
         )
     config = read_config(folder)

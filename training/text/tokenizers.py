@@ -48,12 +48,12 @@ def _checked(tokens: Any, size: int) -> list[int]:
     numbers = np.asarray(tokens)
     if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
         raise TokenizerError(
-            f"decode: wanted tokens in a row, whole numbers (T,), got shape {numbers.shape} of "
+            f"decode: expected tokens in a row, whole numbers (T,), got shape {numbers.shape} of "
             f"{numbers.dtype}"
         )
     bad = numbers[(numbers < 0) | (numbers >= size)]
     if bad.size:
-        raise TokenizerError(f"decode: wanted tokens in 0..{size - 1}, got {int(bad[0])}")
+        raise TokenizerError(f"decode: expected tokens in 0..{size - 1}, got {int(bad[0])}")
     return [int(number) for number in numbers]
 
 
@@ -66,7 +66,7 @@ class Characters:
 
     def __init__(self, letters: str) -> None:
         if not letters or len(set(letters)) < len(letters):
-            raise TokenizerError(f"Characters: wanted each letter once, got {letters!r:.80}")
+            raise TokenizerError(f"Characters: expected each letter once, got {letters!r:.80}")
         self.letters = letters
         codes = [ord(letter) for letter in letters]
         self._table = np.full(max(codes) + 1, -1, np.int64)
@@ -95,7 +95,7 @@ class Characters:
         if bad.size:
             letter = text[bad[0]]
             raise TokenizerError(
-                f"encode: wanted the {self.size} letters of the training text, got {letter!r} at "
+                f"encode: expected the {self.size} letters of the training text, got {letter!r} at "
                 f"position {bad[0]}; known are {self.letters!r}"
             )
         return tokens
@@ -136,7 +136,7 @@ class BytePairs:
         tokenizers = _package()
         if vocab_size < 256:
             raise TokenizerError(
-                f"--vocab-size: wanted 256 or more (every byte is a token), got {vocab_size}"
+                f"--vocab-size: expected 256 or more (every byte is a token), got {vocab_size}"
             )
         library = tokenizers.Tokenizer(tokenizers.models.BPE())
         library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -150,8 +150,8 @@ class BytePairs:
         got = library.get_vocab_size()
         if got != vocab_size:
             raise TokenizerError(
-                f"--vocab-size: the text gives no more than {got} tokens, wanted {vocab_size}; ask "
-                "for fewer"
+                f"--vocab-size: the text gives no more than {got} tokens, expected {vocab_size}; "
+                "ask for fewer"
             )
         return cls(library)
 
@@ -207,7 +207,7 @@ def from_state(state: Any) -> Tokenizer:
     text = state.get(PARTS[kind])
     if not isinstance(text, str):
         raise TokenizerError(
-            f"tokenizer {kind!r}: wanted text under {PARTS[kind]!r}, got {text!r:.80}; the "
+            f"tokenizer {kind!r}: expected text under {PARTS[kind]!r}, got {text!r:.80}; the "
             "state is cut off or of another kind"
         )
     if kind == "char":
@@ -217,6 +217,6 @@ def from_state(state: Any) -> Tokenizer:
         return BytePairs(library.from_str(text))
     except Exception as error:  # the package raises nothing narrower
         raise TokenizerError(
-            f"tokenizer 'bpe': wanted the JSON of the package tokenizers, got {text!r:.80} "
+            f"tokenizer 'bpe': expected the JSON of the package tokenizers, got {text!r:.80} "
             f"({error}); the state is cut off, or written by a newer version of the package"
         ) from error

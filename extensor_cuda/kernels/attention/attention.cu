@@ -22,7 +22,7 @@ __device__ __forceinline__ void mask(Sum (&s)[kKeys / 2], const Problem& e, int 
         for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
             for (int c = 0; c < 2; ++c)
-                if (8 * j + c > beyond) s[4 * j + 2 * h + c] = -INFINITE;
+                if (8 * j + c > beyond) s[4 * j + 2 * h + c] = -ATTENTION_INFINITY;
     }
 }
 
@@ -98,7 +98,7 @@ attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ Tenso
             const int open = e.causal ? min(e.keys, row0 + 1 + e.keys - e.queries) : e.keys;
             Sum s[kKeys / 2], o[kHead / 2];
             u32 weights[kKeys / 16][4];
-            float largest[2] = {-INFINITE, -INFINITE}, total[2] = {0.0f, 0.0f}, faded[2];
+            float largest[2] = {-ATTENTION_INFINITY, -ATTENTION_INFINITY}, total[2] = {0.0f, 0.0f}, faded[2];
             wait(m.held_full, turn);
             turn ^= 1;
             wait(m.full + 8 * at.stage, at.parity);
@@ -152,7 +152,7 @@ attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ Tenso
                 const int query = row + 8 * h;
                 float* to = e.spread + static_cast<i64>(tile.batch * e.heads + tile.head) * e.padded + query;
                 if (lane % 4 == 0)
-                    *to = query < e.queries ? __fmaf_rn(largest[h], e.scale2, log2f(total[h])) : INFINITE;
+                    *to = query < e.queries ? __fmaf_rn(largest[h], e.scale2, log2f(total[h])) : ATTENTION_INFINITY;
             }
             write_rows(o, 1.0f / total[0], 1.0f / total[1], &out_map, patch, row0, e.queries, tile, lane);
         }

@@ -28,9 +28,9 @@ struct Problem {
     int paired, causal;
 };
 
-constexpr int kHead = HEAD, kHalves = kHead / 64, kRows = 128, kWarps = 8, kCluster = 1;
+constexpr int kHead = ATTENTION_HEAD, kHalves = kHead / 64, kRows = 128, kWarps = 8, kCluster = 1;
 constexpr int kHeldTile = kRows * kHead * 2, kPatch = kHalves * 16 * 128;
-#define INFINITE __uint_as_float(0x7F800000u)
+#define ATTENTION_INFINITY __uint_as_float(0x7F800000u)
 
 //WGMMA//
 
@@ -83,11 +83,11 @@ struct Memory {
 template <int kHeld, int kStage, int kBeside, int kReaders = kWarps>
 __device__ __forceinline__ Memory begin(u8* raw) {
     u8* held = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
-    u8* patches = held + kHeld + STAGES * kStage;
-    const u32 full = shared_address(patches + kWarps * kPatch + kBeside), empty = full + 8 * STAGES;
-    const Memory m = {held, held + kHeld, patches, full, empty, empty + 8 * STAGES, empty + 8 * STAGES + 8};
+    u8* patches = held + kHeld + ATTENTION_STAGES * kStage;
+    const u32 full = shared_address(patches + kWarps * kPatch + kBeside), empty = full + 8 * ATTENTION_STAGES;
+    const Memory m = {held, held + kHeld, patches, full, empty, empty + 8 * ATTENTION_STAGES, empty + 8 * ATTENTION_STAGES + 8};
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, kReaders);
+        for (int s = 0; s < ATTENTION_STAGES; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, kReaders);
         barrier_init(m.held_full, 1), barrier_init(m.held_empty, kWarps);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -99,7 +99,7 @@ struct Ring {
     int stage;
     u32 parity;
     __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (++stage == ATTENTION_STAGES) stage = 0, parity ^= 1;
     }
 };
 

@@ -75,7 +75,11 @@ def source(kernel: str, d: int, guard: bool = False) -> Source:
 
     ``guard``: a barrier that is never reached ends the kernel with an error.
     """
-    macros = {"HEAD": d, "STAGES": _memory(kernel, d)[0], "GUARD": int(guard)}
+    macros = {
+        "ATTENTION_HEAD": d,
+        "ATTENTION_STAGES": _memory(kernel, d)[0],
+        "COMMON_GUARD": int(guard),
+    }
     plain = Source.read(Path(__file__).parent / f"{kernel}.cu", macros)
     scores = 128 if kernel == KERNELS[0] else 64
     functions = [

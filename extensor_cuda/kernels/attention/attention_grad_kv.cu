@@ -24,7 +24,7 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
                   const __grid_constant__ TensorMap gk_map, const __grid_constant__ TensorMap gv_map,
                   const __grid_constant__ Problem e) {
     extern __shared__ u8 raw_memory[];
-    const Memory m = begin<2 * kHeldTile, kStage, STAGES * kVectors, 32 * kWarps>(raw_memory);
+    const Memory m = begin<2 * kHeldTile, kStage, ATTENTION_STAGES * kVectors, 32 * kWarps>(raw_memory);
     const u32 held = shared_address(m.held), ring = shared_address(m.ring);
     u8* vectors = m.patches + kWarps * kPatch;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;

@@ -3,7 +3,7 @@
 // ---- scales ----
 
 // The grid of NVFP4's scales.
-constexpr u32 kScaleLowest = static_cast<u32>(127 + SCALE_MIN_EXPONENT) << 23;
+constexpr u32 kScaleLowest = static_cast<u32>(127 + CODEC_SCALE_MIN_EXPONENT) << 23;
 
 struct Scale {
     float apply, decode;  // values are multiplied by the first, grid values by the second
@@ -13,25 +13,25 @@ struct Scale {
 // Whether a block's largest value is so far beyond the grid that its code would not fit; true for a
 // block that holds NaN.
 __device__ __forceinline__ bool is_far(u32 amax, const Scale& s) {
-    return !(fabsf(__fmul_rn(float_of(amax), s.apply)) < float_of(CLAMP_BITS));
+    return !(fabsf(__fmul_rn(float_of(amax), s.apply)) < float_of(CODEC_CLAMP_BITS));
 }
 
 #include "codec/e8m0_scale.cuh"
 
-#if UE4M3
+#if CODEC_UE4M3
 // The e4m3 code nearest to a scale of 0 or more, at most the largest; `value`: what it means.
 __device__ __forceinline__ u32 scale_code(float wanted, float& value) {
-    const float base = fminf(wanted, SCALE_TOP);
+    const float base = fminf(wanted, CODEC_SCALE_TOP);
     const u32 exponent = larger(bits_of(base) & kExponent, kScaleLowest);
-    const u32 anchor = exponent + (static_cast<u32>(23 - SCALE_MANTISSA) << 23);
+    const u32 anchor = exponent + (static_cast<u32>(23 - CODEC_SCALE_MANTISSA) << 23);
     const float sum = __fadd_rn(base, float_of(anchor));  // its last place is the grid's spacing
     value = __fsub_rn(sum, float_of(anchor));
-    return ((exponent - kScaleLowest) >> (23 - SCALE_MANTISSA)) + bits_of(sum) - anchor;
+    return ((exponent - kScaleLowest) >> (23 - CODEC_SCALE_MANTISSA)) + bits_of(sum) - anchor;
 }
 
 __device__ __forceinline__ float scale_inverse(u32 code, float value, const Tensor& tensor) {
     const float inverse = fminf(__frcp_rn(__fmul_rn(value, tensor.scale)), kFloatMax);
-    return !TINY_SATURATES && code == 0 ? 0.0f : inverse;
+    return !CODEC_TINY_SATURATES && code == 0 ? 0.0f : inverse;
 }
 
 __device__ __forceinline__ Scale scale_of(u32 code, float value, u32 amax, const Tensor& tensor) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ Scale scale_of(u32 code, float value, u32 amax, const
     Scale s;
     s.apply = scale_inverse(code, value, tensor);
     s.decode = value;
-    s.stored = finite ? (amax ? code : ZERO_BYTE) : 0x7Fu;
+    s.stored = finite ? (amax ? code : CODEC_ZERO_BYTE) : 0x7Fu;
     s.live = finite ? ~0u : 0;
     return s;
 }
@@ -54,14 +54,14 @@ __device__ __forceinline__ Scale block_scale(u32 amax, const Tensor& tensor) {
 __device__ __forceinline__ Scale block_scale(u32 amax, const Tensor& tensor) {
     const bool finite = amax < kExponent;
     int exponent = exponent_byte(finite ? amax : 0);
-#if WINDOW >= 0
+#if CODEC_WINDOW >= 0
     exponent = max(exponent, tensor.lowest);
 #endif
     u32 byte = static_cast<u32>(min(max(exponent, 0), 254));
-#if RULE != 4
+#if CODEC_RULE != 4
     if (amax == 0) byte = 0;
 #endif
-    if (!finite) byte = amax == kExponent ? INF_BYTE : 255u;
+    if (!finite) byte = amax == kExponent ? CODEC_INF_BYTE : 255u;
     Scale s;
     s.stored = byte;
     s.live = byte == 255u ? 0 : ~0u;

@@ -1,22 +1,22 @@
 // Counters, the maximum, and what the whole tensor decides.
 
-#if HADAMARD
-#define SIGNS u32 sign0, u32 sign1, u32 sign2, u32 sign3,
+#if CODEC_HADAMARD
+#define CODEC_SIGN_PARAMETERS u32 sign0, u32 sign1, u32 sign2, u32 sign3,
 #else
-#define SIGNS
+#define CODEC_SIGN_PARAMETERS
 #endif
 
 // Elements coded along the axis.
 __device__ __forceinline__ i64 coded_length(i64 length) {
-#if HADAMARD
-    return (length + HADAMARD - 1) / HADAMARD * HADAMARD;
+#if CODEC_HADAMARD
+    return (length + CODEC_HADAMARD - 1) / CODEC_HADAMARD * CODEC_HADAMARD;
 #else
     return length;
 #endif
 }
 
 __device__ __forceinline__ void add_counts(const Tally& tally, u64* counters) {
-#if STATS
+#if CODEC_STATS
     const u32 saturated = __reduce_add_sync(~0u, tally.saturated);
     const u32 flushed = __reduce_add_sync(~0u, tally.flushed);
     if (threadIdx.x % 32 == 0) {
@@ -38,20 +38,20 @@ __device__ __forceinline__ void add_maximum(u32 mine, u32* maximum) {
     if (threadIdx.x % 32 == 0) raise(maximum, most);
 }
 
-#if NEEDS_TENSOR
+#if CODEC_NEEDS_TENSOR
 // One thread, once per tensor: what its largest magnitude means for every block.
 extern "C" __global__ void tensor_scales(const u32* maximum, Tensor* tensor) {
     const float amax = float_of(*maximum);
-#if UE4M3
-    float encode = fminf(__fdiv_rn(TENSOR_TARGET, amax), kFloatMax);
+#if CODEC_UE4M3
+    float encode = fminf(__fdiv_rn(CODEC_TENSOR_TARGET, amax), kFloatMax);
     if (amax == 0 || encode == 0) encode = 1;
     tensor->scale = __fdiv_rn(1.0f, encode);
-    tensor->encode = RULE == 6 ? encode : __fmul_rn(encode, __fdiv_rn(1.0f, 6.0f));
+    tensor->encode = CODEC_RULE == 6 ? encode : __fmul_rn(encode, __fdiv_rn(1.0f, 6.0f));
     tensor->lowest = 0;
     tensor->amax = amax;
 #else
     tensor->scale = tensor->encode = tensor->amax = 1;
-    tensor->lowest = amax > 0 ? exponent_byte(bits_of(amax)) - WINDOW : 0;
+    tensor->lowest = amax > 0 ? exponent_byte(bits_of(amax)) - CODEC_WINDOW : 0;
 #endif
 }
 #endif

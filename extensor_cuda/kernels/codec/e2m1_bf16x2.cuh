@@ -11,7 +11,7 @@ __device__ __forceinline__ u32 pair_max(u32 a, u32 b) {
 __device__ __forceinline__ u32 low_float(u32 pair) { return pair << 16; }
 __device__ __forceinline__ u32 high_float(u32 pair) { return pair & 0xFFFF0000u; }
 
-#if HALVES
+#if CODEC_BF16X8
 // Scaling by a power of two is exact in bfloat16 where it matters (what underflows is far below a
 // quarter), and the additions that round have bfloat16's last place where float32 had its own. So
 // the same steps as above hold on pairs.
@@ -58,10 +58,10 @@ __device__ __forceinline__ u32 pair_smaller(u32 a, u32 b) {
 __device__ __forceinline__ u32 round_sums(u32 x, u32 scale, bool far) {
     // Plus -0: the product itself. The scale of a block with NaN is -inf, and must not pass the clamp.
     u32 y = pair_fma(x, scale & kPairMagnitude, kPairSign);
-#if STATS
-    if (far) y = pair_smaller(y, CLAMP_BITS >> 16 | CLAMP_BITS);
+#if CODEC_STATS
+    if (far) y = pair_smaller(y, CODEC_CLAMP_BITS >> 16 | CODEC_CLAMP_BITS);
 #else
-    y = pair_smaller(y, bits_of(TOP) >> 16 | bits_of(TOP));
+    y = pair_smaller(y, bits_of(CODEC_TOP) >> 16 | bits_of(CODEC_TOP));
 #endif
     return pair_fma(pair_larger(y & 0xFF80FF80u, 0x3F803F80u), 0x42804280u, y);
 }
@@ -120,18 +120,18 @@ __device__ __forceinline__ u32 zeros_of(u32 pair, u32 live) {
 // sixth of the largest, no bfloat16 is beyond 6 but infinity, where a dialect keeps its block; what a
 // block with NaN gives does not matter.
 __device__ __forceinline__ u32 saturate(u32 n, u32 live, Tally& tally) {
-#if PAIRS && !STATS
+#if CODEC_BF16X2 && !CODEC_STATS
     return n;  // as it was clamped
 #endif
-#if RULE != 1 || INF_BYTE != 255
+#if CODEC_RULE != 1 || CODEC_INF_BYTE != 255
     const u32 over = n & 0x88888888u;
     n |= over - (over >> 3);
-#if STATS
+#if CODEC_STATS
     tally.saturated += __popc(over & live);
 #endif
 #endif
     n &= 0x77777777u;
-#if STATS
+#if CODEC_STATS
     tally.flushed += __popc(~(n | n >> 1 | n >> 2) & 0x11111111u & live);
 #endif
     return n;
@@ -140,7 +140,7 @@ __device__ __forceinline__ u32 saturate(u32 n, u32 live, Tally& tally) {
 // Without the zeros among 16 pairs or less that went in, from what `saturate` counted as flushed.
 template <int N, int STRIDE>
 __device__ __forceinline__ void forget_zeros(const u32* x, u32 live, Tally& tally) {
-#if STATS
+#if CODEC_STATS
     u32 least = x[0] & kPairMagnitude;
 #pragma unroll
     for (int k = 1; k < N; ++k) least = pair_min(least, pair_abs(x[k * STRIDE]));
@@ -166,7 +166,7 @@ __device__ __forceinline__ void encode_pairs(const u32 (&x)[8], const Scale& s, 
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
         const u32* four = x + 4 * w;
-#if STATS
+#if CODEC_STATS
         const u32 n = codes_across<false>(four, scale, far);
         const u32 c = signs_of(four[0], four[1]), d = signs_of(four[2], four[3]);
         const u32 signs = (__byte_perm(c, d, 0x5410) & 0x08080808u) | (__byte_perm(c, d, 0x7632) & 0x80808080u);

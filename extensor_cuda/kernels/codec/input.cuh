@@ -6,16 +6,16 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-#define CODES (OUT == 0)  // packed codes are made
+#define CODEC_MAKES_CODES (CODEC_OUT == 0)  // packed codes are made
 
-#ifndef THREADS
-#define THREADS 256
+#ifndef CODEC_THREADS
+#define CODEC_THREADS 256
 #endif
 constexpr u32 kMagnitude = 0x7FFFFFFFu, kSign = 0x80000000u, kExponent = 0x7F800000u;
 constexpr u32 kMantissa = 0x007FFFFFu, kNaN = 0x7FC00000u;
 constexpr float kFloatMax = 3.4028234663852886e38f;
-constexpr int kThreads = THREADS, kChunk = 16, kParts = BLOCK / kChunk;  // parts: chunks of a block
-constexpr int kWords = BITS * kChunk / 32;
+constexpr int kThreads = CODEC_THREADS, kChunk = 16, kParts = CODEC_BLOCK / kChunk;  // parts: chunks of a block
+constexpr int kWords = CODEC_BITS * kChunk / 32;
 constexpr int kSlots = 256;  // counters are spread over this many pairs, summed by the host
 
 // What depends on the whole tensor; made by `tensor_scales`.
@@ -34,7 +34,7 @@ __device__ __forceinline__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
 // ---- input ----
 
-#if IN == 0
+#if CODEC_IN == 0
 typedef u32 Raw;
 #else
 typedef u16 Raw;
@@ -42,9 +42,9 @@ typedef u16 Raw;
 constexpr int kPerVector = 16 / sizeof(Raw);  // elements of a 16-byte load
 
 __device__ __forceinline__ float widen(u32 raw) {
-#if IN == 0
+#if CODEC_IN == 0
     return float_of(raw);
-#elif IN == 1
+#elif CODEC_IN == 1
     return float_of(raw << 16);
 #else
     float v;
@@ -56,9 +56,9 @@ __device__ __forceinline__ float widen(u32 raw) {
 // Element k of the 32-bit words that a vector load gave.
 template <int N>
 __device__ __forceinline__ float element(const u32 (&words)[N], int k) {
-#if IN == 0
+#if CODEC_IN == 0
     return float_of(words[k]);
-#elif IN == 1
+#elif CODEC_IN == 1
     return float_of(k % 2 ? words[k / 2] & 0xFFFF0000u : words[k / 2] << 16);
 #else
     return widen(k % 2 ? words[k / 2] >> 16 : words[k / 2] & 0xFFFFu);
@@ -67,11 +67,11 @@ __device__ __forceinline__ float element(const u32 (&words)[N], int k) {
 
 // ---- an activation of bfloat16 values, rounded once: as elementwise.cu has it ----
 
-#if ACTIVATE
-#define FULL 0
+#if CODEC_ACTIVATE
+#define COMMON_FULL_PRECISION 0
 #include "common/vector_types.cuh"
 #include "common/activation.cuh"
-#if ACTIVATE == 1
+#if CODEC_ACTIVATE == 1
 typedef Relu Active;
 #else
 typedef Gelu Active;

@@ -3,11 +3,11 @@
 // The error sums ((q * sf) * factor [/ divisor] - x)**2 in float32 over ascending positions, as
 // extensor/quant/nvfp4.py does; of equal errors the first option wins. Blocks of 16 along the axis.
 
-#if SEARCH
-static_assert(BITS == 4 && IS_FLOAT && MANTISSA == 1 && MIN_EXPONENT == 0, "of E2M1");
+#if CODEC_SEARCH
+static_assert(CODEC_BITS == 4 && CODEC_IS_FLOAT && CODEC_MANTISSA == 1 && CODEC_MIN_EXPONENT == 0, "of E2M1");
 
 // The scales that a block may have, the first being preferred: what they mean, and their codes.
-#if RULE == 6  // four_over_six: a block's largest value becomes 6 or 4
+#if CODEC_RULE == 6  // four_over_six: a block's largest value becomes 6 or 4
 constexpr int kOptions = 2;
 #else  // least_error: four neighbours among the scales that FP8 holds exactly, the largest first
 constexpr int kOptions = 4;
@@ -15,19 +15,19 @@ constexpr u32 kExactTop = kScaleLowest + (14u << 23) + 0x400000u;  // 1, 1.25 an
 #endif
 struct Options {
     float value[kOptions];
-#if RULE == 6
+#if CODEC_RULE == 6
     u32 code[kOptions];
 #endif
 };
 
 __device__ __forceinline__ Options options_of(u32 amax, const Tensor& tensor) {
     Options o;
-#if RULE == 6
+#if CODEC_RULE == 6
     const float base = __fmul_rn(__fdiv_rn(float_of(amax), 6.0f), tensor.encode);
     o.code[0] = scale_code(base, o.value[0]);
     o.code[1] = scale_code(__fmul_rn(base, 1.5f), o.value[1]);
 #else
-    const float base = fminf(__fmul_rn(float_of(amax), tensor.encode), SCALE_TOP);
+    const float base = fminf(__fmul_rn(float_of(amax), tensor.encode), CODEC_SCALE_TOP);
     // A step is a quarter of a binade, each third one a half. First the least that reaches the base.
     u32 at = (larger(bits_of(base), kScaleLowest) + 0x1FFFFFu) & ~0x1FFFFFu;
     at += (at & 0x600000u) == 0x600000u ? 0x200000u : 0;
@@ -45,7 +45,7 @@ __device__ __forceinline__ Options options_of(u32 amax, const Tensor& tensor) {
 
 // The code of an option, from its number if that is known.
 __device__ __forceinline__ u32 code_of(const Options& o, int number) {
-#if RULE == 6
+#if CODEC_RULE == 6
     return o.code[number];
 #else
     return 8 + ((bits_of(o.value[number]) - kScaleLowest) >> 20);
@@ -57,17 +57,17 @@ __device__ __forceinline__ u32 code_of(const Options& o, int number) {
 // x * inverse to the nearest grid value, ties to even.
 __device__ __forceinline__ float nearest(float x, float inverse) {
     const float y = __fmul_rn(x, inverse);
-    const float magnitude = fminf(fabsf(y), float_of(CLAMP_BITS));
-    const u32 exponent = larger(bits_of(magnitude) & kExponent, static_cast<u32>(127 + MIN_EXPONENT) << 23);
-    const float anchor = float_of(exponent + (static_cast<u32>(23 - MANTISSA) << 23));
-    const float value = fminf(__fsub_rn(__fadd_rn(magnitude, anchor), anchor), TOP);
+    const float magnitude = fminf(fabsf(y), float_of(CODEC_CLAMP_BITS));
+    const u32 exponent = larger(bits_of(magnitude) & kExponent, static_cast<u32>(127 + CODEC_MIN_EXPONENT) << 23);
+    const float anchor = float_of(exponent + (static_cast<u32>(23 - CODEC_MANTISSA) << 23));
+    const float value = fminf(__fsub_rn(__fadd_rn(magnitude, anchor), anchor), CODEC_TOP);
     return float_of(bits_of(value) | (bits_of(y) & kSign));
 }
 
 // One value's squared error under a scale.
 __device__ __forceinline__ float square(float x, float inverse, float value, const Tensor& tensor) {
     float decoded = __fmul_rn(nearest(x, inverse), value);
-#if RULE == 6
+#if CODEC_RULE == 6
     decoded = __fdiv_rn(__fmul_rn(decoded, tensor.amax), 1536.0f);
 #else
     decoded = __fmul_rn(decoded, tensor.scale);
@@ -164,7 +164,7 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
     const u32 exponent = amax >> 23;
     const bool usual = exponent - 77u <= 100u;
     const float shift = float_of((250u - exponent) << 23), top = __fmul_rn(float_of(amax), shift);
-#if RULE == 6
+#if CODEC_RULE == 6
     const float unit = __fmul_rn(__fmul_rn(tensor.amax, shift), 1.0f / 1536);
 #else
     const float unit = __fmul_rn(tensor.scale, shift);
@@ -193,7 +193,7 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
     float least = error[0];
 #pragma unroll
     for (int n = 1; n < kAlways; ++n) least = fminf(least, error[n]);
-#if RULE == 6
+#if CODEC_RULE == 6
     settled |= o.code[0] == o.code[1];
     const bool plain = usual && o.code[0] != 0;
 #else
@@ -201,7 +201,7 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
     const float last = __fmul_rn(o.value[3], unit);
     settled |= usual && top < __fmul_rn(last, 0.2499f);  // all codes are zero, whatever the scale
     // The last scale is so small that the largest value is beyond 6, and seldom worth it.
-    const float beyond = fmaxf(__fsub_rn(top, __fmul_rn(last, TOP)), 0.0f);
+    const float beyond = fmaxf(__fsub_rn(top, __fmul_rn(last, CODEC_TOP)), 0.0f);
     error[3] = infinite;
     if (__any_sync(~0u, plain && !settled && o.value[3] != o.value[2] && !(__fmul_rn(beyond, beyond) > limit(least)))) {
         consider(3);
@@ -224,9 +224,9 @@ __device__ __forceinline__ Scale best_scale(const float (&x)[N][kChunk], int bas
     for (int n = 1; n < kOptions; ++n)
         if (some >> n & 1) {
             value = o.value[n];
-            if (RULE == 6) code = code_of(o, n);
+            if (CODEC_RULE == 6) code = code_of(o, n);
         }
-#if RULE != 6
+#if CODEC_RULE != 6
     code = 8 + ((bits_of(value) - kScaleLowest) >> 20);
 #endif
     return scale_of(code, value, amax, tensor);

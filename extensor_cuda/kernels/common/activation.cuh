@@ -1,4 +1,4 @@
-// relu and x Phi(x) with the normal distribution function Phi, value by value in float32. FULL: as exact
+// relu and x Phi(x) with the normal distribution function Phi, value by value in float32. COMMON_FULL_PRECISION: as exact
 // as float32 wants it, else as bfloat16 does.
 
 // 1 / v for v of 1 or more; to 1 unit in the last place.
@@ -15,7 +15,7 @@ __device__ __forceinline__ float inverse(float v) {
 // Phi(-t) = e s P(s) for t >= 0, with e = exp(-t^2 / 2) and s = 1 / (1 + c t): P is a minimax fit of
 // sqrt(pi / 2) erfcx. Of degree 9 it is off by 0.93 units of 2^-24, evaluated so by 8; of degree 5 by
 // 2^-16.8, for what is rounded to bfloat16.
-#if FULL
+#if COMMON_FULL_PRECISION
 constexpr float kC = 0.4399999976158142f;
 __device__ const float kP[] = {0.1755484640598297f,   0.17516793310642242f,  0.14555662870407104f,
                                0.05019409582018852f,  0.06932248920202255f,  -0.20567955076694489f,

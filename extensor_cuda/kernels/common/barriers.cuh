@@ -18,7 +18,7 @@ __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
 }
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-#if GUARD
+#if COMMON_GUARD
     for (u32 spins = 0;; ++spins) {
         if (spins > (1u << 22)) asm volatile("trap;");
 #else

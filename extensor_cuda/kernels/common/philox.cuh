@@ -9,10 +9,10 @@ __device__ __forceinline__ Stream stream_of(const u32* clock, u32 key0, u32 key1
     return Stream{key0, key1, clock ? *clock : high0, high1};
 }
 
-// MUL_WIDE: in assembly, where the compiler otherwise adds zero to each product's high word; where it does
+// COMMON_MUL_WIDE: in assembly, where the compiler otherwise adds zero to each product's high word; where it does
 // not, assembly takes more registers.
 __device__ __forceinline__ u64 product(u32 a, u32 b) {
-#if MUL_WIDE && defined(__CUDA_ARCH__)
+#if COMMON_MUL_WIDE && defined(__CUDA_ARCH__)
     u64 both;
     asm("mul.wide.u32 %0, %1, %2;" : "=l"(both) : "r"(a), "r"(b));
     return both;

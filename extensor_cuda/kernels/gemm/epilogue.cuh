@@ -13,29 +13,29 @@ __device__ __forceinline__ float scaled(float v, int e) {
 }
 
 __device__ __forceinline__ float activate(float v) {
-#if ACTIVATION == 1
+#if GEMM_ACTIVATION == 1
     return v > 0.0f || v != v ? v : 0.0f;
-#elif ACTIVATION == 2
+#elif GEMM_ACTIVATION == 2
     return v / (1.0f + __expf(-v));
-#elif ACTIVATION == 3
+#elif GEMM_ACTIVATION == 3
     const float inner = 0.7978845608028654f * (v + 0.044715f * v * v * v);
     return v / (1.0f + __expf(-2.0f * inner));
-#elif ACTIVATION == 4
+#elif GEMM_ACTIVATION == 4
     return 0.5f * v * (1.0f + erff(v * 0.7071067811865476f));
 #else
     return v;
 #endif
 }
 
-#if OUT_BF16
+#if GEMM_OUT_BF16
 typedef u16 Out;
 #else
 typedef float Out;
 #endif
-constexpr int kPatchColumns = 128 / sizeof(Out);  // of C; C_DOWN: also the rows of C that are 128 bytes of memory
-constexpr int kTurns = REQUANTIZED ? 2 * kPatches : kPatches;  // the patches, and the parity of their barriers
+constexpr int kPatchColumns = 128 / sizeof(Out);  // of C; GEMM_C_TRANSPOSED: also the rows of C that are 128 bytes of memory
+constexpr int kTurns = GEMM_REQUANTIZED ? 2 * kPatches : kPatches;  // the patches, and the parity of their barriers
 
-#if REQUANTIZED
+#if GEMM_REQUANTIZED
 #include "gemm/requantize.cuh"
 #endif
 
@@ -65,12 +65,12 @@ __device__ __forceinline__ void fetch_table(int* table, const int* rows, const i
 // `shift`: where the columns of the tile's group begin.
 __device__ __forceinline__ void fetch_tables(int* table, const Epilogue& e, int row0, int column0,
                                              int end_of_rows, int shift) {
-    constexpr int kNone = VECTORS == 2 ? 0x3F800000 : 0;  // a factor of 1, an exponent of 0
+    constexpr int kNone = GEMM_VECTORS == 2 ? 0x3F800000 : 0;  // a factor of 1, an exponent of 0
     const int end = shift + e.columns;
     column0 += shift;
     fetch_table(table, e.row_exponent, e.column_exponent, e.row_step, e.column_step, kNone, row0,
                 column0, end_of_rows, end);
-#if ZEROS
+#if GEMM_ZERO_POINTS
     fetch_table(table + kTable, e.row_zero, e.column_zero, 1, 1, 0, row0, column0, end_of_rows, end);
     fetch_table(table + 2 * kTable, e.row_rest, e.column_sum, 1, 1, 0, row0, column0, end_of_rows, end);
 #endif
@@ -97,8 +97,8 @@ struct Factors {
     const int* table;
 };
 
-#if C_DOWN
-static_assert(!(EXTRAS || GROUPED || REQUANTIZED || ZEROS), "C goes down as it is");
+#if GEMM_C_TRANSPOSED
+static_assert(!(GEMM_EXTRAS || GEMM_GROUPED || GEMM_REQUANTIZED || GEMM_ZERO_POINTS), "C goes down as it is");
 // Warpgroups have patches together: kPatchColumns rows of memory, of one box of 128 bytes or two, which are its 64
 // rows of C. Where a lane's float32 lies, and eight columns of a warp's 16 rows from pairs of neighbouring columns.
 __device__ __forceinline__ u32 place_down(int column, int row) {
@@ -118,23 +118,23 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
                                            int end_of_rows, int column0, int group, u8* patches,
                                            u32 handed, u32& turn, int lane) {
     const int row = lane / 4, pair = lane % 4;
-#if C_DOWN
+#if GEMM_C_TRANSPOSED
     const int of_group = threadIdx.x / 32 % 4 * 16;  // the first of the warp's rows, of the warpgroup's
 #endif
     const int* columns = factors.table + 64;
     int row_exponent[2];
     float row_factor[2];
-#if ZEROS
+#if GEMM_ZERO_POINTS
     int row_zero[2], row_rest[2];
 #endif
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int at = threadIdx.x / 32 % 4 * 16 + row + 8 * h;
-        row_exponent[h] = VECTORS ? factors.table[at] : 0;
-        row_factor[h] = VECTORS == 2 ? __int_as_float(row_exponent[h]) * kDecodedLift
-                        : VECTORS    ? power_of_two(kNear ? row_exponent[h] : 0)
+        row_exponent[h] = GEMM_VECTORS ? factors.table[at] : 0;
+        row_factor[h] = GEMM_VECTORS == 2 ? __int_as_float(row_exponent[h]) * kDecodedLift
+                        : GEMM_VECTORS    ? power_of_two(kNear ? row_exponent[h] : 0)
                                      : factors.first;
-#if ZEROS
+#if GEMM_ZERO_POINTS
         row_zero[h] = factors.table[kTable + at], row_rest[h] = factors.table[2 * kTable + at];
 #endif
     }
@@ -142,13 +142,13 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #pragma unroll
     for (int from = 0; from < kTileN; from += kPatchColumns) {
         const int start = min(from, kTileN - kPatchColumns);  // the last patch may write columns again
-        u8* patch = patches + turn % kPatches * (C_DOWN ? 4 * kPatch : kPatch);
-#if REQUANTIZED
+        u8* patch = patches + turn % kPatches * (GEMM_C_TRANSPOSED ? 4 * kPatch : kPatch);
+#if GEMM_REQUANTIZED
         const u32 barrier = handed + 16 * (turn % kPatches);
         wait(barrier + 8, turn / kPatches ^ 1);
 #else
         if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPatches - 1) : "memory");
-#if C_DOWN
+#if GEMM_C_TRANSPOSED
         await_warpgroup(threadIdx.x / 128);
 #else
         __syncwarp();
@@ -160,13 +160,13 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
             float v[4];
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const int exponent = VECTORS ? columns[within + c] : 0;
-                const float factor = VECTORS == 2 ? __int_as_float(exponent)
-                                     : VECTORS    ? power_of_two(kNear ? exponent : 0)
+                const int exponent = GEMM_VECTORS ? columns[within + c] : 0;
+                const float factor = GEMM_VECTORS == 2 ? __int_as_float(exponent)
+                                     : GEMM_VECTORS    ? power_of_two(kNear ? exponent : 0)
                                                   : factors.second;
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-#if ZEROS
+#if GEMM_ZERO_POINTS
                     const i64 taken = static_cast<i64>(row_zero[h]) * columns[2 * kTable + within + c] +
                                       static_cast<i64>(row_rest[h]) * columns[kTable + within + c];
                     const float raw = __ll2float_rn(sum[(start / 8 + j) * 4 + 2 * h + c] - taken);
@@ -175,7 +175,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #endif
                     float y = kNear ? raw * row_factor[h] * factor
                                     : scaled(raw, row_exponent[h] + exponent);
-#if EXTRAS
+#if GEMM_EXTRAS
                     const int r = row0 + row + 8 * h, k = column0 + within + c;
                     if (e.bias) y += e.bias[group * e.columns + min(k, e.columns - 1)];
                     y = activate(y);
@@ -189,10 +189,10 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
                     v[2 * h + c] = y;
                 }
             }
-#if C_DOWN && OUT_BF16
+#if GEMM_C_TRANSPOSED && GEMM_OUT_BF16
             const u32 packed[2] = {rounded_pair(v[1], v[0]), rounded_pair(v[3], v[2])};
             put_down(patch, 8 * j, of_group, packed, lane);
-#elif C_DOWN
+#elif GEMM_C_TRANSPOSED
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 *reinterpret_cast<float*>(patch + place_down(8 * j + 2 * pair + i % 2, of_group + row + i / 2 * 8)) = v[i];
@@ -200,7 +200,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int r = row + 8 * h;
-#if OUT_BF16
+#if GEMM_OUT_BF16
                 *reinterpret_cast<u32*>(patch + place(r, j) + 4 * pair) = rounded_pair(v[2 * h + 1], v[2 * h]);
 #else
                 *reinterpret_cast<float2*>(patch + place(r, 2 * j + pair / 2) + 8 * (pair % 2)) =
@@ -209,26 +209,26 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
             }
 #endif
         }
-#if REQUANTIZED
+#if GEMM_REQUANTIZED
         arrive(barrier);
 #else
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#if C_DOWN
+#if GEMM_C_TRANSPOSED
         await_warpgroup(threadIdx.x / 128);  // then each warp stores 16 of the patch's rows of 128 bytes
         const int line = of_group % kPatchColumns, first = row0 - of_group + of_group / kPatchColumns * kPatchColumns;
         if (lane == 0) {
-            if (first < end_of_rows && (SPLIT || column0 + start + line < e.columns))
+            if (first < end_of_rows && (GEMM_SPLIT_K || column0 + start + line < e.columns))
                 store_rows(map, first, column0 + start + line, patch + of_group * 128);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
 #else
         __syncwarp();
         if (lane == 0) {
-            if (row0 + (GROUPED ? 15 : 0) < end_of_rows && column0 + start < e.columns)
+            if (row0 + (GEMM_GROUPED ? 15 : 0) < end_of_rows && column0 + start < e.columns)
                 store_rows(map, column0 + start, row0, patch);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
-#if GROUPED
+#if GEMM_GROUPED
         // Rows of the next group lie behind: what is left of this one goes one value after the other.
         if (row0 < end_of_rows && row0 + 16 > end_of_rows) {
             for (int i = lane; i < (end_of_rows - row0) * kPatchColumns; i += 32) {
@@ -244,7 +244,7 @@ __device__ __forceinline__ void write_rows(const Sum (&sum)[kRegisters], const E
 #endif
         turn = turn + 1 == kTurns ? 0 : turn + 1;
     }
-#if EXTRAS
+#if GEMM_EXTRAS
     if (e.amax) {
         const u32 top = __reduce_max_sync(~0u, largest);
         if (lane == 0) atomicMax(e.amax, top);

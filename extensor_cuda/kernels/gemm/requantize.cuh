@@ -9,14 +9,14 @@
 #include "codec/e2m1_bf16x2.cuh"
 #include "codec/encode_chunk.cuh"
 
-static_assert(kTileN % BLOCK == 0 && kPatchColumns % BLOCK == 0, "whole blocks in a patch");
+static_assert(kTileN % CODEC_BLOCK == 0 && kPatchColumns % CODEC_BLOCK == 0, "whole blocks in a patch");
 constexpr int kPatchesOfTile = (kTileN + kPatchColumns - 1) / kPatchColumns, kCoders = 3;
 
 // The 16 rows of a patch -> codes and scales; four lanes have a row of it. Columns beyond C are zeros.
 __device__ __forceinline__ void quantize_patch(const u8* patch, const Epilogue& e, int row0, int end_of_rows,
                                                int column0, int lane) {
-    const Tensor tensor = NEEDS_TENSOR ? *static_cast<const Tensor*>(e.tensor) : Tensor{1, 1, 0, 1};
-    const int blocks = (e.columns + BLOCK - 1) / BLOCK, unit = lane % 4 * 2;
+    const Tensor tensor = CODEC_NEEDS_TENSOR ? *static_cast<const Tensor*>(e.tensor) : Tensor{1, 1, 0, 1};
+    const int blocks = (e.columns + CODEC_BLOCK - 1) / CODEC_BLOCK, unit = lane % 4 * 2;
     const int column = column0 + lane % 4 * kChunk, real = e.columns - column;
 #pragma unroll
     for (int half = 0; half < 16; half += 8) {
@@ -31,12 +31,12 @@ __device__ __forceinline__ void quantize_patch(const u8* patch, const Epilogue& 
         }
         Chunk unpacked;
         Chunk& v = chunk_of(raw, unpacked);
-        const i64 block = static_cast<i64>(row0 + r) * blocks + column / BLOCK;
-        const u32 part = column % BLOCK / kChunk;
+        const i64 block = static_cast<i64>(row0 + r) * blocks + column / CODEC_BLOCK;
+        const u32 part = column % CODEC_BLOCK / kChunk;
         u32 packed[kWords];
         Tally tally = {0, 0};
         const Scale s = encode_chunk(v, tensor, static_cast<u32>(block), part, Stream{}, packed, tally);
-        if (row0 + r < end_of_rows && column < blocks * BLOCK) {
+        if (row0 + r < end_of_rows && column < blocks * CODEC_BLOCK) {
             store_words(static_cast<u32*>(e.out) + (block * kParts + part) * kWords, packed);
             if (part == 0) e.scales[block] = static_cast<u8>(s.stored);
         }

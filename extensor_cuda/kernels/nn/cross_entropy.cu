@@ -1,5 +1,5 @@
-// Softmax and cross-entropy of rows of scores, forward and backward. WARPS warps have a row and read
-// it twice, in groups of 8 where each row starts at 16 bytes. No headers; IN (0: float32,
+// Softmax and cross-entropy of rows of scores, forward and backward. NN_WARPS warps have a row and read
+// it twice, in groups of 8 where each row starts at 16 bytes. No headers; NN_IN (0: float32,
 // 1: bfloat16) is the scores' dtype and their gradient's. Compiled with --fmad=false. Bounds:
 // cross_entropy.py.
 
@@ -11,7 +11,7 @@ typedef long long i64;
 #include "common/vector_types.cuh"
 #include "nn/row_reduce.cuh"
 
-typedef Of<IN>::Raw Raw;
+typedef Of<NN_IN>::Raw Raw;
 
 __device__ __forceinline__ bool in_groups(const Raw* x, const Raw* out, i64 classes) {
     return !((reinterpret_cast<u64>(x) | reinterpret_cast<u64>(out)) & 15) && classes % kGroup == 0;
@@ -23,12 +23,12 @@ __device__ __forceinline__ void each(const Raw* row, i64 classes, bool grouped, 
     const int lane = threadIdx.x % kLanes;
     if (grouped) {
         for (i64 i = lane * kGroup; i < classes; i += kLanes * kGroup) {
-            const Group g = Of<IN>::load(row + i);
+            const Group g = Of<NN_IN>::load(row + i);
 #pragma unroll
             for (int k = 0; k < kGroup; ++k) f(g.v[k]);
         }
     } else {
-        for (i64 i = lane; i < classes; i += kLanes) f(Of<IN>::wide(row[i]));
+        for (i64 i = lane; i < classes; i += kLanes) f(Of<NN_IN>::wide(row[i]));
     }
 }
 
@@ -55,9 +55,9 @@ losses(const Raw* __restrict__ x, const i64* __restrict__ labels, float* __restr
     shifts = over_row(shifts, Sum{});
     if (!real || lane) return;
     const float log_sum = logf(sum);
-    // A label that is no class is refused elsewhere, but not always before this runs.
+    // NN_A label that is no class is refused elsewhere, but not always before this runs.
     const i64 label = labels[row];
-    const float score = label >= 0 && label < classes ? Of<IN>::wide(mine[label]) : __uint_as_float(0x7FC00000u);
+    const float score = label >= 0 && label < classes ? Of<NN_IN>::wide(mine[label]) : __uint_as_float(0x7FC00000u);
     float loss = __fsub_rn(log_sum, __fsub_rn(score, top));
     if (smoothing != 0) {
         const float uniform = __fsub_rn(log_sum, __fdiv_rn(shifts, static_cast<float>(classes)));
@@ -89,13 +89,13 @@ losses_grad(const float* __restrict__ weight, const Raw* __restrict__ x, const i
     const int lane = threadIdx.x % kLanes;
     if (in_groups(x, out, classes)) {
         for (i64 i = lane * kGroup; i < classes; i += kLanes * kGroup) {
-            Group g = Of<IN>::load(from + i);
+            Group g = Of<NN_IN>::load(from + i);
 #pragma unroll
             for (int k = 0; k < kGroup; ++k) g.v[k] = slope(i + k, g.v[k]);
-            Of<IN>::store(to + i, g);
+            Of<NN_IN>::store(to + i, g);
         }
     } else {
         for (i64 i = lane; i < classes; i += kLanes)
-            to[i] = Of<IN>::narrow(slope(i, Of<IN>::wide(from[i])));
+            to[i] = Of<NN_IN>::narrow(slope(i, Of<NN_IN>::wide(from[i])));
     }
 }

@@ -31,7 +31,9 @@ _ALONE = 1024  # classes up to which a warp has a row
 @lru_cache(maxsize=4)
 def loss_source(warps: int, scores: int = 0) -> Source:
     """The program in which so many warps, 1 or 8, have a row of scores of a kind."""
-    return Source.read(Path(__file__).parent / "cross_entropy.cu", {"WARPS": warps, "IN": scores})
+    return Source.read(
+        Path(__file__).parent / "cross_entropy.cu", {"NN_WARPS": warps, "NN_IN": scores}
+    )
 
 
 def _launch(kernel: str, x: Array, *arguments: Any) -> None:

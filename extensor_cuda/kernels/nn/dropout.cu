@@ -19,7 +19,7 @@ __device__ __forceinline__ void philox64(u64 (&c)[4], u64 key) {
     }
 }
 
-// draws: the seed, and the calls before this one -> 0 or `factor`. A thread has eight neighbours.
+// draws: the seed, and the calls before this one -> 0 or `factor`. NN_A thread has eight neighbours.
 extern "C" __global__ void __launch_bounds__(kThreads)
 dropout_mask(const u64* __restrict__ draws, float* __restrict__ mask, i64 size, u32 least, float factor) {
     const i64 block = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x, start = block * kWords;

@@ -1,7 +1,7 @@
 // Values one by one: sums, casts, relu and x Phi(x) with the normal distribution function Phi, and
 // their gradients; rounding to bfloat16. Computed in float32 and rounded once.
 //
-// A thread has two groups of 8 values, 16 or 32 bytes of each array. No headers; A, B and OUT
+// NN_A thread has two groups of 8 values, 16 or 32 bytes of each array. No headers; NN_A, NN_B and NN_OUT
 // (0: float32, 1: bfloat16) are macros: of the first and second array and of the result. Compiled
 // with --fmad=false. Bounds: elementwise.py.
 
@@ -17,8 +17,8 @@ constexpr i64 kStep = kThreads * kGroup, kPart = kStep * kGroups;  // as in elem
 
 // out[i] = op(a[i], b[i]); b may be a itself, which is read once then.
 template <bool kTwo, class Op>
-__device__ __forceinline__ void each(const Of<A>::Raw* __restrict__ a, const Of<B>::Raw* __restrict__ b,
-                                     Of<OUT>::Raw* __restrict__ out, i64 count, Op op) {
+__device__ __forceinline__ void each(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b,
+                                     Of<NN_OUT>::Raw* __restrict__ out, i64 count, Op op) {
     const i64 first = blockIdx.x * kPart + threadIdx.x * kGroup;
     const bool aligned =
         !((reinterpret_cast<u64>(a) | reinterpret_cast<u64>(b) | reinterpret_cast<u64>(out)) & 15);
@@ -26,14 +26,14 @@ __device__ __forceinline__ void each(const Of<A>::Raw* __restrict__ a, const Of<
         Group x[kGroups], y[kGroups];
 #pragma unroll
         for (int k = 0; k < kGroups; ++k) {
-            x[k] = Of<A>::load(a + first + k * kStep);
-            y[k] = kTwo ? Of<B>::load(b + first + k * kStep) : x[k];
+            x[k] = Of<NN_A>::load(a + first + k * kStep);
+            y[k] = kTwo ? Of<NN_B>::load(b + first + k * kStep) : x[k];
         }
 #pragma unroll
         for (int k = 0; k < kGroups; ++k) {
 #pragma unroll
             for (int i = 0; i < kGroup; ++i) x[k].v[i] = op(x[k].v[i], y[k].v[i]);
-            Of<OUT>::store(out + first + k * kStep, x[k]);
+            Of<NN_OUT>::store(out + first + k * kStep, x[k]);
         }
         return;
     }
@@ -41,12 +41,12 @@ __device__ __forceinline__ void each(const Of<A>::Raw* __restrict__ a, const Of<
         for (int i = 0; i < kGroup; ++i) {
             const i64 at = first + k * kStep + i;
             if (at >= count) break;
-            const float x = Of<A>::wide(a[at]);
-            out[at] = Of<OUT>::narrow(op(x, kTwo ? Of<B>::wide(b[at]) : x));
+            const float x = Of<NN_A>::wide(a[at]);
+            out[at] = Of<NN_OUT>::narrow(op(x, kTwo ? Of<NN_B>::wide(b[at]) : x));
         }
 }
 
-#define FULL (OUT == 0)
+#define COMMON_FULL_PRECISION (NN_OUT == 0)
 #include "common/activation.cuh"
 
 struct GeluGrad {
@@ -69,39 +69,39 @@ struct Near {  // the nearest bfloat16, in whatever dtype
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-gelu(const Of<A>::Raw* __restrict__ x, Of<OUT>::Raw* __restrict__ out, i64 count) {
-    each<false>(x, reinterpret_cast<const Of<B>::Raw*>(x), out, count, Gelu{});
+gelu(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Gelu{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-relu(const Of<A>::Raw* __restrict__ x, Of<OUT>::Raw* __restrict__ out, i64 count) {
-    each<false>(x, reinterpret_cast<const Of<B>::Raw*>(x), out, count, Relu{});
+relu(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Relu{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-cast(const Of<A>::Raw* __restrict__ x, Of<OUT>::Raw* __restrict__ out, i64 count) {
-    each<false>(x, reinterpret_cast<const Of<B>::Raw*>(x), out, count, Same{});
+cast(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Same{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-bfloat16_values(const Of<A>::Raw* __restrict__ x, Of<OUT>::Raw* __restrict__ out, i64 count) {
-    each<false>(x, reinterpret_cast<const Of<B>::Raw*>(x), out, count, Near{});
+bfloat16_values(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Near{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-gelu_grad(const Of<A>::Raw* __restrict__ a, const Of<B>::Raw* __restrict__ b, Of<OUT>::Raw* __restrict__ out,
+gelu_grad(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b, Of<NN_OUT>::Raw* __restrict__ out,
           i64 count) {
     each<true>(a, b, out, count, GeluGrad{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-relu_grad(const Of<A>::Raw* __restrict__ a, const Of<B>::Raw* __restrict__ b, Of<OUT>::Raw* __restrict__ out,
+relu_grad(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b, Of<NN_OUT>::Raw* __restrict__ out,
           i64 count) {
     each<true>(a, b, out, count, ReluGrad{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-add(const Of<A>::Raw* __restrict__ a, const Of<B>::Raw* __restrict__ b, Of<OUT>::Raw* __restrict__ out,
+add(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b, Of<NN_OUT>::Raw* __restrict__ out,
     i64 count) {
     each<true>(a, b, out, count, Add{});
 }

@@ -38,7 +38,9 @@ def kind(a: Array) -> int:
 @lru_cache(maxsize=len(KINDS) ** 3)
 def source(a: int, b: int, out: int) -> Source:
     """The program for arrays of these kinds."""
-    return Source.read(Path(__file__).parent / "elementwise.cu", {"A": a, "B": b, "OUT": out})
+    return Source.read(
+        Path(__file__).parent / "elementwise.cu", {"NN_A": a, "NN_B": b, "NN_OUT": out}
+    )
 
 
 def unary(name: str, x: Array, xp: Any, dtype: Any = None) -> Array:

@@ -41,8 +41,8 @@ def norm_source(
 
     ``adds``: the gradient in x is added to another.
     """
-    macros = {"LENGTH": length, "WARPS": _warps(length), "CENTRED": int(centred)}
-    macros |= {"NARROW": narrow, "GIVEN": given, "ADDS": int(adds)}
+    macros = {"NN_LENGTH": length, "NN_WARPS": _warps(length), "NN_CENTRED": int(centred)}
+    macros |= {"NN_OUT": narrow, "NN_IN": given, "NN_ADDS": int(adds)}
     return Source.read(Path(__file__).parent / "norm.cu", macros)
 
 

@@ -1,20 +1,20 @@
-// A row on WARPS warps: one value of each thread's, joined over all of them, the same for each.
+// NN_A row on NN_WARPS warps: one value of each thread's, joined over all of them, the same for each.
 
-constexpr int kThreads = 256, kRows = kThreads / 32 / WARPS, kLanes = 32 * WARPS;
+constexpr int kThreads = 256, kRows = kThreads / 32 / NN_WARPS, kLanes = 32 * NN_WARPS;
 
 template <class Join>
 __device__ __forceinline__ float over_row(float v, Join join) {
 #pragma unroll
     for (int step = 16; step; step /= 2) v = join(v, __shfl_xor_sync(~0u, v, step));
-#if WARPS > 1
+#if NN_WARPS > 1
     __shared__ float parts[kThreads / 32];
-    const int warp = threadIdx.x / 32, first = warp / WARPS * WARPS;
+    const int warp = threadIdx.x / 32, first = warp / NN_WARPS * NN_WARPS;
     __syncthreads();
     if (threadIdx.x % 32 == 0) parts[warp] = v;
     __syncthreads();
     v = parts[first];
 #pragma unroll
-    for (int w = 1; w < WARPS; ++w) v = join(v, parts[first + w]);
+    for (int w = 1; w < NN_WARPS; ++w) v = join(v, parts[first + w]);
 #endif
     return v;
 }

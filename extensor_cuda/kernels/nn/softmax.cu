@@ -1,5 +1,5 @@
-// Softmax of rows, forward and backward, and the same between the products of attention. WARPS warps
-// have a row, in registers: EACH values a thread. No headers; IN (0: float32, 1: bfloat16) is the
+// Softmax of rows, forward and backward, and the same between the products of attention. NN_WARPS warps
+// have a row, in registers: NN_THREAD_VALUES values a thread. No headers; NN_IN (0: float32, 1: bfloat16) is the
 // dtype of `softmax` and its gradient. Compiled with --fmad=false. Bounds: softmax.py.
 
 typedef unsigned short u16;
@@ -9,21 +9,21 @@ typedef long long i64;
 #include "common/vector_types.cuh"
 #include "nn/row_reduce.cuh"
 
-typedef Of<IN>::Raw Raw;
+typedef Of<NN_IN>::Raw Raw;
 __device__ __forceinline__ float wide(float v) { return v; }
 __device__ __forceinline__ float wide(u16 v) { return Of<1>::wide(v); }
 
-// Softmax of the first `seen` of a row's values times `scale`; the others become 0. A NaN shows in
+// Softmax of the first `seen` of a row's values times `scale`; the others become 0. NN_A NaN shows in
 // the sum.
 struct Row {
-    float v[EACH], top, sum;
+    float v[NN_THREAD_VALUES], top, sum;
 
     template <class T>
     __device__ __forceinline__ void take(const T* from, i64 seen, float scale) {
         const int lane = threadIdx.x % kLanes;
         top = __uint_as_float(0xFF800000u);  // -inf
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) {
+        for (int k = 0; k < NN_THREAD_VALUES; ++k) {
             const i64 i = k * kLanes + lane;
             v[k] = i < seen ? __fmul_rn(wide(from[i]), scale) : __uint_as_float(0xFF800000u);
             top = fmaxf(top, v[k]);
@@ -31,7 +31,7 @@ struct Row {
         top = over_row(top, Larger{});
         sum = 0;
 #pragma unroll
-        for (int k = 0; k < EACH; ++k) {
+        for (int k = 0; k < NN_THREAD_VALUES; ++k) {
             v[k] = k * kLanes + lane < seen ? expf(__fsub_rn(v[k], top)) : 0.0f;
             sum = __fadd_rn(sum, v[k]);
         }
@@ -47,9 +47,9 @@ softmax(const Raw* __restrict__ x, Raw* __restrict__ out, i64 rows, i64 length) 
     mine.take(x + (real ? row : 0) * length, length, 1.0f);
     if (!real) return;
 #pragma unroll
-    for (int k = 0; k < EACH; ++k) {
+    for (int k = 0; k < NN_THREAD_VALUES; ++k) {
         const i64 i = k * kLanes + threadIdx.x % kLanes;
-        if (i < length) out[row * length + i] = Of<IN>::narrow(__fdiv_rn(mine.v[k], mine.sum));
+        if (i < length) out[row * length + i] = Of<NN_IN>::narrow(__fdiv_rn(mine.v[k], mine.sum));
     }
 }
 
@@ -59,9 +59,9 @@ softmax_grad(const Raw* __restrict__ g, const Raw* __restrict__ out, Raw* __rest
              i64 length) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const bool real = row < rows;
-    float p[EACH], d[EACH], along = 0;
+    float p[NN_THREAD_VALUES], d[NN_THREAD_VALUES], along = 0;
 #pragma unroll
-    for (int k = 0; k < EACH; ++k) {
+    for (int k = 0; k < NN_THREAD_VALUES; ++k) {
         const i64 i = k * kLanes + threadIdx.x % kLanes;
         const bool there = real && i < length;
         p[k] = there ? wide(out[row * length + i]) : 0.0f;
@@ -70,9 +70,9 @@ softmax_grad(const Raw* __restrict__ g, const Raw* __restrict__ out, Raw* __rest
     }
     along = over_row(along, Sum{});
 #pragma unroll
-    for (int k = 0; k < EACH; ++k) {
+    for (int k = 0; k < NN_THREAD_VALUES; ++k) {
         const i64 i = k * kLanes + threadIdx.x % kLanes;
-        if (real && i < length) gx[row * length + i] = Of<IN>::narrow(__fmul_rn(p[k], __fsub_rn(d[k], along)));
+        if (real && i < length) gx[row * length + i] = Of<NN_IN>::narrow(__fmul_rn(p[k], __fsub_rn(d[k], along)));
     }
 }
 
@@ -92,7 +92,7 @@ attend(float* scores, float2* __restrict__ stats, float scale, i64 queries, i64 
     const float inverse = __fdiv_rn(1.0f, mine.sum);
     if (!real) return;
 #pragma unroll
-    for (int k = 0; k < EACH; ++k) {
+    for (int k = 0; k < NN_THREAD_VALUES; ++k) {
         const i64 i = k * kLanes + threadIdx.x % kLanes;
         if (i < keys) from[i] = __fmul_rn(mine.v[k], inverse);
     }

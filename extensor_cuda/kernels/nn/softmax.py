@@ -36,13 +36,13 @@ def softmax_source(length: int, values: int = 0) -> Source:
     each = 1
     while each * 32 * warps < length:
         each *= 2
-    macros = {"WARPS": warps, "EACH": each, "IN": values}
+    macros = {"NN_WARPS": warps, "NN_THREAD_VALUES": each, "NN_IN": values}
     return Source.read(Path(__file__).parent / "softmax.cu", macros)
 
 
 def _launch(kernel: str, rows: int, length: int, *arguments: Any) -> None:
     source = softmax_source(length, kind(arguments[0]))
-    together = _THREADS // 32 // int(dict(source.macros)["WARPS"])
+    together = _THREADS // 32 // int(dict(source.macros)["NN_WARPS"])
     sizes = np.int64(rows), np.int64(length)
     launch(source, kernel, -(-rows // together), _THREADS, *arguments, *sizes)
 

@@ -27,7 +27,7 @@ _BLOCKS, _MOST_CHUNKS, _LEAST_ROWS = 1056, 256, 32
 @lru_cache(maxsize=8)
 def sums_source(kind: str, each: int, lines: int) -> Source:
     """The program for a dtype, so many columns a lane and so many rows at a time."""
-    macros = {"IN": KINDS.index(kind), "EACH": each, "LANES": lines}
+    macros = {"NN_IN": KINDS.index(kind), "NN_THREAD_VALUES": each, "NN_BLOCK_ROWS": lines}
     return Source.read(Path(__file__).parent / "sums.cu", macros)
 
 

@@ -40,11 +40,11 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adam(const Tensor* tensors, int number, PACE) {
+extern "C" __global__ void __launch_bounds__(kThreads) adam(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
     step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) sgd(const Tensor* tensors, int number, PACE) {
+extern "C" __global__ void __launch_bounds__(kThreads) sgd(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
     step<Descent>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 

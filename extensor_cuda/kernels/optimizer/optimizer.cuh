@@ -96,6 +96,6 @@ __device__ __forceinline__ bool aligned(const void* p, int bytes = 16) {
     return reinterpret_cast<u64>(p) % bytes == 0;  // null too
 }
 
-#define PACE                                                                                      \
+#define OPTIMIZER_SPAN_PARAMETERS                                                                                      \
     const double *lr, const Row *rows, const u32 *made, const u32 *bad, const u32 *stop, int length, \
         int apart

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from extensor.backends.capture import UpdateGuard
-from extensor.backends.protocol import Finite
+from extensor.backends.protocol import FiniteQuery
 from extensor.dtypes import bfloat16
 from extensor.optim.states import Blocks, Stored
 from extensor.quant.array import QuantArray
@@ -92,7 +92,7 @@ def source(states: str = "float32") -> Source:
         return Source.read(folder / "optimizer.cu", {})
     plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
     assert plan
-    blocks = {"BLOCKS": int(states != bfloat16.name)}
+    blocks = {"OPTIMIZER_BLOCKS": int(states != bfloat16.name)}
     of_blocks: dict[str, object] = dict(
         quantize_source(plan, "float32", "codes", True, False).macros
     )
@@ -173,7 +173,7 @@ def step(
     factors: Sequence[Mapping[str, float]],
     update: Update,
     xp: Any,
-) -> Finite:
+) -> FiniteQuery:
     """Update all parameters in place, in one launch.
 
     Args:
@@ -210,7 +210,7 @@ def _launch_eager(
     factors: tuple[Sequence[Mapping[str, float]], Sequence[int]],
     update: Update,
     xp: Any,
-) -> Finite:
+) -> FiniteQuery:
     """Upload the table of tensors with the numbers of this step, and launch."""
     (table, blocks), (all_factors, first) = tensors, factors
     rows = _pairs(all_factors, first)
@@ -220,7 +220,7 @@ def _launch_eager(
     there, number = xp.asarray(held), np.int32(len(table))
     on_device, rates = there[sizes[1] :], there[sizes[0] :]
     bad: Any = _NULL
-    found: Finite = list
+    found: FiniteQuery = list
     if update.check_finite:
         flags = xp.zeros(len(table) + 1, dtype=np.uint32)
         launch(source(), "finite", blocks, THREADS, on_device, number, flags, _NULL)
@@ -261,7 +261,7 @@ def _beside(xp: Any, device: int) -> Any:
     return xp.cuda.Stream(non_blocking=True)
 
 
-def _found(flags: Array, xp: Any) -> Finite:
+def _found(flags: Array, xp: Any) -> FiniteQuery:
     """What `find_nonfinite` raises, fetched without waiting for what is launched after it."""
     done, stream = xp.cuda.Event(disable_timing=True), _beside(xp, xp.cuda.runtime.getDevice())
     done.record()

@@ -1,18 +1,18 @@
 // One step of Adam or of gradient descent on all parameters in one launch, whose states are bfloat16 or
-// (BLOCKS) MXFP8: read, decoded, moved in float32 and rounded stochastically again, all in registers;
+// (OPTIMIZER_BLOCKS) MXFP8: read, decoded, moved in float32 and rounded stochastically again, all in registers;
 // bit by bit as extensor/optim/states.py has it.
 //
 // A thread owns four neighbours: one Philox call of a block of 32, whose largest 8 lanes find. Macros:
 // those of the quantizer of the blocks. Compiled with --fmad=false.
 
-#define MUL_WIDE 1
+#define COMMON_MUL_WIDE 1
 #include "optimizer/optimizer.cuh"
 #include "common/philox.cuh"
 
 constexpr u32 kMagnitude = 0x7FFFFFFFu, kExponent = 0x7F800000u, kMantissa = 0x007FFFFFu;
 constexpr u32 kSigns = 0x80808080u;
 constexpr int kStride = 4 * kThreads, kResident = 4;  // blocks at a time on a multiprocessor
-constexpr int kDrawn = BLOCKS ? BLOCK : 8192;  // values whose random words are one block of these
+constexpr int kDrawn = OPTIMIZER_BLOCKS ? CODEC_BLOCK : 8192;  // values whose random words are one block of these
 
 __device__ __forceinline__ u32 bits_of(float v) { return __float_as_uint(v); }
 __device__ __forceinline__ float float_of(u32 v) { return __uint_as_float(v); }
@@ -23,15 +23,15 @@ __device__ __forceinline__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
 // ---- four states as they are stored ----
 
-#if BLOCKS
+#if OPTIMIZER_BLOCKS
 #include "codec/e8m0_scale.cuh"
 #include "codec/rounding.cuh"
 
-static_assert(BITS == 8 && IS_FLOAT && RULE == 1 && INF_BYTE == 255, "scales are 0 to 253, or 255");
+static_assert(CODEC_BITS == 8 && CODEC_IS_FLOAT && CODEC_RULE == 1 && CODEC_INF_BYTE == 255, "scales are 0 to 253, or 255");
 typedef u32 Four;  // codes
-constexpr u32 kNormal = 1u << MANTISSA;  // the first code that is a normal number of the grid
-constexpr int kBelow = 23 - MANTISSA;
-constexpr u32 kBias = 127 + MIN_EXPONENT - 1;  // a float's exponent less that of the same code
+constexpr u32 kNormal = 1u << CODEC_MANTISSA;  // the first code that is a normal number of the grid
+constexpr int kBelow = 23 - CODEC_MANTISSA;
+constexpr u32 kBias = 127 + CODEC_MIN_EXPONENT - 1;  // a float's exponent less that of the same code
 
 __device__ __forceinline__ Four load(const void* from, bool, int left) {
     return left > 0 ? *static_cast<const u32*>(from) : 0;  // whole blocks are stored
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store(void* to, Four codes, bool, int left) {
 template <bool kRoot>
 __device__ __forceinline__ void decode(Four codes, u32 scale, float (&out)[4]) {
     constexpr u32 kMost = 254 - kBias;  // scales above are not lifted in one multiplication
-    const bool nan = ((codes & ~kSigns) + (0x7F - MAX_CODE) * 0x01010101u) & kSigns;
+    const bool nan = ((codes & ~kSigns) + (0x7F - CODEC_MAX_CODE) * 0x01010101u) & kSigns;
     if (scale > kMost || nan) {
         const float factor = scale == 255 ? nan_value() : float_of(scale ? scale << 23 : 0x400000u);
 #pragma unroll
@@ -81,7 +81,7 @@ __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4]
         most = larger(most, magnitude[k]), least = smaller(least, magnitude[k]);
     }
 #pragma unroll
-    for (int lane = 1; lane < BLOCK / 4; lane *= 2) most = larger(most, __shfl_xor_sync(~0u, most, lane));
+    for (int lane = 1; lane < CODEC_BLOCK / 4; lane *= 2) most = larger(most, __shfl_xor_sync(~0u, most, lane));
     const bool finite = most < kExponent;
     const u32 wanted = static_cast<u32>(exponent_byte(most));
     scale = finite ? wanted : 255u;
@@ -97,7 +97,7 @@ __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4]
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             float value;
-            u32 n = finite ? smaller(round_magnitude(__fmul_rn(v[k], factor), word[k], value), MAX_CODE) : 0;
+            u32 n = finite ? smaller(round_magnitude(__fmul_rn(v[k], factor), word[k], value), CODEC_MAX_CODE) : 0;
             if (kRoot && n == 0 && v[k] > 0) n = 1;
             codes |= n << (8 * k);
         }
@@ -200,10 +200,10 @@ __device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now,
         load(grad + i, kWhole, left, f.grad);
         if (keeps) f.first = load(first + i * kBytes, kWhole, left);
         if (Rule::kSquare) f.second = load(second + i * kBytes, kWhole, left);
-#if BLOCKS
+#if OPTIMIZER_BLOCKS
         if (left > 0) {
-            if (keeps) f.first_scale = first_scales[i / BLOCK];
-            if (Rule::kSquare) f.second_scale = second_scales[i / BLOCK];
+            if (keeps) f.first_scale = first_scales[i / CODEC_BLOCK];
+            if (Rule::kSquare) f.second_scale = second_scales[i / CODEC_BLOCK];
         }
 #endif
         return f;
@@ -220,14 +220,14 @@ __device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now,
         const int left = kWhole ? 4 : count - static_cast<int>(i);
         const u32 drawn = base + i / kDrawn;
         float mean[4] = {}, square[4] = {};
-#if BLOCKS
+#if OPTIMIZER_BLOCKS
         float root[4];
         if (keeps) decode<false>(f.first, f.first_scale, mean);
         if (Rule::kSquare) decode<true>(f.second, f.second_scale, square);
 #pragma unroll
         for (int k = 0; k < 4; ++k) root[k] = rule(f.weight[k], f.grad[k], mean[k], square[k]);
         store(weight + i, kWhole, left, f.weight);
-        const u32 call = threadIdx.x % (BLOCK / 4);
+        const u32 call = threadIdx.x % (CODEC_BLOCK / 4);
         u32 word[4];
         if (keeps) {
             philox(call, drawn, Stream{0, 0, now, high}, word);
@@ -239,8 +239,8 @@ __device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now,
         }
         __syncwarp();  // all lanes have read their block's scale
         if (call == 0 && left > 0) {
-            if (keeps) first_scales[i / BLOCK] = static_cast<u8>(f.first_scale);
-            if (Rule::kSquare) second_scales[i / BLOCK] = static_cast<u8>(f.second_scale);
+            if (keeps) first_scales[i / CODEC_BLOCK] = static_cast<u8>(f.first_scale);
+            if (Rule::kSquare) second_scales[i / CODEC_BLOCK] = static_cast<u8>(f.second_scale);
         }
 #else
         if (keeps) decode(f.first, mean);
@@ -277,11 +277,11 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
     const i64 rest = t.count - begin;
     const int count = rest < kPart ? static_cast<int>(rest) : kPart;
     const bool vectors = aligned(t.weight) && aligned(t.grad) && aligned(t.first, 8) && aligned(t.second, 8);
-#if BLOCKS
+#if OPTIMIZER_BLOCKS
     // Scales go through shared memory: single bytes are what global memory is slow at.
-    __shared__ u8 scales[2][kPart / BLOCK];
-    u8 *const first = t.first_scales + begin / BLOCK, *const second = t.second_scales + begin / BLOCK;
-    const int blocks = (count + BLOCK - 1) / BLOCK;
+    __shared__ u8 scales[2][kPart / CODEC_BLOCK];
+    u8 *const first = t.first_scales + begin / CODEC_BLOCK, *const second = t.second_scales + begin / CODEC_BLOCK;
+    const int blocks = (count + CODEC_BLOCK - 1) / CODEC_BLOCK;
     for (int i = threadIdx.x; i < blocks; i += kThreads) {
         if (Rule::kSquare || t.first) scales[0][i] = first[i];
         if (Rule::kSquare) scales[1][i] = second[i];
@@ -294,7 +294,7 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
         move<Rule, true>(t, rule, now, begin, count, scales[0], scales[1]);
     else
         move<Rule, false>(t, rule, now, begin, count, scales[0], scales[1]);
-#if BLOCKS
+#if OPTIMIZER_BLOCKS
     __syncthreads();
     for (int i = threadIdx.x; i < blocks; i += kThreads) {
         if (Rule::kSquare || t.first) first[i] = scales[0][i];
@@ -304,11 +304,11 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
-adam(const Tensor* tensors, int number, PACE) {
+adam(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
     step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-sgd(const Tensor* tensors, int number, PACE) {
+sgd(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
     step<Descent>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }

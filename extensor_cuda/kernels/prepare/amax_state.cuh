@@ -1,10 +1,10 @@
 // What making a matrix's operands finds of it: for the products, and for the next time.
 
 struct Place {
-    int anchor;   // NEAR: the scale byte of all blocks
+    int anchor;   // PREPARE_REBASED: the scale byte of all blocks
     u32 beyond;   // whether a block of numbers lies outside the window
     u32 largest;  // magnitude of the blocks of numbers seen
-#if NEAR
+#if PREPARE_REBASED
     Changed changed;
     float apply;  // the scale's inverse
     u32 limit;    // what `least_of` gives of the first value whose code is normal
@@ -27,7 +27,7 @@ struct Matrix {
     u32 *along_flag, *down_flag;
     u64 *along_counts, *down_counts;
     i64 rows, columns, start;
-    float *along_scales, *down_scales;  // NEAR
+    float *along_scales, *down_scales;  // PREPARE_REBASED
 };
 
 __device__ __forceinline__ void report(const Place& place, u32* flag) {

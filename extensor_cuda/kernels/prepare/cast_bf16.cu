@@ -1,14 +1,14 @@
 // Rows of values -> bfloat16, to nearest even, NaN the quiet one of its sign: what a product on the
 // tensor cores reads. And the parts of a product's sums added in order.
 //
-// No headers; IN (0: float32, 1: bfloat16, 2: float16), WHOLE (rows lie one after the other in both
-// arrays, a multiple of 8 values in all, 16 bytes aligned) and OUT_BF16 are macros.
+// No headers; PREPARE_IN (0: float32, 1: bfloat16, 2: float16), PREPARE_WHOLE (rows lie one after the other in both
+// arrays, a multiple of 8 values in all, 16 bytes aligned) and PREPARE_OUT_BF16 are macros.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
-#if IN == 0
+#if PREPARE_IN == 0
 typedef u32 Raw;
 #else
 typedef u16 Raw;
@@ -20,9 +20,9 @@ __device__ __forceinline__ u32 nearest(u32 bits) {
 }
 
 __device__ __forceinline__ u32 rounded(u32 raw) {
-#if IN == 0
+#if PREPARE_IN == 0
     return nearest(raw);
-#elif IN == 1
+#elif PREPARE_IN == 1
     return raw;
 #else
     // float16's fields to float32's: subnormals by a subtraction that is exact.
@@ -44,7 +44,7 @@ constexpr int kThreads = 256;
 extern "C" __global__ void __launch_bounds__(256)
 dense(const Raw* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i64 pitch) {
     const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
-#if WHOLE
+#if PREPARE_WHOLE
     constexpr int kLoads = sizeof(Raw) / 2;
     if (thread * 8 >= rows * columns) return;
     u32 words[4 * kLoads], packed[4];
@@ -55,7 +55,7 @@ dense(const Raw* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-#if IN == 0
+#if PREPARE_IN == 0
         packed[i] = rounded(words[2 * i]) | rounded(words[2 * i + 1]) << 16;
 #else
         packed[i] = rounded(words[i] & 0xFFFFu) | rounded(words[i] >> 16) << 16;
@@ -71,7 +71,7 @@ dense(const Raw* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i
 #endif
 }
 
-#if IN == 0
+#if PREPARE_IN == 0
 // x (rows, columns) -> three matrices (3 rows, pitch) one below the other, the smallest values first, which
 // add up to x: each has the next 8 bits. What is no number is in the last alone.
 extern "C" __global__ void __launch_bounds__(256)
@@ -123,7 +123,7 @@ add_parts(const float4* __restrict__ parts, const float* __restrict__ bias, void
         sum.w = __fadd_rn(sum.w, bias[column + 3 < last ? column + 3 : last]);
     }
     const i64 at = (row * pitch + column) / 4;  // the pitch is a multiple of 4 too
-#if OUT_BF16
+#if PREPARE_OUT_BF16
     static_cast<uint2*>(out)[at] = uint2{
         nearest(__float_as_uint(sum.x)) | nearest(__float_as_uint(sum.y)) << 16,
         nearest(__float_as_uint(sum.z)) | nearest(__float_as_uint(sum.w)) << 16};

@@ -2,8 +2,8 @@
 // time, of neighbours in a row or of four rows of two columns. What values round to is what
 // encode.cuh gives.
 
-#if HALVES
-static_assert(BLOCK == 32, "two chunks");
+#if CODEC_BF16X8
+static_assert(CODEC_BLOCK == 32, "two chunks");
 
 // What a thread's pairs of values hold: of a row's block, or of two columns' in their halves.
 struct Survey {
@@ -14,15 +14,15 @@ struct Survey {
         for (int k = 0; k < 4; ++k) {
             const u32 magnitude = x[k] & kPairMagnitude;
             largest = pair_max(largest, magnitude);
-#if STATS
+#if CODEC_STATS
             smallest = pair_min(smallest, magnitude);
 #endif
-#if WORDS && RBITS == 32
+#if CODEC_STOCHASTIC && CODEC_RBITS == 32
             least = __viaddmin_u16x2(magnitude, ~0u, least);  // zeros are left out
 #endif
         }
     }
-    __device__ __forceinline__ bool zeros() const { return STATS && holds_zero(smallest); }
+    __device__ __forceinline__ bool zeros() const { return CODEC_STATS && holds_zero(smallest); }
 };
 
 struct Blocks {          // one along a row, or two side by side
@@ -30,10 +30,10 @@ struct Blocks {          // one along a row, or two side by side
     u32 number;          // the first's; the second's is the next
     bool careful;
     Stream stream;
-    u32 draw[2][4];      // RBITS 8: words of a chunk of each
+    u32 draw[2][4];      // CODEC_RBITS 8: words of a chunk of each
 };
 
-#if PAIRS
+#if CODEC_BF16X2
 __device__ __forceinline__ bool needs_care(bool far, u32, const Scale&, const Scale&) { return far; }
 
 __device__ __forceinline__ u32 scales_of(Blocks& b) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ u32 four_codes(const u32 (&x)[4], float apply, const 
 #pragma unroll
     for (int k = 3; k >= 0; --k) {
         float y = __fmul_rn(fabsf(float_of(x[k])), apply);
-        if (kCareful) y = fminf(y, float_of(CLAMP_BITS));
+        if (kCareful) y = fminf(y, float_of(CODEC_CLAMP_BITS));
         const u32 z = bits_of(__fadd_ru(y, fmaxf(y, 1.0f)));
         u32 n = z + (~word[k] >> 10) >> 22;
         if (kCareful && y < kSmall) n = kFirst + (__float2uint_ru(y * 8589934592.0f) > word[k]);  // 2**33
@@ -75,9 +75,9 @@ __device__ __forceinline__ u32 four_codes(const u32 (&x)[4], float apply, const 
 // Of values 4 k to 4 k + 3 of block i, k rising.
 __device__ __forceinline__ u32 group(const u32 (&x)[4], int i, int k, Blocks& b) {
     u32 word[4];
-#if RBITS == 32
+#if CODEC_RBITS == 32
     philox(k, b.number + i, b.stream, word);
-#elif RBITS == 8
+#elif CODEC_RBITS == 8
     u32(&draw)[4] = b.draw[i];
     if (k % 4 == 0) philox(k / 4, b.number + i, b.stream, draw);
 #pragma unroll
@@ -85,7 +85,7 @@ __device__ __forceinline__ u32 group(const u32 (&x)[4], int i, int k, Blocks& b)
     draw[0] = draw[1], draw[1] = draw[2], draw[2] = draw[3];
 #else
 #pragma unroll
-    for (int n = 0; n < 4; ++n) word[n] = TIE_WORD;
+    for (int n = 0; n < 4; ++n) word[n] = CODEC_TIE_WORD;
 #endif
     return b.careful ? four_codes<true>(x, b.apply[i], word) : four_codes<false>(x, b.apply[i], word);
 }

@@ -1,17 +1,17 @@
-// A tile in shared memory -> operands: along its rows, to memory, and down its columns, turned. SWIFT
+// A tile in shared memory -> operands: along its rows, to memory, and down its columns, turned. PREPARE_FAST_PATH
 // (tile_scale.cuh): chunks whose codes are normal under the square's scale need no other.
 
-#if HALVES
+#if CODEC_BF16X8
 // Rows of the tile -> `out` (rows, pitch): a thread has a block at a time.
 __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out, int row0,
                                            int column0, i64 rows, i64 columns, const Stream& stream,
                                            Place& place, Tally& tally) {
     const i64 pitch = (columns + 15) / 16 * 16;
-    const u32 across_all = static_cast<u32>((columns + BLOCK - 1) / BLOCK);
+    const u32 across_all = static_cast<u32>((columns + CODEC_BLOCK - 1) / CODEC_BLOCK);
 #pragma unroll 1
-    for (int part = 0; part < kRows * kColumns / BLOCK / kTileThreads; ++part) {
+    for (int part = 0; part < kRows * kColumns / CODEC_BLOCK / kTileThreads; ++part) {
         const u32 i = part * kTileThreads + threadIdx.x;
-        const u32 row = i / 32 * 8 + i % 8, start = i / 8 % 4 * BLOCK;  // lanes beside it: other rows
+        const u32 row = i / 32 * 8 + i % 8, start = i / 8 % 4 * CODEC_BLOCK;  // lanes beside it: other rows
         const auto pairs = [&](int k, u32(&x)[4]) {
             const uint4 four = *reinterpret_cast<const uint4*>(&tile[row][swizzled(row, start / 2 + 4 * k)]);
             x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
@@ -24,7 +24,7 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
         const Scale s = block_scale(amax, Tensor{1, 1, 0, 1});
         const uint2 table = table_of(s, place);
         const bool careful = needs_care(is_far(amax, s), survey.least, s, s);
-        Blocks block = {{s.apply, s.apply}, (row0 + row) * across_all + (column0 + start) / BLOCK, careful, stream};
+        Blocks block = {{s.apply, s.apply}, (row0 + row) * across_all + (column0 + start) / CODEC_BLOCK, careful, stream};
         u8* to = out + (row0 + row) * pitch + column0 + start;
         const i64 left = row0 + row < rows ? columns - column0 - start : 0;
         const bool beyond = is_beyond(s, amax, place);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
 __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out, int row0,
                                            int column0, i64 rows, i64 columns, const Stream& stream,
                                            Place& place, Tally& tally) {
-    const i64 pitch = (columns + 15) / 16 * 16, blocks = (columns + BLOCK - 1) / BLOCK;
+    const i64 pitch = (columns + 15) / 16 * 16, blocks = (columns + CODEC_BLOCK - 1) / CODEC_BLOCK;
 #pragma unroll 1
     for (int i = 0; i < kRows * (kColumns / kChunk) / kTileThreads; ++i) {
         const int chunk = i * kTileThreads + threadIdx.x;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
         }
         uint4 units[kUnits];
         const int column = column0 + start;
-#if SWIFT
+#if PREPARE_FAST_PATH
         const auto of = [&](int k) { return bits_of(element(raw, k)); };
         const auto four = [&](int k) { return four_codes(of(k), of(k + 1), of(k + 2), of(k + 3), place.apply); };
         units[0] = uint4{four(0), four(4), four(8), four(12)};
@@ -78,8 +78,8 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) v[k] = element(raw, k);
         const u32 amax = across_lanes(chunk_maximum(v));
-        make(v, amax, static_cast<u32>((row0 + row) * blocks + column / BLOCK),
-             static_cast<u32>(start % BLOCK / kChunk), stream, place, units, tally);
+        make(v, amax, static_cast<u32>((row0 + row) * blocks + column / CODEC_BLOCK),
+             static_cast<u32>(start % CODEC_BLOCK / kChunk), stream, place, units, tally);
         }
         if (row0 + row < rows && column < columns) {
             uint4* to = reinterpret_cast<uint4*>(out + ((row0 + row) * pitch + column) * kOut);
@@ -95,10 +95,10 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
                                              uint4 (*turned)[kTurnedUnits], int row0, int column0,
                                              i64 columns, const Stream& stream, Place& place,
                                              Tally& tally) {
-    static_assert(BLOCK == 32, "a thread holds blocks of 32");
+    static_assert(CODEC_BLOCK == 32, "a thread holds blocks of 32");
     const int pair = threadIdx.x % 64, block = threadIdx.x / 64, top = 32 * block;
-    const u32 number = (row0 + top) / BLOCK * static_cast<u32>(columns) + column0 + 2 * pair;
-#if HALVES
+    const u32 number = (row0 + top) / CODEC_BLOCK * static_cast<u32>(columns) + column0 + 2 * pair;
+#if CODEC_BF16X8
     const auto put_word = [&](int c, int k, u32 word) {  // of rows 4 k to 4 k + 3
         reinterpret_cast<u32*>(&turned[2 * pair + c][(2 * block + k / 4) ^ (pair & kMask)])[k % 4] = word;
     };
@@ -109,7 +109,7 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
     u32 x[4];
     Survey survey;
 #pragma unroll
-    for (int k = 0; k < BLOCK / 4; ++k) pairs(k, x), survey.add(x);
+    for (int k = 0; k < CODEC_BLOCK / 4; ++k) pairs(k, x), survey.add(x);
     const u32 amax[2] = {low_float(survey.largest), high_float(survey.largest)};
     const Scale a = block_scale(amax[0], Tensor{1, 1, 0, 1});
     const Scale b = block_scale(amax[1], Tensor{1, 1, 0, 1});
@@ -120,7 +120,7 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
     const bool beyond[2] = {is_beyond(a, amax[0], place), is_beyond(b, amax[1], place)};
     u32 any = 0;
 #pragma unroll 1
-    for (int k = 0; k < BLOCK / 4; ++k) {
+    for (int k = 0; k < CODEC_BLOCK / 4; ++k) {
         pairs(k, x);
         const u32 n = saturate(down(x, k, both), live, tally);
         if (survey.zeros()) forget_zeros<4, 1>(x, live, tally);
@@ -144,8 +144,8 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
     };
     const auto amax_of = [&](int c) {
         float most = 0;
-#pragma unroll(SWIFT ? 1 : NEAR ? 4 : BLOCK)
-        for (int k = 0; k < BLOCK; ++k) most = max_with_nan(most, fabsf(value(k, c)));
+#pragma unroll(PREPARE_FAST_PATH ? 1 : PREPARE_REBASED ? 4 : CODEC_BLOCK)
+        for (int k = 0; k < CODEC_BLOCK; ++k) most = max_with_nan(most, fabsf(value(k, c)));
         return bits_of(most) & kMagnitude;
     };
     const auto make_one = [&](int c, int h, u32 amax) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
         make(v, amax, number + c, h, stream, place, units, tally);
         put(c, h, units);
     };
-#if SWIFT
+#if PREPARE_FAST_PATH
 #pragma unroll 1
     for (int h = 0; h < 2; ++h) {
         constexpr int kWide = sizeof(Raw) / 2;  // words of the two columns in a row

@@ -1,21 +1,21 @@
 // Packed codes and their scales -> the operand of a product on Hopper's tensor cores, contraction
 // contiguous: FP8 codes where these hold every value, or bfloat16.
 //
-// E8M0 scales: a value is element 2^(s - anchor + LIFT) times 2^(anchor - 127 - LIFT), with `anchor` the
+// E8M0 scales: a value is element 2^(s - anchor + CODEC_LIFT) times 2^(anchor - 127 - CODEC_LIFT), with `anchor` the
 // largest scale byte of the tensor; the first factor is what is written, the second the operand's
-// exponent, and its factor too. E4M3 scales (UE4M3): element times scale times 2^LIFT is written, and tensor_scale 2^-LIFT
-// is the operand's factor. What OUT cannot hold raises the flag. NaN blocks are NaN throughout.
+// exponent, and its factor too. E4M3 scales (CODEC_UE4M3): element times scale times 2^CODEC_LIFT is written, and tensor_scale 2^-CODEC_LIFT
+// is the operand's factor. What CODEC_EXPAND_TO cannot hold raises the flag. NaN blocks are NaN throughout.
 //
-// FIXED (bfloat16): the anchor is 127 whatever the scales are, so that nothing has to be read before and
+// CODEC_FIXED (bfloat16): the anchor is 127 whatever the scales are, so that nothing has to be read before and
 // the values are whole; what bfloat16 does not hold is NaN and raises the flag, if there is one.
 //
-// SCALED (FIXED, rows): INT4, INT8 and FP8 under float scales. What is written are the codes less their zero
+// CODEC_FLOAT_SCALES (CODEC_FIXED, rows): INT4, INT8 and FP8 under float scales. What is written are the codes less their zero
 // points, which bfloat16 holds.
 //
 // A thread has 16 elements of a row, or of four neighbouring columns, which it turns: no block size, no
-// tail divides its work, since stored blocks are whole (SCALED: or not WHOLE, read byte by byte). No headers,
-// no inline assembly; macros: BITS, MANTISSA, MIN_EXPONENT, MAX_CODE, IS_FLOAT, UE4M3, BLOCK, TILE_ROWS, DOWN,
-// OUT (0: bfloat16, 1: e5m2, 2: e4m3), LIFT, FIXED, SCALED, WHOLE.
+// tail divides its work, since stored blocks are whole (CODEC_FLOAT_SCALES: or not CODEC_WHOLE, read byte by byte). No headers,
+// no inline assembly; macros: CODEC_BITS, CODEC_MANTISSA, CODEC_MIN_EXPONENT, CODEC_MAX_CODE, CODEC_IS_FLOAT, CODEC_UE4M3, CODEC_BLOCK, CODEC_TILE_ROWS, PREPARE_COLUMNWISE,
+// CODEC_EXPAND_TO (0: bfloat16, 1: e5m2, 2: e4m3), CODEC_LIFT, CODEC_FIXED, CODEC_FLOAT_SCALES, CODEC_WHOLE.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -26,7 +26,7 @@ constexpr int kThreads = 256;
 
 #include "codec/expand.cuh"
 
-// codes (rows, bytes), scales (tiles of rows, blocks) -> out (rows, pitch); DOWN: codes (bytes,
+// codes (rows, bytes), scales (tiles of rows, blocks) -> out (rows, pitch); PREPARE_COLUMNWISE: codes (bytes,
 // columns), scales (blocks, tiles of columns) -> out (columns, pitch). `lines` are out's rows. Sets counts
 // to 0 for a kernel that expands the rows after these.
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -38,17 +38,17 @@ expand(const u8* __restrict__ codes, const u8* __restrict__ scales, const u32* _
     if (blockIdx.x == 0)
         for (i64 i = threadIdx.x; i < counted; i += kThreads) counts[i] = 0;
     if (guard && !(*guard | *other_guard)) return;
-    const int anchor = UE4M3 ? 0 : FIXED ? 127 : static_cast<int>(*largest);
+    const int anchor = CODEC_UE4M3 ? 0 : CODEC_FIXED ? 127 : static_cast<int>(*largest);
     [[maybe_unused]] const Stored stored = {codes, scales, zeros, octets, scale_pitch};
-    if (!FIXED && blockIdx.x == 0 && threadIdx.x == 0) {
-        if (exponent) *exponent = anchor - 127 - LIFT;
-        const int half = (anchor - 127 - LIFT) / 2;  // in two steps: 2^-140 is a subnormal
-        *factor = UE4M3 ? *tensor_scale * power_of_two(-(LIFT))
-                        : power_of_two(half) * power_of_two(anchor - 127 - LIFT - half);
+    if (!CODEC_FIXED && blockIdx.x == 0 && threadIdx.x == 0) {
+        if (exponent) *exponent = anchor - 127 - CODEC_LIFT;
+        const int half = (anchor - 127 - CODEC_LIFT) / 2;  // in two steps: 2^-140 is a subnormal
+        *factor = CODEC_UE4M3 ? *tensor_scale * power_of_two(-(CODEC_LIFT))
+                        : power_of_two(half) * power_of_two(anchor - 127 - CODEC_LIFT - half);
     }
     const u32 chunks = static_cast<u32>(pitch / kChunk);
     u32 beyond = 0;
-#if DOWN
+#if PREPARE_COLUMNWISE
     // A warp has 4 neighbouring chunks of 8 groups of four columns: whole sectors, read and written.
     const u32 quads = static_cast<u32>((lines + 3) / 4), across = (quads + 7) / 8;
     const u32 lane = threadIdx.x % 32, warps = across * ((chunks + 3) / 4);
@@ -78,12 +78,12 @@ expand(const u8* __restrict__ codes, const u8* __restrict__ scales, const u32* _
             words[0][w] = __byte_perm(a, b, 0x5410), words[1][w] = __byte_perm(a, b, 0x7632);
             words[2][w] = __byte_perm(c, d, 0x5410), words[3][w] = __byte_perm(c, d, 0x7632);
         }
-        const u8* of_block = scales + static_cast<i64>(chunk * kChunk / BLOCK) * scale_pitch;
+        const u8* of_block = scales + static_cast<i64>(chunk * kChunk / CODEC_BLOCK) * scale_pitch;
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
             if (column + c >= lines) continue;
             uint4 units[kOctets];
-            convert(words[c], of_block[(column + c) / TILE_ROWS], anchor, units, beyond);
+            convert(words[c], of_block[(column + c) / CODEC_TILE_ROWS], anchor, units, beyond);
             store(out, (column + c) * chunks + chunk, units);
         }
     }
@@ -96,7 +96,7 @@ expand(const u8* __restrict__ codes, const u8* __restrict__ scales, const u32* _
             const Chunk from = read_chunk(row_of(stored, at / chunks), at % chunks);
             convert(from.words, from.scale, anchor, units, beyond);
         }
-#if OUT == 0
+#if CODEC_EXPAND_TO == 0
         store_together(out, at, count, units);
 #else
         if (at < count) store(out, at, units);

@@ -4,7 +4,7 @@
 //
 // Two passes: `maxima` finds each block's largest magnitude, `codes` divides by what it means. A warp
 // has 32 rows of 128 columns, a lane four neighbouring columns; a block of `tall` rows and `wide`
-// columns may be larger or smaller than that. Macros besides those of float_codes.cuh: DOWN (contraction
+// columns may be larger or smaller than that. Macros besides those of float_codes.cuh: PREPARE_COLUMNWISE (contraction
 // along axis 0).
 
 #include "codec/float_codes.cuh"
@@ -55,13 +55,13 @@ maxima(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns,
     }
 }
 
-// x -> `out` (rows, pitch), or (columns, pitch) if DOWN, with zeros up to the pitch's multiple of 16;
+// x -> `out` (rows, pitch), or (columns, pitch) if PREPARE_COLUMNWISE, with zeros up to the pitch's multiple of 16;
 // scales for each block; counts spread over pairs.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ out, Stored* __restrict__ scales,
       u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 tall,
       i64 wide, i64 across, i64 pitch) {
-#if DOWN
+#if PREPARE_COLUMNWISE
     __shared__ u32 turned[kWarps][kColumns][kRows / 4 + 1];
 #endif
     const i64 patches = (columns + kColumns - 1) / kColumns;
@@ -74,10 +74,10 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
 #pragma unroll 1
         for (int four = 0; four < kRows; four += 4) {
             u32 words[4][4] = {};  // of four rows: codes of a lane's columns
-#if WORDS
+#if CODEC_STOCHASTIC
             u32 draws[4][4];  // of blocks of one row or column: four positions share a draw
 #endif
-#if WORDS && DOWN
+#if CODEC_STOCHASTIC && PREPARE_COLUMNWISE
 #pragma unroll
             for (int c = 0; c < 4; ++c)
                 philox(static_cast<u32>((row0 + four) % tall / 4),
@@ -86,7 +86,7 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
                 const i64 row = row0 + four + r;
-#if WORDS && !DOWN
+#if CODEC_STOCHASTIC && !PREPARE_COLUMNWISE
                 philox(static_cast<u32>(column % wide / 4),
                        static_cast<u32>(row / tall * across + column / wide), stream, draws[r]);
 #endif
@@ -100,15 +100,15 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
                     const Scale s = block_scale(found);
                     if (row % tall == 0 && (column + c) % wide == 0) scales[block] = s.stored;
                     if (!s.live) continue;
-#if WORDS
-                    const u32 word = DOWN ? draws[c][r] : draws[r][c];
+#if CODEC_STOCHASTIC
+                    const u32 word = PREPARE_COLUMNWISE ? draws[c][r] : draws[r][c];
 #else
                     const u32 word = 0;
 #endif
                     words[r][c] = code_of(v[c], s, word, tally);
                 }
             }
-#if DOWN
+#if PREPARE_COLUMNWISE
 #pragma unroll
             for (int c = 0; c < 4; ++c)
                 turned[warp][lane * 4 + c][four / 4] =
@@ -122,7 +122,7 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
 #endif
         }
     }
-#if DOWN
+#if PREPARE_COLUMNWISE
     __syncthreads();
     if (row0 < rows) {
 #pragma unroll

@@ -5,17 +5,17 @@
 //
 // The power of two comes from the largest magnitude that the tensor had before, in `history`, where
 // the last block of threads leaves the one found now: `anchor` is the scale byte of a block that held
-// it, plus MARGIN. It changes no value while all blocks of numbers lie within the window below it. One
-// that does not raises the flag: then the codes are not used, and the same kernel with WIDE writes
+// it, plus PREPARE_MARGIN. It changes no value while all blocks of numbers lie within the window below it. One
+// that does not raises the flag: then the codes are not used, and the same kernel with PREPARE_BF16 writes
 // the values as bfloat16 instead. Formats that do not fit FP8 are written as bfloat16 at once; there
 // the flag says that a value had to be rounded, which takes a scale near the least there is.
 //
-// NEAR: MXFP8 as FP8 codes, the blocks of each square of 128 x 128 under the largest of their scales
+// PREPARE_REBASED: MXFP8 as FP8 codes, the blocks of each square of 128 x 128 under the largest of their scales
 // (rebase_fp8.cuh), which goes to `along_scales` and `down_scales`, (squares along the contraction, pitch):
 // a float for every four of the other axis, as the GEMM reads them. The square is looked at before.
 //
 // A block of threads has a tile of kRows x 128 in shared memory. No headers but ours; the macros
-// are quantize.cu's and ALONG, DOWN_TOO, WIDE, NEAR, MANY, LIFT, SPAN, MARGIN, RESIDENT.
+// are quantize.cu's and PREPARE_ROWWISE, PREPARE_COLUMNWISE, PREPARE_BF16, PREPARE_REBASED, PREPARE_MULTI_TENSOR, CODEC_LIFT, PREPARE_SPAN, PREPARE_MARGIN, PREPARE_MIN_CTAS.
 
 #include "codec/input.cuh"
 #include "codec/block_scale.cuh"
@@ -23,24 +23,24 @@
 #include "codec/e2m1_bf16x2.cuh"
 #include "prepare/e2m1_bf16x8.cuh"
 #include "prepare/rebase_e5m2.cuh"
-#if NEAR
+#if PREPARE_REBASED
 #include "prepare/rebase_fp8.cuh"
 #endif
 #include "prepare/amax_state.cuh"
 
-constexpr int kRows = sizeof(Raw) == 2 && !WIDE ? 128 : 64, kColumns = 128, kTileThreads = 2 * kRows;
+constexpr int kRows = sizeof(Raw) == 2 && !PREPARE_BF16 ? 128 : 64, kColumns = 128, kTileThreads = 2 * kRows;
 constexpr int kRowWords = kColumns * sizeof(Raw) / 4;  // of the tile in shared memory
-constexpr int kOut = WIDE ? 2 : 1, kUnits = kOut;      // bytes a value; 16-byte units a chunk
+constexpr int kOut = PREPARE_BF16 ? 2 : 1, kUnits = kOut;      // bytes a value; 16-byte units a chunk
 constexpr int kTurnedUnits = kRows * kOut / 16;        // units of a column of the tile
 constexpr int kMask = kTurnedUnits < 8 ? kTurnedUnits - 1 : 7;
 constexpr int kRead = sizeof(Raw) * kChunk / 4;        // words of a chunk of a row
-constexpr int kSide = 128, kTogether = NEAR ? kSide / kRows : 1;  // NEAR: of a square; tiles that make one
-constexpr int kShared = 4, kBehind = 64;  // NEAR: lines of a float, and floats behind the last
+constexpr int kSide = 128, kTogether = PREPARE_REBASED ? kSide / kRows : 1;  // PREPARE_REBASED: of a square; tiles that make one
+constexpr int kShared = 4, kBehind = 64;  // PREPARE_REBASED: lines of a float, and floats behind the last
 
 // The E5M2 codes of a block's eight magnitudes.
 __device__ __forceinline__ uint2 table_of(const Scale& s, const Place& place) {
     if (!s.live) return uint2{0x7F7F7F7Fu, 0x7F7F7F7Fu};
-    const int shift = min(max(static_cast<int>(s.stored) - place.anchor + LIFT, LIFT - SPAN), LIFT);
+    const int shift = min(max(static_cast<int>(s.stored) - place.anchor + CODEC_LIFT, CODEC_LIFT - PREPARE_SPAN), CODEC_LIFT);
     const float unit = float_of(static_cast<u32>(shift + 127) << 23);
     return e5m2_table(unit);
 }
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint2 table_of(const Scale& s, const Place& place) {
 __device__ __forceinline__ bool is_beyond(const Scale& s, u32 amax, Place& place) {
     place.largest = larger(place.largest, amax < kExponent ? amax : 0);
     const int shift = static_cast<int>(s.stored) - place.anchor;
-    return s.live && (shift > 0 || shift < -SPAN);
+    return s.live && (shift > 0 || shift < -PREPARE_SPAN);
 }
 
 // Four magnitudes in the low nibbles, and bytes whose top bits are signs -> four E5M2 codes.
@@ -61,14 +61,14 @@ __device__ __forceinline__ u32 signed_bytes(const uint2& table, u32 magnitudes, 
 __device__ __forceinline__ void finish(const u32 (&packed)[kWords], const float (&v)[kChunk],
                                        const Scale& s, u32 amax, const uint2& table, Place& place,
                                        uint4 (&units)[kUnits]) {
-#if NEAR
+#if PREPARE_REBASED
     const int shift = min(place.anchor - static_cast<int>(s.stored), kMostBinades);
     u32 word[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) word[w] = shift ? rebased(packed[w], shift, place.changed) : packed[w];
     const u32 nan = kAllNaN & ~s.live;
     units[0] = uint4{word[0] | nan, word[1] | nan, word[2] | nan, word[3] | nan};
-#elif WIDE
+#elif PREPARE_BF16
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
         u32 word[4];
@@ -95,11 +95,11 @@ __device__ __forceinline__ void make(float (&v)[kChunk], u32 amax, u32 block, u3
     const Scale s = block_scale(amax, tensor);
     u32 packed[kWords];
     encode(v, s, is_far(amax, s), tensor, block, part, stream, packed, tally);
-    finish(packed, v, s, amax, WIDE || NEAR ? uint2{0, 0} : table_of(s, place), place, units);
+    finish(packed, v, s, amax, PREPARE_BF16 || PREPARE_REBASED ? uint2{0, 0} : table_of(s, place), place, units);
 }
 
 __device__ __forceinline__ void add_counts(const Place& place, const Tally& tally, u64* counters) {
-#if STATS
+#if CODEC_STATS
     const u32 saturated = __reduce_add_sync(~0u, tally.saturated);
     const u32 flushed = __reduce_add_sync(~0u, tally.flushed);
     if (threadIdx.x % 32 == 0) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_counts(const Place& place, const Tally& tall
         if (saturated) atomicAdd(slot, static_cast<u64>(saturated));
         if (flushed) atomicAdd(slot + 1, static_cast<u64>(flushed));
     }
-#if NEAR
+#if PREPARE_REBASED
     const u32 values = __reduce_add_sync(~0u, place.changed.values);
     const u32 gone = __reduce_add_sync(~0u, place.changed.flushed);
     if (threadIdx.x % 32 == 0 && values) {
@@ -141,10 +141,10 @@ __device__ __forceinline__ void fetch(u32 (*tile)[kRowWords], const Raw* x, int 
     }
 }
 
-#if NEAR
+#if PREPARE_REBASED
 #include "prepare/tile_scale.cuh"
 #else
-#define SWIFT 0
+#define PREPARE_FAST_PATH 0
 #endif
 #include "prepare/encode_operand.cuh"
 
@@ -169,18 +169,18 @@ __device__ __forceinline__ i64 tiles_of(const Matrix& m) {
 // A block of threads' share of the tiles: from `first` on, as many apart as `blocks` there are.
 __device__ __forceinline__ void work(const Matrix& m, i64 first, u32 blocks, const Stream& along_stream,
                                      const Stream& down_stream) {
-#if WIDE || NEAR
+#if PREPARE_BF16 || PREPARE_REBASED
     const int anchor = 0;
 #else
-    const int anchor = static_cast<int>(block_scale(m.history->before, Tensor{1, 1, 0, 1}).stored) + MARGIN;
-    if (first == 0 && threadIdx.x == 0) *m.exponent = anchor - 127 - LIFT;
+    const int anchor = static_cast<int>(block_scale(m.history->before, Tensor{1, 1, 0, 1}).stored) + PREPARE_MARGIN;
+    if (first == 0 && threadIdx.x == 0) *m.exponent = anchor - 127 - CODEC_LIFT;
 #endif
     Place along_place = {anchor, 0, 0}, down_place = {anchor, 0, 0};
     Tally along_tally = {0, 0}, down_tally = {0, 0};
     __shared__ __align__(16) u32 tile[kRows][kRowWords];
-#if DOWN_TOO
+#if PREPARE_COLUMNWISE
     __shared__ uint4 turned[kColumns][kTurnedUnits];
-#elif NEAR
+#elif PREPARE_REBASED
     __shared__ u32 turned[kTileThreads / 32];
 #endif
     const i64 across = (m.columns + kColumns - 1) / kColumns, tiles = tiles_of(m);
@@ -192,7 +192,7 @@ __device__ __forceinline__ void work(const Matrix& m, i64 first, u32 blocks, con
             asm volatile("cp.async.wait_all;" ::: "memory");
             __syncthreads();
         };
-#if NEAR
+#if PREPARE_REBASED
         u32 along_most = 0, down_most = 0;
         bool numbers = true;
 #pragma unroll 1
@@ -206,11 +206,11 @@ __device__ __forceinline__ void work(const Matrix& m, i64 first, u32 blocks, con
 #pragma unroll 1
         for (int part = kTogether - 1; part >= 0; --part) {
             const int row0 = square + part * kRows;
-            if (!NEAR || part < kTogether - 1) bring(row0);
-#if ALONG
+            if (!PREPARE_REBASED || part < kTogether - 1) bring(row0);
+#if PREPARE_ROWWISE
             along_rows(tile, m.along, row0, column0, m.rows, m.columns, along_stream, along_place, along_tally);
 #endif
-#if DOWN_TOO
+#if PREPARE_COLUMNWISE
             down_columns(tile, turned, row0, column0, m.columns, down_stream, down_place, down_tally);
             __syncthreads();
             store_turned(turned, m.down, row0, column0, m.rows, m.columns);
@@ -218,21 +218,21 @@ __device__ __forceinline__ void work(const Matrix& m, i64 first, u32 blocks, con
             __syncthreads();
         }
     }
-    // WIDE: in flags that are zero before.
-#if ALONG
-    if (!NEAR) report(along_place, WIDE ? m.along_flag : &m.history->beyond[0]);
+    // PREPARE_BF16: in flags that are zero before.
+#if PREPARE_ROWWISE
+    if (!PREPARE_REBASED) report(along_place, PREPARE_BF16 ? m.along_flag : &m.history->beyond[0]);
     add_counts(along_place, along_tally, m.along_counts);
 #endif
-#if DOWN_TOO
-    if (!NEAR) report(down_place, WIDE ? m.down_flag : &m.history->beyond[1]);
+#if PREPARE_COLUMNWISE
+    if (!PREPARE_REBASED) report(down_place, PREPARE_BF16 ? m.down_flag : &m.history->beyond[1]);
     add_counts(down_place, down_tally, m.down_counts);
 #endif
-    if (!WIDE && !NEAR) remember(m, blocks, ALONG ? along_place.largest : down_place.largest);
+    if (!PREPARE_BF16 && !PREPARE_REBASED) remember(m, blocks, PREPARE_ROWWISE ? along_place.largest : down_place.largest);
 }
 
-#if MANY
+#if PREPARE_MULTI_TENSOR
 // Of `count` matrices, a block of threads for each tile; to nearest, as nobody draws for them.
-extern "C" __global__ void __launch_bounds__(kTileThreads, RESIDENT)
+extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
 operands(const Matrix* __restrict__ all, int count) {
     int mine = 0;
     for (int above = count; above - mine > 1;) {
@@ -243,7 +243,7 @@ operands(const Matrix* __restrict__ all, int count) {
     work(m, blockIdx.x - m.start, static_cast<u32>(tiles_of(m)), Stream{}, Stream{});
 }
 #else
-extern "C" __global__ void __launch_bounds__(kTileThreads, RESIDENT)
+extern "C" __global__ void __launch_bounds__(kTileThreads, PREPARE_MIN_CTAS)
 operands(const Raw* __restrict__ x, History* history, u8* __restrict__ along,
          u8* __restrict__ down, int* __restrict__ exponent, u32* __restrict__ along_flag,
          u32* __restrict__ down_flag, float* __restrict__ along_scales, float* __restrict__ down_scales, u64* __restrict__ along_counts, u64* __restrict__ down_counts,

@@ -1,20 +1,20 @@
 // Packed MXFP4 rows -> E5M2 codes under one power of two per row. A block of threads has a row.
 //
 // With s the largest scale byte among a row's blocks that are neither zero nor NaN, a value is
-// e2m1 2^(t - s + TOP) 2^(s - 127 - TOP): the first two factors are exact in E5M2 while s - t is at
-// most SPAN, and the last is the row's exponent. A wider row raises the flag. NaN blocks become NaN.
+// e2m1 2^(t - s + PREPARE_TOP) 2^(s - 127 - PREPARE_TOP): the first two factors are exact in E5M2 while s - t is at
+// most PREPARE_SPAN, and the last is the row's exponent. A wider row raises the flag. NaN blocks become NaN.
 //
-// INTEGERS: the same in 8-bit integers, where 6 2^TOP is 96 and the span three binades; these hold no
+// PREPARE_INTEGERS: the same in 8-bit integers, where 6 2^PREPARE_TOP is 96 and the span three binades; these hold no
 // NaN, so that NaN blocks raise the flag too.
 //
-// No headers but ours; BLOCK (16 to 128), TOP, SPAN and INTEGERS are macros.
+// No headers but ours; CODEC_BLOCK (16 to 128), PREPARE_TOP, PREPARE_SPAN and PREPARE_INTEGERS are macros.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
-#if INTEGERS
+#if PREPARE_INTEGERS
 // The magnitudes 0 to 6 times `unit`, which are integers, in two words.
 __device__ __forceinline__ uint2 int8_table(u32 unit) {
     const u32 half = unit / 2;
@@ -40,8 +40,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out,
        int* __restrict__ exponents, u32* __restrict__ flag, i64 blocks) {
     const i64 row = blockIdx.x;
-    const uint2* from = reinterpret_cast<const uint2*>(codes + row * blocks * (BLOCK / 2));
-    uint4* to = reinterpret_cast<uint4*>(out + row * blocks * BLOCK);
+    const uint2* from = reinterpret_cast<const uint2*>(codes + row * blocks * (CODEC_BLOCK / 2));
+    uint4* to = reinterpret_cast<uint4*>(out + row * blocks * CODEC_BLOCK);
     scales += row * blocks;
     __shared__ int top, bottom;
     if (threadIdx.x == 0) top = -1, bottom = kNaN;
@@ -49,12 +49,12 @@ rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restri
     for (i64 b = threadIdx.x; b < blocks; b += kThreads) {
         u32 any = 0;
 #pragma unroll
-        for (int i = 0; i < BLOCK / 16; ++i) {
-            const uint2 words = from[b * (BLOCK / 16) + i];
+        for (int i = 0; i < CODEC_BLOCK / 16; ++i) {
+            const uint2 words = from[b * (CODEC_BLOCK / 16) + i];
             any |= words.x | words.y;
         }
         const int scale = scales[b];
-        if (INTEGERS && scale == kNaN) atomicOr(flag, 1u);
+        if (PREPARE_INTEGERS && scale == kNaN) atomicOr(flag, 1u);
         if ((any & 0x77777777u) && scale != kNaN) {
             atomicMax(&top, scale);
             atomicMin(&bottom, scale);
@@ -62,14 +62,14 @@ rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restri
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        exponents[row] = top < 0 ? 0 : top - 127 - TOP;
-        if (top - bottom > SPAN) atomicOr(flag, 1u);
+        exponents[row] = top < 0 ? 0 : top - 127 - PREPARE_TOP;
+        if (top - bottom > PREPARE_SPAN) atomicOr(flag, 1u);
     }
     for (i64 b = threadIdx.x; b < blocks; b += kThreads) {
         const int scale = scales[b];
         // Beyond the window lie only zero blocks, or rows whose codes are not used.
-        const int shift = max(min(scale - top + TOP, TOP), TOP - SPAN);
-#if INTEGERS
+        const int shift = max(min(scale - top + PREPARE_TOP, PREPARE_TOP), PREPARE_TOP - PREPARE_SPAN);
+#if PREPARE_INTEGERS
         const uint2 table = int8_table(1u << shift);
         const auto convert = [&](u32 four) { return signed_integers(four, table); };
 #else
@@ -79,9 +79,9 @@ rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restri
         const auto convert = [&](u32 four) { return look_up(four, table); };
 #endif
 #pragma unroll
-        for (int i = 0; i < BLOCK / 16; ++i) {
-            const uint2 words = from[b * (BLOCK / 16) + i];
-            to[b * (BLOCK / 16) + i] = uint4{convert(words.x), convert(words.x >> 16),
+        for (int i = 0; i < CODEC_BLOCK / 16; ++i) {
+            const uint2 words = from[b * (CODEC_BLOCK / 16) + i];
+            to[b * (CODEC_BLOCK / 16) + i] = uint4{convert(words.x), convert(words.x >> 16),
                                              convert(words.y), convert(words.y >> 16)};
         }
     }

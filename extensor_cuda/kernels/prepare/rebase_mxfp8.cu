@@ -6,7 +6,7 @@
 // has the same mantissa and is exact; below, it is rounded to nearest even, once. NaN blocks become
 // NaN; NaN and infinite elements stay.
 //
-// No headers but ours, no inline assembly; macros: those of rebase_fp8.cuh, BLOCK (16 to 128), TILE_ROWS.
+// No headers but ours, no inline assembly; macros: those of rebase_fp8.cuh, CODEC_BLOCK (16 to 128), CODEC_TILE_ROWS.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -21,16 +21,16 @@ __device__ __forceinline__ u32 over_warp(u32 mine) {
     return mine;
 }
 
-// codes (rows, blocks BLOCK), scales (tiles of rows, blocks) -> out as codes, exponents (rows,), and
+// codes (rows, blocks CODEC_BLOCK), scales (tiles of rows, blocks) -> out as codes, exponents (rows,), and
 // counts (rows, 2): values changed, and those of them that are 0 now.
 extern "C" __global__ void __launch_bounds__(kThreads)
 near(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out,
      int* __restrict__ exponents, u32* __restrict__ counts, i64 blocks) {
     const i64 row = blockIdx.x;
-    const uint4* from = reinterpret_cast<const uint4*>(codes + row * blocks * BLOCK);
-    uint4* to = reinterpret_cast<uint4*>(out + row * blocks * BLOCK);
-    scales += row / TILE_ROWS * blocks;
-    const int chunks = static_cast<int>(blocks * (BLOCK / kChunk));
+    const uint4* from = reinterpret_cast<const uint4*>(codes + row * blocks * CODEC_BLOCK);
+    uint4* to = reinterpret_cast<uint4*>(out + row * blocks * CODEC_BLOCK);
+    scales += row / CODEC_TILE_ROWS * blocks;
+    const int chunks = static_cast<int>(blocks * (CODEC_BLOCK / kChunk));
     __shared__ int top;
     __shared__ u32 values, flushed;
     if (threadIdx.x == 0) top = -1, values = 0, flushed = 0;
@@ -39,7 +39,7 @@ near(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict
 #pragma unroll 4
     for (int c = threadIdx.x; c < chunks; c += kThreads) {
         const uint4 four = from[c];
-        const int scale = scales[c * kChunk / BLOCK];
+        const int scale = scales[c * kChunk / CODEC_BLOCK];
         if (((four.x | four.y | four.z | four.w) & kAllNaN) && scale != kNaN) mine = max(mine, scale);
     }
     if (mine >= 0) atomicMax(&top, mine);
@@ -49,7 +49,7 @@ near(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict
 #pragma unroll 4
     for (int c = threadIdx.x; c < chunks; c += kThreads) {
         uint4 four = from[c];  // again, of the first-level cache
-        const int scale = scales[c * kChunk / BLOCK];
+        const int scale = scales[c * kChunk / CODEC_BLOCK];
         // Above the anchor lie only zero blocks. The largest value is below 2^16: so far down all is 0.
         const int shift = min(max(anchor - scale, 0), kMostBinades);
         if (scale == kNaN) {

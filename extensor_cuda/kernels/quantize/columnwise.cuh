@@ -1,30 +1,30 @@
-// Blocks down columns: COLUMNS chunks per thread.
+// Blocks down columns: QUANT_THREAD_COLUMNS chunks per thread.
 
 constexpr int kPanel = kThreads / 32 * kChunk;  // positions of a thread block: 128
 // Blocks of threads that share a multiprocessor, as the registers allow without spilling.
-constexpr int kBlocks = SEARCH ? (ROWS == 1 && !WORDS && OUT != 1 ? 3 : 1) : (IN == 0 && WORDS) || HADAMARD || OUT == 1 ? 1 : 2;
+constexpr int kBlocks = CODEC_SEARCH ? (QUANT_TILE_ROWS == 1 && !CODEC_STOCHASTIC && CODEC_OUT != 1 ? 3 : 1) : (CODEC_IN == 0 && CODEC_STOCHASTIC) || CODEC_HADAMARD || CODEC_OUT == 1 ? 1 : 2;
 
-// x (outer, length, inner) blocked along `length`. A warp holds 16 rows of 32 * COLUMNS columns; the
-// warps of a block exchange maxima. Whole: length is a multiple of 128, inner of COLUMNS, and x is
+// x (outer, length, inner) blocked along `length`. A warp holds 16 rows of 32 * QUANT_THREAD_COLUMNS columns; the
+// warps of a block exchange maxima. Whole: length is a multiple of 128, inner of QUANT_THREAD_COLUMNS, and x is
 // aligned to a thread's columns.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
                  float* __restrict__ values, const Tensor* __restrict__ tensor_of,
                  u32* __restrict__ maximum, u64* __restrict__ counters, const u32* __restrict__ clock,
-                 u32 key0, u32 key1, u32 high0, u32 high1, SIGNS i64 outer, i64 length, i64 inner) {
+                 u32 key0, u32 key1, u32 high0, u32 high1, CODEC_SIGN_PARAMETERS i64 outer, i64 length, i64 inner) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
-    const i64 across = (inner + 32 * COLUMNS - 1) / (32 * COLUMNS);
-#if HADAMARD
+    const i64 across = (inner + 32 * QUANT_THREAD_COLUMNS - 1) / (32 * QUANT_THREAD_COLUMNS);
+#if CODEC_HADAMARD
     const Signs signs = {sign0, sign1, sign2, sign3};
 #endif
     const i64 coded = coded_length(length);
-    const i64 tiles = (coded + BLOCK - 1) / BLOCK, panels = (tiles * BLOCK + kPanel - 1) / kPanel;
+    const i64 tiles = (coded + CODEC_BLOCK - 1) / CODEC_BLOCK, panels = (tiles * CODEC_BLOCK + kPanel - 1) / kPanel;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const i64 image = blockIdx.x / (across * panels), rest = blockIdx.x % (across * panels);
-    const i64 column = (rest % across * 32 + lane) * COLUMNS;
+    const i64 column = (rest % across * 32 + lane) * QUANT_THREAD_COLUMNS;
     const i64 start = rest / across * kPanel + warp * kChunk;  // first position of the chunk
-    const i64 tile = start / BLOCK;
-#if NEEDS_TENSOR && OUT != 2
+    const i64 tile = start / CODEC_BLOCK;
+#if CODEC_NEEDS_TENSOR && CODEC_OUT != 2
     const Tensor tensor = *tensor_of;
 #else
     const Tensor tensor = {1, 1, 0, 1};
@@ -33,7 +33,7 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
     const Raw* from = x + (image * length + start) * inner + column;
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) {
-#if WHOLE
+#if QUANT_WHOLE
         uint2 two = {0, 0};
         if (column < inner) {
             if (kPairs == 2)
@@ -44,7 +44,7 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
         raw[k][0] = two.x, raw[k][kPairs - 1] = kPairs == 2 ? two.y : two.x;
 #else
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c += 4 / sizeof(Raw)) {
+        for (int c = 0; c < QUANT_THREAD_COLUMNS; c += 4 / sizeof(Raw)) {
             const bool real = start + k < length;
             u32 word = real && column + c < inner ? from[k * inner + c] : 0;
             if (sizeof(Raw) == 2 && real && column + c + 1 < inner)
@@ -55,23 +55,23 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
         activate(raw[k]);
     }
     Tally tally = {0, 0};
-#if HADAMARD || (SEARCH && ROWS > 1)
-    float kept[COLUMNS][kChunk];  // as float, for what needs them more than once
+#if CODEC_HADAMARD || (CODEC_SEARCH && QUANT_TILE_ROWS > 1)
+    float kept[QUANT_THREAD_COLUMNS][kChunk];  // as float, for what needs them more than once
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
+    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) kept[c][k] = element(raw[k], c);
-#if HADAMARD
+#if CODEC_HADAMARD
         turn_warps(kept[c], signs, warp, lane);
 #endif
     }
-#define VALUE(k, c) kept[c][k]
+#define QUANT_VALUE(k, c) kept[c][k]
 #else
-#define VALUE(k, c) element(raw[k], c)
+#define QUANT_VALUE(k, c) element(raw[k], c)
 #endif
-    u32 amax[COLUMNS];
+    u32 amax[QUANT_THREAD_COLUMNS];
     u32 most = 0;
-#if PAIRS
+#if CODEC_BF16X2
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) {
         const u32 pair = pair_maximum<kChunk, kPairs>(&raw[0][p]);
@@ -79,59 +79,59 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
     }
 #else
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
+    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c) {
         float v[kChunk];
 #pragma unroll
-        for (int k = 0; k < kChunk; ++k) v[k] = VALUE(k, c);
+        for (int k = 0; k < kChunk; ++k) v[k] = QUANT_VALUE(k, c);
         amax[c] = chunk_maximum(v);
-        if (OUT == 2 && UE4M3) most = larger(most, finite_maximum(v));
+        if (CODEC_OUT == 2 && CODEC_UE4M3) most = larger(most, finite_maximum(v));
     }
 #endif
-#if BLOCK > 16
-    __shared__ u32 shared[kThreads / 32][COLUMNS][32];
+#if CODEC_BLOCK > 16
+    __shared__ u32 shared[kThreads / 32][QUANT_THREAD_COLUMNS][32];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) shared[warp][c][lane] = amax[c];
+    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c) shared[warp][c][lane] = amax[c];
     __syncthreads();
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c)
+    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c)
 #pragma unroll
         for (int p = 0; p < kParts; ++p)
             amax[c] = larger(amax[c], shared[warp / kParts * kParts + p][c][lane]);
 #endif
-#if ROWS > 1
-    constexpr int kLanes = ROWS / COLUMNS;  // lanes of a tile's rows, which lie side by side here
+#if QUANT_TILE_ROWS > 1
+    constexpr int kLanes = QUANT_TILE_ROWS / QUANT_THREAD_COLUMNS;  // lanes of a tile's rows, which lie side by side here
 #pragma unroll
-    for (int c = 1; c < COLUMNS; ++c) amax[0] = larger(amax[0], amax[c]);
+    for (int c = 1; c < QUANT_THREAD_COLUMNS; ++c) amax[0] = larger(amax[0], amax[c]);
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2)
         amax[0] = larger(amax[0], __shfl_xor_sync(~0u, amax[0], step));
 #pragma unroll
-    for (int c = 1; c < COLUMNS; ++c) amax[c] = amax[0];
+    for (int c = 1; c < QUANT_THREAD_COLUMNS; ++c) amax[c] = amax[0];
 #endif
-#if OUT == 2
+#if CODEC_OUT == 2
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c)
-        if (!UE4M3) most = larger(most, amax[c] < kExponent ? amax[c] : 0);
+    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c)
+        if (!CODEC_UE4M3) most = larger(most, amax[c] < kExponent ? amax[c] : 0);
     add_maximum(most, maximum);
 #else
-    const u32 part = static_cast<u32>(start % BLOCK) / kChunk;
-    const i64 blocks = (image * tiles + tile) * ((inner + ROWS - 1) / ROWS) + column / ROWS;
-#if SEARCH && ROWS > 1
-    const Scale s = best_scale<COLUMNS, ROWS, 1>(kept, lane / kLanes * kLanes, amax[0], tensor);
+    const u32 part = static_cast<u32>(start % CODEC_BLOCK) / kChunk;
+    const i64 blocks = (image * tiles + tile) * ((inner + QUANT_TILE_ROWS - 1) / QUANT_TILE_ROWS) + column / QUANT_TILE_ROWS;
+#if CODEC_SEARCH && QUANT_TILE_ROWS > 1
+    const Scale s = best_scale<QUANT_THREAD_COLUMNS, QUANT_TILE_ROWS, 1>(kept, lane / kLanes * kLanes, amax[0], tensor);
 #endif
     const bool inside = tile < tiles;  // else: warps beyond the last block
-    [[maybe_unused]] u32 stored[COLUMNS];
-#if PAIRS
-    Scale s[COLUMNS];
+    [[maybe_unused]] u32 stored[QUANT_THREAD_COLUMNS];
+#if CODEC_BF16X2
+    Scale s[QUANT_THREAD_COLUMNS];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) s[c] = block_scale(amax[c], tensor), stored[c] = s[c].stored;
+    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c) s[c] = block_scale(amax[c], tensor), stored[c] = s[c].stored;
     u32 codes_of[kPairs][4];
     encode_columns(raw, s, amax, codes_of, tally);
 #else
-    u32 codes_of[COLUMNS][kWords];
+    u32 codes_of[QUANT_THREAD_COLUMNS][kWords];
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-#if SEARCH && ROWS == 1
+    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c) {
+#if CODEC_SEARCH && QUANT_TILE_ROWS == 1
         // One column after the other, each unpacked again, as registers are few.
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
@@ -139,17 +139,17 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
 #endif
         float v[kChunk];
 #pragma unroll
-        for (int k = 0; k < kChunk; ++k) v[k] = VALUE(k, c);
-#if SEARCH && ROWS == 1
+        for (int k = 0; k < kChunk; ++k) v[k] = QUANT_VALUE(k, c);
+#if CODEC_SEARCH && QUANT_TILE_ROWS == 1
         const Scale s = best_scale<1, 1, 1>(reinterpret_cast<const float(&)[1][kChunk]>(v), 0, amax[c], tensor);
-#elif !SEARCH
+#elif !CODEC_SEARCH
         const Scale s = block_scale(amax[c], tensor);
 #endif
         stored[c] = s.stored;
-        const u32 block = static_cast<u32>(ROWS > 1 ? blocks : blocks + c);
-        const u32 place = ROWS > 1 ? static_cast<u32>((column + c) % ROWS) * kParts + part : part;
+        const u32 block = static_cast<u32>(QUANT_TILE_ROWS > 1 ? blocks : blocks + c);
+        const u32 place = QUANT_TILE_ROWS > 1 ? static_cast<u32>((column + c) % QUANT_TILE_ROWS) * kParts + part : part;
         encode(v, s, is_far(amax[c], s), tensor, block, place, stream, codes_of[c], tally);
-#if OUT == 1
+#if CODEC_OUT == 1
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
             if (start + k < coded && column + c < inner)
@@ -157,14 +157,14 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
 #endif
     }
 #endif
-#if OUT == 0
-    const i64 row = (image * tiles + tile) * (BLOCK * BITS / 8) + part * (kWords * 4);
+#if CODEC_OUT == 0
+    const i64 row = (image * tiles + tile) * (CODEC_BLOCK * CODEC_BITS / 8) + part * (kWords * 4);
     store_octets(codes_of, codes + row * inner + column, inner, inside ? inner - column : 0);
     if (part == 0 && inside) {
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c)
-            if (column + c < inner && (column + c) % ROWS == 0)
-                scales[ROWS > 1 ? blocks : blocks + c] = static_cast<u8>(stored[c]);
+        for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c)
+            if (column + c < inner && (column + c) % QUANT_TILE_ROWS == 0)
+                scales[QUANT_TILE_ROWS > 1 ? blocks : blocks + c] = static_cast<u8>(stored[c]);
     }
 #endif
     add_counts(tally, counters);

@@ -22,9 +22,9 @@ Array = Any
 def dequantize_source(plan: Plan, whole: bool) -> Source:
     """The decoder's program for one plan."""
     macros = element_macros(plan.spec.row.element) | {
-        "WHOLE": int(whole),
-        "BLOCK": plan.block,
-        "UE4M3": int(not plan.spec.is_mx),
+        "QUANT_WHOLE": int(whole),
+        "CODEC_BLOCK": plan.block,
+        "CODEC_UE4M3": int(not plan.spec.is_mx),
     }
     return Source.read(Path(__file__).with_suffix(".cu"), macros)
 

@@ -1,18 +1,18 @@
 // Values -> packed codes under float scales as they are stored, and back: tensors, channels, groups and
-// tiles of any size. s = largest magnitude / largest code (0: s = 1), code = x / s rounded; under ZEROS
+// tiles of any size. s = largest magnitude / largest code (0: s = 1), code = x / s rounded; under CODEC_ZERO_POINTS
 // s = (max - min) / (number of codes - 1) of a range that holds 0, code = x / s rounded + z. A block
 // that is not finite has scale NaN and codes 0. Orders of operations: extensor/quant/scale_encoders.py.
 //
 // An array is (outer, rows, inner) lines of `columns` elements, along which codes are packed. They lie in
-// memory as (outer, rows, columns, inner), or under FAST 2 as (columns, outer, rows). FAST is what memory
-// runs along: 0 columns, 1 inner, 2 rows. A thread has VEC bytes of codes that are neighbours in memory.
-// Macros besides those of float_codes.cuh: FAST, VEC, WHOLE (vector loads fit), SAME (a thread's codes are of
-// one block), NEAT (blocks begin at multiples of their number of lanes, a power of two).
+// memory as (outer, rows, columns, inner), or under QUANT_CONTIGUOUS_AXIS 2 as (columns, outer, rows). QUANT_CONTIGUOUS_AXIS is what memory
+// runs along: 0 columns, 1 inner, 2 rows. A thread has QUANT_CODE_BYTES bytes of codes that are neighbours in memory.
+// Macros besides those of float_codes.cuh: QUANT_CONTIGUOUS_AXIS, QUANT_CODE_BYTES, QUANT_WHOLE (vector loads fit), QUANT_ONE_BLOCK_A_THREAD (a thread's codes are of
+// one block), QUANT_ALIGNED_BLOCKS (blocks begin at multiples of their number of lanes, a power of two).
 
 #include "codec/float_codes.cuh"
 
-constexpr int kPer = 8 / BITS, kDeep = 32;
-constexpr int kElements = VEC * kPer;  // of a thread
+constexpr int kPer = 8 / CODEC_BITS, kDeep = 32;
+constexpr int kElements = QUANT_CODE_BYTES * kPer;  // of a thread
 
 struct Sizes {
     u32 outer, rows, inner, columns;
@@ -20,7 +20,7 @@ struct Sizes {
 
 // Where something lies in memory, of an array or of its blocks.
 __device__ __forceinline__ u32 offset(const Sizes& all, u32 o, u32 r, u32 i, u32 c) {
-    return FAST == 2 ? (c * all.outer + o) * all.rows + r : ((o * all.rows + r) * all.columns + c) * all.inner + i;
+    return QUANT_CONTIGUOUS_AXIS == 2 ? (c * all.outer + o) * all.rows + r : ((o * all.rows + r) * all.columns + c) * all.inner + i;
 }
 
 __device__ __forceinline__ u32 block_of(const Sizes& grid, const Sizes& each, u32 o, u32 r, u32 i, u32 c) {
@@ -30,17 +30,17 @@ __device__ __forceinline__ u32 block_of(const Sizes& grid, const Sizes& each, u3
 __device__ __forceinline__ void take(Most& held, float v) {
     const u32 magnitude = bits_of(v) & kMagnitude;
     const bool nan = magnitude > kExponent, negative = bits_of(v) & kSign;
-    join(held, {!ZEROS || nan || !negative ? magnitude : 0, nan || negative ? magnitude : 0});
+    join(held, {!CODEC_ZERO_POINTS || nan || !negative ? magnitude : 0, nan || negative ? magnitude : 0});
 }
 
 __device__ __forceinline__ void store(Most* most, u32 block, const Most& held) {
     raise(&most[block].high, held.high);
-    if (ZEROS) raise(&most[block].low, held.low);
+    if (CODEC_ZERO_POINTS) raise(&most[block].low, held.low);
 }
 
 // Neighbours along what memory runs along, zeros beyond the end.
 __device__ __forceinline__ void load(const Raw* x, u32 at, u32 left, float (&v)[4]) {
-#if WHOLE
+#if QUANT_WHOLE
     load_four(x + at, v);
 #else
 #pragma unroll
@@ -56,11 +56,11 @@ extremes(const Raw* __restrict__ x, Most* __restrict__ most, u32 outer, u32 rows
          u32 inner_grid, u32 columns_grid) {
     const Sizes all = {outer, rows, inner, columns}, each = {outer_each, rows_each, inner_each, columns_each};
     const Sizes grid = {outer_grid, rows_grid, inner_grid, columns_grid};
-    const u32 fast = FAST == 0 ? columns : FAST == 1 ? inner : rows, groups = (fast + 3) / 4;
+    const u32 fast = QUANT_CONTIGUOUS_AXIS == 0 ? columns : QUANT_CONTIGUOUS_AXIS == 1 ? inner : rows, groups = (fast + 3) / 4;
     u32 t = blockIdx.x * kThreads + threadIdx.x;
     const u32 first = t % groups * 4;
     t /= groups;
-#if FAST == 0
+#if QUANT_CONTIGUOUS_AXIS == 0
     const bool there = t < outer * rows;
     Most held = {0, 0};
     const u32 row = there ? t % rows : 0, o = there ? t / rows : 0;
@@ -78,7 +78,7 @@ extremes(const Raw* __restrict__ x, Most* __restrict__ most, u32 outer, u32 rows
             take(held, v[k]);
         }
     }
-#if NEAT
+#if QUANT_ALIGNED_BLOCKS
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const Most other = {__shfl_xor_sync(~0u, held.high, step), __shfl_xor_sync(~0u, held.low, step)};
@@ -92,14 +92,14 @@ extremes(const Raw* __restrict__ x, Most* __restrict__ most, u32 outer, u32 rows
 #else
     const u32 chunks = (columns + kDeep - 1) / kDeep, start = t % chunks * kDeep;
     t /= chunks;
-    const u32 of_rows = FAST == 2 ? 1 : rows;
+    const u32 of_rows = QUANT_CONTIGUOUS_AXIS == 2 ? 1 : rows;
     if (t >= outer * of_rows) return;
-    const u32 row = FAST == 2 ? 0 : t % rows, o = t / of_rows;
+    const u32 row = QUANT_CONTIGUOUS_AXIS == 2 ? 0 : t % rows, o = t / of_rows;
     const u32 end = columns - start < kDeep ? columns : start + kDeep;
     Most held[4] = {};
     for (u32 c = start; c < end; ++c) {
         float v[4];
-        load(x, FAST == 2 ? offset(all, o, first, 0, c) : offset(all, o, row, first, c), fast - first, v);
+        load(x, QUANT_CONTIGUOUS_AXIS == 2 ? offset(all, o, first, 0, c) : offset(all, o, row, first, c), fast - first, v);
 #pragma unroll
         for (int k = 0; k < 4; ++k) take(held[k], v[k]);
         if (c + 1 < end && (c + 1) % columns_each) continue;
@@ -108,7 +108,7 @@ extremes(const Raw* __restrict__ x, Most* __restrict__ most, u32 outer, u32 rows
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             if (first + k >= fast) break;
-            const u32 mine = FAST == 2 ? block_of(grid, each, o, first + k, 0, c) : block_of(grid, each, o, row, first + k, c);
+            const u32 mine = QUANT_CONTIGUOUS_AXIS == 2 ? block_of(grid, each, o, first + k, 0, c) : block_of(grid, each, o, row, first + k, c);
             if (k && mine != block) {
                 store(most, block, together);
                 together = {0, 0};
@@ -129,7 +129,7 @@ struct Place {
 };
 
 __device__ __forceinline__ Place place_of(u32 t, const Sizes& all, u32 bytes) {
-    if (FAST == 2) return {t / all.rows % all.outer, t % all.rows, 0, t / all.rows / all.outer,
+    if (QUANT_CONTIGUOUS_AXIS == 2) return {t / all.rows % all.outer, t % all.rows, 0, t / all.rows / all.outer,
                            t / all.rows / all.outer < bytes};
     const u32 line = t / all.inner / bytes;
     return {line / all.rows, line % all.rows, t % all.inner, t / all.inner % bytes, line / all.rows < all.outer};
@@ -141,8 +141,8 @@ struct Element {
 };
 
 __device__ __forceinline__ Element element_of(const Place& place, int k, int h) {
-    return {place.o, place.r + (FAST == 2 ? k : 0), place.i + (FAST == 1 ? k : 0),
-            (place.byte + (FAST == 0 ? k : 0)) * kPer + h};
+    return {place.o, place.r + (QUANT_CONTIGUOUS_AXIS == 2 ? k : 0), place.i + (QUANT_CONTIGUOUS_AXIS == 1 ? k : 0),
+            (place.byte + (QUANT_CONTIGUOUS_AXIS == 0 ? k : 0)) * kPer + h};
 }
 
 // x and its blocks' extremes -> packed codes, scales, zero points; counts spread over pairs.
@@ -153,20 +153,20 @@ codes(const Raw* __restrict__ x, const Most* __restrict__ most, u8* __restrict__
       u32 inner_each, u32 columns_each, u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
     const Sizes all = {outer, rows, inner, columns}, each = {outer_each, rows_each, inner_each, columns_each};
     const Sizes grid = {outer_grid, rows_grid, inner_grid, columns_grid};
-    const u32 t = (blockIdx.x * kThreads + threadIdx.x) * VEC;
+    const u32 t = (blockIdx.x * kThreads + threadIdx.x) * QUANT_CODE_BYTES;
     const Place place = place_of(t, all, bytes);
     Tally tally = {0, 0};
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     if (place.there) {
         float v[kElements];
-#if WHOLE
+#if QUANT_WHOLE
 #pragma unroll
         for (int four = 0; four < kElements / 4; ++four) {
-            const Element e = FAST == 0 ? element_of(place, four * 4 / kPer, 0) : element_of(place, 0, four);
+            const Element e = QUANT_CONTIGUOUS_AXIS == 0 ? element_of(place, four * 4 / kPer, 0) : element_of(place, 0, four);
             float part[4];
             if (e.c < columns) load_four(x + offset(all, e.o, e.r, e.i, e.c), part);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) v[FAST == 0 ? four * 4 + k : k * kPer + four] = part[k];
+            for (int k = 0; k < 4; ++k) v[QUANT_CONTIGUOUS_AXIS == 0 ? four * 4 + k : k * kPer + four] = part[k];
         }
 #else
 #pragma unroll
@@ -177,15 +177,15 @@ codes(const Raw* __restrict__ x, const Most* __restrict__ most, u8* __restrict__
 #endif
         u32 packed = 0, block = ~0u, at = 0;
         Scale s;
-#if RBITS
+#if CODEC_RBITS
         u32 draw[4], call = ~0u, drawn = ~0u;
-        constexpr u32 kShare = 128 / RBITS;  // positions of one call
+        constexpr u32 kShare = 128 / CODEC_RBITS;  // positions of one call
 #endif
 #pragma unroll
         for (int n = 0; n < kElements; ++n) {
             const Element e = element_of(place, n / kPer, n % kPer);
             if (e.c >= columns) continue;
-            if (SAME && n) {
+            if (QUANT_ONE_BLOCK_A_THREAD && n) {
                 ++at;
             } else {
                 const u32 mine = block_of(grid, each, e.o, e.r, e.i, e.c);
@@ -196,22 +196,22 @@ codes(const Raw* __restrict__ x, const Most* __restrict__ most, u8* __restrict__
             }
             if (at == 0) {
                 scales[block] = static_cast<Stored>(s.stored);
-                if (ZEROS) zeros[block] = static_cast<signed char>(s.zero);
+                if (CODEC_ZERO_POINTS) zeros[block] = static_cast<signed char>(s.zero);
             }
             if (!s.live) continue;
-            u32 word = TIE_WORD;
-#if RBITS
+            u32 word = CODEC_TIE_WORD;
+#if CODEC_RBITS
             if (call != at / kShare || drawn != block) {
                 call = at / kShare, drawn = block;
                 philox(call, block, stream, draw);
             }
             const u32 which = at % kShare / (kShare / 4);
             word = which == 0 ? draw[0] : which == 1 ? draw[1] : which == 2 ? draw[2] : draw[3];
-            if (RBITS == 8) word = 0x43000080u | (word >> at % 4 * 8 & 0xFFu) << 8;  // as round_magnitude takes it
+            if (CODEC_RBITS == 8) word = 0x43000080u | (word >> at % 4 * 8 & 0xFFu) << 8;  // as round_magnitude takes it
 #endif
-            packed |= code_of(v[n], s, word, tally) << (n / kPer * 8 + n % kPer * BITS);
+            packed |= code_of(v[n], s, word, tally) << (n / kPer * 8 + n % kPer * CODEC_BITS);
         }
-#if VEC == 4
+#if QUANT_CODE_BYTES == 4
         *reinterpret_cast<u32*>(out + t) = packed;
 #else
         out[t] = static_cast<u8>(packed);
@@ -227,10 +227,10 @@ values(const u8* __restrict__ in, const Stored* __restrict__ scales, const signe
        u32 inner_each, u32 columns_each, u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
     const Sizes all = {outer, rows, inner, columns}, each = {outer_each, rows_each, inner_each, columns_each};
     const Sizes grid = {outer_grid, rows_grid, inner_grid, columns_grid};
-    const u32 t = (blockIdx.x * kThreads + threadIdx.x) * VEC;
+    const u32 t = (blockIdx.x * kThreads + threadIdx.x) * QUANT_CODE_BYTES;
     const Place place = place_of(t, all, bytes);
     if (!place.there) return;
-#if VEC == 4
+#if QUANT_CODE_BYTES == 4
     const u32 packed = *reinterpret_cast<const u32*>(in + t);
 #else
     const u32 packed = in[t];
@@ -240,22 +240,22 @@ values(const u8* __restrict__ in, const Stored* __restrict__ scales, const signe
 #pragma unroll
     for (int n = 0; n < kElements; ++n) {
         const Element e = element_of(place, n / kPer, n % kPer);
-        if (!SAME || n == 0) block = block_of(grid, each, e.o, e.r, e.i, e.c < columns ? e.c : columns - 1);
-#if HALF
+        if (!QUANT_ONE_BLOCK_A_THREAD || n == 0) block = block_of(grid, each, e.o, e.r, e.i, e.c < columns ? e.c : columns - 1);
+#if CODEC_FLOAT16_SCALES
         const float scale = half_value(scales[block]);
 #else
         const float scale = float_of(scales[block]);
 #endif
-        const int zero = ZEROS ? zeros[block] : 0;
-        v[n] = decoded(packed >> (n / kPer * 8 + n % kPer * BITS) & ((1u << BITS) - 1), scale, zero);
+        const int zero = CODEC_ZERO_POINTS ? zeros[block] : 0;
+        v[n] = decoded(packed >> (n / kPer * 8 + n % kPer * CODEC_BITS) & ((1u << CODEC_BITS) - 1), scale, zero);
     }
-#if WHOLE
+#if QUANT_WHOLE
 #pragma unroll
     for (int four = 0; four < kElements / 4; ++four) {
-        const Element e = FAST == 0 ? element_of(place, four * 4 / kPer, 0) : element_of(place, 0, four);
+        const Element e = QUANT_CONTIGUOUS_AXIS == 0 ? element_of(place, four * 4 / kPer, 0) : element_of(place, 0, four);
         float part[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) part[k] = v[FAST == 0 ? four * 4 + k : k * kPer + four];
+        for (int k = 0; k < 4; ++k) part[k] = v[QUANT_CONTIGUOUS_AXIS == 0 ? four * 4 + k : k * kPer + four];
         if (e.c < columns)
             *reinterpret_cast<float4*>(out + offset(all, e.o, e.r, e.i, e.c)) = float4{part[0], part[1], part[2], part[3]};
     }

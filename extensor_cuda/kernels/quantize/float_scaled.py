@@ -162,11 +162,11 @@ def float_source(plan: FloatPlan, dtype: str, aligned: bool) -> Source:
     spec, elements = plan.spec, plan.vec * plan.per
     whole = plan.fast != _COLUMNS or plan.sizes[3] % elements == 0
     macros = float_scaled_rowwise.float_macros(spec, dtype) | {
-        "FAST": plan.fast,
-        "VEC": plan.vec,
-        "WHOLE": int(aligned and whole and plan.vec == 4),
-        "SAME": int(plan.fast == _COLUMNS and plan.each[3] % elements == 0),
-        "NEAT": int(plan.neat),
+        "QUANT_CONTIGUOUS_AXIS": plan.fast,
+        "QUANT_CODE_BYTES": plan.vec,
+        "QUANT_WHOLE": int(aligned and whole and plan.vec == 4),
+        "QUANT_ONE_BLOCK_A_THREAD": int(plan.fast == _COLUMNS and plan.each[3] % elements == 0),
+        "QUANT_ALIGNED_BLOCKS": int(plan.neat),
     }
     return Source.read(_SOURCE, macros)
 

@@ -1,6 +1,6 @@
-// A matrix -> codes under float scales, blocks down columns: of TALL neighbours, TALL x 128 (TILES), a whole
-// column or the matrix (GIVEN 1 and 2: their largest magnitudes were found before). Codes lie as the matrix
-// does, or TURNED: a column's codes side by side, `pitch` bytes from the next column's.
+// A matrix -> codes under float scales, blocks down columns: of QUANT_BLOCK_ROWS neighbours, QUANT_BLOCK_ROWS x 128 (QUANT_SQUARE_TILES), a whole
+// column or the matrix (QUANT_AMAX_GIVEN 1 and 2: their largest magnitudes were found before). Codes lie as the matrix
+// does, or QUANT_TRANSPOSED: a column's codes side by side, `pitch` bytes from the next column's.
 //
 // A block of threads has 128 rows and columns; a warp 16 rows, a lane four neighbouring columns of them: four
 // chunks of 16 values. The number of columns is a multiple of 4, from multiples of 16 bytes on. No headers; macros:
@@ -13,7 +13,7 @@
 #include "codec/encode.cuh"
 #include "codec/counters.cuh"
 
-constexpr int kSide = 128, kWarps = kThreads / 32, kLane = 4, kShare = TALL / kChunk;  // warps of a block of values
+constexpr int kSide = 128, kWarps = kThreads / 32, kLane = 4, kShare = QUANT_BLOCK_ROWS / kChunk;  // warps of a block of values
 
 struct Place {
     i64 row, column;  // of the warp's first, of the lane's first
@@ -29,7 +29,7 @@ __device__ __forceinline__ void load_four(u32 (&raw)[sizeof(Raw)], const Raw* x,
                                           i64 columns) {
     const bool there = at.row + k < rows && at.column < columns;
     const Raw* from = x + (at.row + k) * columns + at.column;
-#if IN == 0
+#if CODEC_IN == 0
     const uint4 four = there ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
     raw[0] = four.x, raw[1] = four.y, raw[2] = four.z, raw[3] = four.w;
 #else
@@ -52,7 +52,7 @@ __device__ __forceinline__ void column_maxima(const u32 (&raw)[kChunk][sizeof(Ra
     }
 }
 
-#if GIVEN == 1
+#if QUANT_AMAX_GIVEN == 1
 // The bits of each column's largest magnitude, at first 0.
 extern "C" __global__ void __launch_bounds__(kThreads)
 largest_of_columns(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns) {
@@ -78,7 +78,7 @@ largest_of_columns(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads, IN && !WORDS && !TILES && (TURNED || GIVEN != 2) ? 3 : 1)
+extern "C" __global__ void __launch_bounds__(kThreads, CODEC_IN && !CODEC_STOCHASTIC && !QUANT_SQUARE_TILES && (QUANT_TRANSPOSED || QUANT_AMAX_GIVEN != 2) ? 3 : 1)
 quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __restrict__ scales,
                 const u32* __restrict__ most, u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0,
                 u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 pitch) {
@@ -88,13 +88,13 @@ quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __res
     u32 raw[kChunk][sizeof(Raw)], amax[kLane];
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) load_four(raw[k], x, at, k, rows, columns);
-#if GIVEN
+#if QUANT_AMAX_GIVEN
 #pragma unroll
-    for (int c = 0; c < kLane; ++c) amax[c] = at.column < columns ? most[GIVEN == 1 ? at.column + c : 0] : 0;
+    for (int c = 0; c < kLane; ++c) amax[c] = at.column < columns ? most[QUANT_AMAX_GIVEN == 1 ? at.column + c : 0] : 0;
 #else
     __shared__ u32 found[kWarps][kSide];
     column_maxima(raw, amax);
-#if TILES
+#if QUANT_SQUARE_TILES
     const u32 all = __reduce_max_sync(~0u, larger(larger(amax[0], amax[1]), larger(amax[2], amax[3])));
 #pragma unroll
     for (int c = 0; c < kLane; ++c) amax[c] = all;
@@ -109,7 +109,7 @@ quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __res
     }
 #endif
     Tally tally = {0, 0};
-#if TURNED
+#if QUANT_TRANSPOSED
     __shared__ uint4 turned[kSide][kSide / kChunk];  // of each column, in an order without bank conflicts
 #else
     u32 of_columns[kLane][kWords];
@@ -117,7 +117,7 @@ quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __res
     const bool there = at.row < rows && at.column < columns;
     // Where the lane's chunks are: blocks of values are numbered along the matrix's rows, their values down.
     const u32 row = static_cast<u32>(at.row), left = static_cast<u32>(at.column), high = static_cast<u32>(rows);
-    const u32 first = GIVEN ? row : row % TALL, across = static_cast<u32>(TILES ? (columns + kSide - 1) / kSide : columns);
+    const u32 first = QUANT_AMAX_GIVEN ? row : row % QUANT_BLOCK_ROWS, across = static_cast<u32>(QUANT_SQUARE_TILES ? (columns + kSide - 1) / kSide : columns);
 #pragma unroll
     for (int c = 0; c < kLane; ++c) {
         const Most most_of_block = {amax[c], 0};
@@ -125,12 +125,12 @@ quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __res
         float v[kChunk];
         u32 packed[kWords];
         column_of(raw, c, v);
-        const u32 block = GIVEN == 2 ? 0 : (GIVEN ? 0 : row / TALL) * across + (TILES ? left / kSide : left + c);
-        const u32 inside = first + (TILES ? (left + c) % kSide * TALL : GIVEN == 2 ? (left + c) * high : 0);
+        const u32 block = QUANT_AMAX_GIVEN == 2 ? 0 : (QUANT_AMAX_GIVEN ? 0 : row / QUANT_BLOCK_ROWS) * across + (QUANT_SQUARE_TILES ? left / kSide : left + c);
+        const u32 inside = first + (QUANT_SQUARE_TILES ? (left + c) % kSide * QUANT_BLOCK_ROWS : QUANT_AMAX_GIVEN == 2 ? (left + c) * high : 0);
         const Tensor tensor = {1, 1, 0, 1};
         encode(v, s, is_far(most_of_block, s), tensor, block, inside / kChunk, stream, packed, tally);
         if (there && inside == 0) scales[block] = static_cast<Stored>(s.stored);
-#if TURNED
+#if QUANT_TRANSPOSED
         turned[lane * kLane + c][warp ^ lane % 8] = uint4{packed[0], packed[1], packed[2 % kWords], packed[3 % kWords]};
 #else
 #pragma unroll
@@ -138,7 +138,7 @@ quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __res
 #endif
     }
     add_counts(tally, counters);
-#if TURNED
+#if QUANT_TRANSPOSED
     __syncthreads();
     const i64 from = at.column - lane * kLane, top = at.row - warp * kChunk;
 #pragma unroll
@@ -150,7 +150,7 @@ quantize_panels(const Raw* __restrict__ x, u8* __restrict__ codes, Stored* __res
     }
 #else
     // Bytes of codes are of one row, or of two: those of the lane's columns, side by side.
-    constexpr int kOf = 8 / BITS;
+    constexpr int kOf = 8 / CODEC_BITS;
 #pragma unroll
     for (int b = 0; b < kChunk / kOf; ++b) {
         const u32 pick = 0x0040u + b % 4 * 0x11;

@@ -84,10 +84,10 @@ def panels_of(
 def panels_source(panels: Panels, dtype: str) -> Source:
     """The program for input of a dtype."""
     macros = float_macros(panels.spec, dtype) | {
-        "GIVEN": panels.given,
-        "TALL": panels.tall,
-        "TILES": int(panels.tiles),
-        "TURNED": int(panels.turned),
+        "QUANT_AMAX_GIVEN": panels.given,
+        "QUANT_BLOCK_ROWS": panels.tall,
+        "QUANT_SQUARE_TILES": int(panels.tiles),
+        "QUANT_TRANSPOSED": int(panels.turned),
     }
     return Source.read(_SOURCE, macros)
 

@@ -1,11 +1,11 @@
-// Values -> packed codes under float scales, blocks that lie along rows: `quantize_groups` has blocks of BLOCK
+// Values -> packed codes under float scales, blocks that lie along rows: `quantize_groups` has blocks of CODEC_BLOCK
 // neighbours, one or several lanes each; `quantize_blocks` one block of values (of a row, or a tile of several)
-// in a block of threads, read once if it has no more than KEPT chunks for each thread; `quantize_all` a
+// in a block of threads, read once if it has no more than QUANT_KEPT_CHUNKS chunks for each thread; `quantize_all` a
 // tensor under one scale, whose largest magnitude `largest` found before.
 //
 // A thread has chunks of 16 neighbours: one Philox call at 8 random bits. Rows, and blocks of them, are
 // multiples of that, from multiples of 16 bytes on. No headers; macros: those of input.cuh and encode.cuh,
-// those of float_scale.cuh, THREADS, KEPT, WAY (0: groups, 1: blocks, 2: all). Other layouts: float_scaled.cu.
+// those of float_scale.cuh, CODEC_THREADS, QUANT_KEPT_CHUNKS, QUANT_PATH (0: groups, 1: blocks, 2: all). Other layouts: float_scaled.cu.
 
 #include "codec/input.cuh"
 #include "codec/decode.cuh"
@@ -48,40 +48,40 @@ __device__ __forceinline__ void store_chunk(const u32 (&raw)[kRawWords], const S
 
 __device__ __forceinline__ void store_scale(const Scale& s, Stored* scales, signed char* zeros, u32 block) {
     scales[block] = static_cast<Stored>(s.stored);
-    if (ZEROS) zeros[block] = static_cast<signed char>(s.zero);
+    if (CODEC_ZERO_POINTS) zeros[block] = static_cast<signed char>(s.zero);
 }
 
-#define ARGUMENTS                                                                                                   \
+#define QUANT_PARAMETERS                                                                                                   \
     const Raw *__restrict__ x, u8 *__restrict__ codes, Stored *__restrict__ scales, signed char *__restrict__ zeros, \
         const Most *__restrict__ found, u64 *__restrict__ counters, const u32 *__restrict__ clock, u32 key0,         \
         u32 key1, u32 high0, u32 high1
 
-#if WAY == 1
+#if QUANT_PATH == 1
 // Arrays of (outer, rows, wide * across) chunks in blocks of (1, tall, wide); the last ones may be cut.
 extern "C" __global__ void __launch_bounds__(kThreads)
-quantize_blocks(ARGUMENTS, u32 rows, u32 columns, u32 tall, u32 wide, u32 down, u32 across) {
+quantize_blocks(QUANT_PARAMETERS, u32 rows, u32 columns, u32 tall, u32 wide, u32 down, u32 across) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     const u32 block = blockIdx.x, left = block % across * wide, top = block / across % down * tall;
     const u32 width = smaller(wide, columns - left), count = smaller(tall, rows - top) * width;
     const i64 corner = (static_cast<i64>(block / across / down) * rows + top) * columns + left;
     const auto place = [&](u32 chunk) { return corner + static_cast<i64>(chunk / width) * columns + chunk % width; };
-    u32 raw[KEPT][kRawWords];
+    u32 raw[QUANT_KEPT_CHUNKS][kRawWords];
     Most most = {0, 0};
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
+    for (int i = 0; i < QUANT_KEPT_CHUNKS; ++i) {
         const u32 chunk = threadIdx.x + i * kThreads;
         load_chunk(raw[i], x + place(chunk) * kChunk, chunk < count);
     }
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) join(most, most_of_raw(raw[i]));
-    for (u32 chunk = threadIdx.x + KEPT * kThreads; chunk < count; chunk += kThreads) {
+    for (int i = 0; i < QUANT_KEPT_CHUNKS; ++i) join(most, most_of_raw(raw[i]));
+    for (u32 chunk = threadIdx.x + QUANT_KEPT_CHUNKS * kThreads; chunk < count; chunk += kThreads) {
         u32 more[kRawWords];
         load_chunk(more, x + place(chunk) * kChunk, true);
         join(most, most_of_raw(more));
     }
     __shared__ Most of_warps[kWarps];
     most.high = __reduce_max_sync(~0u, most.high);
-    if (ZEROS) most.low = __reduce_max_sync(~0u, most.low);
+    if (CODEC_ZERO_POINTS) most.low = __reduce_max_sync(~0u, most.low);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = most;
     __syncthreads();
 #pragma unroll
@@ -94,9 +94,9 @@ quantize_blocks(ARGUMENTS, u32 rows, u32 columns, u32 tall, u32 wide, u32 down, 
         store_chunk(values, s, far, block, part, stream, codes, place(chunk), tally);
     };
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i)
+    for (int i = 0; i < QUANT_KEPT_CHUNKS; ++i)
         if (threadIdx.x + i * kThreads < count) store(raw[i], threadIdx.x + i * kThreads);
-    for (u32 chunk = threadIdx.x + KEPT * kThreads; chunk < count; chunk += kThreads) {
+    for (u32 chunk = threadIdx.x + QUANT_KEPT_CHUNKS * kThreads; chunk < count; chunk += kThreads) {
         u32 more[kRawWords];
         load_chunk(more, x + place(chunk) * kChunk, true);
         store(more, chunk);
@@ -106,25 +106,25 @@ quantize_blocks(ARGUMENTS, u32 rows, u32 columns, u32 tall, u32 wide, u32 down, 
 }
 #else
 // This thread's chunks, kThreads apart, of `chunks` in all.
-__device__ __forceinline__ void load_chunks(u32 (&raw)[KEPT][kRawWords], const Raw* x, i64 first, i64 chunks) {
+__device__ __forceinline__ void load_chunks(u32 (&raw)[QUANT_KEPT_CHUNKS][kRawWords], const Raw* x, i64 first, i64 chunks) {
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) load_chunk(raw[i], x + (first + i * kThreads) * kChunk, first + i * kThreads < chunks);
+    for (int i = 0; i < QUANT_KEPT_CHUNKS; ++i) load_chunk(raw[i], x + (first + i * kThreads) * kChunk, first + i * kThreads < chunks);
 }
 
-#if WAY == 0
+#if QUANT_PATH == 0
 // chunks: of the whole array; a block's are `kParts` neighbouring lanes'.
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_groups(ARGUMENTS, i64 chunks) {
+extern "C" __global__ void __launch_bounds__(kThreads) quantize_groups(QUANT_PARAMETERS, i64 chunks) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
-    const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * KEPT) + threadIdx.x;
+    const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * QUANT_KEPT_CHUNKS) + threadIdx.x;
     Tally tally = {0, 0};
-    u32 raw[KEPT][kRawWords];
+    u32 raw[QUANT_KEPT_CHUNKS][kRawWords];
     load_chunks(raw, x, first, chunks);
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
+    for (int i = 0; i < QUANT_KEPT_CHUNKS; ++i) {
         const i64 chunk = first + i * kThreads;
         Most most = most_of_raw(raw[i]);
         most.high = across_lanes(most.high);
-        if (ZEROS) most.low = across_lanes(most.low);
+        if (CODEC_ZERO_POINTS) most.low = across_lanes(most.low);
         const Scale s = block_scale(most);
         if (chunk >= chunks) continue;
         const u32 block = static_cast<u32>(chunk / kParts), part = static_cast<u32>(chunk % kParts);
@@ -137,27 +137,27 @@ extern "C" __global__ void __launch_bounds__(kThreads) quantize_groups(ARGUMENTS
 // Of all, at first zeros.
 extern "C" __global__ void __launch_bounds__(kThreads)
 largest(const Raw* __restrict__ x, Most* __restrict__ found, i64 chunks) {
-    const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * KEPT) + threadIdx.x;
-    u32 raw[KEPT][kRawWords];
+    const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * QUANT_KEPT_CHUNKS) + threadIdx.x;
+    u32 raw[QUANT_KEPT_CHUNKS][kRawWords];
     Most most = {0, 0};
     load_chunks(raw, x, first, chunks);
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) join(most, most_of_raw(raw[i]));
+    for (int i = 0; i < QUANT_KEPT_CHUNKS; ++i) join(most, most_of_raw(raw[i]));
     add_maximum(most.high, &found->high);
-    if (ZEROS) add_maximum(most.low, &found->low);
+    if (CODEC_ZERO_POINTS) add_maximum(most.low, &found->low);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_all(ARGUMENTS, i64 chunks) {
+extern "C" __global__ void __launch_bounds__(kThreads) quantize_all(QUANT_PARAMETERS, i64 chunks) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
-    const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * KEPT) + threadIdx.x;
+    const i64 first = static_cast<i64>(blockIdx.x) * (kThreads * QUANT_KEPT_CHUNKS) + threadIdx.x;
     Tally tally = {0, 0};
-    u32 raw[KEPT][kRawWords];
+    u32 raw[QUANT_KEPT_CHUNKS][kRawWords];
     load_chunks(raw, x, first, chunks);
     const Most most = *found;
     const Scale s = block_scale(most);
     const bool far = is_far(most, s);
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
+    for (int i = 0; i < QUANT_KEPT_CHUNKS; ++i) {
         const i64 chunk = first + i * kThreads;
         if (chunk < chunks) store_chunk(raw[i], s, far, 0, static_cast<u32>(chunk), stream, codes, chunk, tally);
     }

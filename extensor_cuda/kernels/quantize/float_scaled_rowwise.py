@@ -106,7 +106,12 @@ def _source(
     kept: int = _KEPT,
 ) -> Source:
     """The program for input of a dtype; the others are fields of `Lines`."""
-    sizes = {"WAY": way, "BLOCK": block, "THREADS": threads, "KEPT": kept}
+    sizes = {
+        "QUANT_PATH": way,
+        "CODEC_BLOCK": block,
+        "CODEC_THREADS": threads,
+        "QUANT_KEPT_CHUNKS": kept,
+    }
     return Source.read(_SOURCE, float_macros(spec, dtype) | sizes)
 
 
@@ -118,17 +123,17 @@ def source_of(lines: Lines, dtype: str) -> Source:
 def float_macros(spec: QuantSpec, dtype: str) -> dict[str, object]:
     """How values of a dtype become codes under float scales, for a resolved spec."""
     return encoding_macros(spec) | {
-        "IN": INPUTS.index(dtype),
-        "OUT": 0,
-        "STATS": 1,
-        "ACTIVATE": 0,
-        "UE4M3": 0,
-        "NEEDS_TENSOR": 0,
-        "HADAMARD": 0,
-        "BLOCK": CHUNK,
-        "HALF": int(spec.scale_name == "float16"),
-        "RULE_ONE": int(spec.rule == "one"),
-        "ZEROS": int(not spec.symmetric),
+        "CODEC_IN": INPUTS.index(dtype),
+        "CODEC_OUT": 0,
+        "CODEC_STATS": 1,
+        "CODEC_ACTIVATE": 0,
+        "CODEC_UE4M3": 0,
+        "CODEC_NEEDS_TENSOR": 0,
+        "CODEC_HADAMARD": 0,
+        "CODEC_BLOCK": CHUNK,
+        "CODEC_FLOAT16_SCALES": int(spec.scale_name == "float16"),
+        "CODEC_RULE_ONE": int(spec.rule == "one"),
+        "CODEC_ZERO_POINTS": int(not spec.symmetric),
     }
 
 

@@ -1,8 +1,8 @@
 // The Hadamard transform of extensor/quant/hadamard.py: signs, then butterflies of strides 1, 2, 4 ...
 // in that order, then one multiply. No contraction: the order is part of the bits.
 
-#if HADAMARD
-constexpr int kTurned = HADAMARD / kChunk;  // chunks that one transform spans
+#if CODEC_HADAMARD
+constexpr int kTurned = CODEC_HADAMARD / kChunk;  // chunks that one transform spans
 
 // Signs of a transform's elements, a bit each; set where negative.
 struct Signs {
@@ -34,7 +34,7 @@ __device__ __forceinline__ float butterfly(float mine, float other, bool high) {
 
 __device__ __forceinline__ void shrink(float (&v)[kChunk]) {
 #pragma unroll
-    for (int k = 0; k < kChunk; ++k) v[k] = __fmul_rn(v[k], HADAMARD_FACTOR);
+    for (int k = 0; k < kChunk; ++k) v[k] = __fmul_rn(v[k], CODEC_HADAMARD_FACTOR);
 }
 
 // The whole transform of chunks that lie in neighbouring lanes.
@@ -53,7 +53,7 @@ __device__ __forceinline__ void turn_lanes(float (&v)[kChunk], const Signs& sign
 __device__ __forceinline__ void turn_warps(float (&v)[kChunk], const Signs& signs, int warp, int lane) {
     const u32 place = static_cast<u32>(warp) % kTurned;
     turn_chunk(v, signs, place);
-#if HADAMARD > 16
+#if CODEC_HADAMARD > 16
     __shared__ float exchanged[kThreads / 32][kChunk][32];
 #pragma unroll
     for (int step = 1; step < kTurned; step *= 2) {

@@ -1,18 +1,18 @@
-// RMSNorm (NORM 1) or LayerNorm (NORM 2) and the quantizer of what it gives, rounded once to bfloat16: what
+// RMSNorm (QUANT_NORM 1) or LayerNorm (QUANT_NORM 2) and the quantizer of what it gives, rounded once to bfloat16: what
 // the kernels along rows alone and for both directions share.
 
 #include "common/barriers.cuh"
 // ---- after barriers ----  (the emulator has its own)
 
-#if XIN == 0
+#if QUANT_NORM_IN == 0
 typedef u32 Given;
 #else
 typedef u16 Given;
 #endif
 constexpr int kGivenWords = sizeof(Given) * kChunk / 4, kGivenVector = 16 / sizeof(Given);
-constexpr int kSide = WIDE / kChunk;               // threads side by side
-constexpr int kRowThreads = ROW_THREADS, kRowWarps = kRowThreads / 32;
-constexpr int kEach = TALL * kSide / kRowThreads;  // rows of a thread: a power of two
+constexpr int kSide = QUANT_CTA_COLUMNS / kChunk;               // threads side by side
+constexpr int kRowThreads = QUANT_ROW_THREADS, kRowWarps = kRowThreads / 32;
+constexpr int kEach = QUANT_CTA_ROWS * kSide / kRowThreads;  // rows of a thread: a power of two
 
 struct Norm {
     const void* x;
@@ -25,7 +25,7 @@ struct Norm {
 };
 
 __device__ __forceinline__ float given(const u32* words, int k) {
-#if XIN == 0
+#if QUANT_NORM_IN == 0
     return float_of(words[k]);
 #else
     return float_of(k % 2 ? words[k / 2] & 0xFFFF0000u : words[k / 2] << 16);
@@ -35,7 +35,7 @@ __device__ __forceinline__ float given(const u32* words, int k) {
 // 16 bytes of the tile; zeros beyond the matrix.
 __device__ __forceinline__ void load_vector(u32* words, const Given* from, bool inside) {
     uint4 four = {0, 0, 0, 0};
-    if (WHOLE || inside) four = *reinterpret_cast<const uint4*>(from);
+    if (QUANT_WHOLE || inside) four = *reinterpret_cast<const uint4*>(from);
     words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
 }
 
@@ -49,9 +49,9 @@ __device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChu
 #pragma unroll
     for (int k = 0; k < kChunk; k += 4) {
         float4 w = {0, 0, 0, 0}, b = {0, 0, 0, 0};
-        if (WHOLE || k < real) {
+        if (QUANT_WHOLE || k < real) {
             w = __ldg(reinterpret_cast<const float4*>(p.weight + start + k));
-            if (BIAS) b = __ldg(reinterpret_cast<const float4*>(p.bias + start + k));
+            if (QUANT_NORM_BIAS) b = __ldg(reinterpret_cast<const float4*>(p.bias + start + k));
         }
         weight[k] = w.x, weight[k + 1] = w.y, weight[k + 2] = w.z, weight[k + 3] = w.w;
         bias[k] = b.x, bias[k + 1] = b.y, bias[k + 2] = b.z, bias[k + 3] = b.w;
@@ -67,12 +67,12 @@ __device__ __forceinline__ void normalize(u32 (&raw)[kChunk / 2], const u32 (&wo
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float v = given(words, k + i);
-            if (NORM == 2) v = __fsub_rn(v, middle);
+            if (QUANT_NORM == 2) v = __fsub_rn(v, middle);
             y[i] = __fmul_rn(__fmul_rn(v, factor), weight[k + i]);
-            if (BIAS) y[i] = __fadd_rn(y[i], bias[k + i]);
+            if (QUANT_NORM_BIAS) y[i] = __fadd_rn(y[i], bias[k + i]);
         }
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(raw[k / 2]) : "f"(y[1]), "f"(y[0]));
-        if (!WHOLE && k >= real) raw[k / 2] = 0;
+        if (!QUANT_WHOLE && k >= real) raw[k / 2] = 0;
     }
 }
 
@@ -84,33 +84,33 @@ struct Tiles {
     i64 left;             // the block's first column
     int from, step, count;
 
-    __device__ __forceinline__ i64 top(int i) const { return (from + static_cast<i64>(i) * step) * TALL; }
-    __device__ __forceinline__ Given* tile(int i) const { return stages + i % STAGES * TALL * WIDE; }
+    __device__ __forceinline__ i64 top(int i) const { return (from + static_cast<i64>(i) * step) * QUANT_CTA_ROWS; }
+    __device__ __forceinline__ Given* tile(int i) const { return stages + i % QUANT_STAGES * QUANT_CTA_ROWS * QUANT_CTA_COLUMNS; }
 
     // By a warp.
     __device__ __forceinline__ void fill(int i) const {
-        const int wide = WHOLE ? WIDE : static_cast<int>(min(static_cast<i64>(WIDE), p.columns - left));
-        const int tall = WHOLE ? TALL : static_cast<int>(min(static_cast<i64>(TALL), p.rows - top(i)));
+        const int wide = QUANT_WHOLE ? QUANT_CTA_COLUMNS : static_cast<int>(min(static_cast<i64>(QUANT_CTA_COLUMNS), p.columns - left));
+        const int tall = QUANT_WHOLE ? QUANT_CTA_ROWS : static_cast<int>(min(static_cast<i64>(QUANT_CTA_ROWS), p.rows - top(i)));
         const int lane = threadIdx.x % 32;
-        const u32 barrier = ready + 8 * (i % STAGES);
+        const u32 barrier = ready + 8 * (i % QUANT_STAGES);
         if (lane == 0) expect_bytes(barrier, tall * wide * sizeof(Given));
         __syncwarp();
         for (int row = lane; row < tall; row += 32)
-            load_line(shared_address(tile(i) + row * WIDE), static_cast<const Given*>(p.x) + (top(i) + row) * p.columns + left,
+            load_line(shared_address(tile(i) + row * QUANT_CTA_COLUMNS), static_cast<const Given*>(p.x) + (top(i) + row) * p.columns + left,
                       wide * sizeof(Given), barrier);
     }
 
     // By each of kWarps warps; the last one has another tile copied in its place.
     template <int kWarps>
     __device__ __forceinline__ void leave(int i) const {
-        if (i + STAGES >= count) return;
+        if (i + QUANT_STAGES >= count) return;
         __threadfence_block();
         __syncwarp();
-        u32 others = threadIdx.x % 32 == 0 ? atomicAdd(left_by + i % STAGES, 1u) : 0;
+        u32 others = threadIdx.x % 32 == 0 ? atomicAdd(left_by + i % QUANT_STAGES, 1u) : 0;
         others = __shfl_sync(~0u, others, 0);
         if (others % kWarps != kWarps - 1) return;
         __threadfence_block();
-        fill(i + STAGES);
+        fill(i + QUANT_STAGES);
     }
 };
 

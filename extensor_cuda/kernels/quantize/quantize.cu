@@ -19,11 +19,11 @@
 #include "codec/counters.cuh"
 #include "quantize/column_bytes.cuh"
 
-#if BOTH
+#if QUANT_ROWWISE_COLUMNWISE
 #include "quantize/rowwise_columnwise.cuh"
-#elif DOWN
+#elif QUANT_COLUMNWISE
 #include "quantize/columnwise.cuh"
-#elif ROWS == 1
+#elif QUANT_TILE_ROWS == 1
 #include "quantize/rowwise.cuh"
 #else
 #include "quantize/tiles.cuh"

@@ -194,16 +194,16 @@ def _has_tile(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
 def element_macros(element: ElementFormat) -> dict[str, object]:
     """What kernels know of an element grid and of NVFP4's scales."""
     return {
-        "BITS": element.bits,
-        "MANTISSA": element.mantissa_bits,
-        "MIN_EXPONENT": element.min_exponent,
-        "EMAX": element.emax,
-        "MAX_CODE": f"{element.max_magnitude_code}u",
-        "IS_FLOAT": int(element.is_float),
-        "HAS_INFINITY": int(element.specials == "ieee"),
-        "SCALE_MANTISSA": _SCALE.mantissa_bits,
-        "SCALE_MIN_EXPONENT": _SCALE.min_exponent,
-        "SCALE_MAX_CODE": f"{_SCALE.max_magnitude_code}u",
+        "CODEC_BITS": element.bits,
+        "CODEC_MANTISSA": element.mantissa_bits,
+        "CODEC_MIN_EXPONENT": element.min_exponent,
+        "CODEC_EMAX": element.emax,
+        "CODEC_MAX_CODE": f"{element.max_magnitude_code}u",
+        "CODEC_IS_FLOAT": int(element.is_float),
+        "CODEC_HAS_INFINITY": int(element.specials == "ieee"),
+        "CODEC_SCALE_MANTISSA": _SCALE.mantissa_bits,
+        "CODEC_SCALE_MIN_EXPONENT": _SCALE.min_exponent,
+        "CODEC_SCALE_MAX_CODE": f"{_SCALE.max_magnitude_code}u",
     }
 
 
@@ -216,16 +216,16 @@ def encoding_macros(spec: QuantSpec) -> dict[str, object]:
     """How scaled values become codes (`encode.cuh`), for a resolved spec."""
     element, words = spec.row.element, _takes_words(spec)
     return element_macros(element) | {
-        "WORDS": int(words),
-        "RBITS": spec.rbits if spec.rounding == "stochastic" else 0,
-        "TIE_WORD": _TIE_WORDS.get(spec.ties, "0u"),
-        "ELEMENT_SCALE": exact_float(spec.element_scale),
-        "TOP": exact_float(element.max),
-        "LEAST": exact_float(element.min_positive),
-        "CLAMP_BITS": f"{(element.emax + 2 + 127) << 23}u",
-        "TIE_AT_TOP": exact_float(_tie_at_top(element)),
-        "HARDWARE": int(element.bits == 8 and element.is_float and not words),
-        "HARDWARE_TYPE": f'"{element.name}"',
+        "CODEC_STOCHASTIC": int(words),
+        "CODEC_RBITS": spec.rbits if spec.rounding == "stochastic" else 0,
+        "CODEC_TIE_WORD": _TIE_WORDS.get(spec.ties, "0u"),
+        "CODEC_ELEMENT_SCALE": exact_float(spec.element_scale),
+        "CODEC_TOP": exact_float(element.max),
+        "CODEC_MIN_POSITIVE": exact_float(element.min_positive),
+        "CODEC_CLAMP_BITS": f"{(element.emax + 2 + 127) << 23}u",
+        "CODEC_TIE_AT_TOP": exact_float(_tie_at_top(element)),
+        "CODEC_HARDWARE_CONVERT": int(element.bits == 8 and element.is_float and not words),
+        "CODEC_HARDWARE_TYPE": f'"{element.name}"',
     }
 
 
@@ -262,38 +262,38 @@ def quantize_source(
     words = _takes_words(spec)
     top = np.float32(element.max)
     macros = encoding_macros(spec) | {
-        "IN": INPUTS.index(dtype),
-        "OUT": _OUT[out],
-        "WHOLE": int(whole),
-        "STATS": int(stats),
-        "BLOCK": plan.block,
-        "DOWN": int(plan.columns),
-        "BOTH": 0,
-        "NORM": 0,
-        "ONLY_ROWS": 0,
-        "ACTIVATE": ACTIVATIONS.index(plan.activation),
-        "ITEMS": 1 if dtype == "float32" or words or spec.transform else 2,
-        "ROWS": plan.rows,
-        "HADAMARD": spec.transform.size if spec.transform else 0,
-        "HADAMARD_FACTOR": exact_float(
+        "CODEC_IN": INPUTS.index(dtype),
+        "CODEC_OUT": _OUT[out],
+        "QUANT_WHOLE": int(whole),
+        "CODEC_STATS": int(stats),
+        "CODEC_BLOCK": plan.block,
+        "QUANT_COLUMNWISE": int(plan.columns),
+        "QUANT_ROWWISE_COLUMNWISE": 0,
+        "QUANT_NORM": 0,
+        "QUANT_ONLY_ROWWISE": 0,
+        "CODEC_ACTIVATE": ACTIVATIONS.index(plan.activation),
+        "QUANT_THREAD_CHUNKS": 1 if dtype == "float32" or words or spec.transform else 2,
+        "QUANT_TILE_ROWS": plan.rows,
+        "CODEC_HADAMARD": spec.transform.size if spec.transform else 0,
+        "CODEC_HADAMARD_FACTOR": exact_float(
             1.0 / math.sqrt(spec.transform.size if spec.transform else 1)
         ),
-        "SEARCH": int(spec.rule in SEARCHES),
-        "COLUMNS": columns_of(plan, dtype),
-        "RULE": _RULES.index(spec.rule),
-        "UE4M3": int(not spec.is_mx),
-        "NEEDS_TENSOR": int(plan.needs_tensor),
-        "WINDOW": -1 if spec.scale_window is None else spec.scale_window,
-        "RECIPROCAL_TOP": exact_float(float(np.float32(1) / top)),
-        "TENSOR_TARGET": exact_float(
+        "CODEC_SEARCH": int(spec.rule in SEARCHES),
+        "QUANT_THREAD_COLUMNS": columns_of(plan, dtype),
+        "CODEC_RULE": _RULES.index(spec.rule),
+        "CODEC_UE4M3": int(not spec.is_mx),
+        "CODEC_NEEDS_TENSOR": int(plan.needs_tensor),
+        "CODEC_WINDOW": -1 if spec.scale_window is None else spec.scale_window,
+        "CODEC_RECIPROCAL_TOP": exact_float(float(np.float32(1) / top)),
+        "CODEC_TENSOR_TARGET": exact_float(
             (_FOUR_OVER_SIX_TOP if spec.rule == "four_over_six" else _SCALE.max) * element.max
         ),
-        "SCALE_TOP": exact_float(_SCALE.max),
-        "INF_BYTE": f"{dialect.inf_byte_in(element)}u",
-        "ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
-        "TINY_SATURATES": int(dialect.nvfp4_tiny_saturates),
-        "HALVES": int(_in_halves(plan, dtype, out)),
-        "PAIRS": int(_in_halves(plan, dtype, out) and not words),
+        "CODEC_SCALE_TOP": exact_float(_SCALE.max),
+        "CODEC_INF_BYTE": f"{dialect.inf_byte_in(element)}u",
+        "CODEC_ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
+        "CODEC_TINY_SATURATES": int(dialect.nvfp4_tiny_saturates),
+        "CODEC_BF16X8": int(_in_halves(plan, dtype, out)),
+        "CODEC_BF16X2": int(_in_halves(plan, dtype, out) and not words),
     }
     return Source.read(_FOLDER / "quantize.cu", macros | dict(extra))
 
@@ -341,7 +341,7 @@ def _run(plan: Plan, x: Array, out: str, stats: bool, stream: Stream | None, arr
     whole = is_whole(plan, x.data.ptr, dtype)
     source = quantize_source(plan, dtype, out, whole, stats)
     kernel = kernel_of(plan)
-    items = int(dict(source.macros)["COLUMNS" if plan.columns else "ITEMS"])
+    items = int(dict(source.macros)["COLUMNS" if plan.columns else "QUANT_THREAD_CHUNKS"])
     words: tuple[int, ...] = _NO_STREAM if stream is None else (*stream.key, *stream.counter_high)
     if plan.spec.transform:
         words = (*words, *_sign_words(plan.spec.transform))

@@ -83,13 +83,13 @@ def _tile(plan: PairPlan, dtype: str, out: str) -> tuple[int, int, int]:
 def pair_source(plan: PairPlan, dtype: str, out: str, whole: bool, stats: bool) -> Source:
     """The program; ``out`` is "codes" or "values"."""
     tall, _, each = _tile(plan, dtype, out)
-    extra = {"BOTH": 1, "TALL": tall, "COLUMNS": each}
+    extra = {"QUANT_ROWWISE_COLUMNWISE": 1, "QUANT_CTA_ROWS": tall, "QUANT_THREAD_COLUMNS": each}
     words = plan.along.spec.rounding == "stochastic" or plan.along.spec.ties != "even"
     spec = plan.along.spec
     pairs = spec.row.element.bits == 4 and spec.is_mx
     few = not plan.along.activation and (not stats or pairs)  # registers: three blocks have 80 each
     three = whole and not words and out != "values" and few
-    extra["RESIDENT"] = 3 if three else 2
+    extra["QUANT_MIN_CTAS"] = 3 if three else 2
     return kernels.quantize_source(plan.along, dtype, out, whole, stats, tuple(extra.items()))
 
 

@@ -2,7 +2,7 @@
 
 // A lane's eight neighbouring elements of each kBringing-th row of a piece.
 struct Part {
-    static constexpr int kRows = (kTokens / PARTS + kBringing - 1) / kBringing, kWords = sizeof(Raw) / 2;
+    static constexpr int kRows = (kTokens / WEIGHT_ONLY_X_PARTS + kBringing - 1) / kBringing, kWords = sizeof(Raw) / 2;
     uint4 words[kRows][kWords];
     // Those from `from` on; zeros if there are none.
     __device__ __forceinline__ void fetch(const Raw* from, i64 columns, int first, int rows, bool there) {
@@ -21,7 +21,7 @@ struct Part {
         for (int r = 0; r < kRows; ++r) {
             const int row = first + r * kBringing;
             if (row >= rows) continue;
-#if IN == 1
+#if WEIGHT_ONLY_IN == 1
             const uint4 w = words[r][0];
             *reinterpret_cast<uint4*>(to + row * kPitch) =
                 uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632),
@@ -30,7 +30,7 @@ struct Part {
             const uint4 a = words[r][0], b = words[r][kWords - 1];
             const u32 low[4] = {a.x, a.y, a.z, a.w}, high[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
+            for (int part = 0; part < WEIGHT_ONLY_X_PARTS; ++part) {
                 u32 pairs[4];
 #pragma unroll
                 for (int p = 0; p < 4; ++p)
@@ -41,4 +41,4 @@ struct Part {
         }
     }
 };
-constexpr int kEarly = IN == 1 ? 4 : 2;  // pieces that a warp has asked for
+constexpr int kEarly = WEIGHT_ONLY_IN == 1 ? 4 : 2;  // pieces that a warp has asked for

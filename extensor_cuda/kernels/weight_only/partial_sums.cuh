@@ -26,7 +26,7 @@ __device__ __forceinline__ void add_parts(const Parts& parts, float* partial, in
     for (int u = threadIdx.x; u < rows * fours; u += kThreads) {
         const int row = u / fours, line = (u - row * fours) * 4;
         float4 total = {0, 0, 0, 0};
-        for (int p = PARTS - 1; p >= 0; --p) {  // the smallest first
+        for (int p = WEIGHT_ONLY_X_PARTS - 1; p >= 0; --p) {  // the smallest first
             float4 of_x = {0, 0, 0, 0};
             for (int s = 0; s < Parts::kCount; ++s)
                 add(of_x, *reinterpret_cast<const float4*>(parts(line, s) + (p * rows + row) * kPitch));

@@ -1,5 +1,5 @@
 // What programs that decode weights share: copies in advance, weights and activations as bfloat16, results.
-// Macros: BITS, IS_FLOAT, UE4M3, SCALED, HALF, IN and OUT (0: float32, 1: bfloat16).
+// Macros: CODEC_BITS, CODEC_IS_FLOAT, CODEC_UE4M3, CODEC_FLOAT_SCALES, CODEC_FLOAT16_SCALES, WEIGHT_ONLY_IN and WEIGHT_ONLY_OUT (0: float32, 1: bfloat16).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -40,8 +40,8 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u3
 
 // ---- weights ----
 
-#if SCALED
-#if HALF
+#if CODEC_FLOAT_SCALES
+#if CODEC_FLOAT16_SCALES
 typedef u16 Stored;
 __device__ __forceinline__ float scale_value(u16 bits) {
     const u32 magnitude = static_cast<u32>(bits & 0x7FFF) << 13;
@@ -62,10 +62,10 @@ __device__ __forceinline__ bool foldable(u32 byte) { return byte - 10u <= 126u; 
 
 // Eight codes -> four pairs of bfloat16: elements (p, p + 4) of 4-bit codes, (2 p, 2 p + 1) of bytes.
 __device__ __forceinline__ void decode(const u32* words, u32 scale, bool folded, int zero, u32 (&pairs)[4]) {
-#if BITS == 4
+#if CODEC_BITS == 4
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-#if IS_FLOAT
+#if CODEC_IS_FLOAT
         // Sign and magnitude in their places are a bfloat16, 2^-126 times the element. Logic has half the rate of
         // other instructions, so one multiplication moves both, and what else it leaves is cleared.
         const u32 two = p < 2 ? words[0] : words[0] >> 8;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void decode(const u32* words, u32 scale, bool folded,
 
 // ---- x ----
 
-#if IN == 0
+#if WEIGHT_ONLY_IN == 0
 typedef float Raw;
 #else
 typedef u16 Raw;
@@ -98,7 +98,7 @@ typedef u16 Raw;
 
 // The part of a value that a token holds, as a bfloat16: upper, middle or lower bits of the significand.
 __device__ __forceinline__ u32 part_of(Raw raw, int part) {
-#if IN == 1
+#if WEIGHT_ONLY_IN == 1
     return raw;
 #else
     const u32 bits = __float_as_uint(raw);
@@ -112,7 +112,7 @@ __device__ __forceinline__ u32 part_of(Raw raw, int part) {
 // ---- results ----
 
 __device__ __forceinline__ void finish(void* out, i64 at, float total) {
-#if OUT == 0
+#if WEIGHT_ONLY_OUT == 0
     static_cast<float*>(out)[at] = total;
 #else
     const u32 bits = __float_as_uint(total);

@@ -176,8 +176,8 @@ class Cupy:
 class Emulated(GenericBackend):
     """The CUDA backend's methods of nn, conv_pool and optim on the emulator."""
 
-    steps_together = CudaBackend.steps_together
-    adding = CudaBackend.adding
+    multi_tensor_states = CudaBackend.multi_tensor_states
+    accumulating_vjps = CudaBackend.accumulating_vjps
     bfloat16 = CudaBackend.bfloat16
     path = CudaBackend.path
 

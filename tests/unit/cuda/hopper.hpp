@@ -179,7 +179,7 @@ double value_of(u32 code) {
 // way: 64 rows by 8 of K are one; the stride leads to the next 8 of K, the leading offset to 64 rows.
 template <bool kDown>
 u32 address_of(u64 descriptor, int i, int k) {
-    constexpr int kItem = KIND == 1 ? 2 : 1;
+    constexpr int kItem = GEMM_KIND == 1 ? 2 : 1;
     const u32 address = static_cast<u32>(descriptor << 4) & 0x3FFFF;
     const u32 leading = static_cast<u32>(descriptor >> 16 & 0x3FFF) << 4;
     const u32 stride = static_cast<u32>(descriptor >> 32 & 0x3FFF) << 4;
@@ -190,22 +190,22 @@ u32 address_of(u64 descriptor, int i, int k) {
 template <bool kDown, int kKind>
 double element(u64 descriptor, int i, int k) {
     const u8* at = shared_bytes + address_of<kDown>(descriptor, i, k);
-    return KIND == 1 ? of_bfloat16(at[0] | at[1] << 8) : value_of<kKind>(at[0]);
+    return GEMM_KIND == 1 ? of_bfloat16(at[0] | at[1] << 8) : value_of<kKind>(at[0]);
 }
 
 // A thread's accumulators of 64 x N: rows lane / 4 and 8 below, pairs of columns 8 apart.
 template <int n>
 void wgmma(Sum (&d)[n], u64 a, u64 b, int more) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    constexpr int kSteps = KIND == 1 ? 16 : 32;
+    constexpr int kSteps = GEMM_KIND == 1 ? 16 : 32;
     double rows[2][kSteps];
     for (int h = 0; h < 2; ++h)
-        for (int k = 0; k < kSteps; ++k) rows[h][k] = element<A_DOWN, A_KIND>(a, warp * 16 + lane / 4 + 8 * h, k);
+        for (int k = 0; k < kSteps; ++k) rows[h][k] = element<GEMM_A_MN_MAJOR, A_KIND>(a, warp * 16 + lane / 4 + 8 * h, k);
     for (int j = 0; j < n / 4; ++j)
         for (int c = 0; c < 2; ++c) {
             double sums[2] = {0, 0};
             for (int k = 0; k < kSteps; ++k) {
-                const double v = element<B_DOWN, B_KIND>(b, 8 * j + lane % 4 * 2 + c, k);
+                const double v = element<GEMM_B_MN_MAJOR, B_KIND>(b, 8 * j + lane % 4 * 2 + c, k);
                 sums[0] += rows[0][k] * v, sums[1] += rows[1][k] * v;
             }
             for (int h = 0; h < 2; ++h) {

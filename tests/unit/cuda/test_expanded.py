@@ -303,7 +303,7 @@ def test_the_way_of_every_recipe_is_known(xp: Any, backend: Any) -> None:
             for axis in (0, 1):
                 along = spec.replace(axis=axis).resolve(2)
                 stream = Stream(1, 2, 3, 4) if spec.rounding == "stochastic" else None
-                way = backend.path("product_operands", x, [along], [stream], 1 << 40)
+                way = backend.path("prepare", x, [along], [stream], 1 << 40)
                 ways.setdefault(name, set()).add(way.split(":")[0])
     others = {name: way for name, way in ways.items() if way != {"fused kernel"}}
     known = {name: {"expanded"} for name in EXPANDED}

@@ -209,7 +209,7 @@ def test_the_cpu_settles_squares_as_defined(shape: tuple[int, int], spec: QuantS
         want = want if axis else want.T
         for backend in (GenericBackend("generic", np), cpu):
             q, counted = backend.quantize(x, each)
-            values, same = backend.operand(x, each)
+            values, same = backend.fake_quantize(x, each)
             assert counted == same == stats
             np.testing.assert_array_equal(values, want)
             np.testing.assert_array_equal(backend.dequantize(q), want)
@@ -245,7 +245,7 @@ def test_squares_rounded_by_chance_are_the_cpus(xp: Any, dtype: str) -> None:
     streams = [Stream(1, 2, 3, i, bool(i)) for i in (0, 1)]
     pair = operands.make(xp.asarray(x), specs, streams, xp)
     for i, (operand, counts) in enumerate(pair):
-        want, stats = registry.get("cpu").operand(x, specs[i], streams[i])
+        want, stats = registry.get("cpu").fake_quantize(x, specs[i], streams[i])
         assert isinstance(operand, near.Square) and counts() == stats
         np.testing.assert_array_equal(operand.values(xp).get(), want.T if i else want)
 
@@ -256,8 +256,8 @@ def test_small_operands_of_squares_are_the_cpus(cuda: Any, shape: tuple[int, ...
     x = x * np.exp2(np.arange(-20, 20)).astype(np.float32).repeat(2)[: shape[-1]]
     for axis in (-1, -2):
         spec = SQUARES[0].replace(rebased=True, axis=axis).resolve(len(shape))
-        values, counts = cuda.operand(cuda.xp.asarray(x), spec)
-        want, stats = cpu.operand(x, spec)
+        values, counts = cuda.fake_quantize(cuda.xp.asarray(x), spec)
+        want, stats = cpu.fake_quantize(x, spec)
         np.testing.assert_array_equal(values.get(), want)
         assert counts() == stats and stats.rebase_changed > 0
 

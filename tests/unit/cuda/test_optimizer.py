@@ -56,8 +56,8 @@ def test_adam_of_many_has_the_cpus_bits(trainer: Any, special: bool, offset: int
         factors = [adam_factors(i, decay) for i in range(len(parts))]
         mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
         for _ in range(3):
-            CPU.adam_each([tuple(part) for part in parts], factors)
-            trainer.adam_each(mine, factors)
+            CPU.adam_multi_tensor([tuple(part) for part in parts], factors)
+            trainer.adam_multi_tensor(mine, factors)
         for ours, theirs in zip(mine, parts, strict=True):
             for got, wanted in zip(ours, theirs, strict=True):
                 same_bytes("adam", got.get(), wanted, str(wanted.shape))
@@ -71,8 +71,8 @@ def test_sgd_of_many_has_the_cpus_bits(trainer: Any, changes: dict[str, Any], of
         factors = [SGD_FACTORS | (changes if keeps else {})] * len(parts)
         mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
         for _ in range(3):
-            CPU.sgd_each([(*p[:2], p[2] if keeps else None) for p in parts], factors)
-            trainer.sgd_each([(*p[:2], p[2] if keeps else None) for p in mine], factors)
+            CPU.sgd_multi_tensor([(*p[:2], p[2] if keeps else None) for p in parts], factors)
+            trainer.sgd_multi_tensor([(*p[:2], p[2] if keeps else None) for p in mine], factors)
         for ours, theirs in zip(mine, parts, strict=True):
             for got, wanted in zip(ours, theirs, strict=True):
                 same_bytes("sgd", got.get(), wanted, str(wanted.shape))
@@ -241,9 +241,9 @@ def shifted(xp: Any, a: np.ndarray, offset: int) -> Any:
 def test_gradients_that_are_not_finite_are_found(trainer: Any) -> None:
     rng = np.random.default_rng(0)
     arrays = [trainer.xp.asarray(rng.standard_normal(n).astype(np.float32)) for n in LENGTHS]
-    assert trainer.all_finite_each(arrays) == [True] * len(arrays)
+    assert trainer.all_finite_multi_tensor(arrays) == [True] * len(arrays)
     arrays[1][0], arrays[4][40_000] = np.inf, np.nan
-    assert trainer.all_finite_each(arrays) == [True, False, True, True, False]
+    assert trainer.all_finite_multi_tensor(arrays) == [True, False, True, True, False]
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -251,12 +251,12 @@ def test_gradients_are_scaled_and_summed_up(trainer: Any, offset: int) -> None:
     parts = [part[0] for part in vectors(1, True)]
     mine = [shifted(trainer.xp, a, offset) for a in parts]
     exact = sum(float((a.astype(np.float64) ** 2).sum()) for a in parts)
-    total = float(np.asarray(trainer.square_sum_each(mine).get()))
+    total = float(np.asarray(trainer.square_sum_multi_tensor(mine).get()))
     assert total == pytest.approx(exact, rel=sum(LENGTHS) * 2.0**-52)
-    again = trainer.square_sum_each([a.copy() for a in mine])
+    again = trainer.square_sum_multi_tensor([a.copy() for a in mine])
     assert total == float(np.asarray(again.get()))  # one order, wherever the arrays lie
-    trainer.scale_each(mine, 0.3)
-    trainer.scale_each(mine, trainer.xp.asarray(np.float32(-1.7)).reshape(()))
+    trainer.scale_multi_tensor(mine, 0.3)
+    trainer.scale_multi_tensor(mine, trainer.xp.asarray(np.float32(-1.7)).reshape(()))
     for ours, theirs in zip(mine, parts, strict=True):
         same_bytes("scale", ours.get(), theirs * np.float32(0.3) * np.float32(-1.7))
 
@@ -311,7 +311,7 @@ def test_a_bad_gradient_stops_the_update_that_was_launched_behind_it(
     mine, theirs = [there(a) for a in initial], [et.ExTensor(a.copy()) for a in initial]
     ours, cpu = grouped(mine), grouped(theirs)
     launched: list[str] = []
-    name = "adam_each" if kind is Adam else "sgd_each"
+    name = "adam_multi_tensor" if kind is Adam else "sgd_multi_tensor"
     each = getattr(type(trainer), name)
 
     def seen(backend: Any, *args: Any, **more: Any) -> Any:

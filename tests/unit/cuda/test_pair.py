@@ -88,9 +88,9 @@ def test_other_blocks_and_orders(cuda: Any, name: str, tile: Any) -> None:
 
 def check(cuda: Any, x: np.ndarray, specs: Any, streams: Any) -> None:
     device = cuda.xp.asarray(x)
-    assert cuda.path("quantize_pair", device, specs, streams) == "fused kernel"
-    stored = cuda.quantize_pair(device, specs, streams)
-    decoded = cuda.operand_pair(device, specs, streams)
+    assert cuda.path("quantize_rowwise_columnwise", device, specs, streams) == "fused kernel"
+    stored = cuda.quantize_rowwise_columnwise(device, specs, streams)
+    decoded = cuda.fake_quantize_rowwise_columnwise(device, specs, streams)
     for i, (spec, stream) in enumerate(zip(specs, streams, strict=True)):
         context = f"{spec} on {x.dtype} of shape {x.shape}"
         want, stats = reference.quantize(x, spec, stream)
@@ -106,6 +106,6 @@ def test_what_is_not_covered_is_two_calls(cuda: Any) -> None:
     x = values((64, 256), 1, KINDS[0], "float32")
     specs = specs_of("mxfp4", transform=Hadamard(16))
     device = cuda.xp.asarray(x)
-    assert cuda.path("quantize_pair", device, specs).startswith("two calls: ")
-    for (q, _), spec in zip(cuda.quantize_pair(device, specs), specs, strict=True):
+    assert cuda.path("quantize_rowwise_columnwise", device, specs).startswith("two calls: ")
+    for (q, _), spec in zip(cuda.quantize_rowwise_columnwise(device, specs), specs, strict=True):
         same_bytes("codes", host(q.codes), reference.quantize(x, spec)[0].codes)

@@ -10,7 +10,7 @@ import pytest
 
 import extensor as et
 from extensor import nn
-from extensor.nn.quantize import apply_recipe
+from extensor.nn.recipe import apply_recipe
 from extensor.ops.attention import packed_attention
 from extensor.ops.quantized import layer_context, quantized_matmul
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe

@@ -406,7 +406,7 @@ def test_the_base_class_is_abstract():
 class Together(type(ExTensor([0.0], device="cpu").backend)):
     """The CPU's backend, saying that it likes many parameters at once."""
 
-    steps_together = ("float32",)
+    multi_tensor_states = ("float32",)
 
 
 @pytest.mark.host

@@ -19,12 +19,13 @@ import training.tasks.language as language
 from extensor import no_grad
 from training.config import RunConfig
 from training.data.corpora import Corpus
-from training.loop import Trainer, train
+from training.loop import Trainer
 from training.page import ReportArgs, write_page
 from training.page.answers import _png, answers
 from training.ptq import restored
 from training.rundir import UsageError, read_result
 from training.runs import defaults
+from training.train import train
 
 QUIET = Console(file=io.StringIO(), width=100)
 TEXT = "to be, or not to be: that is <b>the</b> question & more. " * 60
@@ -46,9 +47,9 @@ def test_images(small: Callable[..., RunConfig], tmp_path: Path) -> None:
     cells = re.findall(r'<i class="(good|bad)" style="--share:[\d.]+">(\d*)</i>', said)
     assert len(cells) == 100
     counts = np.array([int(count or 0) for _, count in cells]).reshape(10, 10)
-    wanted = np.zeros((10, 10), int)
-    np.add.at(wanted, (batch.labels, guesses), 1)
-    np.testing.assert_array_equal(counts, wanted)
+    expected = np.zeros((10, 10), int)
+    np.add.at(expected, (batch.labels, guesses), 1)
+    np.testing.assert_array_equal(counts, expected)
     assert [kind for kind, _ in cells] == ["good" if i % 11 == 0 else "bad" for i in range(100)]
     wrong = np.flatnonzero(guesses != batch.labels)
     assert f"{len(wrong)} of the first 60 test images are mistaken" in said
