@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
@@ -22,7 +23,7 @@ from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.launch import launch
 
-__all__ = ["PairPlan", "operand", "pair_plan", "pair_source", "quantize", "quantize_raw"]
+__all__ = ["PairPlan", "fake_quantize", "pair_plan", "pair_source", "quantize", "quantize_raw"]
 
 Array = Any
 Streams = tuple[Stream | None, Stream | None]
@@ -31,6 +32,7 @@ _LEAST_TALL = 32  # rows of a tile
 _MOST_BLOCK = 64
 
 
+@final
 @dataclass(frozen=True)
 class PairPlan:
     """Plans along rows and down columns of one matrix; ``swapped`` if asked the other way."""
@@ -47,26 +49,26 @@ class PairPlan:
 @lru_cache(maxsize=4096)
 def pair_plan(
     specs: tuple[QuantSpec, QuantSpec], shape: tuple[int, ...], activation: str = ""
-) -> PairPlan | str:
+) -> PairPlan | Unsupported:
     """The plan, or why one launch does not cover it; ``activation`` as of `kernels.plan_of`."""
     if len(shape) != 2:
-        return f"{len(shape)} axes"
-    plans = [kernels.plan_of(spec, shape, False, activation) for spec in specs]
-    for plan in plans:
-        if isinstance(plan, str):
-            return plan
-    first, second = (plan for plan in plans if isinstance(plan, Plan))
+        return Unsupported(f"{len(shape)} axes")
+    first, second = (kernels.plan_of(spec, shape, False, activation) for spec in specs)
+    if not first:
+        return first
+    if not second:
+        return second
     if {first.spec.axis, second.spec.axis} != {0, 1}:
-        return "both along one axis"
+        return Unsupported("both along one axis")
     swapped = first.spec.axis == 0
     along, down = (second, first) if swapped else (first, second)
     spec = along.spec
     if spec.replace(axis=0) != down.spec:
-        return "specs that differ in more than their axis"
+        return Unsupported("specs that differ in more than their axis")
     if spec.transform or along.rows > 1 or spec.rule in kernels.SEARCHES:
-        return "a transform, square tiles or a search for scales"
+        return Unsupported("a transform, square tiles or a search for scales")
     if along.block > _MOST_BLOCK or spec.scale_window is not None:
-        return f"blocks above {_MOST_BLOCK}, or a scale window"
+        return Unsupported(f"blocks above {_MOST_BLOCK}, or a scale window")
     return PairPlan(along, down, swapped)
 
 
@@ -171,7 +173,7 @@ def quantize(
     return plan.ordered(((pair[0], counts[0]()), (pair[1], counts[1]())))
 
 
-def operand(
+def fake_quantize(
     x: Array, plan: PairPlan, streams: Streams, xp: Any
 ) -> tuple[tuple[Array, OperandCounts], tuple[Array, OperandCounts]]:
     """Decoded values and counts in the order of the specs, without waiting."""

@@ -1,11 +1,11 @@
-"""From which size on a way of multiplying pays on this GPU: measured once, read ever after.
+"""From which size on a path of multiplying pays on this GPU: measured once, read ever after.
 
-`extensor tune` (`extensor_cuda.tune`) writes a table per GPU, driver and sources, and nothing else
-does; without one fixed defaults stand. A table decides which way a product takes. That never
-changes the bits of quantized operands, nor how a kernel multiplies: its tiles, its order of K and
-into how many parts K is split follow from the shape alone. It may change sums: FP8's, moved to
-float32 every 512, differ from cupy's of float32 values within the bounds that `extensor_cuda.gemm`
-states.
+`extensor tune` (`extensor_cuda.matmul.tuning`) writes a table per GPU, driver and sources, and
+nothing else does; without one a fixed default stands. A table decides which path a product takes.
+That never changes the bits of quantized operands, nor how a kernel multiplies: its tiles, its order
+of K and into how many parts K is split follow from the shape alone. It may change sums: FP8's,
+moved to float32 every 512, differ from cupy's of float32 values within the bounds that
+`extensor_cuda.matmul.product` states.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from extensor.backends.unsupported import Unsupported
 from extensor_cuda.runtime.compile import cache_folder
 
 __all__ = [
-    "WAYS",
+    "LEAST_WORK",
+    "PATHS",
     "always",
     "folder",
     "least_work",
@@ -34,8 +36,10 @@ __all__ = [
     "source_digest",
 ]
 
-WAYS = ("made at once", "expanded", "scaled", "dense")
-"""Ways of making a product's operands, as `extensor_cuda.backend` takes them."""
+LEAST_WORK = 1 << 30
+"""M N K below which a product is left to cupy without a table: launches take longer than it."""
+PATHS = ("fused", "float scales", "expanded", "bf16")
+"""How operands are made: the names of `extensor_cuda.matmul.prepare.PREPARERS`."""
 
 _asked: list[int] = []
 
@@ -48,7 +52,7 @@ def folder() -> Path:
 @cache
 def source_digest() -> str:
     """A digest of all kernels and of the Python that launches them."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     files = sorted(p for p in here.rglob("*") if p.suffix in (".cu", ".cuh", ".py"))
     return hashlib.sha256(b"\0".join(p.read_bytes() for p in files)).hexdigest()[:16]
 
@@ -59,7 +63,7 @@ def path_of(gpu: str, driver: int) -> Path:
 
 
 def load(path: Path) -> dict[str, int] | None:
-    """The least M N K of each way, from a table; None if there is none.
+    """The least M N K of each path, from a table; None if there is none.
 
     A damaged table is warned of and counts as none.
     """
@@ -70,8 +74,8 @@ def load(path: Path) -> dict[str, int] | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = error
     numbers = isinstance(found, dict) and all(isinstance(n, int) for n in found.values())
-    if numbers and set(found) <= set(WAYS):
-        return {way: max(n, 1) for way, n in found.items()}
+    if numbers and set(found) <= set(PATHS):
+        return {path: max(n, 1) for path, n in found.items()}
     warnings.warn(
         f"{path} is no table of `extensor tune`; the defaults stand: run it again, or delete the "
         "file",
@@ -101,10 +105,10 @@ def _table(device: int) -> Mapping[str, int]:
     return load(path_of(name, runtime.driverGetVersion())) or {}
 
 
-def least_work(way: str, default: int) -> int:
-    """The M N K, 1 or more, from which a way is taken: asked for, measured here, or the default.
+def least_work(path: str) -> int:
+    """The M N K, 1 or more, from which a path pays: asked for, measured here, or `LEAST_WORK`.
 
-    A work of 0 says that a product has another kind of operand too: it has no such way.
+    A work of 0 says that a product has another kind of operand too: it has no such path.
     """
     if _asked:
         return _asked[-1]
@@ -113,23 +117,24 @@ def least_work(way: str, default: int) -> int:
 
         device = cupy.cuda.runtime.getDevice()
     except (ImportError, RuntimeError):  # cupy may be there without a driver
-        return default
-    return _table(device).get(way, default)
+        return LEAST_WORK
+    return _table(device).get(path, LEAST_WORK)
 
 
-def refusal(way: str, work: int, capability: str, default: int) -> str | None:
-    """Why a product of M N K = work does not take a way on a GPU; None if it may.
+def refusal(path: str, work: int, capability: str) -> Unsupported | None:
+    """Why a product of M N K = work does not take a path on a GPU; None if it may.
 
     Args:
-        way: one of `WAYS`.
+        path: one of `PATHS`.
         work: see `least_work`.
         capability: compute capability of the GPU, such as "90".
-        default: the least work without a table.
     """
     if capability != "90":
-        return f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
-    if work < (least := least_work(way, default)):
-        return f"{work} multiplications, fewer than {least}"
+        return Unsupported(
+            f"compute capability {capability}; the tensor-core kernel is for 90 (H100, H200)"
+        )
+    if work < (least := least_work(path)):
+        return Unsupported(f"{work} multiplications, fewer than {least}")
     return None
 
 
