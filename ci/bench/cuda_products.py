@@ -180,7 +180,7 @@ def near_exact(backend: Any, rounds: int) -> Rows:
             "product of operands, every 512": partial(_joined, x, y, out, 4),
         }
         for columns, patches in NEAR_TILES:
-            config = Config("e4m3", "e4m3", columns, 1, patches=patches, out="bfloat16")
+            config = Config.of("e4m3", tile_n=columns, promote=1, epilogue_tiles=patches, out="bfloat16")
             name = f"product of operands, tile {columns}, patches {patches}"
             calls[name] = partial(_placed, x, y, out, config)
         times = measure(calls, rounds)
@@ -198,7 +198,7 @@ def _joined(a: Any, b: Any, out: Any, promote: int, turn: int) -> None:
 
 
 def _placed(a: Any, b: Any, out: Any, config: Config, turn: int) -> None:
-    gemm(a.codes, b.codes, out, config, a.exponent, b.exponent)
+    gemm(a.codes, b.codes, out, config, Epilogue(Scales((a.exponent, b.exponent))))
 
 
 def trained(backend: Any, rounds: int) -> Rows:
