@@ -26,6 +26,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from extensor_cuda.bf16 import as_bf16
+from extensor_cuda.expansion import join
 
 from ci.bench.contest import write_gpu
 from ci.bench.cuda_gemm import Call, measure
@@ -34,8 +36,6 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda import decoded, dense, grouped, near, operands, scaling, weights
 from extensor_cuda import gemm as blocked
 from extensor_cuda import scaled as scaled_products
-from extensor_cuda.bf16 import as_bf16
-from extensor_cuda.expansion import join
 from extensor_cuda.kernels.gemm.gemm_sm90 import Config, configure, empty_rows, gemm
 from extensor_cuda.kernels.gemm.requantize import requantized
 from extensor_cuda.kernels.quantize import quantize
