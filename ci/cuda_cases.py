@@ -118,9 +118,9 @@ def pairs(rng: Rng, backend: Any) -> str | None:
     x, device, spec, stream = chosen(rng, backend)
     specs = tuple(spec.replace(axis=axis).resolve(2) for axis in (1, 0))
     streams = stream, stream
-    if backend.path("quantize_pair", device, specs, streams) != "fused kernel":
+    if backend.path("quantize_rowwise_columnwise", device, specs, streams) != "fused kernel":
         return None
-    found = backend.quantize_pair(device, specs, streams)
+    found = backend.quantize_rowwise_columnwise(device, specs, streams)
     for (got, counts), one in zip(found, specs, strict=True):
         with np.errstate(all="ignore"):
             want, counted = reference.quantize(x, one, stream)

@@ -22,7 +22,7 @@ from typing import Any
 from extensor.backends.registry import BACKENDS
 from extensor.errors import unknown_name
 from extensor.optim.states import STATES
-from extensor.quant.recipe import DENSE, Dense, Recipe
+from extensor.quant.recipe import FLOAT_NAMES, FloatName, Recipe
 from extensor.quant.recipes import get_recipe
 from training.choices import OPTIMIZERS, SCHEDULES, parse_options
 from training.data import AUGMENTATIONS, DATASETS, SAMPLERS
@@ -32,7 +32,10 @@ from training.text.tokenizers import TOKENIZERS
 
 __all__ = ["ACTIVATIONS", "RunConfig", "Settings", "flag_of", "read_toml", "write_toml"]
 
-ACTIVATIONS: Mapping[str, Dense | None] = {"recipe": None, **{name: name for name in DENSE}}
+ACTIVATIONS: Mapping[str, FloatName | None] = {
+    "recipe": None,
+    **{name: name for name in FLOAT_NAMES},
+}
 """What ``--activations`` takes, as `apply_recipe` takes it."""
 
 AUGMENTATIONS_OF: Mapping[str, Collection[str]] = {

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from extensor import ExTensor
 from extensor.inspect import compare_layers
-from extensor.nn import Module, quantize_model, save_quantized, stored_layers
+from extensor.nn import Module, packed_layers, quantize_model, save_quantized
 from extensor.quant.schemes import get_scheme
 from training.loop import Trainer
 from training.ptq_report import LayerResult, SchemeResult, write_results
@@ -207,7 +207,7 @@ def _beside(
     *rows, output = compare_layers(made, reference, inputs, isolated=True).rows
     by_path = {row.layer: row for row in rows}
     layers = []
-    for path, layer in stored_layers(made).items():
+    for path, layer in packed_layers(made).items():
         weight, row = vars(layer)["weight"], by_path[path]
         errors = finite(row.cosine), _decibels(row.sqnr_db), row.clipped, row.flushed
         layers.append(LayerResult(path, row.kind, weight.size, weight.nbytes, *errors))

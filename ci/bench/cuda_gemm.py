@@ -37,8 +37,8 @@ from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense, operands
 from extensor_cuda import gemm as blocked
-from extensor_cuda.kernels import sums
-from extensor_cuda.kernels.gemm import Config, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.gemm_sm90 import Config, configure, empty_rows, gemm
+from extensor_cuda.kernels.nn import sums
 
 INPUTS, CALLS, WARMUP = 3, 4, 3
 PROMOTED, UNPROMOTED, BF16 = "E5M2, promoted", "E5M2, not promoted", "bf16"
@@ -208,7 +208,7 @@ def way_of(pair: list[Any], backend: Any) -> str:
     """Which way the product of a pair takes from packed MXFP4."""
     xp, spec = backend.xp, QuantSpec("mxfp4", axis=1).resolve(2)
     views = [xp.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16) for x in pair]
-    return str(backend.path("block_matmul", *(backend.quantize(x, spec)[0] for x in views)))
+    return str(backend.path("block_scaled_matmul", *(backend.quantize(x, spec)[0] for x in views)))
 
 
 def measure(calls: dict[str, Call], rounds: int, ahead: int = 2_000_000) -> dict[str, float]:

@@ -36,9 +36,9 @@ from extensor_cuda import gemm as blocked
 from extensor_cuda import scaled as scaled_products
 from extensor_cuda.bf16 import as_bf16
 from extensor_cuda.expansion import join
-from extensor_cuda.kernels import quantize
-from extensor_cuda.kernels.gemm import Config, configure, empty_rows, gemm
-from extensor_cuda.kernels.requantize import requantized
+from extensor_cuda.kernels.gemm.gemm_sm90 import Config, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.requantize import requantized
+from extensor_cuda.kernels.quantize import quantize
 
 CACHE = 64 << 20  # bytes that no cache holds
 TOKENS = (1, 4, 16, 32, 64)
@@ -203,7 +203,7 @@ def _placed(a: Any, b: Any, out: Any, config: Config, turn: int) -> None:
 
 def trained(backend: Any, rounds: int) -> Rows:
     """Operands as training makes them, and their products."""
-    square: dict[str, Any] = {"scale_rule": "rceil", "near": True}
+    square: dict[str, Any] = {"scale_rule": "rceil", "rebased": True}
     specs = {
         "MXFP4": QuantSpec("mxfp4"),
         "NVFP4 FP8-exact": QuantSpec("nvfp4_fp8exact"),
@@ -230,15 +230,15 @@ def trained(backend: Any, rounds: int) -> Rows:
 
 def _operand(x: Any, spec: QuantSpec, backend: Any) -> Any:
     resolved = spec.replace(axis=1).resolve(2)
-    return backend.product_operands(x, [resolved], [None], len(x) ** 3)[0][0]
+    return backend.prepare(x, [resolved], [None], len(x) ** 3).run()[0][0]
 
 
 def _joining(sides: Any, backend: Any, turn: int) -> Any:
-    return backend.operand_product(*sides, "bfloat16")
+    return backend.product(*sides, "bfloat16")
 
 
 def _making(pair: Any, spec: QuantSpec, backend: Any, turn: int) -> Any:
-    return backend.operand_product(*(_operand(x, spec, backend) for x in pair), "bfloat16")
+    return backend.product(*(_operand(x, spec, backend) for x in pair), "bfloat16")
 
 
 def leaving(backend: Any, rounds: int) -> Rows:

@@ -2,7 +2,7 @@
 // rules that choose among scales by their error. What is found takes the place of the maxima, as
 // scales.hpp reads it, so that coding knows nothing of it.
 //
-// Lanes run over blocks: position by position, in the order of extensor/quant/blocks.py, since the
+// Lanes run over blocks: position by position, in the order of extensor/quant/block_codec.py, since the
 // order of the additions of an error is part of the result.
 
 #include "inside.hpp"
@@ -165,7 +165,7 @@ vu ranked(Group& group, const vi& rank) {
     return found;
 }
 
-// See `block_statistic` in extensor/quant/families.py.
+// See `block_statistic` in extensor/quant/scale_encoders.py.
 void percentiles(const Call& call, uint32_t* maxima) {
     for_groups(call, kMagnitude, [&](Group& group) {
         vi rank = {};
@@ -191,7 +191,7 @@ void running_maxima(const Call& call, uint32_t* maxima) {
     });
 }
 
-// See `_asymmetric` in extensor/quant/families.py: ranges in float64, rounded once.
+// See `_asymmetric` in extensor/quant/scale_encoders.py: ranges in float64, rounded once.
 void zero_points(const Call& call, uint32_t* maxima, float* points) {
     const float top = call.scaler.grid.top, bottom = -top - 1;
     const double steps = static_cast<double>(top) - static_cast<double>(bottom);

@@ -1,4 +1,4 @@
-// Block scales on vectors: extensor/quant/{scale_rules,families,nvfp4}.py again, with the same single
+// Block scales on vectors: extensor/quant/{scale_rules,scale_encoders,nvfp4}.py again, with the same single
 // float32 operations in the same order.
 //
 // A block's scale follows from one word, its statistic: the bits of its largest magnitude, or, where

@@ -39,8 +39,8 @@ class BlockFormat:
         name: the format's name, also the name of the ExTensor dtype.
         element: the grid of the codes.
         scale: how a block's scale is stored.
-        tile: the block shape used when none is asked for.
-        scale_rule: the scale rule used when none is asked for.
+        tile: the block shape used when none is given.
+        scale_rule: the scale rule used when none is given.
         scale_rules: the rules that make sense for this scale; None of another kind is accepted.
         tensor_scale: True if one float32 scale for the whole tensor is stored beside the blocks'.
         zero_point: True if an asymmetric variant with a zero point exists.
@@ -58,6 +58,11 @@ class BlockFormat:
     tensor_scale: bool = False
     zero_point: bool = False
     outliers: int = 0
+
+    @property
+    def has_float_scales(self) -> bool:
+        """True if blocks carry a float32 or float16 scale and the tensor carries none."""
+        return self.scale.name == "float32"
 
     def bits_per_element(self, tile: tuple[int, int] | None = None) -> float:
         """Storage in bits per element, scales included, for long axes (inf-length channels: 0)."""

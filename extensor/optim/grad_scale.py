@@ -19,13 +19,13 @@ import numpy as np
 
 from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.recording import Mirror, Mirrors, Recording
+from extensor.backends.capture import HostMirror, HostMirrors, StepCapture
 from extensor.backends.training import rescale
 from extensor.inspect.health import SlotHealth, slot_health
 from extensor.optim.clip import grad_arrays
 from extensor.optim.optimizer import Optimizer
 from extensor.quant.array import QuantStats
-from extensor.quant.context import RecipeState
+from extensor.quant.recipe_state import RecipeState
 from extensor.quant.spec import QuantSpec
 
 __all__ = ["GradScaleReport", "MXGradScaler"]
@@ -92,10 +92,10 @@ class MXGradScaler:
             ("min_scale", min_scale),
         ):
             if not _is_power_of_two(value):
-                raise ValueError(f"{name}: wanted a power of two, got {value!r}")
+                raise ValueError(f"{name}: expected a power of two, got {value!r}")
         if growth_factor < 1 or backoff_factor > 1 or init_scale < min_scale:
             raise ValueError(
-                "wanted growth_factor >= 1, backoff_factor <= 1 and init_scale >= min_scale, got "
+                "expected growth_factor >= 1, backoff_factor <= 1 and init_scale >= min_scale, got "
                 f"{growth_factor}, {backoff_factor} and {init_scale} with floor {min_scale}"
             )
         for name, count in (
@@ -103,10 +103,10 @@ class MXGradScaler:
             ("saturation_interval", saturation_interval),
         ):
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ValueError(f"{name}: wanted an int, 1 or more, got {count!r}")
+                raise ValueError(f"{name}: expected an int, 1 or more, got {count!r}")
         if not 0.0 < saturation_threshold < 1.0:
             raise ValueError(
-                f"saturation_threshold: wanted a share in (0, 1), got {saturation_threshold!r}"
+                f"saturation_threshold: expected a share in (0, 1), got {saturation_threshold!r}"
             )
         self.recipe_state = recipe_state
         self.growth_factor = float(growth_factor)
@@ -117,8 +117,8 @@ class MXGradScaler:
         self.saturation_interval = saturation_interval
         # The scale, good steps since it changed, steps made and skipped.
         self._state = np.array([init_scale, 0, 0, 0], np.float64)
-        self._mirrors = Mirrors()
-        self._recording: Recording | None = None  # and the state in it, while a step is recorded
+        self._mirrors = HostMirrors()
+        self._capture: StepCapture | None = None  # and the state in it, while a step is captured
         self._device: Array | None = None
         self._updates = 0
         self._switched: set[Key] = set()
@@ -150,29 +150,29 @@ class MXGradScaler:
     def scale(self, loss: ExTensor) -> ExTensor:
         """The loss times the scale, recorded for backward."""
         if not isinstance(loss, ExTensor):
-            raise TypeError(f"loss: wanted an ExTensor, got {type(loss).__name__}")
-        recording = loss.backend.recording
-        if recording is None:
+            raise TypeError(f"loss: expected an ExTensor, got {type(loss).__name__}")
+        capture = loss.backend.capturing
+        if capture is None:
             return loss * self.current_scale
-        return loss * wrap(self._recorded(recording)[0].astype(np.float32), loss.backend)
+        return loss * wrap(self._captured(capture)[0].astype(np.float32), loss.backend)
 
-    def _recorded(self, recording: Recording) -> Array:
+    def _captured(self, capture: StepCapture) -> Array:
         """The state on the device, where recorded steps move it."""
         if self._device is None:
-            recording.at_once(self._mirrors.settle)  # other recordings may have made steps
-            state = recording.persistent(self._state)
-            mirror = Mirror(
-                lambda: recording.write(state, self._state),
-                lambda: np.copyto(self._state, recording.read(state)),
+            capture.in_warm_up(self._mirrors.settle)  # other captures may have made steps
+            state = capture.persistent(self._state)
+            mirror = HostMirror(
+                lambda: capture.write(state, self._state),
+                lambda: np.copyto(self._state, capture.read(state)),
             )
-            recording.mirror(self._mirrors, mirror)
-            recording.on_failure(self._end)
-            self._recording, self._device = recording, state
+            capture.mirror(self._mirrors, mirror)
+            capture.on_failure(self._end)
+            self._capture, self._device = capture, state
         return self._device
 
     def _end(self) -> None:
         """Forget what belongs to one step alone."""
-        self._recording = self._device = None
+        self._capture = self._device = None
         self._bad.clear()
         self._done.clear()
 
@@ -189,19 +189,19 @@ class MXGradScaler:
         grads = grad_arrays(optimizer.params)
         if not grads:
             raise RuntimeError(
-                "unscale_: wanted gradients, got none; call scaler.scale(loss).backward() first"
+                "unscale_: expected gradients, got none; call scaler.scale(loss).backward() first"
             )
         backends = {id(backend): backend for _, backend in grads}.values()
         finite = True
         for backend in backends:
             arrays = [grad for grad, where in grads if where is backend]
-            if (recording := backend.recording) is not None:
-                scale = self._recorded(recording)[0]
-                backend.scale_each(arrays, (1.0 / scale).astype(np.float32))
-                self._bad[id(optimizer)] = recording.finite(arrays, None)
+            if (capture := backend.capturing) is not None:
+                scale = self._captured(capture)[0]
+                backend.scale_multi_tensor(arrays, (1.0 / scale).astype(np.float32))
+                self._bad[id(optimizer)] = capture.nonfinite(arrays, None)
                 return
-            backend.scale_each(arrays, 1.0 / self.current_scale)
-            finite = all(backend.all_finite_each(arrays)) and finite
+            backend.scale_multi_tensor(arrays, 1.0 / self.current_scale)
+            finite = all(backend.all_finite_multi_tensor(arrays)) and finite
         self._bad[id(optimizer)] = not finite
 
     def step(self, optimizer: Optimizer) -> bool | None:
@@ -231,10 +231,10 @@ class MXGradScaler:
             RuntimeError: if neither `unscale_` nor `step` was called since the last update.
         """
         if not self._bad:
-            raise RuntimeError("update: wanted a step first; call step(optimizer)")
+            raise RuntimeError("update: expected a step first; call step(optimizer)")
         state = self.recipe_state
         if self._device is not None:
-            self._update_recorded()
+            self._update_captured()
             return
         self._mirrors.settle()
         rescale(self._state, any(self._bad.values()), self._rule)
@@ -247,7 +247,7 @@ class MXGradScaler:
                 self._counts.clear()
                 self._updates = 0
 
-    def _update_recorded(self) -> None:
+    def _update_captured(self) -> None:
         state = self.recipe_state
         if len(self._bad) > 1 or (state is not None and state.recipe.adaptive_scale_rule):
             what = "several optimizers" if len(self._bad) > 1 else "adaptive_scale_rule"
@@ -256,9 +256,9 @@ class MXGradScaler:
                 "scaler.update() out of it, or use a recipe without"
             )
         (bad,) = self._bad.values()
-        assert self._recording is not None
-        self._recording.rescale(self._device, bad, self._rule)
-        self._end()  # the next recording makes its own
+        assert self._capture is not None
+        self._capture.rescale(self._device, bad, self._rule)
+        self._end()  # the next capture makes its own
 
     def _count(self, state: RecipeState) -> None:
         """Add what the telemetry gained since the last update, noticing resets in between."""
@@ -329,13 +329,13 @@ class MXGradScaler:
         """
         mine = self.state_dict()
         if state.keys() != mine.keys():
-            raise ValueError(f"state: wanted {sorted(mine)}, got {sorted(state)}")
+            raise ValueError(f"state: expected {sorted(mine)}, got {sorted(state)}")
         for name, value in mine.items():
             if type(state[name]) is not type(value):
-                raise ValueError(f"{name}: wanted {type(value).__name__}, got {state[name]!r}")
+                raise ValueError(f"{name}: expected {type(value).__name__}, got {state[name]!r}")
         if not _is_power_of_two(state["scale"]) or state["scale"] < self.min_scale:
             raise ValueError(
-                f"scale: wanted a power of two, {self.min_scale} or more, got {state['scale']!r}"
+                f"scale: expected a power of two, {self.min_scale} or more, got {state['scale']!r}"
             )
         switched = {(path, slot) for path, slot in state["switched"]}
         counts = {(row[0], row[1]): QuantStats(*row[2:]) for row in state["counts"]}
@@ -344,7 +344,7 @@ class MXGradScaler:
         for path, slot in [*switched, *counts]:
             if path not in layers:
                 raise ValueError(
-                    f"state: wanted layers of this model, got {path!r}; use its own checkpoint"
+                    f"state: expected layers of this model, got {path!r}; use its own checkpoint"
                 )
             if (path, slot) in switched and not isinstance(layers[path].operand(slot), QuantSpec):
                 raise ValueError(f"state: {path} {slot} is not quantized under this recipe")

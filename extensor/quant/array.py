@@ -29,20 +29,21 @@ class QuantStats:
         count: how many values went in.
         saturated: how many round beyond the largest code on the unbounded grid.
         flushed: how many were not zero and dequantize to zero.
-        changed: how many are not what their own block's scale gives, under `QuantSpec.near`.
+        rebase_changed: how many values rebasing to a tile's common scale changed, under
+            `QuantSpec.rebased`.
     """
 
     count: int = 0
     saturated: int = 0
     flushed: int = 0
-    changed: int = 0
+    rebase_changed: int = 0
 
     def __add__(self, other: QuantStats) -> QuantStats:
         return QuantStats(
             self.count + other.count,
             self.saturated + other.saturated,
             self.flushed + other.flushed,
-            self.changed + other.changed,
+            self.rebase_changed + other.rebase_changed,
         )
 
 

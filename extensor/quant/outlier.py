@@ -21,16 +21,16 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.blockwise import decode_array, quantize_blocks
+from extensor.quant.block_codec import decode_array, quantize_blocks
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
-__all__ = ["dequantize", "kept", "quantize"]
+__all__ = ["dequantize", "outlier_count", "quantize"]
 
 Array = Any
 
 
-def kept(spec: QuantSpec, length: int) -> int:
+def outlier_count(spec: QuantSpec, length: int) -> int:
     """How many values of a row of ``length`` are stored exactly."""
     if spec.outliers is not None:
         return min(spec.outliers, length)
@@ -50,7 +50,7 @@ def quantize(
     with np.errstate(over="ignore"):  # an r beyond float32 is kept exactly or spoils its row
         rest = safe - mean
     # A stable sort of the negated magnitudes puts the lower index first among equals.
-    order = xp.argsort(-xp.abs(rest), axis=-1, kind="stable")[..., : kept(spec, length)]
+    order = xp.argsort(-xp.abs(rest), axis=-1, kind="stable")[..., : outlier_count(spec, length)]
     index = xp.sort(order, axis=-1).astype(xp.int32)
     values = xp.take_along_axis(rows, index.astype(xp.int64), axis=-1)
     keep = xp.ones(rest.shape, dtype=bool)

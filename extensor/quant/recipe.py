@@ -16,12 +16,22 @@ from typing import Literal, get_args
 from extensor.errors import unknown_name
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["DENSE", "ROLES", "SLOTS", "Dense", "Gemm", "LayerRecipe", "Operand", "Recipe", "Rule"]
+__all__ = [
+    "FLOAT_NAMES",
+    "ROLES",
+    "SLOTS",
+    "FloatName",
+    "Gemm",
+    "LayerRecipe",
+    "OperandSpec",
+    "Recipe",
+    "Rule",
+]
 
-Dense = Literal["float32", "bfloat16"]
-DENSE: tuple[Dense, ...] = get_args(Dense)
+FloatName = Literal["float32", "bfloat16"]
+FLOAT_NAMES: tuple[FloatName, ...] = get_args(FloatName)
 """What is not quantized to blocks: an operand, or a layer's result."""
-Operand = QuantSpec | Dense
+OperandSpec = QuantSpec | FloatName
 SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")
 """The operand slots; a slot's position here numbers its random bits."""
 ROLES = ("@first", "@last", "@embedding", "@head")
@@ -38,29 +48,29 @@ class Gemm:
         output_scale: factor on the product, to undo operands' ``element_scale``.
     """
 
-    a: Operand
-    b: Operand
+    a: OperandSpec
+    b: OperandSpec
     output_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for operand in (self.a, self.b):
-            if isinstance(operand, str) and operand not in DENSE:
+            if isinstance(operand, str) and operand not in FLOAT_NAMES:
                 raise ValueError(
-                    f"operand: wanted a QuantSpec, 'float32' or 'bfloat16', got {operand!r}"
+                    f"operand: expected a QuantSpec, 'float32' or 'bfloat16', got {operand!r}"
                 )
         a, b = (o.transform if isinstance(o, QuantSpec) else None for o in (self.a, self.b))
         if a != b:
             raise ValueError(
                 f"a transform cancels only if both operands of a GEMM carry it, got {a} and {b}"
             )
-        if len({isinstance(o, QuantSpec) and o.near for o in (self.a, self.b)}) > 1:
+        if len({isinstance(o, QuantSpec) and o.rebased for o in (self.a, self.b)}) > 1:
             raise ValueError(
-                f"a GEMM takes both operands near-exactly or none, got {self.a} and {self.b}; set "
-                "near in both"
+                f"both operands of a GEMM are rebased or none, got {self.a} and {self.b}; set "
+                "rebased in both"
             )
 
     @property
-    def dense(self) -> bool:
+    def unquantized(self) -> bool:
         """True if neither operand is quantized to blocks."""
         return isinstance(self.a, str) and isinstance(self.b, str)
 
@@ -74,17 +84,17 @@ class LayerRecipe:
     wgrad: Gemm
 
     @classmethod
-    def uniform(cls, operand: Operand) -> LayerRecipe:
+    def uniform(cls, operand: OperandSpec) -> LayerRecipe:
         """The same operand in all six slots."""
         gemm = Gemm(operand, operand)
         return cls(gemm, gemm, gemm)
 
-    def slot(self, name: str) -> Operand:
+    def slot(self, name: str) -> OperandSpec:
         """The operand in a slot of `SLOTS`."""
         if name not in SLOTS:
             raise ValueError(unknown_name("slot", name, SLOTS))
         gemm, side = self._place(name)
-        value: Operand = getattr(getattr(self, gemm), side)
+        value: OperandSpec = getattr(getattr(self, gemm), side)
         return value
 
     @staticmethod
@@ -92,20 +102,20 @@ class LayerRecipe:
         """The GEMM a slot belongs to, and the side: `SLOTS` alternates a and b."""
         return name.partition(".")[0], "ab"[SLOTS.index(name) % 2]
 
-    def with_slot(self, name: str, operand: Operand) -> LayerRecipe:
+    def with_slot(self, name: str, operand: OperandSpec) -> LayerRecipe:
         """A copy with one slot changed."""
         self.slot(name)
         gemm, side = self._place(name)
         return replace(self, **{gemm: replace(getattr(self, gemm), **{side: operand})})
 
-    def near(self) -> LayerRecipe:
-        """A copy whose GEMMs take their operands near-exactly; all of them MXFP8."""
+    def rebased(self) -> LayerRecipe:
+        """A copy whose quantized operands, all of them MXFP8, are `QuantSpec.rebased`."""
 
-        def made(gemm: Gemm) -> Gemm:
-            a, b = (o if isinstance(o, str) else o.replace(near=True) for o in (gemm.a, gemm.b))
+        def rebase(gemm: Gemm) -> Gemm:
+            a, b = (o if isinstance(o, str) else o.replace(rebased=True) for o in (gemm.a, gemm.b))
             return replace(gemm, a=a, b=b)
 
-        return LayerRecipe(made(self.fprop), made(self.dgrad), made(self.wgrad))
+        return LayerRecipe(rebase(self.fprop), rebase(self.dgrad), rebase(self.wgrad))
 
 
 @dataclass(frozen=True)
@@ -144,11 +154,11 @@ class Recipe:
     layers: LayerRecipe
     rules: tuple[Rule, ...] = ()
     adaptive_scale_rule: bool = False
-    activations: Dense = "float32"
+    activations: FloatName = "float32"
 
     def __post_init__(self) -> None:
-        if self.activations not in DENSE:
-            raise ValueError(unknown_name("activations", self.activations, DENSE))
+        if self.activations not in FLOAT_NAMES:
+            raise ValueError(unknown_name("activations", self.activations, FLOAT_NAMES))
 
     def assign(self, layers: Sequence[tuple[str, frozenset[str]]]) -> Mapping[str, LayerRecipe]:
         """The recipe of each layer, by path.

@@ -17,16 +17,15 @@ import numpy as np
 
 from extensor.quant import outlier
 from extensor.quant.array import QuantArray, QuantStats, block_grid
-from extensor.quant.blocks import BlockLayout
-from extensor.quant.blockwise import decode_array, quantize_blocks
+from extensor.quant.block_codec import BlockLayout, decode_array, quantize_blocks
 from extensor.quant.hadamard import hadamard, inverse_hadamard
-from extensor.quant.near import settled
+from extensor.quant.rebase import rebase_tiles
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
 __all__ = [
     "FLOATS", "RunningAmax", "check_previous", "dequantize",
-    "narrow", "near", "operand", "quantize",
+    "narrow", "operand", "quantize", "rebase",
 ]  # fmt: skip
 
 Array = Any
@@ -62,27 +61,28 @@ def quantize(
     """
     spec = spec.resolve(x.ndim)
     if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
-        raise TypeError(f"quantize: wanted a float array, got {x.dtype}; convert it first")
+        raise TypeError(f"quantize: expected a float array, got {x.dtype}; convert it first")
     if (stream is None) == (spec.rounding == "stochastic"):
-        wanted = "needs a stream (a seed)" if stream is None else "takes no stream"
-        raise ValueError(f"rounding={spec.rounding!r} {wanted}")
+        expected = "needs a stream (a seed)" if stream is None else "takes no stream"
+        raise ValueError(f"rounding={spec.rounding!r} {expected}")
     if previous_amax is not None:
         check_previous(previous_amax, spec, tuple(x.shape), xp)
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
         x = xp.asarray(x, dtype=xp.float32)
     if spec.row.outliers:
         return outlier.quantize(x, spec, stream, xp)
-    if spec.near:
-        plain = quantize_blocks(x, spec.replace(near=False), stream, previous_amax, xp)
-        return near(*plain, xp)
+    if spec.rebased:
+        exact = quantize_blocks(x, spec.replace(rebased=False), stream, previous_amax, xp)
+        return rebase(*exact, xp)
     return quantize_blocks(x, spec, stream, previous_amax, xp)
 
 
-def near(q: QuantArray, stats: QuantStats, xp: Any = np) -> tuple[QuantArray, QuantStats]:
-    """What a spec with ``near`` gives, of what it gives without."""
-    q, changed, gone = settled(q, xp)
-    flushed = stats.flushed + int(gone)
-    return q, dataclasses.replace(stats, flushed=flushed, changed=int(changed))
+def rebase(q: QuantArray, stats: QuantStats, xp: Any = np) -> tuple[QuantArray, QuantStats]:
+    """What a spec with ``rebased`` gives, from what the same spec gives without it."""
+    q, changed, flushed = rebase_tiles(q, xp)
+    return q, dataclasses.replace(
+        stats, flushed=stats.flushed + int(flushed), rebase_changed=int(changed)
+    )
 
 
 def check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...], xp: Any) -> None:
@@ -92,12 +92,12 @@ def check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...]
     grid = block_grid(spec, shape)
     if tuple(previous_amax.shape) != grid or previous_amax.dtype != xp.float32:
         raise ValueError(
-            f"previous_amax: wanted float32 of the scales' shape {grid}, "
+            f"previous_amax: expected float32 of the scales' shape {grid}, "
             f"got {previous_amax.dtype} of shape {tuple(previous_amax.shape)}"
         )
     if not bool((xp.isfinite(previous_amax) & (previous_amax >= 0)).all()):
         raise ValueError(
-            "previous_amax: wanted finite magnitudes, got NaN, Inf or a negative one; "
+            "previous_amax: expected finite magnitudes, got NaN, Inf or a negative one; "
             "keep the maxima of the last finite step"
         )
 
@@ -121,7 +121,7 @@ def narrow(values: Array, dtype: str) -> Array:
         ValueError: for another dtype.
     """
     if dtype not in FLOATS:
-        raise ValueError(f"dequantize: wanted one of {', '.join(FLOATS)}, got {dtype!r}")
+        raise ValueError(f"dequantize: expected one of {', '.join(FLOATS)}, got {dtype!r}")
     with np.errstate(over="ignore"):  # beyond float16's range there are infinities
         return values if dtype == "float32" else values.astype(dtype)
 
@@ -157,7 +157,7 @@ class RunningAmax:
         layout = BlockLayout(spec, tuple(x.shape), xp)
         if self.value is not None and self.value.shape != layout.grid:
             raise ValueError(
-                f"running amax: wanted a tensor with blocks {self.value.shape} as before, got "
+                f"running amax: expected a tensor with blocks {self.value.shape} as before, got "
                 f"{layout.grid}; use one RunningAmax per tensor"
             )
         with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf

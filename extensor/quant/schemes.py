@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from extensor.errors import unknown_name
-from extensor.quant.fixed import check_fixed
-from extensor.quant.recipe import Gemm, LayerRecipe, Operand, Recipe, Rule
+from extensor.quant.recipe import Gemm, LayerRecipe, OperandSpec, Recipe, Rule
 from extensor.quant.spec import QuantSpec
+from extensor.quant.static_scale import check_static_spec
 
 __all__ = ["RANGES", "SCHEMES", "Scheme", "get_scheme"]
 
@@ -48,7 +48,7 @@ class Scheme:
     name: str
     doc: str
     weights: QuantSpec
-    activations: Operand
+    activations: OperandSpec
     range: str | None = None
     percentile: float = 99.99
     rules: tuple[Rule, ...] = _HEAD
@@ -66,9 +66,9 @@ class Scheme:
                     f"scheme {self.name!r}: range={self.range!r} needs activations to quantize, "
                     f"got {self.activations!r}"
                 )
-            check_fixed(self.activations)
+            check_static_spec(self.activations)
         if not 50.0 < self.percentile <= 100.0:
-            raise ValueError(f"percentile: wanted a number in (50, 100], got {self.percentile!r}")
+            raise ValueError(f"percentile: expected a number in (50, 100], got {self.percentile!r}")
         if any(rule.use != FLOAT32 for rule in self.rules):
             raise ValueError(f"scheme {self.name!r}: a rule can only keep layers in float32")
 
@@ -83,7 +83,7 @@ def _check_stored(name: str, spec: QuantSpec) -> None:
     """What is decided once and then kept must not depend on chance or on the past."""
     if spec.rounding != "nearest_even" or spec.statistic == "running" or spec.element_scale != 1.0:
         raise ValueError(
-            f"scheme {name!r}: wanted rounding to nearest, no running statistic and no "
+            f"scheme {name!r}: expected rounding to nearest, no running statistic and no "
             f"element_scale, got {spec}"
         )
 

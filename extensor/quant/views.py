@@ -15,7 +15,7 @@ import numpy as np
 
 from extensor.quant.array import QuantArray, tile_extent
 
-__all__ = ["matrices", "reshape", "rows", "slice_blocks", "transpose"]
+__all__ = ["as_matrix", "reshape", "slice_blocks", "transpose", "unstack"]
 
 Array = Any
 _WAY_OUT = "call .dequantize() first, and quantize the result again"
@@ -182,7 +182,7 @@ def _keeps_tiles(q: QuantArray, shape: tuple[int, ...], axis: int) -> bool:
     return old == new or (old % _tile_rows(q) == 0 and new % _tile_rows(q) == 0)
 
 
-def rows(q: QuantArray) -> QuantArray | None:
+def as_matrix(q: QuantArray) -> QuantArray | None:
     """(..., K), blocked along the last axis, as a matrix (rows, K); None where tiles forbid it."""
     shape = math.prod(q.shape[:-1]), q.shape[-1]
     if q.shape == shape:
@@ -191,7 +191,7 @@ def rows(q: QuantArray) -> QuantArray | None:
     return reshape(q, shape) if whole else None
 
 
-def matrices(q: QuantArray) -> list[QuantArray]:
+def unstack(q: QuantArray) -> list[QuantArray]:
     """The matrices (R, K) of a stack (..., R, K) that is blocked along its last axis; views."""
     spec, shape = q.spec.replace(axis=1), q.shape[-2:]
     stacks = {

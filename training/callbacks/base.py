@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from extensor.inspect import SlotHealth
 from extensor.optim import MXGradScaler
-from extensor.quant.context import RecipeState
+from extensor.quant.recipe_state import RecipeState
 from training.batch import Batch
 from training.config import RunConfig
 from training.metrics import Scores

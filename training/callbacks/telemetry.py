@@ -1,6 +1,6 @@
 """telemetry.jsonl: what low precision does to each layer while it trains, every N steps.
 
-- Saturated and flushed shares of each operand, since the last record; of near-exact ones what
+- Saturated and flushed shares of each operand, since the last record; of rebased ones what
   changed, too.
 - The gradient beside its quantization noise. Each recorded step is run once more in float32, on the
   same batch, weights and dropout masks; the noise is the difference of the two gradients. Training
@@ -117,8 +117,9 @@ class Telemetry(Callback):
                 "flushed": share(stats.flushed - old.flushed, count),
             }
             operand = run.quant.layers[path].operand(slot)
-            if isinstance(operand, QuantSpec) and operand.near:
-                found[path][slot]["changed"] = share(stats.changed - old.changed, count)
+            if isinstance(operand, QuantSpec) and operand.rebased:
+                changed = stats.rebase_changed - old.rebase_changed
+                found[path][slot]["rebase_changed"] = share(changed, count)
         return found
 
     # --- gradients ------------------------------------------------------------------------------

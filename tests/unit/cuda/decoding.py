@@ -13,7 +13,11 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import decode
-from extensor_cuda.kernels import decode_few, decode_hopper, decode_ring
+from extensor_cuda.kernels.weight_only import (
+    w4a16_sm90_resident,
+    w4a16_sm90_ring,
+    w4w8a16_sm90_wgmma,
+)
 from tests.product_cases import exact
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.places import place
@@ -50,7 +54,7 @@ INTEGERS = (
     INT8.replace(tile=(1, 128), symmetric=False, scale_dtype="float16"),
     INT8.replace(tile=(1, 256), scale_dtype="float16"),
 )
-"""What `decode_hopper.cu` has of integers."""
+"""What `w4w8a16_sm90_wgmma.cu` has of integers."""
 
 
 def name(value: object) -> str:
@@ -68,8 +72,10 @@ def weights(spec: QuantSpec, shape: tuple[int, int], seed: int = 0) -> QuantArra
 def placed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The array module of a fixture with `PLACES` as params; counters are new."""
     decode._counters.cache_clear()
-    products = [decode_ring, decode_hopper]
-    return place(request, monkeypatch, [decode, decode_few], hopper=False, products=products)
+    products = [w4a16_sm90_ring, w4w8a16_sm90_wgmma]
+    return place(
+        request, monkeypatch, [decode, w4a16_sm90_resident], hopper=False, products=products
+    )
 
 
 def emulated(xp: Any) -> bool:

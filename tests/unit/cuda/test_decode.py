@@ -11,7 +11,11 @@ import pytest
 
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import decode
-from extensor_cuda.kernels import decode_few, decode_hopper, decode_ring
+from extensor_cuda.kernels.weight_only import (
+    w4a16_sm90_resident,
+    w4a16_sm90_ring,
+    w4w8a16_sm90_wgmma,
+)
 from tests.unit.cuda import decoding
 from tests.unit.cuda.decoding import (
     INT4,
@@ -67,11 +71,15 @@ def test_more_tokens(xp: Any, rows: int) -> None:
 def test_what_the_other_programs_take(xp: Any) -> None:
     """Columns that are not whole segments, few rows, integers, long blocks."""
     w = weights(QuantSpec("mxfp4"), (20, 256))
-    assert decode_few.taken(w, 16) and not decode_few.taken(w, 17) and decode_hopper.taken(w)
-    for kernel in (decode_few, decode_ring):  # whose tiles 32 bits count
+    assert (
+        w4a16_sm90_resident.taken(w, 16)
+        and not w4a16_sm90_resident.taken(w, 17)
+        and w4w8a16_sm90_wgmma.taken(w)
+    )
+    for kernel in (w4a16_sm90_resident, w4a16_sm90_ring):  # whose tiles 32 bits count
         assert kernel.taken(replace(w, shape=((1 << 28) - 1, 1024)), 4)
         assert not kernel.taken(replace(w, shape=(1 << 28, 1024)), 4)
-    assert not decode_few.taken(weights(QuantSpec("mxfp4"), (15, 256)), 1)
+    assert not w4a16_sm90_resident.taken(weights(QuantSpec("mxfp4"), (15, 256)), 1)
     for other in (
         weights(QuantSpec("mxfp4"), (20, 160)),
         weights(QuantSpec("mxfp4", tile=(1, 64)), (20, 256)),
@@ -83,8 +91,8 @@ def test_what_the_other_programs_take(xp: Any) -> None:
         weights(INT8, (20, 160)),
         weights(INT8.replace(tile=(1, 200)), (20, 128)),  # rows of 200 bytes
     ):
-        assert not decode_hopper.taken(other)
-    assert not decode_few.taken(weights(INT4, (20, 256)), 1)
+        assert not w4w8a16_sm90_wgmma.taken(other)
+    assert not w4a16_sm90_resident.taken(weights(INT4, (20, 256)), 1)
 
 
 @pytest.mark.parametrize("rows", [1, 17])

@@ -11,7 +11,7 @@ import pytest
 
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import decode
-from extensor_cuda.kernels import decode_few, decode_hopper, decode_program
+from extensor_cuda.kernels.weight_only import program, w4a16_sm90_resident, w4w8a16_sm90_wgmma
 from tests.product_cases import exact
 from tests.unit.cuda import decoding
 from tests.unit.cuda.decoding import (
@@ -40,16 +40,16 @@ def test_no_kernel_for_hopper_spills(spec: QuantSpec) -> None:
     """Each number of tokens' registers, each division that they leave room for."""
     w, bits = weights(spec, (16, 1024)), spec.row.element.bits
     for rows, dtype in ((1, "float32"), (21, "float32"), (16, "bfloat16"), (64, "bfloat16")):
-        ways = decode_hopper.cuts(16, 1024, rows * decode_program.PARTS[dtype], dtype, bits)
+        ways = w4w8a16_sm90_wgmma.cuts(16, 1024, rows * program.PARTS[dtype], dtype, bits)
         for made in {way.split: way for _, way in ways}.values():
-            source = decode_hopper.decode_source(w, rows, dtype, dtype, made)
+            source = w4w8a16_sm90_wgmma.decode_source(w, rows, dtype, dtype, made)
             check_compiles(source, "sm_90a")
 
 
 @pytest.fixture
 def many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens take the program for more."""
-    monkeypatch.setattr(decode_few, "taken", lambda w, tokens: False)
+    monkeypatch.setattr(w4a16_sm90_resident, "taken", lambda w, tokens: False)
 
 
 @pytest.mark.usefixtures("many_tokens")
@@ -64,7 +64,7 @@ def test_more_tokens_on_hopper(xp: Any, spec: QuantSpec) -> None:
         (64, 65, 128, "bfloat16"),
     ):
         w = weights(spec, (n, k))
-        if decode_hopper.taken(w):
+        if w4w8a16_sm90_wgmma.taken(w):
             check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
         else:
             assert spec.tile == (1, 128)
@@ -83,7 +83,7 @@ def test_integers_on_hopper(xp: Any, spec: QuantSpec) -> None:
         )
     ):
         w = weights(spec, (n, k), i)
-        assert decode_hopper.taken(w)
+        assert w4w8a16_sm90_wgmma.taken(w)
         check(activations((m, k), dtype), w, ("float32", "bfloat16")[m % 2], xp)
 
 
@@ -93,11 +93,11 @@ def test_every_division(xp: Any, split: int, monkeypatch: pytest.MonkeyPatch) ->
     """Within the bound, the same bits each time, counters left at zero."""
     rows, lines, columns = 3, 258, 1664
     x, w = activations((rows, columns), "bfloat16"), weights(QuantSpec("mxfp4"), (lines, columns))
-    ways = [way for _, way in decode_hopper.cuts(lines, columns, rows, "bfloat16", 4)]
+    ways = [way for _, way in w4w8a16_sm90_wgmma.cuts(lines, columns, rows, "bfloat16", 4)]
     ways = [way for way in ways if way.split == split and way.slices in (1, 3, 13)]
     assert [way.slices for way in ways] == [1, 3, 13][: 3 if split == 1 else 2]
     for way in ways:
-        monkeypatch.setattr(decode_hopper, "cut", lambda *shape, way=way: way)
+        monkeypatch.setattr(w4w8a16_sm90_wgmma, "cut", lambda *shape, way=way: way)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 
@@ -111,11 +111,11 @@ def test_every_division_of_integers(
     rows, lines, columns = 3, 260, 1408
     x, w = activations((rows, columns), "bfloat16"), weights(spec, (lines, columns))
     bits = spec.row.element.bits
-    ways = [way for _, way in decode_hopper.cuts(lines, columns, rows, "bfloat16", bits)]
+    ways = [way for _, way in w4w8a16_sm90_wgmma.cuts(lines, columns, rows, "bfloat16", bits)]
     ways = [way for way in ways if way.split == split and way.slices in (1, 3)]
     assert len(ways) == 2
     for way in ways:
-        monkeypatch.setattr(decode_hopper, "cut", lambda *shape, way=way: way)
+        monkeypatch.setattr(w4w8a16_sm90_wgmma, "cut", lambda *shape, way=way: way)
         first = check(x, w, "float32", xp)
         np.testing.assert_array_equal(check(x, w, "float32", xp), first)
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import dense, jit, operands
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda import dense, operands
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     Config,
     Split,
     configure,
@@ -21,6 +21,7 @@ from extensor_cuda.kernels.gemm import (
     gemm_source,
     rows_of_parts,
 )
+from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles, properties
@@ -72,7 +73,7 @@ def test_no_program_for_arrays_either_way_spills(down: tuple[bool, bool]) -> Non
         configs |= {configure_parts("e5m2", *size, out)[0] for size in sizes for out in dense._OUT}
     wider = {replace(config, extras=True) for config in configs if not config.split}
     for config in {*configs, *wider, Config("bf16", "bf16", 128, 0, cluster=2, down=down)}:
-        code, log = jit.compile_cubin(gemm_source(config), "sm_90a")
+        code, log = compile_cubin(gemm_source(config), "sm_90a")
         assert "warning" not in log.lower() and "C75" not in log, log
         assert all(numbers["stack"] == 0 for numbers in properties(code).values()), config
 

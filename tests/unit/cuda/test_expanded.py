@@ -23,9 +23,10 @@ from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import backend as backends
 from extensor_cuda import bf16, dense, expanded, expansion, operands, scaling
-from extensor_cuda.counts import Counters, Counts
-from extensor_cuda.kernels import elementwise, float_lines, float_panels
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.nn import elementwise
+from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.runtime.counters import Counters, OperandCounts
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
 from tests.unit.cuda.places import PLACES, place
@@ -64,7 +65,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    quantizing = [operands, scaling, float_lines, float_panels]
+    quantizing = [operands, scaling, float_scaled_rowwise, float_scaled_columnwise]
     return place(request, monkeypatch, [elementwise, expansion], quantizing=quantizing)
 
 
@@ -85,7 +86,7 @@ def sent(q: QuantArray, xp: Any) -> QuantArray:
 
 def operand_values(q: QuantArray) -> np.ndarray:
     """Still transformed, contraction last."""
-    from extensor.quant.blockwise import decode_array
+    from extensor.quant.block_codec import decode_array
 
     return decode_array(q, np).astype(np.float64)
 
@@ -264,7 +265,7 @@ EXPANDED = (
 SCALED = ("int8", "fp8_tensor", "fp8_block")
 
 
-@pytest.mark.parametrize("recipe", [*EXPANDED, *SCALED, "mxfp8_near"])
+@pytest.mark.parametrize("recipe", [*EXPANDED, *SCALED, "mxfp8_rebased"])
 def test_a_layers_three_products_are_the_cpus(xp: Any, backend: Any, recipe: str) -> None:
     """The same random bits, so that the operands are the same and the products within bounds."""
     rng = np.random.default_rng(6)
@@ -302,7 +303,7 @@ def test_the_way_of_every_recipe_is_known(xp: Any, backend: Any) -> None:
             for axis in (0, 1):
                 along = spec.replace(axis=axis).resolve(2)
                 stream = Stream(1, 2, 3, 4) if spec.rounding == "stochastic" else None
-                way = backend.path("product_operands", x, [along], [stream], 1 << 40)
+                way = backend.path("prepare", x, [along], [stream], 1 << 40)
                 ways.setdefault(name, set()).add(way.split(":")[0])
     others = {name: way for name, way in ways.items() if way != {"fused kernel"}}
     known = {name: {"expanded"} for name in EXPANDED}
@@ -332,7 +333,7 @@ def test_products_in_and_out_of_the_window(
         spec = QuantSpec(form, axis=1).resolve(2)
         ((side, counts),) = maker(x, [spec])
         q, stats = reference.quantize(x, spec)
-        assert isinstance(counts, Counts) and counts() == stats
+        assert isinstance(counts, OperandCounts) and counts() == stats
         sides.append(side)
         values.append(operand_values(q))
     assert tuple(side.best.kind for side in sides) == kinds

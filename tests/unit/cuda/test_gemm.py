@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor_cuda import jit
-from extensor_cuda.kernels import gemm as placed
-from extensor_cuda.kernels.block_scales import Stored, block_scales
-from extensor_cuda.kernels.gemm import (
+from extensor_cuda.kernels.gemm import gemm_sm90 as placed
+from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
+from extensor_cuda.kernels.gemm.config import ACTIVATIONS
+from extensor_cuda.kernels.gemm.gemm_sm90 import (
     LINES,
     Config,
     Flags,
@@ -22,7 +22,7 @@ from extensor_cuda.kernels.gemm import (
     gemm,
     gemm_source,
 )
-from extensor_cuda.kernels.gemm_program import ACTIVATIONS
+from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.fields import check_fields
 from tests.unit.cuda.places import PLACES, place
@@ -46,7 +46,7 @@ DTYPES = {"e5m2": ml_dtypes.float8_e5m2, "e4m3": ml_dtypes.float8_e4m3fn}
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("config", COMPILED, ids=lambda c: f"{c.a}-{c.tile_n}-{c.promote}")
 def test_no_gemm_spills_or_serialises(config: Config) -> None:
-    code, log = jit.compile_cubin(gemm_source(config), "sm_90a")
+    code, log = compile_cubin(gemm_source(config), "sm_90a")
     assert "warning" not in log.lower() and "C75" not in log, log
     assert all(numbers["stack"] == 0 for numbers in properties(code).values())
 

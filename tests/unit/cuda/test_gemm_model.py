@@ -13,10 +13,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from extensor_cuda.gemm_model import accumulate, promoted
 
 from extensor_cuda import dense, near, scaled
-from extensor_cuda.gemm_model import accumulate, promoted
-from extensor_cuda.kernels.gemm import LINES, Config, Split, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.gemm_sm90 import LINES, Config, Split, configure, empty_rows, gemm
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.places import PLACES, place
 

@@ -14,10 +14,13 @@ import pytest
 
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import jit, operands
-from extensor_cuda.kernels import attention, decode_hopper, optimizer
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.gemm import configure, gemm_source
+from extensor_cuda import operands
+from extensor_cuda.kernels.attention import attention
+from extensor_cuda.kernels.gemm.gemm_sm90 import configure, gemm_source
+from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.weight_only import w4w8a16_sm90_wgmma
+from extensor_cuda.runtime.compile import Source, compile_cubin
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 
@@ -35,15 +38,15 @@ def disassembler(nvrtc: None) -> str:
     pytest.skip("nvdisasm is not installed; pip install nvidia-cuda-nvdisasm")
 
 
-def listing(source: jit.Source, disassembler: str, folder: Path) -> str:
+def listing(source: Source, disassembler: str, folder: Path) -> str:
     """A program in Hopper's instructions."""
     path = folder / "code.cubin"
-    path.write_bytes(jit.compile_cubin(source, "sm_90a")[0])
+    path.write_bytes(compile_cubin(source, "sm_90a")[0])
     done = subprocess.run([disassembler, str(path)], check=True, capture_output=True, text=True)
     return re.sub(r"/\*[0-9a-f]+\*/", "", done.stdout)
 
 
-def instructions(source: jit.Source, disassembler: str, folder: Path) -> Counter[str]:
+def instructions(source: Source, disassembler: str, folder: Path) -> Counter[str]:
     """How often each instruction of Hopper stands in a program."""
     text = listing(source, disassembler, folder)
     return Counter(re.findall(r"^\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\b", text, re.MULTILINE))
@@ -195,8 +198,8 @@ def test_decoded_weights_stay_until_they_are_multiplied(
     spec: QuantSpec, tokens: int, disassembler: str, tmp_path: Path
 ) -> None:
     w = reference.quantize(np.ones((64, 512), np.float32), spec.resolve(2))[0]
-    made = decode_hopper.cut(*w.shape, tokens, "bfloat16", spec.row.element.bits)
-    source = decode_hopper.decode_source(w, tokens, "bfloat16", "bfloat16", made)
+    made = w4w8a16_sm90_wgmma.cut(*w.shape, tokens, "bfloat16", spec.row.element.bits)
+    source = w4w8a16_sm90_wgmma.decode_source(w, tokens, "bfloat16", "bfloat16", made)
     text = listing(source, disassembler, tmp_path)
     # E2M1's at once, and for large scales
     assert text.count("HGMMA") == (8 if spec.format.startswith("int") else 16)

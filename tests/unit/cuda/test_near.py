@@ -13,11 +13,11 @@ from extensor.backends import registry
 from extensor.backends.generic import GenericBackend
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
-from extensor.quant.near import near_exact
+from extensor.quant.rebase import rebased_values
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import dense, expansion, gemm, near, operands
-from extensor_cuda.kernels.gemm import LINES, configure, gemm_source
+from extensor_cuda.kernels.gemm.gemm_sm90 import LINES, configure, gemm_source
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda import hopper
 from tests.unit.cuda.places import PLACES, place
@@ -60,7 +60,7 @@ def test_no_gemm_of_it_spills(n: int) -> None:
 @pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
 def test_no_kernel_of_squares_spills(rounding: str, dtype: str) -> None:
     for spec in SQUARES:
-        spec = spec.replace(near=True, rounding=rounding).resolve(2)
+        spec = spec.replace(rebased=True, rounding=rounding).resolve(2)
         for along, down in ((True, True), (True, False), (False, True)):
             source = operands.operand_source(spec, dtype, along, down, False)
             check_compiles(source, "sm_90a")
@@ -109,7 +109,7 @@ def bits_of(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def check_operand(q: QuantArray, xp: Any) -> None:
-    want = near_exact(q)
+    want = rebased_values(q)
     got, inexact = near.near(sent(q, xp), xp)
     kind = q.spec.row.element.name
     assert got.kind == kind and got.codes.strides[0] % 16 == 0 and got.exponent is not None
@@ -138,7 +138,7 @@ def test_every_code_under_every_shift(xp: Any, spec: QuantSpec) -> None:
     q.scales[:, 0] = 200
     q.scales[:, 1:] = (200 - shifts)[:, None]
     check_operand(q, xp)
-    want = near_exact(q)
+    want = rebased_values(q)
     assert want.changed[0] == 0 and want.flushed[-1] > 240
 
 
@@ -146,7 +146,7 @@ def test_nan_blocks_and_rows_without_a_number(xp: Any) -> None:
     q = made((4, 96), E4M3)
     q.scales[2, 1], q.scales[3] = 255, 255
     check_operand(q, xp)
-    want = near_exact(q)
+    want = rebased_values(q)
     assert np.isnan(want.values[2, 32:64]).all() and np.isnan(want.values[3]).all()
     assert list(want.exponents[[0, 3]]) == [0, 0]
 
@@ -154,7 +154,7 @@ def test_nan_blocks_and_rows_without_a_number(xp: Any) -> None:
 def test_the_reference_moves_values_by_half_a_least_number_at_most() -> None:
     for spec, step in ((E4M3, 2.0**-9), (E5M2, 2.0**-16)):
         q = made((50, 640), spec, 12)
-        got = near_exact(q)
+        got = rebased_values(q)
         stored = reference.dequantize(q, np).astype(np.float64)
         exact = np.ldexp(stored, -got.exponents[:, None])
         off = np.abs(got.values - exact)
@@ -168,7 +168,7 @@ def test_what_the_reference_does_not_cover_is_named() -> None:
     x = np.ones((4, 64), dtype=np.float32)
     for spec, words in ((QuantSpec("mxfp4", axis=1), "MXFP8"), (E4M3.replace(axis=0), "axis 0")):
         with pytest.raises(ValueError, match=words):
-            near_exact(reference.quantize(x, spec.resolve(2))[0])
+            rebased_values(reference.quantize(x, spec.resolve(2))[0])
 
 
 def matrix(shape: tuple[int, int], dtype: str, odd: bool = True) -> np.ndarray:
@@ -186,13 +186,13 @@ def matrix(shape: tuple[int, int], dtype: str, odd: bool = True) -> np.ndarray:
 
 
 def squares_of(x: np.ndarray, spec: QuantSpec) -> Any:
-    """The definition, in float64, of what a spec with ``near`` gives along rows or columns."""
-    along = spec.replace(near=False, axis=1)
+    """The definition, in float64, of what a spec with ``rebased`` gives along rows or columns."""
+    along = spec.replace(rebased=False, axis=1)
     q, stats = reference.quantize(np.ascontiguousarray(x if spec.axis else x.T), along)
-    held = near_exact(q, squares=True)
+    held = rebased_values(q, tiles=True)
     exponents = held.exponents.repeat(128, axis=1)[:, : q.shape[1]]
     changed, gone = int(held.changed.sum()), int(held.flushed.sum())
-    stats = replace(stats, changed=changed, flushed=stats.flushed + gone)
+    stats = replace(stats, rebase_changed=changed, flushed=stats.flushed + gone)
     return np.ldexp(held.values, exponents), stats
 
 
@@ -204,12 +204,12 @@ SQUARE_SHAPES = ((1, 16), (130, 136), (256, 128), (200, 392))
 def test_the_cpu_settles_squares_as_defined(shape: tuple[int, int], spec: QuantSpec) -> None:
     x, cpu = matrix(shape, "float32"), registry.get("cpu")
     for axis in (0, 1):
-        each = spec.replace(near=True, axis=axis).resolve(2)
+        each = spec.replace(rebased=True, axis=axis).resolve(2)
         want, stats = squares_of(x, each)
         want = want if axis else want.T
         for backend in (GenericBackend("generic", np), cpu):
             q, counted = backend.quantize(x, each)
-            values, same = backend.operand(x, each)
+            values, same = backend.fake_quantize(x, each)
             assert counted == same == stats
             np.testing.assert_array_equal(values, want)
             np.testing.assert_array_equal(backend.dequantize(q), want)
@@ -220,7 +220,7 @@ def test_the_cpu_settles_squares_as_defined(shape: tuple[int, int], spec: QuantS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("spec", SQUARES, ids=name)
 def test_squares_are_the_references(xp: Any, spec: QuantSpec, dtype: str, odd: bool) -> None:
-    specs = [spec.replace(near=True, axis=axis).resolve(2) for axis in (1, 0)]
+    specs = [spec.replace(rebased=True, axis=axis).resolve(2) for axis in (1, 0)]
     for shape in SQUARE_SHAPES:
         x = matrix(shape, dtype, odd)
         there = xp.asarray(x)
@@ -240,12 +240,12 @@ def test_squares_are_the_references(xp: Any, spec: QuantSpec, dtype: str, odd: b
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_squares_rounded_by_chance_are_the_cpus(xp: Any, dtype: str) -> None:
     x = matrix((130, 136), dtype)
-    spec = SQUARES[0].replace(near=True, rounding="stochastic")
+    spec = SQUARES[0].replace(rebased=True, rounding="stochastic")
     specs = [spec.replace(axis=axis).resolve(2) for axis in (1, 0)]
     streams = [Stream(1, 2, 3, i, bool(i)) for i in (0, 1)]
     pair = operands.make(xp.asarray(x), specs, streams, xp)
     for i, (operand, counts) in enumerate(pair):
-        want, stats = registry.get("cpu").operand(x, specs[i], streams[i])
+        want, stats = registry.get("cpu").fake_quantize(x, specs[i], streams[i])
         assert isinstance(operand, near.Square) and counts() == stats
         np.testing.assert_array_equal(operand.values(xp).get(), want.T if i else want)
 
@@ -255,11 +255,11 @@ def test_small_operands_of_squares_are_the_cpus(cuda: Any, shape: tuple[int, ...
     x, cpu = np.random.default_rng(0).standard_normal(shape).astype(np.float32), registry.get("cpu")
     x = x * np.exp2(np.arange(-20, 20)).astype(np.float32).repeat(2)[: shape[-1]]
     for axis in (-1, -2):
-        spec = SQUARES[0].replace(near=True, axis=axis).resolve(len(shape))
-        values, counts = cuda.operand(cuda.xp.asarray(x), spec)
-        want, stats = cpu.operand(x, spec)
+        spec = SQUARES[0].replace(rebased=True, axis=axis).resolve(len(shape))
+        values, counts = cuda.fake_quantize(cuda.xp.asarray(x), spec)
+        want, stats = cpu.fake_quantize(x, spec)
         np.testing.assert_array_equal(values.get(), want)
-        assert counts() == stats and stats.changed > 0
+        assert counts() == stats and stats.rebase_changed > 0
 
 
 @pytest.mark.parametrize("out", ["float32", "bfloat16"])
@@ -272,7 +272,7 @@ def test_products_of_squares_are_within_the_bound(
     monkeypatch.setattr(near, "configure", lambda *a, **b: replace(configure(*a, **b), **chosen))
     values, sides = [], []
     for rows, spec in ((m, SQUARES[0]), (n, SQUARES[1])):
-        x, each = matrix((rows, k), "float32", False), spec.replace(near=True).resolve(2)
+        x, each = matrix((rows, k), "float32", False), spec.replace(rebased=True).resolve(2)
         sides.append(operands.make(xp.asarray(x), [each], [None], xp)[0][0])
         values.append(squares_of(x, each)[0])
     bias = np.random.default_rng(0).standard_normal(n).astype(np.float32)
@@ -306,7 +306,7 @@ def test_products_are_within_the_bound(xp: Any, pair: tuple[QuantSpec, ...], out
             values.append(stored)
             off.append(np.zeros_like(stored))
             continue
-        held = near_exact(q)
+        held = rebased_values(q)
         assert inexact.shares() == held.shares and 0 < held.shares[0] < 0.2
         values.append(np.ldexp(held.values, held.exponents[:, None]))
         off.append(np.ldexp(np.full(q.shape, held_step(q)), held.exponents[:, None]))

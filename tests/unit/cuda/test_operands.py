@@ -17,8 +17,9 @@ from extensor.ops.quantized import layer_context
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
-from extensor_cuda import jit, operands
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda import operands
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda.test_compile import properties
 
 SHAPES = ((256, 256), (200, 328), (1, 40), (32, 8), (129, 136), (67, 1000))
@@ -53,7 +54,7 @@ def test_the_kernels_compile_without_spills(rounding: str, dtype: str) -> None:
         ]
         sources += many
     for source in sources:
-        code, log = jit.compile_cubin(source, "sm_90a")
+        code, log = compile_cubin(source, "sm_90a")
         assert "warning" not in log, log
         for numbers in properties(code).values():
             assert numbers["stack"] == 0, f"{source.macros}: {numbers}"
@@ -97,7 +98,7 @@ codes_of(const u32* x, const Scale* scale, const u32* words, u32* codes, int cou
         survey.add(pair);
         bool far = false;
         for (int h = 0; h < 32; h += 16)
-            far |= float_of(survey.largest >> h << 16) * scale->apply >= float_of(CLAMP_BITS);
+            far |= float_of(survey.largest >> h << 16) * scale->apply >= float_of(CODEC_CLAMP_BITS);
         codes[i] = needs_care(far, survey.least, *scale, *scale)
                        ? four_codes<true>(v, scale->apply, w)
                        : four_codes<false>(v, scale->apply, w);
@@ -195,7 +196,7 @@ def test_rows_and_columns_are_the_references_bit_for_bit(
     pair = operands.make(there, specs, streams, hopper.xp)
     for i, both in enumerate(pair):
         (single,) = operands.make(there, [specs[i]], [streams[i]], hopper.xp)
-        want, stats = cpu.operand(x, specs[i], streams[i])
+        want, stats = cpu.fake_quantize(x, specs[i], streams[i])
         want = want if i == 0 else want.T
         set_flag = hopper.xp.asarray(1, dtype=np.uint32)
         for made in (both, single):
@@ -242,7 +243,7 @@ def test_other_formats_are_the_references_as_bfloat16(
     streams = [Stream(1, 2, 3, i, bool(i)) if rounding == "stochastic" else None for i in (0, 1)]
     made = operands.make(hopper.xp.asarray(x), specs, streams, hopper.xp)
     for i, (operand, counts) in enumerate(made):
-        want, stats = cpu.operand(x, specs[i], streams[i])
+        want, stats = cpu.fake_quantize(x, specs[i], streams[i])
         got = np.ascontiguousarray(operand.bits.get()).view(ml_dtypes.bfloat16)
         np.testing.assert_array_equal(got.astype(np.float32), want if i == 0 else want.T)
         assert counts() == stats
@@ -276,7 +277,7 @@ def test_the_window_follows_the_tensor_one_step_behind(hopper: Any) -> None:
             ((made, _),) = operands.make(there, [spec], [None], hopper.xp, memory)
             assert bool(int(made.flag)) == (bool(beyond) and axis == 1), (power, axis)
             if not int(made.flag):
-                want = registry.get("cpu").operand(there.get(), spec)[0]
+                want = registry.get("cpu").fake_quantize(there.get(), spec)[0]
                 np.testing.assert_array_equal(values_of(made), want if axis else want.T)
 
 
@@ -292,7 +293,7 @@ def test_products_are_within_the_bound_in_and_out_of_the_window(
         x[rows // 2] *= 2.0**-spread
         x = x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
         sides.append(operands.make(hopper.xp.asarray(x), [spec_of(1)], [None], hopper.xp)[0][0])
-        values.append(registry.get("cpu").operand(x, spec_of(1))[0].astype(np.float64))
+        values.append(registry.get("cpu").fake_quantize(x, spec_of(1))[0].astype(np.float64))
     falls = hopper.xp.zeros((), dtype=np.uint32)
     got = operands.multiply(*sides, dtype, hopper.xp, falls).get().astype(np.float64)
     assert int(falls) == (spread > 28)

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from extensor_cuda.weights import DECODED, EXPANDED
 
 from extensor.quant.array import tile_extent
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import bf16, decoded, dense, expansion
 from extensor_cuda import weights as packed
-from extensor_cuda.kernels.gemm import Split, configure, gemm, gemm_source
-from extensor_cuda.weights import DECODED, EXPANDED
+from extensor_cuda.kernels.gemm.gemm_sm90 import Split, configure, gemm, gemm_source
 from tests.product_cases import exact
 from tests.unit.cuda import decoding
 from tests.unit.cuda import emulator as emulation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,11 @@ from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import decode, dense, expansion, gemm, grouped, weights
 from extensor_cuda.backend import CudaBackend
-from extensor_cuda.kernels import decode_few, decode_hopper, decode_ring
+from extensor_cuda.kernels.weight_only import (
+    w4a16_sm90_resident,
+    w4a16_sm90_ring,
+    w4w8a16_sm90_wgmma,
+)
 from tests.product_cases import exact
 from tests.unit.cuda.decoding import sent
 from tests.unit.cuda.places import PLACES, place
@@ -31,8 +36,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     xp = place(
         request,
         monkeypatch,
-        [decode, decode_few, dense, expansion],
-        products=[decode_ring, decode_hopper],
+        [decode, w4a16_sm90_resident, dense, expansion],
+        products=[w4a16_sm90_ring, w4w8a16_sm90_wgmma],
     )
     if request.param == "on a GPU":
         made = registry.get("cuda")
@@ -87,7 +92,7 @@ def test_activations_reach_the_kernels_in_their_own_dtype(
     y = et.linear(x, weight)
     way = weights.DECODED if rows <= 21 or (dtype == "bfloat16" and rows <= 64) else None
     assert seen == [(dtype, (rows, K), "float32", way or weights.EXPANDED)]
-    assert backend.path("weight_matmul", x.data.reshape(rows, K), on_gpu) == seen[0][3]
+    assert backend.path("weight_only_matmul", x.data.reshape(rows, K), on_gpu) == seen[0][3]
     check(y.data, x.to("cpu").to("float64").numpy(), exact(w), BF16)
 
 
@@ -119,12 +124,12 @@ def test_a_batch_is_one_launch(
     lead: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CudaBackend, "block_matmul", None)  # one after the other
+    monkeypatch.setattr(CudaBackend, "_product", None)  # one after the other
     a, b = pair(name, tile, (*lead, 20, K), (*lead, 33, K))
     left, right = (wrap(sent(q, backend.xp), backend) for q in (a, b))
     y = left @ right.swapaxes(-1, -2)
     flat = [views.reshape(sent(q, backend.xp), (int(np.prod(lead)), *q.shape[-2:])) for q in (a, b)]
-    assert backend.path("block_matmul_batch", *flat) == way
+    assert backend.path("block_scaled_matmul", *flat) == way
     check(y.data, decoded(a), decoded(b), FP8 if way.startswith("FP8") else BF16)
 
 
@@ -149,12 +154,14 @@ def test_what_is_no_single_launch_is_one_product_after_the_other(
 
     def each(self: Any, one: QuantArray, other: QuantArray) -> Any:
         seen.append((one.shape, other.shape))
-        return backend.xp.asarray((host(one) @ host(other).T).astype(np.float32))
+        return SimpleNamespace(
+            out=backend.xp.asarray((host(one) @ host(other).T).astype(np.float32))
+        )
 
-    monkeypatch.setattr(CudaBackend, "block_matmul", each)
-    path = backend.path("block_matmul_batch", left, right)
+    monkeypatch.setattr(CudaBackend, "_product", each)
+    path = backend.path("block_scaled_matmul", left, right)
     assert path.startswith("one after the other: ") and why in path
-    got = backend.block_matmul_batch(left, right)
+    got = backend.block_scaled_matmul(left, right)
     assert seen == [((20, K), (33, K))] * 3
     check(got, decoded(a), decoded(b), BF16)
 

@@ -14,10 +14,10 @@ from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import dense, expansion, near
 from extensor_cuda import gemm as products
-from extensor_cuda.kernels import requantize
-from extensor_cuda.kernels.gemm import Config, empty_rows, gemm, gemm_source
-from extensor_cuda.kernels.gemm_program import configure, quantizes
-from extensor_cuda.kernels.requantize import requantized
+from extensor_cuda.kernels.gemm import requantize
+from extensor_cuda.kernels.gemm.config import configure, quantizes
+from extensor_cuda.kernels.gemm.gemm_sm90 import Config, empty_rows, gemm, gemm_source
+from extensor_cuda.kernels.gemm.requantize import requantized
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.places import PLACES, place

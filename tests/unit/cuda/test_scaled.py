@@ -16,8 +16,8 @@ from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import gemm
-from extensor_cuda.kernels import gemm as placed
-from extensor_cuda.kernels.gemm import Config, gemm_source
+from extensor_cuda.kernels.gemm import gemm_sm90 as placed
+from extensor_cuda.kernels.gemm.gemm_sm90 import Config, gemm_source
 from tests.product_cases import exact
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
@@ -182,7 +182,7 @@ def test_mxfp4_as_integers_is_the_cpus_product_bit_for_bit(xp: Any, block: int) 
     done = gemm.matmul(sent(a, xp), sent(b, xp), xp, accumulate="exact")
     assert isinstance(done, gemm.Product) and done.path == "int8 tensor cores"
     got = done.out.get()
-    np.testing.assert_array_equal(got, registry.get("cpu").block_matmul(a, b))
+    np.testing.assert_array_equal(got, registry.get("cpu").block_scaled_matmul(a, b))
     np.testing.assert_array_equal(got, (exact(a) @ exact(b).T).astype(np.float32))
 
 

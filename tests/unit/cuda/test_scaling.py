@@ -12,7 +12,7 @@ from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda import scaling
-from extensor_cuda.kernels import float_lines, float_panels
+from extensor_cuda.kernels.quantize import float_scaled_columnwise, float_scaled_rowwise
 from tests.unit.cuda import emulator
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
@@ -48,7 +48,7 @@ def test_no_kernel_spills(spec: QuantSpec) -> None:
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = [scaling, float_lines, float_panels]
+    made = [scaling, float_scaled_rowwise, float_scaled_columnwise]
     return place(request, monkeypatch, [], hopper=False, quantizing=made)
 
 

@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from extensor_cuda.tune import NEVER, Timing, crossovers, curve, measure, of_bf16, together
 
 from extensor.backends import registry
-from extensor.ops import operands
+from extensor.ops import recipe_operands
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import expanded, tune, tuned
-from extensor_cuda.tune import NEVER, Timing, crossovers, curve, measure, of_bf16, together
 
 
 def timings(ratios: dict[int, float], way: str = "scaled") -> list[Timing]:
@@ -73,21 +73,21 @@ def test_works_are_products_with_kernels_with_cupy_and_in_bfloat16(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend: Any = registry.get("cpu")
-    operand_product, made = backend.operand_product, []
+    multiply, made = backend.product, []
 
     def product(a: Any, b: Any, dtype: str) -> Any:
         made.append((list(tuned._asked), np.array(a), np.array(b), dtype))
-        return operand_product(a, b, dtype)
+        return multiply(a, b, dtype)
 
     works: list[int] = []
-    slots_of = operands.of_products
+    slots_of = recipe_operands.make_operands
 
-    def of_products(*args: Any) -> Any:
+    def make_operands(*args: Any) -> Any:
         works.append(args[4][2])
         return slots_of(*args)
 
-    monkeypatch.setattr(backend, "operand_product", product, raising=False)
-    monkeypatch.setattr(operands, "of_products", of_products)
+    monkeypatch.setattr(backend, "product", product, raising=False)
+    monkeypatch.setattr(recipe_operands, "make_operands", make_operands)
     outs = [work() for work in tune._works(backend)(way, 32)]
     count = together(32)
     wanted = [[1], []] if way == "dense" else [[1], [], [1]]
@@ -222,17 +222,17 @@ def test_transforms_are_measured_against_the_same_recipe_without_them() -> None:
 def counting(into: list[Any]) -> Iterator[None]:
     """The specs of what is quantized within it."""
     specs: list[QuantSpec] = []
-    placed = operands.placed
+    placed = recipe_operands.slot_spec
 
     def noted(*args: Any) -> Any:
         specs.append(args[2])
         return placed(*args)
 
-    operands.placed = noted
+    recipe_operands.slot_spec = noted
     try:
         yield
     finally:
-        operands.placed = placed
+        recipe_operands.slot_spec = placed
     into.append(specs)
 
 

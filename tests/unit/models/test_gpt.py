@@ -64,19 +64,19 @@ def test_a_token_does_not_see_what_follows() -> None:
     assert (a[:, 5:] != b[:, 5:]).any()
 
 
-@pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4", "mxfp4_first", "mxfp8", "mxfp4_all"])
+@pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4", "mxfp4_last_bf16", "mxfp8", "mxfp4_all"])
 def test_roles(recipe: str) -> None:
     """Head in bf16 except under `all`; first and last are counted without it."""
     model = small()
     state = nn.apply_recipe(model, recipe)
-    dense = {path for path, layer in state.layers.items() if layer.layer.fprop.dense}
+    dense = {path for path, layer in state.layers.items() if layer.layer.fprop.unquantized}
     first, last = "blocks.0.attention.qkv", "blocks.1.feed_forward.down"
     assert (
         dense
         == {
             "mxfp4": {first, last, "head"},
             "nvfp4": {first, last, "head"},
-            "mxfp4_first": {last, "head"},
+            "mxfp4_last_bf16": {last, "head"},
             "mxfp8": {"head"},
             "mxfp4_all": set(),
         }[recipe]

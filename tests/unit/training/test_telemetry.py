@@ -88,7 +88,8 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "least"), [("mxfp4_all", 0.3), ("mxfp8_nvidia", 5), ("mxfp8_near", 5), ("fp32", 0)]
+    ("recipe", "least"),
+    [("mxfp4_all", 0.3), ("mxfp8_nvidia", 5), ("mxfp8_rebased", 5), ("fp32", 0)],
 )
 def test_a_watched_run_is_the_same_run(
     small: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, least: float
@@ -110,7 +111,7 @@ def test_a_watched_run_is_the_same_run(
         # gradient, also in MXFP8. Without rounding there is none.
         assert ratio is None if recipe == "fp32" else ratio > least
         slots = [slot for layer in row["layers"].values() for slot in layer["slots"].values()]
-        assert all(("changed" in slot) == (recipe == "mxfp8_near") for slot in slots)
+        assert all(("rebase_changed" in slot) == (recipe == "mxfp8_rebased") for slot in slots)
 
 
 def test_shares_are_since_the_last_record(small: Make, tmp_path: Path) -> None:
