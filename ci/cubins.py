@@ -34,19 +34,21 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILERS = "extensor_cuda.runtime.compile", "extensor_cuda.jit"
 """Modules that may hold `compile_cubin`; the first that exists is used."""
 Compile = Callable[[Any, str], tuple[bytes, str]]
+_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\w+|[^\w\s]')
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _USED = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores")
 
 
 def preprocessed(source: Any) -> str:
-    """The program without comments and macros, one space between tokens."""
+    """The program's tokens, without comments and macros."""
     macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
     command = ("c++", "-E", "-P", "-x", "c++", "-D__CUDA_ARCH__=900", "-")
     done = subprocess.run(
         command, input=macros + source.text, capture_output=True, text=True, check=True
     )
-    return " ".join(done.stdout.split())
+    text = re.sub(r'"\s+"', "", done.stdout)  # adjacent string literals are one
+    return " ".join(_TOKEN.findall(text))
 
 
 def figures(log: str) -> dict[str, list[int]]:

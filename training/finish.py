@@ -19,6 +19,7 @@ from extensor.nn import apply_recipe
 from training.callbacks import RunView
 from training.callbacks.progress import percent
 from training.rundir import BEST, LAST, METRICS, RESULT
+from training.tables import known_mean
 
 __all__ = ["health_of", "peak_rss_mb", "result_of", "show_end"]
 
@@ -69,8 +70,8 @@ def result_of(run: RunView) -> dict[str, Any]:
         "epochs": len(history),
         "steps": run.position.step,
         "skipped_steps": run.position.skipped,
-        "saturated": _mean([e.saturated for e in history]),
-        "flushed": _mean([e.flushed for e in history]),
+        "saturated": known_mean([e.saturated for e in history]),
+        "flushed": known_mean([e.flushed for e in history]),
         "seconds": run.position.seconds,
         "seconds_per_epoch": statistics.fmean(seconds),
         "unit": task.unit,
@@ -93,11 +94,6 @@ def health_of(run: RunView) -> tuple[SlotHealth, ...]:
     """What quantizing did to each operand of each layer since the epoch began."""
     switched = {(row.layer, row.slot) for row in run.scaler.report().slots if row.switched}
     return slot_health(run.quant, switched)
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
 
 
 def _version(name: str) -> str:

@@ -22,7 +22,7 @@ from training.rundir import LAST, UsageError
 from training.runs import RUNS
 from training.text.tokenizers import Tokenizer, TokenizerError, from_state
 
-__all__ = ["GenerateArgs", "choose", "go_on", "load_language_model", "write"]
+__all__ = ["Draw", "GenerateArgs", "choose", "go_on", "load_language_model", "write"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +128,16 @@ def choose(scores: np.ndarray, temperature: float, top_k: int, rng: np.random.Ge
     return int(best[np.searchsorted(sums, rng.random() * sums[-1], side="right")])
 
 
+@dataclass(frozen=True)
+class Draw:
+    """How many tokens to draw, and how; `choose` explains."""
+
+    count: int
+    temperature: float
+    top_k: int
+    seed: int
+
+
 def write(args: GenerateArgs) -> str:
     """The text that follows the prompt.
 
@@ -140,30 +150,22 @@ def write(args: GenerateArgs) -> str:
         tokens: list[Any] = tokenizer.encode(args.prompt).tolist()
     except TokenizerError as error:
         raise UsageError(f"--prompt: {error}") from error
-    rng = np.random.default_rng(args.seed)
-    new = go_on(model, tokens, context, args.tokens, args.temperature, args.top_k, rng)
-    return tokenizer.decode(new)
+    draw = Draw(args.tokens, args.temperature, args.top_k, args.seed)
+    return tokenizer.decode(go_on(model, tokens, context, draw))
 
 
 def go_on(
-    model: Module,
-    tokens: list[int],
-    context: int,
-    count: int,
-    temperature: float,
-    top_k: int,
-    rng: np.random.Generator,
-    device: str = "cpu",
+    model: Module, tokens: list[int], context: int, draw: Draw, device: str = "cpu"
 ) -> list[int]:
-    """The ``count`` tokens that a model draws after others; `choose` says how.
+    """The tokens that a model draws after others.
 
     Raises:
         UsageError: if the model's scores are not finite.
     """
-    tokens, start = list(tokens), len(tokens)
+    tokens, start, rng = list(tokens), len(tokens), np.random.default_rng(draw.seed)
     with no_grad():
-        for _ in range(count):
+        for _ in range(draw.count):
             seen = ExTensor.from_numpy(np.array([tokens[-context:]], np.int64)).to(device)
             scores = model(seen).to("cpu").numpy()[0, -1]
-            tokens.append(choose(scores, temperature, top_k, rng))
+            tokens.append(choose(scores, draw.temperature, draw.top_k, rng))
     return tokens[start:]

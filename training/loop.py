@@ -83,8 +83,12 @@ class Trainer:
         )
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(config, self.batches)
-        fixed = {} if config.loss_scale == "dynamic" else {"init_scale": 1.0, "growth_factor": 1.0}
-        self.scaler = MXGradScaler(self.quant, **fixed)
+        dynamic = config.loss_scale == "dynamic"
+        self.scaler = MXGradScaler(
+            self.quant,
+            init_scale=65536.0 if dynamic else 1.0,
+            growth_factor=2.0 if dynamic else 1.0,
+        )
         self.graph = graph
         self._compute = capture(self._device_step) if graph else self._device_step
         self._batch: Batch | None = None
@@ -224,7 +228,7 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         position = self.position
-        self.health = health_of(self)
+        self.health, shares = health_of(self), self._shares()  # evaluation would count, too
         self.scores = scores = self.evaluate()
         held = self.evaluate("validation") if self.task.validates else None
         report = EpochReport(
@@ -245,7 +249,7 @@ class Trainer:
             per_second=position.per_second,
             waited=position.epoch_waited / max(position.epoch_seconds, 1e-9),
             skipped_steps=position.skipped,
-            **self._shares(),
+            **shares,
         )
         self.history.append(report)
         self._observe(report)

@@ -8,8 +8,8 @@ step (which way MXFP4 took there, and how far the scales of each tensor range); 
 multiply its MXFP4 rounding. bfloat16 results. CUDA events around four calls, the contestants taking
 turns in one process, medians over the rounds, up to three inputs in turn. "mxfp4 storage" is
 `extensor_cuda.matmul.stored.matmul` whole, from packed codes and scales, with its flag read on the
-host. Needs a Hopper GPU, torch and the extra ``cuda13``; writes GPU, versions and command beside the
-figures.
+host. Needs a Hopper GPU, torch and the extra ``cuda13``; writes GPU, versions and command beside
+the figures.
 
 --shapes gpt30m: x w^T, g w and g^T x of the layers of a GPT of 30 million parameters on 16,384
 tokens, of bfloat16 arrays as they lie, against torch's; and what stands beside them in a step:

@@ -34,6 +34,7 @@ from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 from extensor_cuda.matmul import tuned
 from extensor_cuda.matmul.prepare import FUSED
+from extensor_cuda.matmul.product import product
 
 RECIPES = ["mxfp4", "mxfp8_nvidia", "bf16"]
 SIZES = ["8192x8192x8192", "16384x4096x4096", "4096x4096x4096"]
@@ -89,8 +90,10 @@ def contestants(theirs: list[list[Any]], backend: Any, recipes: list[str]) -> di
         return both, FUSED.run(g, noisy, streams, xp, memories[2])
 
     x, w, g = ours[0]
-    made: list[Any] = [FUSED.run(a, [s], [None], xp)[0][0] for a in (x, w) for s in (rows, columns)]
-    pair: list[Any] = [operand for operand, _ in FUSED.run(g, noisy, streams, xp)]
+    made: list[Any] = [
+        FUSED.run(a, [s], [None], xp, None)[0][0] for a in (x, w) for s in (rows, columns)
+    ]
+    pair: list[Any] = [operand for operand, _ in FUSED.run(g, noisy, streams, xp, None)]
 
     def products(turn: int) -> Any:
         sides = ((made[0], made[2]), (pair[0], made[3]), (pair[1], made[1]))

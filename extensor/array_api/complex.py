@@ -9,8 +9,9 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import NO_TENSOR, tensors_only
+from extensor.ops.arguments import tensors_only
 from extensor.ops.arithmetic import clone
+from extensor.ops.declare import NO_TENSOR
 
 __all__ = ["conj", "imag", "real"]
 

@@ -11,10 +11,7 @@ from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import DTypeLike
-from extensor.ops.arguments import (
-    axis_index,
-    tensors_only,
-)
+from extensor.ops.arguments import axis_index, tensors_only
 from extensor.ops.arithmetic import subtract
 from extensor.ops.reduce import cumsum, in_dtype
 from extensor.ops.shape import concatenate, stack

@@ -9,15 +9,9 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import (
-    BAD_BROADCAST,
-    NO_TENSOR,
-    Operand,
-    pair,
-    tensors_only,
-    unary_samples,
-)
+from extensor.ops.arguments import Operand, as_tensors, tensors_only
 from extensor.ops.arithmetic import clone, power, where
+from extensor.ops.declare import BAD_BROADCAST, NO_TENSOR, unary_samples
 
 __all__ = [
     "bitwise_left_shift",
@@ -47,7 +41,7 @@ def _shift(name: str) -> Any:
 
 
 def _shifted(name: str, a: Any, b: Any) -> ExTensor:
-    operands = pair(name, a, b)
+    operands = as_tensors(name, a, b)
     for operand in operands:
         if not operand.dtype.is_integer:
             raise TypeError(f"{name}: wanted integers, got {operand.dtype.name}")
@@ -127,7 +121,7 @@ def copysign(x1: Operand, x2: Operand, /) -> ExTensor:
     Raises:
         TypeError: for operands that are not floats.
     """
-    return apply("copysign", *_floats("copysign", *pair("copysign", x1, x2)))
+    return apply("copysign", *_floats("copysign", *as_tensors("copysign", x1, x2)))
 
 
 @primitive(
@@ -144,4 +138,4 @@ def nextafter(x1: Operand, x2: Operand, /) -> ExTensor:
     Raises:
         TypeError: for operands that are not floats.
     """
-    return apply("nextafter", *_floats("nextafter", *pair("nextafter", x1, x2)))
+    return apply("nextafter", *_floats("nextafter", *as_tensors("nextafter", x1, x2)))

@@ -16,7 +16,7 @@ from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
 from extensor.backends import registry
 from extensor.dtypes import DTypeLike, as_dtype, float32
-from extensor.ops.arguments import axis_index, axis_tuple, tensors_only, without_rule
+from extensor.ops.arguments import axis_index, axis_tuple, non_differentiable_input, tensors_only
 from extensor.ops.shape import roll
 
 __all__ = [
@@ -36,7 +36,7 @@ def _input(name: str, x: ExTensor, norm: str) -> Any:
         raise ValueError(f"{name}: norm: wanted one of {', '.join(_NORMS)}, got {norm!r}")
     if x.dtype.is_complex and name in _FROM_REAL:
         raise TypeError(f"{name}: wanted real numbers, got {x.dtype.name}; use {_FROM_REAL[name]}")
-    return without_rule(name, x, "x.detach()")[0]
+    return non_differentiable_input(name, x, "x.detach()")[0]
 
 
 def _line(name: str, x: ExTensor, n: int | None, axis: int, norm: str) -> ExTensor:

@@ -6,10 +6,7 @@ import numpy as np
 
 from extensor.autograd.primitive import BadInput, Sample, composite
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import (
-    axis_index,
-    tensors_only,
-)
+from extensor.ops.arguments import axis_index, tensors_only
 from extensor.ops.indexing import gather
 from extensor.ops.shape import broadcast_to, concatenate, permute
 

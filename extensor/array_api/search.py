@@ -11,7 +11,7 @@ import numpy as np
 
 from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import Axis, Operand, axis_tuple, pair, tensors_only
+from extensor.ops.arguments import Axis, Operand, as_tensors, axis_tuple, tensors_only
 
 __all__ = [
     "count_nonzero", "isin", "nonzero", "searchsorted", "unique_all", "unique_counts",
@@ -119,7 +119,7 @@ def isin(x1: Operand, x2: Operand, /, *, invert: bool = False) -> ExTensor:
     Raises:
         TypeError: for blocked tensors, or two operands without a tensor.
     """
-    a, b = pair("isin", x1, x2)
+    a, b = as_tensors("isin", x1, x2)
     _dense("isin", a, b)
     return wrap(a.backend.xp.isin(a.data, b.data, invert=invert), a.backend)
 
@@ -132,7 +132,7 @@ def searchsorted(
     Raises:
         TypeError, ValueError: for blocked tensors, x1 that is no vector, or another side.
     """
-    a, b = pair("searchsorted", x1, x2)
+    a, b = as_tensors("searchsorted", x1, x2)
     _dense("searchsorted", a, b)
     if a.ndim != 1 or side not in ("left", "right"):
         raise ValueError(

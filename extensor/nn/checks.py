@@ -17,9 +17,9 @@ def check_size(name: str, value: object, least: int = 1) -> int:
         TypeError, ValueError: for anything else.
     """
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: wanted an int, got {value!r}")
+        raise TypeError(f"{name}: expected an int, got {value!r}")
     if value < least:
-        raise ValueError(f"{name}: wanted {least} or more, got {value}")
+        raise ValueError(f"{name}: expected {least} or more, got {value}")
     return value
 
 
@@ -31,7 +31,7 @@ def check_probability(name: str, value: object) -> float:
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value < 1.0:
         return float(value)
-    raise ValueError(f"{name}: wanted a number in [0, 1), got {value!r}")
+    raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
 
 
 def check_eps(layer: str, eps: float) -> float:
@@ -41,7 +41,7 @@ def check_eps(layer: str, eps: float) -> float:
         ValueError: for anything else.
     """
     if not 0.0 < eps < math.inf:
-        raise ValueError(f"{layer}: wanted eps above 0, got {eps!r}")
+        raise ValueError(f"{layer}: expected eps above 0, got {eps!r}")
     return eps
 
 
@@ -55,7 +55,7 @@ def check_images(layer: str, x: ExTensor, channels: int | None = None) -> None:
     tensors_only(layer, x)
     if x.ndim != 4 or channels not in (None, x.shape[1]):
         raise ValueError(
-            f"{layer}: wanted an input of shape (N, {channels or 'C'}, H, W), got {x.shape}"
+            f"{layer}: expected an input of shape (N, {channels or 'C'}, H, W), got {x.shape}"
         )
 
 
@@ -68,5 +68,5 @@ def check_last_axes(layer: str, x: ExTensor, *lengths: int) -> None:
     """
     tensors_only(layer, x)
     if x.shape[-len(lengths) :] != lengths:
-        wanted = ", ".join(map(str, lengths))
-        raise ValueError(f"{layer}: wanted an input of shape (..., {wanted}), got {x.shape}")
+        expected = ", ".join(map(str, lengths))
+        raise ValueError(f"{layer}: expected an input of shape (..., {expected}), got {x.shape}")

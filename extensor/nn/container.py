@@ -42,11 +42,11 @@ class Sequential(_Container):
     def __init__(self, *layers: Module, **named: Module) -> None:
         for name, layer in [*((str(i), layer) for i, layer in enumerate(layers)), *named.items()]:
             if not isinstance(layer, Module):
-                raise TypeError(f"Sequential: {name}: wanted a Module, got {layer!r:.80}")
+                raise TypeError(f"Sequential: {name}: expected a Module, got {layer!r:.80}")
             if name in vars(self):
                 raise ValueError(
-                    f"Sequential: wanted a name of its own for each layer, got two named {name!r}; "
-                    "layers without a name are numbered from 0"
+                    f"Sequential: expected a name of its own for each layer, got two named "
+                    f"{name!r}; layers without a name are numbered from 0"
                 )
             setattr(self, name, layer)
 
@@ -74,7 +74,7 @@ class ModuleList(_Container):
     def append(self, module: Module) -> None:
         """Add a module at the end."""
         if not isinstance(module, Module):
-            raise TypeError(f"ModuleList: wanted a Module, got {module!r:.80}")
+            raise TypeError(f"ModuleList: expected a Module, got {module!r:.80}")
         setattr(self, str(len(self)), module)
 
 
@@ -93,7 +93,7 @@ class Flatten(Module):
         tensors_only("Flatten", x)
         if x.ndim <= self.start:
             raise ValueError(
-                f"Flatten: wanted an input of more than {self.start} axes, got shape {x.shape}"
+                f"Flatten: expected an input of more than {self.start} axes, got shape {x.shape}"
             )
         return x.reshape((*x.shape[: self.start], math.prod(x.shape[self.start :])))
 

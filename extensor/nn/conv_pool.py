@@ -71,7 +71,7 @@ class Conv2d(GemmLayer):
         self.groups = check_size("groups", groups)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
-                f"groups: wanted a divisor of in_channels {in_channels} and out_channels "
+                f"groups: expected a divisor of in_channels {in_channels} and out_channels "
                 f"{out_channels}, got {groups}"
             )
         self.kernel_size = int_pair("Conv2d", "kernel_size", kernel_size, 1)

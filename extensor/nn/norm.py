@@ -42,7 +42,7 @@ class BatchNorm2d(Module):
     def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         self.channels = check_size("channels", channels)
         if not 0.0 <= momentum <= 1.0:
-            raise ValueError(f"BatchNorm2d: wanted momentum in [0, 1], got {momentum!r}")
+            raise ValueError(f"BatchNorm2d: expected momentum in [0, 1], got {momentum!r}")
         self.eps, self.momentum = check_eps("BatchNorm2d", eps), momentum
         self.weight = Parameter(np.ones(channels, np.float32))
         self.bias = Parameter(np.zeros(channels, np.float32))
@@ -56,7 +56,7 @@ class BatchNorm2d(Module):
             count = x.size // self.channels
             if count < 2:
                 raise ValueError(
-                    f"BatchNorm2d: wanted two values or more per channel in training, got shape "
+                    f"BatchNorm2d: expected two values or more per channel in training, got shape "
                     f"{x.shape}; use a larger batch, or eval()"
                 )
 
@@ -105,7 +105,7 @@ class LayerNorm(Module):
         lengths = shape if isinstance(shape, tuple) else (shape,)
         self.shape = tuple(check_size("shape", n) for n in lengths)
         if not self.shape:
-            raise ValueError(f"LayerNorm: wanted at least one axis, got {shape!r}")
+            raise ValueError(f"LayerNorm: expected at least one axis, got {shape!r}")
         self.eps = check_eps("LayerNorm", eps)
         self.weight = Parameter(np.ones(self.shape, np.float32))
         self.bias = Parameter(np.zeros(self.shape, np.float32)) if bias else None
@@ -186,7 +186,7 @@ class GroupNorm(Module):
         self.channels = check_size("channels", channels)
         if channels % groups:
             raise ValueError(
-                f"GroupNorm: wanted groups that divide channels, got {groups} and {channels}"
+                f"GroupNorm: expected groups that divide channels, got {groups} and {channels}"
             )
         self.eps = check_eps("GroupNorm", eps)
         self.weight = Parameter(np.ones(channels, np.float32))
@@ -198,7 +198,7 @@ class GroupNorm(Module):
         tensors_only(name, x)
         if x.ndim < 2 or x.shape[1] != self.channels:
             raise ValueError(
-                f"{name}: wanted an input of shape (N, {self.channels}, ...), got {x.shape}"
+                f"{name}: expected an input of shape (N, {self.channels}, ...), got {x.shape}"
             )
         grouped = x.reshape((x.shape[0], self.groups, math.prod(x.shape[1:]) // self.groups))
         centred = grouped - grouped.mean(axis=2, keepdims=True)

@@ -1,8 +1,8 @@
-"""Post-training quantization: a trained model with its weights stored in blocks.
+"""Post-training quantization: a copy of a trained model whose layers hold packed weights.
 
-`quantize_model` gives a copy whose layers hold packed weights and know how to quantize what comes
-in; the model it was given is not touched, so the two can be compared (`compare_layers`).
-`save_quantized` and `load_quantized` put the copy on disk and back, bit for bit.
+`quantize_model` makes the copy and leaves the model as it is, so that the two can be compared
+(`compare_layers`). Its layers also know how to quantize their inputs. `save_quantized` and
+`load_quantized` write the copy to a file and read it back, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
-from extensor.nn.calibrate import batches_of, calibrate, choose
+from extensor.io import CheckpointError, load_checkpoint, save_checkpoint
+from extensor.nn.calibrate import batches_of, calibrate, choose_scale
 from extensor.nn.conv_pool import Conv2d
 from extensor.nn.linear import GemmLayer, Linear
 from extensor.nn.module import Module
@@ -41,17 +43,17 @@ def quantize_model(
     calibration: Iterable[ExTensor | tuple[ExTensor, ...]] | None = None,
     keep: Sequence[str] = (),
 ) -> Module:
-    """A copy of a trained model with its weights, and maybe its activations, quantized.
+    """Quantize a copy of a trained model: its weights, and under most schemes its activations.
 
     Every Linear and Conv2d that no rule keeps gets a packed weight in place of its float32 one
-    (`Linear.weight`, `Conv2d.weight`); biases, norms and embeddings stay. The copy is for use, not
-    for training: packed weights get no gradients, and inputs straight-through ones.
+    (`Linear.weight`, `Conv2d.weight`). Biases, norms and embeddings stay. The copy is for
+    inference: packed weights get no gradients, and inputs get straight-through ones.
 
     Args:
-        model: float32 weights; a recipe it was trained with is left off in the copy.
+        model: float32 weights; the copy is without a recipe the model was trained with.
         scheme: a `Scheme` or the name of one in `SCHEMES`.
         calibration: batches of inputs, a tuple for a model of several; needed where the scheme
-            fixes the activations' range. A few hundred inputs will do. Not test data.
+            has a static range for activations. A few hundred inputs will do. Not test data.
         keep: further layers to leave in float32: globs on paths, or roles such as "@first".
 
     Returns:
@@ -64,19 +66,19 @@ def quantize_model(
             one is needed, one with NaN or infinity, or one that never reaches a layer.
     """
     if not isinstance(model, Module):
-        raise TypeError(f"quantize_model: wanted a Module, got {type(model).__name__}")
+        raise TypeError(f"quantize_model: expected a Module, got {type(model).__name__}")
     if not isinstance(scheme, (Scheme, str)):
         raise TypeError(
-            f"quantize_model: wanted a Scheme or the name of one, got {scheme!r}; names: "
+            f"quantize_model: expected a Scheme or the name of one, got {scheme!r}; names: "
             f"{', '.join(SCHEMES)}"
         )
     if isinstance(keep, str):
-        raise TypeError(f"keep: wanted a list of paths or roles, got the text {keep!r}")
+        raise TypeError(f"keep: expected a list of paths or roles, got the text {keep!r}")
     scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
     if scheme.range is not None and calibration is None:
         raise ValueError(
-            f"scheme {scheme.name!r} needs a calibration set to choose the activations' range; the "
-            "way out: calibration=[batch, ...], or a dynamic scheme such as 'int8_dynamic'"
+            f"scheme {scheme.name!r} needs a calibration set to choose the activations' range; "
+            "pass calibration=[batch, ...], or a dynamic scheme such as 'int8_dynamic'"
         )
     made = _bare_copy(model)
     recipe = scheme.recipe(tuple(keep))
@@ -84,7 +86,7 @@ def quantize_model(
     layers = {path: layer for path, layer in gemm_layers(made) if path in chosen}
     if not layers:
         raise ValueError(
-            "quantize_model: no layer to quantize: wanted a Linear or Conv2d that no rule keeps, "
+            "quantize_model: no layer to quantize: expected a Linear or Conv2d that no rule keeps, "
             f"got layers {[path for path, _ in gemm_layers(made)]} and rules "
             f"{[r.match for r in recipe.rules]}"
         )
@@ -94,10 +96,10 @@ def quantize_model(
     if calibration is not None:
         seen = calibrate(made, layers, batches_of(calibration))
         if scheme.range is not None:
-            scales = {path: choose(row, scheme) for path, row in seen.items()}
+            scales = {path: choose_scale(row, scheme) for path, row in seen.items()}
     state = RecipeState(recipe)
     for path, layer in layers.items():
-        _store(
+        _pack_weight(
             layer,
             LayerContext(
                 path, len(state.layers), chosen[path], state, static_scale=scales.get(path)
@@ -112,24 +114,24 @@ def packed_layers(model: Module) -> dict[str, GemmLayer]:
 
 
 def _bare_copy(model: Module) -> Module:
-    """The model as float32 layers, without recipe, hooks and gradients."""
-    without: dict[int, Any] = {}  # deepcopy's memo: what to put in the place of what
+    """A copy of the model without recipe, hooks and gradients."""
+    without: dict[int, Any] = {}  # deepcopy's memo: replacements by the id of what they replace
     for module in model.modules():
         without |= {id(hooks): () for hooks in (module._hooks, module._pre_hooks)}
         if isinstance(module, GemmLayer):
             without[id(module.quant)] = None
     without |= {id(p.grad): None for p in model.parameters()}
-    made = copy.deepcopy(model, without)
-    round_norms(made, False)
-    return made
+    bare = copy.deepcopy(model, without)
+    round_norms(bare, False)
+    return bare
 
 
 def _check_layer(path: str, layer: GemmLayer) -> None:
     weight = layer.weight
     if not isinstance(layer, (Linear, Conv2d)):
         raise ValueError(
-            f"quantize_model: {path}: wanted a Linear or Conv2d, got {type(layer).__name__}; the "
-            f"way out: keep=({path!r},)"
+            f"quantize_model: {path}: expected a Linear or Conv2d, got {type(layer).__name__}; "
+            f"pass keep=({path!r},)"
         )
     if weight.is_blocked:
         raise ValueError(
@@ -138,13 +140,13 @@ def _check_layer(path: str, layer: GemmLayer) -> None:
         )
     if not bool(weight.backend.xp.isfinite(weight.data).all()):
         raise ValueError(
-            f"quantize_model: {path}: its weight has NaN or infinity: the training diverged; the "
-            "way out: an earlier checkpoint"
+            f"quantize_model: {path}: its weight has NaN or infinity: the training diverged; "
+            "use an earlier checkpoint"
         )
 
 
-def _store(layer: GemmLayer, context: LayerContext) -> None:
-    """Put a packed weight in the place of a layer's float32 one, and count what packing did."""
+def _pack_weight(layer: GemmLayer, context: LayerContext) -> None:
+    """Replace a layer's float32 weight by a packed one, and record what packing did to it."""
     weight = layer.weight
     spec = context.operand("fprop.w")
     assert isinstance(spec, QuantSpec)
@@ -155,16 +157,13 @@ def _store(layer: GemmLayer, context: LayerContext) -> None:
         spec = spec.replace(tile="channel")  # the same block, stored without its padding
     packed, stats = weight.backend.quantize(matrix.data, spec)
     context.record("fprop.w", stats)
-    _put(layer, packed, context, weight.device)
+    _set_packed(layer, packed, context, weight.device)
 
 
-def _put(layer: GemmLayer, packed: QuantArray, context: LayerContext, device: str) -> None:
+def _set_packed(layer: GemmLayer, packed: QuantArray, context: LayerContext, device: str) -> None:
     layer.weight = Buffer(packed, device=device)
     layer.quant = context
     context.state.layers[context.path] = context
-
-
-# --- on disk ------------------------------------------------------------------------------------
 
 
 def save_quantized(
@@ -181,13 +180,11 @@ def save_quantized(
         ValueError: if no layer is quantized, or the metadata uses this function's own key.
         OSError: as `save_checkpoint`.
     """
-    from extensor.io import save_checkpoint
-
     layers = packed_layers(model)
     if not layers:
         raise ValueError("save_quantized: no layer is quantized; use save_checkpoint")
     if metadata and KEY in metadata:
-        raise ValueError(f"metadata: wanted no key {KEY!r}, which describes the layers")
+        raise ValueError(f"metadata: expected no key {KEY!r}, which describes the layers")
     contexts = {name: layer.quant for name, layer in layers.items() if layer.quant is not None}
     described = {
         name: {
@@ -215,12 +212,10 @@ def load_quantized(path: str | os.PathLike[str], model: Module) -> Module:
         CheckpointError: if it is damaged, or no quantized model.
         ValueError: if its layers or shapes are not the model's.
     """
-    from extensor.io import CheckpointError, load_checkpoint
-
     checkpoint = load_checkpoint(path)
     content = checkpoint.metadata.get(KEY)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{os.fspath(path)}: wanted a file of save_quantized, got another")
+        raise CheckpointError(f"{os.fspath(path)}: expected a file of save_quantized, got another")
     made = _bare_copy(model)
     known = dict(gemm_layers(made))
     dense = Gemm("float32", "float32")
@@ -238,7 +233,7 @@ def load_quantized(path: str | os.PathLike[str], model: Module) -> Module:
             state = state or RecipeState(Recipe(content["scheme"], content["doc"], layer))
             _check_fit(name, known.get(name), packed, list(known))
             context = LayerContext(name, len(state.layers), layer, state, static_scale=static)
-            _put(known[name], packed, context, known[name].weight.device)
+            _set_packed(known[name], packed, context, known[name].weight.device)
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{os.fspath(path)}: a damaged description: {error!r}") from None
     made.load_state_dict(checkpoint.tensors)
@@ -248,17 +243,14 @@ def load_quantized(path: str | os.PathLike[str], model: Module) -> Module:
 def _check_fit(name: str, layer: Module | None, packed: QuantArray, known: list[str]) -> None:
     if not isinstance(layer, (Linear, Conv2d)):
         raise ValueError(
-            f"load_quantized: the file has a layer {name!r}, the model has {', '.join(known)}; the "
-            "way out: build the model that was quantized"
+            f"load_quantized: the file has a layer {name!r}, the model has {', '.join(known)}; "
+            "build the model that was quantized"
         )
-    outputs, *inner = layer.weight.shape
-    size = 1
-    for n in inner:
-        size *= n
-    if packed.shape != (outputs, size):
+    shape = layer.weight.shape[0], math.prod(layer.weight.shape[1:])
+    if packed.shape != shape:
         raise ValueError(
-            f"load_quantized: {name}: wanted a weight of shape {(outputs, size)}, got "
-            f"{packed.shape}; the way out: build the model that was quantized"
+            f"load_quantized: {name}: expected a weight of shape {shape}, got "
+            f"{packed.shape}; build the model that was quantized"
         )
 
 

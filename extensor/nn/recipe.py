@@ -46,10 +46,10 @@ def apply_recipe(
             The model is unchanged then.
     """
     if not isinstance(model, Module):
-        raise TypeError(f"apply_recipe: wanted a Module, got {type(model).__name__}")
+        raise TypeError(f"apply_recipe: expected a Module, got {type(model).__name__}")
     if not isinstance(recipe, (Recipe, str)):
         raise TypeError(
-            f"apply_recipe: wanted a Recipe or the name of one, got {recipe!r}; "
+            f"apply_recipe: expected a Recipe or the name of one, got {recipe!r}; "
             f"names: {', '.join(RECIPES)}"
         )
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe

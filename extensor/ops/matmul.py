@@ -10,7 +10,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import axis_index, pair, tensors_only
+from extensor.ops.arguments import as_tensors, axis_index, tensors_only
 
 __all__ = ["dot", "inner", "linear", "matmul", "outer", "tensordot"]
 
@@ -70,7 +70,7 @@ def matmul(a: ExTensor, b: ExTensor) -> ExTensor:
     Raises:
         ValueError: if the K's differ, leading axes do not broadcast, or an operand has no axes.
     """
-    a, b = pair("matmul", a, b)
+    a, b = as_tensors("matmul", a, b)
     ka, kb = a.shape, b.shape
     if not ka or not kb:
         raise ValueError(

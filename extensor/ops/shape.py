@@ -13,8 +13,9 @@ from extensor.autograd.apply import apply
 from extensor.autograd.creation import ShapeLike, as_shape
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import NO_TENSOR, Axis, axis_index, axis_tuple, broadcasts, tensors_only
+from extensor.ops.arguments import Axis, axis_index, axis_tuple, broadcasts, tensors_only
 from extensor.ops.arithmetic import clone
+from extensor.ops.declare import NO_TENSOR
 
 __all__ = [
     "broadcast_to", "concatenate", "expand_dims", "flatten", "flip", "pad", "permute", "ravel",

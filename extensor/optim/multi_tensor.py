@@ -52,7 +52,7 @@ class MultiTensorOptimizer(Protocol):
 
 def _nonfinite(member: ParamState) -> FloatingPointError:
     return FloatingPointError(
-        f"step: wanted finite gradients, got NaN or infinity in that of {member.name}; "
+        f"step: expected finite gradients, got NaN or infinity in that of {member.name}; "
         "skip the step, or leave that to MXGradScaler().step(optimizer)"
     )
 
@@ -134,7 +134,7 @@ def step_multi_tensor(
             _arrays(chosen),
             factors,
             check_finite=check_finite,
-            memory=optimizer._cache,
+            cache=optimizer._cache,
             numbers=_stream_numbers(chosen),
         )
         if check_finite:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ class Facts:
     telemetry: list[dict[str, Any]]
     rows: Sequence[LayerRow]
     seen: Operands
-    answers: str
+    answers: dict[str, Any]
     missing: str | None
 
 
@@ -93,14 +92,14 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 def _looked_at(
     folder: Path, result: dict[str, Any] | None
-) -> tuple[Sequence[LayerRow], Operands, str, str | None]:
+) -> tuple[Sequence[LayerRow], Operands, dict[str, Any], str | None]:
     """Each layer beside float32, its operands and answers, from the checkpoint and the data."""
     if not (folder / LAST).is_file():
-        return (), {}, "", "the run has no checkpoint yet: its first epoch is not done"
+        return (), {}, {}, "the run has no checkpoint yet: its first epoch is not done"
     try:
         trainer = restored(folder)
     except (UsageError, DataError, CheckpointError) as error:
-        return (), {}, "", str(error)
+        return (), {}, {}, str(error)
     reference = trainer.fresh_model()
     reference.load_state_dict(trainer.model.state_dict())
     apply_recipe(reference, "fp32")
@@ -110,5 +109,5 @@ def _looked_at(
     try:
         said = answers(trainer, result)
     except UsageError as error:  # it diverged: the rest of the page says how
-        said = f"<p>{escape(str(error))}</p>"
+        said = {"error": str(error)}
     return rows, operands(trainer), said, None

@@ -18,7 +18,7 @@ from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.protocol import Backend
 from extensor.dtypes import DTypeLike, compute_dtype
-from extensor.ops.arguments import tensors_only, without_rule
+from extensor.ops.arguments import non_differentiable_input, tensors_only
 from extensor.ops.creation import tril
 from extensor.ops.matmul import matmul
 from extensor.ops.reduce import sum as total
@@ -135,7 +135,7 @@ def factored(routine: str, x: ExTensor, name: str | None = None, **options: Any)
         TypeError: for a tensor that requires a gradient.
     """
     remedy = "x.detach(), or det, inv, solve or cholesky, which have theirs"
-    array, asked = without_rule(name or routine, x, remedy)
+    array, asked = non_differentiable_input(name or routine, x, remedy)
     found = _solved(routine, x.backend, array, **options)
     parts = [wrap(p, x.backend) for p in (found if isinstance(found, tuple) else (found,))]
     return [part.astype(asked) if part.dtype is compute_dtype(asked) else part for part in parts]

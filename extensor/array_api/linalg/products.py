@@ -7,10 +7,7 @@ import numpy as np
 from extensor.array_api.complex import conj
 from extensor.autograd.primitive import BadInput, Sample, composite
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import (
-    axis_index,
-    tensors_only,
-)
+from extensor.ops.arguments import axis_index, tensors_only
 from extensor.ops.arithmetic import multiply
 from extensor.ops.reduce import sum
 from extensor.ops.shape import swapaxes

@@ -1,10 +1,10 @@
 // out = softmax(scale q k^T) v in bfloat16 with float32 sums, on Hopper's tensor cores.
 //
-// After Dao, FlashAttention-2 (arXiv 2307.08691, section 3.1) and Shah et al., FlashAttention-3 (arXiv
-// 2407.08608, sections 3.1 and 3.2): one producer warp loads a tile of 128 queries and, tile after
-// tile, keys and values; two consumer warpgroups of 64 queries keep a running maximum and sum. The
-// scores of the next keys are multiplied while this thread's weights are still on the way through the
-// values, and while the other warpgroup takes exponentials.
+// After Dao, FlashAttention-2 (arXiv 2307.08691, section 3.1) and Shah et al., FlashAttention-3
+// (arXiv 2407.08608, sections 3.1 and 3.2): one producer warp loads a tile of 128 queries and, tile
+// after tile, keys and values; two consumer warpgroups of 64 queries keep a running maximum and
+// sum. The scores of the next keys are multiplied while this thread's weights are still on the way
+// through the values, and while the other warpgroup takes exponentials.
 //
 // No headers; macros and wgmma functions come from attention.py. TMA fills what lies outside with
 // zeros: keys behind the last are masked, queries behind the last are not written.
@@ -14,7 +14,8 @@
 constexpr int kKeys = 128, kStage = kKeys * kHead * 2;
 
 // Keys that a query does not see, from key `first` on, get -inf.
-__device__ __forceinline__ void mask(Sum (&s)[kKeys / 2], const Problem& e, int row, int first, int lane) {
+__device__ __forceinline__ void mask(Sum (&s)[kKeys / 2], const Problem& e, int row, int first,
+                                     int lane) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int beyond = last_key(e, row + 8 * h) - first - lane % 4 * 2;
@@ -53,9 +54,9 @@ __device__ __forceinline__ void weigh(Sum (&s)[kKeys / 2], float (&largest)[2], 
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-          const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
-          const __grid_constant__ Problem e) {
+    attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+              const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
+              const __grid_constant__ Problem e) {
     extern __shared__ u8 raw_memory[];
     const Memory m = begin<kHeldTile, kStage, 0>(raw_memory);
     const u32 held = shared_address(m.held), ring = shared_address(m.ring);
@@ -81,7 +82,8 @@ attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ Tenso
                     wait(m.empty + 8 * at.stage, at.parity ^ 1);
                     const u32 barrier = m.full + 8 * at.stage;
                     expect_bytes(barrier, kStage);
-                    load_tile<kKeys>(ring + at.stage * kStage, keys ? &k_map : &v_map, row, head, tile.batch, barrier);
+                    load_tile<kKeys>(ring + at.stage * kStage, keys ? &k_map : &v_map, row, head,
+                                     tile.batch, barrier);
                     at.advance();
                 }
             }
@@ -98,7 +100,8 @@ attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ Tenso
             const int open = e.causal ? min(e.keys, row0 + 1 + e.keys - e.queries) : e.keys;
             Sum s[kKeys / 2], o[kHead / 2];
             u32 weights[kKeys / 16][4];
-            float largest[2] = {-ATTENTION_INFINITY, -ATTENTION_INFINITY}, total[2] = {0.0f, 0.0f}, faded[2];
+            float largest[2] = {-ATTENTION_INFINITY, -ATTENTION_INFINITY}, total[2] = {0.0f, 0.0f},
+                  faded[2];
             wait(m.held_full, turn);
             turn ^= 1;
             wait(m.full + 8 * at.stage, at.parity);
@@ -150,11 +153,14 @@ attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ Tenso
             for (int h = 0; h < 2; ++h) {
                 total[h] = sum_of_row(total[h]);
                 const int query = row + 8 * h;
-                float* to = e.spread + static_cast<i64>(tile.batch * e.heads + tile.head) * e.padded + query;
+                float* to = e.spread +
+                            static_cast<i64>(tile.batch * e.heads + tile.head) * e.padded + query;
                 if (lane % 4 == 0)
-                    *to = query < e.queries ? __fmaf_rn(largest[h], e.scale2, log2f(total[h])) : ATTENTION_INFINITY;
+                    *to = query < e.queries ? __fmaf_rn(largest[h], e.scale2, log2f(total[h]))
+                                            : ATTENTION_INFINITY;
             }
-            write_rows(o, 1.0f / total[0], 1.0f / total[1], &out_map, patch, row0, e.queries, tile, lane);
+            write_rows(o, 1.0f / total[0], 1.0f / total[1], &out_map, patch, row0, e.queries, tile,
+                       lane);
         }
         if (lane == 0) await_stores();
     }

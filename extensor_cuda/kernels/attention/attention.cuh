@@ -1,7 +1,7 @@
 // What attention's kernels share: tiles, their products, and how a block goes through them.
 //
-// Arrays are bfloat16 of four axes (element, head, row, batch), in boxes of 64 rows of 64 elements. In
-// shared memory a tile of n rows is kHalves such columns, n rows of 128 bytes each.
+// Arrays are bfloat16 of four axes (element, head, row, batch), in boxes of 64 rows of 64 elements.
+// In shared memory a tile of n rows is kHalves such columns, n rows of 128 bytes each.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -16,15 +16,16 @@ struct alignas(64) TensorMap {
 };
 
 struct Problem {
-    float* spread;  // (B, H, padded): log2 of a query's sum of exp(scale score); +inf behind the last
-    float* along;   // likewise: its sum of gradient times result; 0 behind the last
+    float*
+        spread;  // (B, H, padded): log2 of a query's sum of exp(scale score); +inf behind the last
+    float* along;  // likewise: its sum of gradient times result; 0 behind the last
     float scale;
-    float scale2;   // times log2(e)
-    int heads;      // of the tiles that blocks go through
-    int shared;     // query heads of one key head
+    float scale2;  // times log2(e)
+    int heads;     // of the tiles that blocks go through
+    int shared;    // query heads of one key head
     int queries, keys, padded;
-    int tiles;      // of a head
-    int items;      // what blocks take in turn: tiles, or pairs of them
+    int tiles;  // of a head
+    int items;  // what blocks take in turn: tiles, or pairs of them
     int paired, causal;
 };
 
@@ -32,7 +33,9 @@ constexpr int kHead = ATTENTION_HEAD, kHalves = kHead / 64, kRows = 128, kWarps 
 constexpr int kHeldTile = kRows * kHead * 2, kPatch = kHalves * 16 * 128;
 #define ATTENTION_INFINITY __uint_as_float(0x7F800000u)
 
+// clang-format off
 //WGMMA//
+// clang-format on
 
 #include "common/tma_wgmma.cuh"
 
@@ -44,13 +47,14 @@ struct Tile {
     int first, head, batch;
 };
 
-// A block's tiles. Under a causal mask the work of tile i of n grows or falls with i, so that it goes
-// with tile n - 1 - i: all pairs are alike, and blocks that take them in turn end together.
+// A block's tiles. Under a causal mask the work of tile i of n grows or falls with i, so that it
+// goes with tile n - 1 - i: all pairs are alike, and blocks that take them in turn end together.
 struct Walk {
     int item, second;
     __device__ __forceinline__ bool next(const Problem& e, Tile& tile) {
         if (item >= e.items) return false;
-        const int each = e.paired ? (e.tiles + 1) / 2 : e.tiles, row = item / each, at = item % each;
+        const int each = e.paired ? (e.tiles + 1) / 2 : e.tiles, row = item / each,
+                  at = item % each;
         const int late = e.tiles - 1 - at;
         tile = {(second ? at : late) * kRows, row % e.heads, row / e.heads};
         second = e.paired && !second && at != late;
@@ -84,10 +88,18 @@ template <int kHeld, int kStage, int kBeside, int kReaders = kWarps>
 __device__ __forceinline__ Memory begin(u8* raw) {
     u8* held = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
     u8* patches = held + kHeld + ATTENTION_STAGES * kStage;
-    const u32 full = shared_address(patches + kWarps * kPatch + kBeside), empty = full + 8 * ATTENTION_STAGES;
-    const Memory m = {held, held + kHeld, patches, full, empty, empty + 8 * ATTENTION_STAGES, empty + 8 * ATTENTION_STAGES + 8};
+    const u32 full = shared_address(patches + kWarps * kPatch + kBeside),
+              empty = full + 8 * ATTENTION_STAGES;
+    const Memory m = {held,
+                      held + kHeld,
+                      patches,
+                      full,
+                      empty,
+                      empty + 8 * ATTENTION_STAGES,
+                      empty + 8 * ATTENTION_STAGES + 8};
     if (threadIdx.x == 0) {
-        for (int s = 0; s < ATTENTION_STAGES; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, kReaders);
+        for (int s = 0; s < ATTENTION_STAGES; ++s)
+            barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, kReaders);
         barrier_init(m.held_full, 1), barrier_init(m.held_empty, kWarps);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -104,7 +116,8 @@ struct Ring {
 };
 
 template <int kCount>
-__device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int row, int head, int batch, u32 barrier) {
+__device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int row, int head,
+                                          int batch, u32 barrier) {
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
 #pragma unroll
@@ -114,12 +127,14 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int row,
 
 // ---- products ----
 
-constexpr int kOthers = 64, kOtherTile = kOthers * kHead * 2;  // the gradients' side that streams by
+constexpr int kOthers = 64,
+              kOtherTile = kOthers * kHead * 2;  // the gradients' side that streams by
 
-typedef u32 Fragments[kHead / 16][4];  // a warp's 16 rows of a tile, as wgmma takes them from registers
-// Where tiles that stay are multiplied from registers. Of 64 elements they have as many fragments as the
-// rounded scores, and ptxas (13.0) then gives both the same registers, so that those of the tile are lost
-// after a loop's first turn: tests/unit/cuda/test_instructions.py.
+typedef u32 Fragments[kHead / 16]
+                     [4];  // a warp's 16 rows of a tile, as wgmma takes them from registers
+// Where tiles that stay are multiplied from registers. Of 64 elements they have as many fragments
+// as the rounded scores, and ptxas (13.0) then gives both the same registers, so that those of the
+// tile are lost after a loop's first turn: tests/unit/cuda/test_instructions.py.
 constexpr bool kInRegisters = kHead != kOthers;
 
 __device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
@@ -132,7 +147,8 @@ __device__ __forceinline__ void fetch(Fragments& to, const u8* tile, int row, in
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int unit = k % 4 * 2 + i / 2, r = row + i % 2 * 8;
-            to[k][i] = *reinterpret_cast<const u32*>(tile + k / 4 * kRows * 128 + place(r, unit) + lane % 4 * 4);
+            to[k][i] = *reinterpret_cast<const u32*>(tile + k / 4 * kRows * 128 + place(r, unit) +
+                                                     lane % 4 * 4);
         }
 }
 
@@ -153,7 +169,8 @@ __device__ __forceinline__ void product(Sum (&d)[kSums], const Fragments& a, u32
 
 // d = a b, or that added to d: a's columns in registers, b a tile of as many rows.
 template <int kSteps>
-__device__ __forceinline__ void add_product(Sum (&d)[kHead / 2], const u32 (&a)[kSteps][4], u32 b, int more) {
+__device__ __forceinline__ void add_product(Sum (&d)[kHead / 2], const u32 (&a)[kSteps][4], u32 b,
+                                            int more) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
         wgmma_down(d, a[k], descriptor<true>(b, kSteps * 2048) + k * 128, more);
@@ -185,8 +202,8 @@ __device__ __forceinline__ float sum_of_row(float v) {
 // A warp's 16 rows from `row`, times a factor for each of a thread's two, on their way out. What
 // lies behind the array's last row is not written.
 __device__ __forceinline__ void write_rows(const Sum (&d)[kHead / 2], float factor0, float factor1,
-                                           const TensorMap* map, u8* patch, int row, int rows, const Tile& tile,
-                                           int lane) {
+                                           const TensorMap* map, u8* patch, int row, int rows,
+                                           const Tile& tile, int lane) {
     if (lane == 0) await_stores_read();
     __syncwarp();
 #pragma unroll
@@ -195,7 +212,8 @@ __device__ __forceinline__ void write_rows(const Sum (&d)[kHead / 2], float fact
         for (int h = 0; h < 2; ++h) {
             const float factor = h ? factor1 : factor0;
             u8* to = patch + j / 8 * 2048 + place(lane / 4 + 8 * h, j % 8) + lane % 4 * 4;
-            *reinterpret_cast<u32*>(to) = rounded_pair(d[4 * j + 2 * h + 1] * factor, d[4 * j + 2 * h] * factor);
+            *reinterpret_cast<u32*>(to) =
+                rounded_pair(d[4 * j + 2 * h + 1] * factor, d[4 * j + 2 * h] * factor);
         }
     show_stores();
     __syncwarp();
@@ -203,7 +221,8 @@ __device__ __forceinline__ void write_rows(const Sum (&d)[kHead / 2], float fact
         if (row < rows)
 #pragma unroll
             for (int half = 0; half < kHalves; ++half)
-                store_box(map, half * 64, tile.head, row, tile.batch, shared_address(patch + half * 2048));
+                store_box(map, half * 64, tile.head, row, tile.batch,
+                          shared_address(patch + half * 2048));
         end_stores();
     }
 }

@@ -1,10 +1,10 @@
 // The gradients of attention.cu in its keys and values: gv = p^T g and gk = scale ds^T q, with the
-// weights p and the gradients ds of attention_grad_q.cu, both rounded to bfloat16 for the products. The
-// scores are transposed, so that they go from one product to the next in registers. All query heads of
-// a key head are summed by its block.
+// weights p and the gradients ds of attention_grad_q.cu, both rounded to bfloat16 for the products.
+// The scores are transposed, so that they go from one product to the next in registers. All query
+// heads of a key head are summed by its block.
 //
-// After Dao, FlashAttention-2 (arXiv 2307.08691, section 3.1, algorithm 2). One producer warp and two
-// consumer warpgroups of 64 keys, as in attention.cu.
+// After Dao, FlashAttention-2 (arXiv 2307.08691, section 3.1, algorithm 2). One producer warp and
+// two consumer warpgroups of 64 keys, as in attention.cu.
 //
 // No headers; macros and wgmma functions come from attention.py.
 
@@ -19,12 +19,15 @@ __device__ __forceinline__ int first_query(const Problem& e, int key) {
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap g_map,
-                  const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-                  const __grid_constant__ TensorMap gk_map, const __grid_constant__ TensorMap gv_map,
-                  const __grid_constant__ Problem e) {
+    attention_grad_kv(const __grid_constant__ TensorMap q_map,
+                      const __grid_constant__ TensorMap g_map,
+                      const __grid_constant__ TensorMap k_map,
+                      const __grid_constant__ TensorMap v_map,
+                      const __grid_constant__ TensorMap gk_map,
+                      const __grid_constant__ TensorMap gv_map, const __grid_constant__ Problem e) {
     extern __shared__ u8 raw_memory[];
-    const Memory m = begin<2 * kHeldTile, kStage, ATTENTION_STAGES * kVectors, 32 * kWarps>(raw_memory);
+    const Memory m =
+        begin<2 * kHeldTile, kStage, ATTENTION_STAGES * kVectors, 32 * kWarps>(raw_memory);
     const u32 held = shared_address(m.held), ring = shared_address(m.ring);
     u8* vectors = m.patches + kWarps * kPatch;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
@@ -41,9 +44,11 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
                 turn ^= 1;
                 expect_bytes(m.held_full, 2 * kHeldTile);
                 load_tile<kRows>(held, &k_map, tile.first, tile.head, tile.batch, m.held_full);
-                load_tile<kRows>(held + kHeldTile, &v_map, tile.first, tile.head, tile.batch, m.held_full);
+                load_tile<kRows>(held + kHeldTile, &v_map, tile.first, tile.head, tile.batch,
+                                 m.held_full);
                 for (int head = tile.head * e.shared; head < (tile.head + 1) * e.shared; ++head) {
-                    const i64 line = static_cast<i64>(tile.batch * e.heads * e.shared + head) * e.padded;
+                    const i64 line =
+                        static_cast<i64>(tile.batch * e.heads * e.shared + head) * e.padded;
                     for (int row = first_query(e, tile.first); row < e.queries; row += kOthers) {
                         wait(m.empty + 8 * at.stage, at.parity ^ 1);
                         const u32 barrier = m.full + 8 * at.stage, to = ring + at.stage * kStage;
@@ -52,7 +57,8 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
                         load_tile<kOthers>(to + kOtherTile, &g_map, row, head, tile.batch, barrier);
                         const u32 numbers = shared_address(vectors + at.stage * kVectors);
                         load_line(numbers, e.spread + line + row, kOthers * 4, barrier);
-                        load_line(numbers + kOthers * 4, e.along + line + row, kOthers * 4, barrier);
+                        load_line(numbers + kOthers * 4, e.along + line + row, kOthers * 4,
+                                  barrier);
                         at.advance();
                     }
                 }
@@ -74,7 +80,8 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
             int last = 0, query = begin;
             for (int j = 0; j < count; ++j) {
                 const u32 queries = ring + at.stage * kStage;
-                const float* spread = reinterpret_cast<const float*>(vectors + at.stage * kVectors) + lane % 4 * 2;
+                const float* spread =
+                    reinterpret_cast<const float*>(vectors + at.stage * kVectors) + lane % 4 * 2;
                 wait(m.full + 8 * at.stage, at.parity);
                 hold(s);
                 hold(d);
@@ -85,7 +92,8 @@ attention_grad_kv(const __grid_constant__ TensorMap q_map, const __grid_constant
                 end_products();
                 if (j) {
                     finish<2>(gk);
-                    arrive(m.empty + 8 * last);  // each thread, since each has read spread and t, too
+                    arrive(m.empty +
+                           8 * last);  // each thread, since each has read spread and t, too
                 }
                 last = at.stage;
                 at.advance();

@@ -1,10 +1,11 @@
 // The gradient of attention.cu in its queries: gq = scale ds k with ds = p (d - t), where
-// p = exp2(scale2 s - spread) are the weights, d = g v^T and t a row's sum of g out, which it keeps for
-// attention_grad_kv.cu. Scores are computed again there, so that every result is summed by one thread
-// in one order: no atomic additions.
+// p = exp2(scale2 s - spread) are the weights, d = g v^T and t a row's sum of g out, which it keeps
+// for attention_grad_kv.cu. Scores are computed again there, so that every result is summed by one
+// thread in one order: no atomic additions.
 //
-// After Dao, FlashAttention-2 (arXiv 2307.08691, section 3.1, algorithm 2). One producer warp and two
-// consumer warpgroups of 64 queries, as in attention.cu; queries and gradients stay in registers.
+// After Dao, FlashAttention-2 (arXiv 2307.08691, section 3.1, algorithm 2). One producer warp and
+// two consumer warpgroups of 64 queries, as in attention.cu; queries and gradients stay in
+// registers.
 //
 // No headers; macros and wgmma functions come from attention.py.
 
@@ -13,10 +14,12 @@
 constexpr int kStage = 2 * kOtherTile;
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-attention_grad_q(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap g_map,
-                 const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap k_map,
-                 const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap gq_map,
-                 const __grid_constant__ Problem e) {
+    attention_grad_q(const __grid_constant__ TensorMap q_map,
+                     const __grid_constant__ TensorMap g_map,
+                     const __grid_constant__ TensorMap out_map,
+                     const __grid_constant__ TensorMap k_map,
+                     const __grid_constant__ TensorMap v_map,
+                     const __grid_constant__ TensorMap gq_map, const __grid_constant__ Problem e) {
     extern __shared__ u8 raw_memory[];
     const Memory m = begin<3 * kHeldTile, kStage, 0>(raw_memory);
     const u32 held = shared_address(m.held), ring = shared_address(m.ring);
@@ -34,15 +37,19 @@ attention_grad_q(const __grid_constant__ TensorMap q_map, const __grid_constant_
                 turn ^= 1;
                 expect_bytes(m.held_full, 3 * kHeldTile);
                 load_tile<kRows>(held, &q_map, tile.first, tile.head, tile.batch, m.held_full);
-                load_tile<kRows>(held + kHeldTile, &g_map, tile.first, tile.head, tile.batch, m.held_full);
-                load_tile<kRows>(held + 2 * kHeldTile, &out_map, tile.first, tile.head, tile.batch, m.held_full);
-                const int count = blocks_of_keys<kOthers>(e, tile.first), head = tile.head / e.shared;
+                load_tile<kRows>(held + kHeldTile, &g_map, tile.first, tile.head, tile.batch,
+                                 m.held_full);
+                load_tile<kRows>(held + 2 * kHeldTile, &out_map, tile.first, tile.head, tile.batch,
+                                 m.held_full);
+                const int count = blocks_of_keys<kOthers>(e, tile.first),
+                          head = tile.head / e.shared;
                 for (int j = 0; j < count; ++j) {
                     wait(m.empty + 8 * at.stage, at.parity ^ 1);
                     const u32 barrier = m.full + 8 * at.stage, to = ring + at.stage * kStage;
                     expect_bytes(barrier, kStage);
                     load_tile<kOthers>(to, &k_map, j * kOthers, head, tile.batch, barrier);
-                    load_tile<kOthers>(to + kOtherTile, &v_map, j * kOthers, head, tile.batch, barrier);
+                    load_tile<kOthers>(to + kOtherTile, &v_map, j * kOthers, head, tile.batch,
+                                       barrier);
                     at.advance();
                 }
             }
@@ -94,10 +101,15 @@ attention_grad_q(const __grid_constant__ TensorMap q_map, const __grid_constant_
                 hold(s);
                 hold(d);
                 begin_products();
-                if constexpr (kInRegisters) product(s, q, keys); else product(s, queries, keys);
+                if constexpr (kInRegisters)
+                    product(s, q, keys);
+                else
+                    product(s, queries, keys);
                 end_products();
-                if constexpr (kInRegisters) product(d, g, keys + kOtherTile);
-                else product(d, queries + kHeldTile, keys + kOtherTile);
+                if constexpr (kInRegisters)
+                    product(d, g, keys + kOtherTile);
+                else
+                    product(d, queries + kHeldTile, keys + kOtherTile);
                 end_products();
                 if (j) {
                     finish<2>(gq);

@@ -47,7 +47,8 @@ __device__ __forceinline__ Scale scale_of(u32 code, float value, u32 amax, const
 // The rule of the largest magnitude alone.
 __device__ __forceinline__ Scale block_scale(u32 amax, const Tensor& tensor) {
     float value;
-    const u32 code = scale_code(__fmul_rn(float_of(amax < kExponent ? amax : 0), tensor.encode), value);
+    const u32 code =
+        scale_code(__fmul_rn(float_of(amax < kExponent ? amax : 0), tensor.encode), value);
     return scale_of(code, value, amax, tensor);
 }
 #else

@@ -1,5 +1,5 @@
-// Codes of an element grid -> float32, exactly. Macros: CODEC_BITS, CODEC_MANTISSA, CODEC_IS_FLOAT; of a float grid
-// CODEC_MIN_EXPONENT, CODEC_MAX_CODE, CODEC_HAS_INFINITY.
+// Codes of an element grid -> float32, exactly. Macros: CODEC_BITS, CODEC_MANTISSA, CODEC_IS_FLOAT;
+// of a float grid CODEC_MIN_EXPONENT, CODEC_MAX_CODE, CODEC_HAS_INFINITY.
 
 __device__ __forceinline__ float nan_value() { return __uint_as_float(0x7FC00000u); }
 
@@ -17,9 +17,11 @@ __device__ __forceinline__ float grid_value(u32 code, int bits, int mantissa, in
 
 __device__ __forceinline__ float element_value(u32 code) {
 #if CODEC_IS_FLOAT
-    return grid_value(code, CODEC_BITS, CODEC_MANTISSA, CODEC_MIN_EXPONENT, CODEC_MAX_CODE, CODEC_HAS_INFINITY);
+    return grid_value(code, CODEC_BITS, CODEC_MANTISSA, CODEC_MIN_EXPONENT, CODEC_MAX_CODE,
+                      CODEC_HAS_INFINITY);
 #else
     const int integer = static_cast<int>(code << (32 - CODEC_BITS)) >> (32 - CODEC_BITS);
-    return __fmul_rn(static_cast<float>(integer), __uint_as_float(static_cast<u32>(127 - CODEC_MANTISSA) << 23));
+    return __fmul_rn(static_cast<float>(integer),
+                     __uint_as_float(static_cast<u32>(127 - CODEC_MANTISSA) << 23));
 #endif
 }

@@ -1,4 +1,5 @@
-// Pairs of bfloat16, and scales as such. Macros: CODEC_FLOAT_SCALES (whether scales are floats, which are none), CODEC_UE4M3.
+// Pairs of bfloat16, and scales as such. Macros: CODEC_FLOAT_SCALES (whether scales are floats,
+// which are none), CODEC_UE4M3.
 
 #ifdef __CUDA_ARCH__
 // a b + c of bfloat16 pairs, rounded once.
@@ -18,7 +19,8 @@ __device__ __forceinline__ u32 and_xor(u32 a, u32 b, u32 c) {
 __device__ __forceinline__ u32 twice(u32 half) { return half | half << 16; }
 
 #if !CODEC_FLOAT_SCALES
-// A scale times 2^-8 as a bfloat16 pair; `folded`: times 2^118, which takes the elements' 2^-126 along.
+// A scale times 2^-8 as a bfloat16 pair; `folded`: times 2^118, which takes the elements' 2^-126
+// along.
 __device__ __forceinline__ u32 scale_pair(u32 byte, bool folded) {
 #if CODEC_UE4M3
     // The bits are a bfloat16 already, 2^-120 times the scale, which is below 2^9.
@@ -26,7 +28,10 @@ __device__ __forceinline__ u32 scale_pair(u32 byte, bool folded) {
     return byte < 0x7Fu ? scale : twice(0x7FC0u);
 #else
     if (folded) return byte * 0x00800080u + 118u * 0x00800080u;
-    return twice(byte == 255u ? 0x7FC0u : byte > 8u ? (byte - 8u) << 7 : byte > 1u ? 1u << (byte - 2u) : 0u);
+    return twice(byte == 255u ? 0x7FC0u
+                 : byte > 8u  ? (byte - 8u) << 7
+                 : byte > 1u  ? 1u << (byte - 2u)
+                              : 0u);
 #endif
 }
 #endif

@@ -53,10 +53,12 @@ __device__ __forceinline__ u32 pair_smaller(u32 a, u32 b) {
 #endif
 }
 
-// x * scale in the two halves, each plus 64 times the power of two that it holds, 1 at least, under its
-// sign, which has a last place of the grid's spacing there. `far` says whether one may be beyond 16.
+// x * scale in the two halves, each plus 64 times the power of two that it holds, 1 at least, under
+// its sign, which has a last place of the grid's spacing there. `far` says whether one may be
+// beyond 16.
 __device__ __forceinline__ u32 round_sums(u32 x, u32 scale, bool far) {
-    // Plus -0: the product itself. The scale of a block with NaN is -inf, and must not pass the clamp.
+    // Plus -0: the product itself. The scale of a block with NaN is -inf, and must not pass the
+    // clamp.
     u32 y = pair_fma(x, scale & kPairMagnitude, kPairSign);
 #if CODEC_STATS
     if (far) y = pair_smaller(y, CODEC_CLAMP_BITS >> 16 | CODEC_CLAMP_BITS);
@@ -66,12 +68,14 @@ __device__ __forceinline__ u32 round_sums(u32 x, u32 scale, bool far) {
     return pair_fma(pair_larger(y & 0xFF80FF80u, 0x3F803F80u), 0x42804280u, y);
 }
 
-// Codes in the top nibbles of the halves, of magnitudes (up to 10 where they are counted, else 7) or with
-// their signs; other bits are as they come. A magnitude is the last places and twice the exponent, from
-// 133 on, of which times 65 the bits from 6 on are the sum; one sum more leaves its sign.
+// Codes in the top nibbles of the halves, of magnitudes (up to 10 where they are counted, else 7)
+// or with their signs; other bits are as they come. A magnitude is the last places and twice the
+// exponent, from 133 on, of which times 65 the bits from 6 on are the sum; one sum more leaves its
+// sign.
 template <bool kSigns>
 __device__ __forceinline__ u32 top_nibbles(u32 sums) {
-    return sums * (kSigns ? 64 * 65 + 1 : 64 * 65) + (kSigns ? 0x60006000u - 0x42804280u : 0x60006000u);
+    return sums * (kSigns ? 64 * 65 + 1 : 64 * 65) +
+           (kSigns ? 0x60006000u - 0x42804280u : 0x60006000u);
 }
 
 // Bits of a where `mask` has ones, else of b; ANDs and OR would be two instructions.
@@ -89,14 +93,16 @@ __device__ __forceinline__ u32 codes_across(const u32* x, u32 scale, bool far) {
     for (int i = 0; i < 2; ++i)
         two[i] = __byte_perm(top_nibbles<kSigns>(round_sums(x[2 * i], scale, far)),
                              top_nibbles<kSigns>(round_sums(x[2 * i + 1], scale, far)), 0x7351);
-    return either(0xF0F0F0F0u, __byte_perm(two[0], two[1], 0x7632), __byte_perm(two[0], two[1], 0x5410) >> 4);
+    return either(0xF0F0F0F0u, __byte_perm(two[0], two[1], 0x7632),
+                  __byte_perm(two[0], two[1], 0x5410) >> 4);
 }
 template <bool kSigns, int STRIDE>
 __device__ __forceinline__ u32 codes_down(const u32* x, u32 scale, bool far) {
     u32 two[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-        two[i] = either(0xF000F000u, top_nibbles<kSigns>(round_sums(x[(2 * i + 1) * STRIDE], scale, far)),
+        two[i] = either(0xF000F000u,
+                        top_nibbles<kSigns>(round_sums(x[(2 * i + 1) * STRIDE], scale, far)),
                         top_nibbles<kSigns>(round_sums(x[2 * i * STRIDE], scale, far)) >> 4);
     return __byte_perm(two[0], two[1], 0x7351);
 }
@@ -117,8 +123,8 @@ __device__ __forceinline__ u32 zeros_of(u32 pair, u32 live) {
 }
 
 // Eight magnitudes in nibbles -> saturated ones, counted where `live`. By rceil's scale, at least a
-// sixth of the largest, no bfloat16 is beyond 6 but infinity, where a dialect keeps its block; what a
-// block with NaN gives does not matter.
+// sixth of the largest, no bfloat16 is beyond 6 but infinity, where a dialect keeps its block; what
+// a block with NaN gives does not matter.
 __device__ __forceinline__ u32 saturate(u32 n, u32 live, Tally& tally) {
 #if CODEC_BF16X2 && !CODEC_STATS
     return n;  // as it was clamped
@@ -169,7 +175,8 @@ __device__ __forceinline__ void encode_pairs(const u32 (&x)[8], const Scale& s, 
 #if CODEC_STATS
         const u32 n = codes_across<false>(four, scale, far);
         const u32 c = signs_of(four[0], four[1]), d = signs_of(four[2], four[3]);
-        const u32 signs = (__byte_perm(c, d, 0x5410) & 0x08080808u) | (__byte_perm(c, d, 0x7632) & 0x80808080u);
+        const u32 signs =
+            (__byte_perm(c, d, 0x5410) & 0x08080808u) | (__byte_perm(c, d, 0x7632) & 0x80808080u);
         codes[w] = (saturate(n, s.live, tally) | signs) & s.live;
 #else
         codes[w] = codes_across<true>(four, scale, far) & s.live;

@@ -11,14 +11,17 @@ struct Tally {
 #define CODEC_CONVERTS 1
 __device__ __forceinline__ u32 convert_pair(float low, float high) {
     u16 pair;
-    asm("cvt.rn.satfinite." CODEC_HARDWARE_TYPE "x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    asm("cvt.rn.satfinite." CODEC_HARDWARE_TYPE "x2.f32 %0, %1, %2;"
+        : "=h"(pair)
+        : "f"(high), "f"(low));
     return pair;
 }
 #else
 #define CODEC_CONVERTS 0
 #endif
 #define CODEC_INTEGERS (CODEC_MAKES_CODES && !CODEC_IS_FLOAT && !CODEC_STOCHASTIC)
-#define CODEC_HAS_ZERO_POINTS (CODEC_DIVIDES && CODEC_ZERO_POINTS)  // elsewhere CODEC_ZERO_POINTS is the GEMM's
+#define CODEC_HAS_ZERO_POINTS \
+    (CODEC_DIVIDES && CODEC_ZERO_POINTS)  // elsewhere CODEC_ZERO_POINTS is the GEMM's
 
 #if CODEC_STOCHASTIC
 // The 16 random words of a chunk, or the constant that rounds ties away from or towards zero.
@@ -54,9 +57,9 @@ __device__ __forceinline__ u32 high_bytes(float a, float b, float c, float d) {
 #define CODEC_NIBBLES (CODEC_MAKES_CODES && CODEC_BITS == 4 && CODEC_IS_FLOAT && !CODEC_STOCHASTIC)
 #if CODEC_NIBBLES
 static_assert(CODEC_MANTISSA == 1 && CODEC_MIN_EXPONENT == 0, "E2M1");
-// The magnitude of y, which is below 32, to nearest: its code, up to 10, plus kOver in the top byte. The
-// sum's last place is the grid's spacing. Its last places and twice its exponent, 298 at least, are the
-// code: the product brings both there.
+// The magnitude of y, which is below 32, to nearest: its code, up to 10, plus kOver in the top
+// byte. The sum's last place is the grid's spacing. Its last places and twice its exponent, 298 at
+// least, are the code: the product brings both there.
 constexpr u32 kOver = 298 & 0xFF;
 __device__ __forceinline__ u32 top_byte(float y) {
     const float anchor = float_of(larger(bits_of(y) & kExponent, kLowest));
@@ -64,10 +67,11 @@ __device__ __forceinline__ u32 top_byte(float y) {
 }
 #endif
 
-// 16 values of one block -> words of packed codes (CODEC_MAKES_CODES) or decoded values (CODEC_OUT 1, into x).
+// 16 values of one block -> words of packed codes (CODEC_MAKES_CODES) or decoded values (CODEC_OUT
+// 1, into x).
 __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool far,
-                                       const Tensor& tensor, u32 block, u32 part, const Stream& stream,
-                                       u32 (&codes)[kWords], Tally& tally) {
+                                       const Tensor& tensor, u32 block, u32 part,
+                                       const Stream& stream, u32 (&codes)[kWords], Tally& tally) {
 #if CODEC_STOCHASTIC
     u32 word[kChunk];
     random_words(block, part, stream, word);
@@ -84,7 +88,8 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
     }
 #if CODEC_UE4M3 || CODEC_DIVIDES
     // A tiny scale can make a nonzero code decode to zero: then the values are counted.
-    const bool counts_values = __fmul_rn(__fmul_rn(CODEC_MIN_POSITIVE, s.decode), tensor.scale) == 0;
+    const bool counts_values =
+        __fmul_rn(__fmul_rn(CODEC_MIN_POSITIVE, s.decode), tensor.scale) == 0;
     u32 zero_values = 0;
 #endif
 #endif
@@ -102,7 +107,8 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
     if (far) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
-            y[k] = float_of(smaller(bits_of(y[k]) & kMagnitude, CODEC_CLAMP_BITS) | (bits_of(y[k]) & kSign));
+            y[k] = float_of(smaller(bits_of(y[k]) & kMagnitude, CODEC_CLAMP_BITS) |
+                            (bits_of(y[k]) & kSign));
     }
 #endif
 #if CODEC_CONVERTS && CODEC_MAKES_CODES
@@ -118,7 +124,8 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #endif
     }
 #elif CODEC_INTEGERS
-    // The sum's last place is the grid's spacing, and its low bits the integer, in two's complement.
+    // The sum's last place is the grid's spacing, and its low bits the integer, in two's
+    // complement.
     constexpr u32 kAnchor = kLowest + (static_cast<u32>(23 - CODEC_MANTISSA) << 23) + 0x400000u;
     u32 n[kChunk];
 #pragma unroll
@@ -126,7 +133,8 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #if CODEC_HAS_ZERO_POINTS
         constexpr int kTop = (1 << (CODEC_BITS - 1)) - 1;
         const float far = fminf(fmaxf(y[k], -65536.0f), 65536.0f);
-        const int whole = static_cast<int>(bits_of(__fadd_rn(far, float_of(kAnchor))) - kAnchor) + s.zero;
+        const int whole =
+            static_cast<int>(bits_of(__fadd_rn(far, float_of(kAnchor))) - kAnchor) + s.zero;
         n[k] = static_cast<u32>(min(max(whole, -kTop - 1), kTop));
         saturated += static_cast<int>(n[k]) != whole;
         zeros += static_cast<int>(n[k]) == s.zero;
@@ -143,7 +151,8 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 #endif
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-        const u32 low = __byte_perm(n[4 * w], n[4 * w + 1], 0x0040), high = __byte_perm(n[4 * w + 2], n[4 * w + 3], 0x0040);
+        const u32 low = __byte_perm(n[4 * w], n[4 * w + 1], 0x0040),
+                  high = __byte_perm(n[4 * w + 2], n[4 * w + 3], 0x0040);
         const u32 packed = __byte_perm(low, high, 0x5410);
         codes[w] = packed & s.live;
 #if CODEC_STATS && !CODEC_HAS_ZERO_POINTS
@@ -158,7 +167,8 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         u32 n[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) n[k] = top_byte(y[8 * w + k]);
-        codes[w] = high_bytes(n[1], n[3], n[5], n[7]) * 16 + high_bytes(n[0], n[2], n[4], n[6]) - kOver * 0x11111111u;
+        codes[w] = high_bytes(n[1], n[3], n[5], n[7]) * 16 + high_bytes(n[0], n[2], n[4], n[6]) -
+                   kOver * 0x11111111u;
     }
 #else
 #pragma unroll
@@ -194,7 +204,8 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
         zeros += n == 0;
 #endif
         n = smaller(n, CODEC_MAX_CODE);
-        n = CODEC_IS_FLOAT ? n | sign >> (32 - CODEC_BITS) : (sign ? 0 - n : n) & ((1u << CODEC_BITS) - 1);
+        n = CODEC_IS_FLOAT ? n | sign >> (32 - CODEC_BITS)
+                           : (sign ? 0 - n : n) & ((1u << CODEC_BITS) - 1);
         const int at = k * CODEC_BITS;
         codes[at / 32] |= n << (at % 32);
         if (at % 32 + CODEC_BITS > 32) codes[at / 32 + 1] |= n >> (32 - at % 32);
@@ -234,7 +245,9 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
     if (counts_values) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
-            zero_values += __fmul_rn(element_value(codes[k * CODEC_BITS / 32] >> (k * CODEC_BITS % 32)), s.decode) == 0;
+            zero_values +=
+                __fmul_rn(element_value(codes[k * CODEC_BITS / 32] >> (k * CODEC_BITS % 32)),
+                          s.decode) == 0;
         flushed = zero_values - zero_inputs;
     }
 #elif CODEC_UE4M3
@@ -248,7 +261,8 @@ __device__ __forceinline__ void encode(float (&x)[kChunk], const Scale& s, bool 
 // Codes to their place, which is as wide as they are.
 __device__ __forceinline__ void store_words(u32* to, const u32 (&packed)[kWords]) {
     if (kWords == 4)
-        *reinterpret_cast<uint4*>(to) = uint4{packed[0], packed[1], packed[2 % kWords], packed[3 % kWords]};
+        *reinterpret_cast<uint4*>(to) =
+            uint4{packed[0], packed[1], packed[2 % kWords], packed[3 % kWords]};
     else if (kWords == 2)
         *reinterpret_cast<uint2*>(to) = uint2{packed[0], packed[1]};
     else

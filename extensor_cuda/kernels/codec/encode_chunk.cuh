@@ -17,10 +17,11 @@ __device__ __forceinline__ Chunk& chunk_of(u32 (&raw)[sizeof(Raw) * kChunk / 4],
 #endif
 }
 
-// Values -> packed codes (CODEC_OUT 1: decoded values in their place). The block's other chunks are those of
-// the neighbouring lanes.
+// Values -> packed codes (CODEC_OUT 1: decoded values in their place). The block's other chunks are
+// those of the neighbouring lanes.
 __device__ __forceinline__ Scale encode_chunk(Chunk& v, const Tensor& tensor, u32 block, u32 part,
-                                              const Stream& stream, u32 (&packed)[kWords], Tally& tally) {
+                                              const Stream& stream, u32 (&packed)[kWords],
+                                              Tally& tally) {
 #if CODEC_BF16X2
     const u32 pair = pair_maximum<kChunk / 2, 1>(v);
     const u32 amax = across_lanes(larger(low_float(pair), high_float(pair)));

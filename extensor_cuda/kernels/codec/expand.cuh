@@ -1,9 +1,10 @@
-// 16 packed codes of a row and their scale -> what a product multiplies; for expand.cu and gemm_sm90.cu. Macros as
-// there.
+// 16 packed codes of a row and their scale -> what a product multiplies; for expand.cu and
+// gemm_sm90.cu. Macros as there.
 
 constexpr int kChunk = 16, kWords = CODEC_BITS * kChunk / 32;
-constexpr int kOctets = CODEC_EXPAND_TO ? 1 : 2;                          // of a value
-constexpr int kOutMantissa = CODEC_EXPAND_TO == 1 ? 2 : 3, kOutLeast = CODEC_EXPAND_TO == 1 ? -14 : -6;  // of FP8
+constexpr int kOctets = CODEC_EXPAND_TO ? 1 : 2;  // of a value
+constexpr int kOutMantissa = CODEC_EXPAND_TO == 1 ? 2 : 3,
+              kOutLeast = CODEC_EXPAND_TO == 1 ? -14 : -6;  // of FP8
 constexpr u32 kOutNaN = CODEC_EXPAND_TO ? 0x7Fu : 0x7FC0u;
 
 __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
@@ -33,7 +34,9 @@ __device__ __forceinline__ Unit unit_of(u32 scale, int anchor) {
     return {live ? grid(scale, 3, -6) * power_of_two(CODEC_LIFT) : 0.0f, live, false};
 #else
     const int shift = static_cast<int>(scale) - anchor + CODEC_LIFT;
-    if (CODEC_FIXED) return {shift < -126 ? 0.5f * power_of_two(-126) : power_of_two(shift), scale != 255u, false};
+    if (CODEC_FIXED)
+        return {shift < -126 ? 0.5f * power_of_two(-126) : power_of_two(shift), scale != 255u,
+                false};
     return {power_of_two(shift < -126 ? -126 : shift), scale != 255u, shift < -126};
 #endif
 }
@@ -49,7 +52,8 @@ __device__ __forceinline__ u32 encoded(float v, bool& lost) {
     return CODEC_FIXED && !held ? kOutNaN : bits >> 16;
 #else
     const int exponent = static_cast<int>(bits >> 23) - 127;
-    u32 code = ((exponent - kOutLeast + 1) << kOutMantissa) | (bits & 0x7FFFFFu) >> (23 - kOutMantissa);
+    u32 code =
+        ((exponent - kOutLeast + 1) << kOutMantissa) | (bits & 0x7FFFFFu) >> (23 - kOutMantissa);
     if (exponent < kOutLeast) code = static_cast<u32>(v * power_of_two(kOutMantissa - kOutLeast));
     const bool held = exponent < 16 && code < (CODEC_EXPAND_TO == 1 ? 0x7Cu : 0x7Fu);
     lost = lost || !held || grid(code, kOutMantissa, kOutLeast) != v;
@@ -67,9 +71,11 @@ template <bool kPlain>
 __device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& lost) {
     Table t = {{0, 0}, {0, 0}};
 #if CODEC_FIXED && !CODEC_UE4M3
-    if (kPlain || is_plain(scale)) {  // 0, 0.5; 1, 1.5; 2, 3; 4, 6, the scale added to their exponents
+    if (kPlain ||
+        is_plain(scale)) {  // 0, 0.5; 1, 1.5; 2, 3; 4, 6, the scale added to their exponents
         const u32 both = scale * 0x00800080u;
-        const u32 pairs[4] = {(scale - 1) << 23, both + 0x00400000u, both + 0x00C00080u, both + 0x01400100u};
+        const u32 pairs[4] = {(scale - 1) << 23, both + 0x00400000u, both + 0x00C00080u,
+                              both + 0x01400100u};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             t.low[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x6420);
@@ -80,7 +86,9 @@ __device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& los
     {
 #pragma unroll
         for (u32 n = 0; n < 8; ++n) {
-            const u32 code = unit.live ? encoded(grid(n, CODEC_MANTISSA, CODEC_MIN_EXPONENT) * unit.value, lost) : kOutNaN;
+            const u32 code =
+                unit.live ? encoded(grid(n, CODEC_MANTISSA, CODEC_MIN_EXPONENT) * unit.value, lost)
+                          : kOutNaN;
             t.low[n / 4] |= (code & 0xFFu) << (8 * (n % 4));
             t.high[n / 4] |= code >> 8 << (8 * (n % 4));
         }
@@ -94,9 +102,12 @@ __device__ __forceinline__ Table table_of(u32 scale, const Unit& unit, bool& los
 __device__ __forceinline__ u32 number_of(u32 code, float zero) {
 #if CODEC_IS_FLOAT
     const u32 magnitude = code & 0x7Fu;
-    // A float's bits with other widths: shifted into place, it is off by a power of two, subnormals too.
-    float v = __uint_as_float(magnitude << (23 - CODEC_MANTISSA)) * __uint_as_float(static_cast<u32>(253 + (CODEC_MIN_EXPONENT)) << 23);
-    if (magnitude > CODEC_MAX_CODE) v = __uint_as_float(magnitude == 0x7Cu ? 0x7F800000u : 0x7FC00000u);  // of E5M2
+    // A float's bits with other widths: shifted into place, it is off by a power of two, subnormals
+    // too.
+    float v = __uint_as_float(magnitude << (23 - CODEC_MANTISSA)) *
+              __uint_as_float(static_cast<u32>(253 + (CODEC_MIN_EXPONENT)) << 23);
+    if (magnitude > CODEC_MAX_CODE)
+        v = __uint_as_float(magnitude == 0x7Cu ? 0x7F800000u : 0x7FC00000u);  // of E5M2
     return __float_as_uint(v) | code >> 7 << 31;
 #else
     return __float_as_uint(__uint_as_float(0x4B000000u | (code ^ 1u << (CODEC_BITS - 1))) - zero);
@@ -104,16 +115,19 @@ __device__ __forceinline__ u32 number_of(u32 code, float zero) {
 }
 
 template <bool kPlain = false>
-__device__ __forceinline__ void convert(const u32 (&words)[kWords], int zero_point, int, uint4 (&units)[2],
-                                        u32&) {
+__device__ __forceinline__ void convert(const u32 (&words)[kWords], int zero_point, int,
+                                        uint4 (&units)[2], u32&) {
     const float zero = static_cast<float>((1 << 23) + (1 << (CODEC_BITS - 1)) + zero_point);
     u32 out[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const u32 word = words[i * CODEC_BITS / 16] >> (2 * CODEC_BITS * i % 32), mask = (1u << CODEC_BITS) - 1;
-        out[i] = __byte_perm(number_of(word & mask, zero), number_of(word >> CODEC_BITS & mask, zero), 0x7632);
+        const u32 word = words[i * CODEC_BITS / 16] >> (2 * CODEC_BITS * i % 32),
+                  mask = (1u << CODEC_BITS) - 1;
+        out[i] = __byte_perm(number_of(word & mask, zero),
+                             number_of(word >> CODEC_BITS & mask, zero), 0x7632);
     }
-    units[0] = uint4{out[0], out[1], out[2], out[3]}, units[1] = uint4{out[4], out[5], out[6], out[7]};
+    units[0] = uint4{out[0], out[1], out[2], out[3]},
+    units[1] = uint4{out[4], out[5], out[6], out[7]};
 }
 #else
 // 16 codes of one block -> 16-byte units. kPlain: the scale is known to be.
@@ -155,7 +169,8 @@ __device__ __forceinline__ void convert(const u32 (&words)[kWords], u32 scale, i
         const float v = grid(magnitude, CODEC_MANTISSA, CODEC_MIN_EXPONENT);
 #else
         const u32 magnitude = sign ? (1u << CODEC_BITS) - code : code;
-        const float v = static_cast<float>(magnitude) * power_of_two(CODEC_MIN_EXPONENT - CODEC_MANTISSA);
+        const float v =
+            static_cast<float>(magnitude) * power_of_two(CODEC_MIN_EXPONENT - CODEC_MANTISSA);
 #endif
         any |= magnitude;
         u32 made = unit.live ? encoded(v * unit.value, lost) : kOutNaN;
@@ -205,7 +220,8 @@ __device__ __forceinline__ Chunk read_chunk(const Row& row, u32 chunk) {
     for (int w = 0; w < kWords; ++w) out.words[w] = 0;
 #pragma unroll
     for (int b = 0; b < 4 * kWords; ++b)
-        if (chunk * (4 * kWords) + b < row.octets) out.words[b / 4] |= static_cast<u32>(at[b]) << 8 * (b % 4);
+        if (chunk * (4 * kWords) + b < row.octets)
+            out.words[b / 4] |= static_cast<u32>(at[b]) << 8 * (b % 4);
     return out;
 #endif
 #else
@@ -231,14 +247,19 @@ __device__ __forceinline__ void store(u8* out, i64 chunk, const uint4 (&units)[k
 }
 
 #if CODEC_EXPAND_TO == 0
-__device__ __forceinline__ u32 neighbours(u32 mine) { return __shfl_xor_sync(0xFFFFFFFFu, mine, 1); }
+__device__ __forceinline__ u32 neighbours(u32 mine) {
+    return __shfl_xor_sync(0xFFFFFFFFu, mine, 1);
+}
 
-// The same by a whole warp, whose lanes have chunks in order: two lanes write 32 bytes, a whole sector.
-__device__ __forceinline__ void store_together(u8* out, u32 chunk, u32 count, const uint4 (&units)[2]) {
+// The same by a whole warp, whose lanes have chunks in order: two lanes write 32 bytes, a whole
+// sector.
+__device__ __forceinline__ void store_together(u8* out, u32 chunk, u32 count,
+                                               const uint4 (&units)[2]) {
     const u32 odd = threadIdx.x % 2;
     uint4 theirs = odd ? units[0] : units[1];
     const uint4 own = odd ? units[1] : units[0];
-    theirs = uint4{neighbours(theirs.x), neighbours(theirs.y), neighbours(theirs.z), neighbours(theirs.w)};
+    theirs = uint4{neighbours(theirs.x), neighbours(theirs.y), neighbours(theirs.z),
+                   neighbours(theirs.w)};
     uint4* to = reinterpret_cast<uint4*>(out) + static_cast<i64>(chunk - odd) * 2 + odd;
     if (chunk - odd < count) to[0] = odd ? theirs : own;
     if (chunk - odd + 1 < count) to[2] = odd ? own : theirs;

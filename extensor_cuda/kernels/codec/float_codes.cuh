@@ -1,5 +1,5 @@
-// Values under float scales one at a time, for kernels of any shape. Macros: those of input.cuh, encode.cuh and
-// float_scale.cuh.
+// Values under float scales one at a time, for kernels of any shape. Macros: those of input.cuh,
+// encode.cuh and float_scale.cuh.
 
 #include "codec/input.cuh"
 #include "codec/decode.cuh"
@@ -29,7 +29,10 @@ __device__ __forceinline__ u32 code_of(float x, const Scale& s, u32 word, Tally&
     const float scaled = __fmul_rn(__fdiv_rn(x, s.decode), CODEC_ELEMENT_SCALE);
     const bool negative = bits_of(scaled) & kSign;
     float grid;
-    u32 n = round_magnitude(fminf(fabsf(scaled), CODEC_ZERO_POINTS ? 65536.0f : float_of(CODEC_CLAMP_BITS)), word, grid), code;
+    u32 n = round_magnitude(
+            fminf(fabsf(scaled), CODEC_ZERO_POINTS ? 65536.0f : float_of(CODEC_CLAMP_BITS)), word,
+            grid),
+        code;
 #if CODEC_ZERO_POINTS
     constexpr int kTop = (1 << (CODEC_BITS - 1)) - 1;
     const int whole = (negative ? -static_cast<int>(n) : static_cast<int>(n)) + s.zero;
@@ -39,7 +42,8 @@ __device__ __forceinline__ u32 code_of(float x, const Scale& s, u32 word, Tally&
 #else
     tally.saturated += n > CODEC_MAX_CODE;
     n = smaller(n, CODEC_MAX_CODE);
-    code = CODEC_IS_FLOAT ? n | static_cast<u32>(negative) << (CODEC_BITS - 1) : (negative ? 0u - n : n) & ((1u << CODEC_BITS) - 1);
+    code = CODEC_IS_FLOAT ? n | static_cast<u32>(negative) << (CODEC_BITS - 1)
+                          : (negative ? 0u - n : n) & ((1u << CODEC_BITS) - 1);
 #endif
     tally.flushed += x != 0.0f && decoded(code, s.decode, s.zero) == 0.0f;
     return code;

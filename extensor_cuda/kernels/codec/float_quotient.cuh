@@ -6,7 +6,8 @@ __device__ __forceinline__ Most most_of(const float (&x)[kChunk]) {
 #if CODEC_ZERO_POINTS
     float high = 0, low = 0;
 #pragma unroll
-    for (int k = 0; k < kChunk; ++k) high = max_with_nan(high, x[k]), low = max_with_nan(low, -x[k]);
+    for (int k = 0; k < kChunk; ++k)
+        high = max_with_nan(high, x[k]), low = max_with_nan(low, -x[k]);
     return {bits_of(high) & kMagnitude, bits_of(low) & kMagnitude};
 #else
     return {chunk_maximum(x), 0};
@@ -18,11 +19,13 @@ __device__ __forceinline__ bool is_far(const Most& most, const Scale& s) {
     return !(__fdiv_rn(float_of(most.high), s.decode) < float_of(CODEC_CLAMP_BITS));
 }
 
-// x / scale, as a division rounds it. With the nearest reciprocal two corrections give that too, unless
-// a remainder is so small that a float does not hold it: that is so below 2^-101, whose quotient by a
-// scale in these bounds is 0 on any grid, to nearest.
-__device__ __forceinline__ void divide(const float (&x)[kChunk], const Scale& s, float (&y)[kChunk]) {
-    if (!CODEC_STOCHASTIC && CODEC_ELEMENT_SCALE == 1.0f && s.decode >= 0x1p-60f && s.decode <= 0x1p60f) {
+// x / scale, as a division rounds it. With the nearest reciprocal two corrections give that too,
+// unless a remainder is so small that a float does not hold it: that is so below 2^-101, whose
+// quotient by a scale in these bounds is 0 on any grid, to nearest.
+__device__ __forceinline__ void divide(const float (&x)[kChunk], const Scale& s,
+                                       float (&y)[kChunk]) {
+    if (!CODEC_STOCHASTIC && CODEC_ELEMENT_SCALE == 1.0f && s.decode >= 0x1p-60f &&
+        s.decode <= 0x1p60f) {
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) {
             float q = __fmul_rn(x[k], s.apply);

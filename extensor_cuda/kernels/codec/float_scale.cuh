@@ -1,5 +1,6 @@
-// A block's float scale, and zero point, from its extremes. Macros: CODEC_BITS, CODEC_TOP, CODEC_RULE_ONE (scales are 1), CODEC_ZERO_POINTS (zero
-// points), CODEC_FLOAT16_SCALES (scales are float16). After input.cuh.
+// A block's float scale, and zero point, from its extremes. Macros: CODEC_BITS, CODEC_TOP,
+// CODEC_RULE_ONE (scales are 1), CODEC_ZERO_POINTS (zero points), CODEC_FLOAT16_SCALES (scales are
+// float16). After input.cuh.
 
 #include "common/float16.cuh"
 
@@ -9,7 +10,8 @@ typedef u16 Stored;
 typedef u32 Stored;  // a float's bits
 #endif
 
-// Of some values: the bits of the largest magnitude; under CODEC_ZERO_POINTS of the largest above 0 and that below it.
+// Of some values: the bits of the largest magnitude; under CODEC_ZERO_POINTS of the largest above 0
+// and that below it.
 struct Most {
     u32 high, low;
 };
@@ -33,7 +35,10 @@ __device__ __forceinline__ Scale block_scale(const Most& most) {
     constexpr double kLeast = -(1 << (CODEC_BITS - 1));
     const double bottom = finite ? -static_cast<double>(float_of(most.low)) : 0.0;
     const double steps = static_cast<double>((1 << CODEC_BITS) - 1);
-    float scale = CODEC_RULE_ONE ? 1.0f : static_cast<float>(__ddiv_rn(__dsub_rn(static_cast<double>(top), bottom), steps));
+    float scale =
+        CODEC_RULE_ONE
+            ? 1.0f
+            : static_cast<float>(__ddiv_rn(__dsub_rn(static_cast<double>(top), bottom), steps));
 #else
     float scale = CODEC_RULE_ONE ? 1.0f : __fdiv_rn(top, CODEC_TOP);
 #endif

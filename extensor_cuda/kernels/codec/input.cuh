@@ -14,7 +14,8 @@ typedef long long i64;
 constexpr u32 kMagnitude = 0x7FFFFFFFu, kSign = 0x80000000u, kExponent = 0x7F800000u;
 constexpr u32 kMantissa = 0x007FFFFFu, kNaN = 0x7FC00000u;
 constexpr float kFloatMax = 3.4028234663852886e38f;
-constexpr int kThreads = CODEC_THREADS, kChunk = 16, kParts = CODEC_BLOCK / kChunk;  // parts: chunks of a block
+constexpr int kThreads = CODEC_THREADS, kChunk = 16,
+              kParts = CODEC_BLOCK / kChunk;  // parts: chunks of a block
 constexpr int kWords = CODEC_BITS * kChunk / 32;
 constexpr int kSlots = 256;  // counters are spread over this many pairs, summed by the host
 
@@ -130,6 +131,7 @@ __device__ __forceinline__ u32 finite_maximum(const float (&x)[kChunk]) {
 template <int kApart = 1>
 __device__ __forceinline__ u32 across_lanes(u32 m) {
 #pragma unroll
-    for (int lane = 1; lane < kParts; lane *= 2) m = larger(m, __shfl_xor_sync(~0u, m, lane * kApart));
+    for (int lane = 1; lane < kParts; lane *= 2)
+        m = larger(m, __shfl_xor_sync(~0u, m, lane * kApart));
     return m;
 }

@@ -1,11 +1,13 @@
-// A magnitude to its code. Macros: CODEC_IS_FLOAT, CODEC_MANTISSA, CODEC_MIN_EXPONENT; CODEC_STOCHASTIC, CODEC_RBITS: the rounding.
+// A magnitude to its code. Macros: CODEC_IS_FLOAT, CODEC_MANTISSA, CODEC_MIN_EXPONENT;
+// CODEC_STOCHASTIC, CODEC_RBITS: the rounding.
 
 constexpr u32 kLowest = static_cast<u32>(127 + CODEC_MIN_EXPONENT) << 23;
 
 // |y| on the grid continued without a top: its code; `value` is the number that the code means.
-// CODEC_STOCHASTIC: up exactly when frac * 2**32 > word; else to nearest even. CODEC_RBITS 8: `word` holds the bits of
-// the float 128 + w, w = (byte + 1/2) / 256, and the code is ceil(|y| / spacing - w): two additions
-// that round up, the first in steps of 2**-16 spacing or less, of which w and every code are multiples.
+// CODEC_STOCHASTIC: up exactly when frac * 2**32 > word; else to nearest even. CODEC_RBITS 8:
+// `word` holds the bits of the float 128 + w, w = (byte + 1/2) / 256, and the code is ceil(|y| /
+// spacing - w): two additions that round up, the first in steps of 2**-16 spacing or less, of which
+// w and every code are multiples.
 __device__ __forceinline__ u32 round_magnitude(float y, u32 word, float& value) {
     const float magnitude = fabsf(y);
     const u32 exponent = CODEC_IS_FLOAT ? larger(bits_of(y) & kExponent, kLowest) : kLowest;

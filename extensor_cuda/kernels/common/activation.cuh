@@ -1,5 +1,5 @@
-// relu and x Phi(x) with the normal distribution function Phi, value by value in float32. COMMON_FULL_PRECISION: as exact
-// as float32 wants it, else as bfloat16 does.
+// relu and x Phi(x) with the normal distribution function Phi, value by value in float32.
+// COMMON_FULL_PRECISION: as exact as float32 wants it, else as bfloat16 does.
 
 // 1 / v for v of 1 or more; to 1 unit in the last place.
 __device__ __forceinline__ float inverse(float v) {
@@ -12,14 +12,14 @@ __device__ __forceinline__ float inverse(float v) {
 #endif
 }
 
-// Phi(-t) = e s P(s) for t >= 0, with e = exp(-t^2 / 2) and s = 1 / (1 + c t): P is a minimax fit of
-// sqrt(pi / 2) erfcx. Of degree 9 it is off by 0.93 units of 2^-24, evaluated so by 8; of degree 5 by
-// 2^-16.8, for what is rounded to bfloat16.
+// Phi(-t) = e s P(s) for t >= 0, with e = exp(-t^2 / 2) and s = 1 / (1 + c t): P is a minimax fit
+// of sqrt(pi / 2) erfcx. Of degree 9 it is off by 0.93 units of 2^-24, evaluated so by 8; of degree
+// 5 by 2^-16.8, for what is rounded to bfloat16.
 #if COMMON_FULL_PRECISION
 constexpr float kC = 0.4399999976158142f;
-__device__ const float kP[] = {0.1755484640598297f,   0.17516793310642242f,  0.14555662870407104f,
-                               0.05019409582018852f,  0.06932248920202255f,  -0.20567955076694489f,
-                               0.02549086883664131f,  0.15493308007717133f,  -0.11826606839895248f,
+__device__ const float kP[] = {0.1755484640598297f,  0.17516793310642242f, 0.14555662870407104f,
+                               0.05019409582018852f, 0.06932248920202255f, -0.20567955076694489f,
+                               0.02549086883664131f, 0.15493308007717133f, -0.11826606839895248f,
                                0.027732083573937416f};
 __device__ __forceinline__ float bell(float x) { return expf(__fmul_rn(__fmul_rn(x, x), -0.5f)); }
 #else

@@ -50,7 +50,8 @@ __device__ __forceinline__ bool is_over(u32 barrier, u32 parity) {
 // Bytes that lie together: a multiple of 16, at such an address.
 __device__ __forceinline__ void load_line(u32 to, const void* from, int bytes, u32 barrier) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(to),
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }

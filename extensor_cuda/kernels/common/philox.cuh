@@ -5,12 +5,13 @@ struct Stream {
 };
 
 // high0 is the step's number. Where steps are repeated on the device it is read from `clock`.
-__device__ __forceinline__ Stream stream_of(const u32* clock, u32 key0, u32 key1, u32 high0, u32 high1) {
+__device__ __forceinline__ Stream stream_of(const u32* clock, u32 key0, u32 key1, u32 high0,
+                                            u32 high1) {
     return Stream{key0, key1, clock ? *clock : high0, high1};
 }
 
-// COMMON_MUL_WIDE: in assembly, where the compiler otherwise adds zero to each product's high word; where it does
-// not, assembly takes more registers.
+// COMMON_MUL_WIDE: in assembly, where the compiler otherwise adds zero to each product's high word;
+// where it does not, assembly takes more registers.
 __device__ __forceinline__ u64 product(u32 a, u32 b) {
 #if COMMON_MUL_WIDE && defined(__CUDA_ARCH__)
     u64 both;

@@ -36,7 +36,8 @@ __device__ __forceinline__ void load_for_all(u32 to, const TensorMap* map, int b
 }
 
 // A box of an array of four axes, and back from shared memory.
-__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int x, int y, int z, int w, u32 barrier) {
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int x, int y, int z, int w,
+                                         u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
@@ -44,16 +45,27 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int x, in
         : "memory");
 }
 
-__device__ __forceinline__ void store_box(const TensorMap* map, int x, int y, int z, int w, u32 from) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map),
-                 "r"(x), "r"(y), "r"(z), "r"(w), "r"(from)
-                 : "memory");
+__device__ __forceinline__ void store_box(const TensorMap* map, int x, int y, int z, int w,
+                                          u32 from) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
+            map),
+        "r"(x), "r"(y), "r"(z), "r"(w), "r"(from)
+        : "memory");
 }
 // What this thread has written to shared memory is there for the stores of any.
-__device__ __forceinline__ void show_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void await_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void await_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void show_stores() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void end_stores() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void await_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void await_stores() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 
 // A count that other blocks add to after stores of theirs: what it counts is there.
 __device__ __forceinline__ u32 acquired(const u32* from) {
@@ -65,7 +77,9 @@ __device__ __forceinline__ void add_released(u32* to, u32 count) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(count) : "memory");
 }
 // Between stores to global memory and bulk copies of what was stored.
-__device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void show_to_copies() {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
 
 __device__ __forceinline__ u32 rounded_pair(float high, float low) {
     u32 pair;
@@ -93,8 +107,12 @@ __device__ __forceinline__ void end_block(float never_negative) {
     if (never_negative < 0.0f) asm volatile("nanosleep.u32 20;");  // of a trap ptxas makes spills
 }
 
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void begin_products() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void end_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
 template <int kInFlight, int kSums>
 __device__ __forceinline__ void finish(Sum (&d)[kSums]) {

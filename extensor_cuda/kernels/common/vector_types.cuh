@@ -1,8 +1,10 @@
-// Values of arrays of float32 and bfloat16, one by one and in groups of 8: computed with as float32,
-// rounded to nearest even when they are stored.
+// Values of arrays of float32 and bfloat16, one by one and in groups of 8: computed with as
+// float32, rounded to nearest even when they are stored.
 
 constexpr int kGroup = 8;
-struct Group { float v[kGroup]; };
+struct Group {
+    float v[kGroup];
+};
 
 // The bits of the nearest bfloat16; NaN becomes the quiet one of its sign.
 __device__ __forceinline__ u32 nearest(float v) {
@@ -31,7 +33,8 @@ struct Of<0> {
     static __device__ __forceinline__ float wide(float v) { return v; }
     static __device__ __forceinline__ float narrow(float v) { return v; }
     static __device__ __forceinline__ Group load(const float* from) {  // 16-byte aligned, as below
-        const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+        const float4 a = reinterpret_cast<const float4*>(from)[0],
+                     b = reinterpret_cast<const float4*>(from)[1];
         return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
     }
     static __device__ __forceinline__ void store(float* to, const Group& g) {
@@ -43,7 +46,9 @@ struct Of<0> {
 template <>
 struct Of<1> {
     typedef u16 Raw;
-    static __device__ __forceinline__ float wide(u16 v) { return __uint_as_float(static_cast<u32>(v) << 16); }
+    static __device__ __forceinline__ float wide(u16 v) {
+        return __uint_as_float(static_cast<u32>(v) << 16);
+    }
     static __device__ __forceinline__ u16 narrow(float v) { return static_cast<u16>(nearest(v)); }
     static __device__ __forceinline__ Group load(const u16* from) {
         const uint4 w = *reinterpret_cast<const uint4*>(from);

@@ -1,4 +1,5 @@
-// A of gemm_sm90.cu from packed storage: the warps that expand it, and the wait of the one that loads it.
+// A of gemm_sm90.cu from packed storage: the warps that expand it, and the wait of the one that
+// loads it.
 
 namespace expanding {
 #include "codec/expand.cuh"
@@ -13,7 +14,8 @@ __device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 chunks, 
         Chunk next[2] = {read_chunk(row, chunk), read_chunk(row, chunk + 32)};
         for (u32 first = 0; first < pairs; first += 64, chunk += 64) {
             const Chunk now[2] = {next[0], next[1]};
-            if (first + 64 < pairs) next[0] = read_chunk(row, chunk + 64), next[1] = read_chunk(row, chunk + 96);
+            if (first + 64 < pairs)
+                next[0] = read_chunk(row, chunk + 64), next[1] = read_chunk(row, chunk + 96);
             uint4 units[2][kOctets];
             if (kMostlyPlain && __all_sync(~0u, is_plain(now[0].scale) && is_plain(now[1].scale))) {
                 convert<true>(now[0].words, now[0].scale, 127, units[0], beyond);

@@ -50,8 +50,8 @@ def finished(out: Array | Requantized, xp: Any) -> Array | QuantArray:
 def reason(spec: QuantSpec, m: int, n: int) -> str | None:
     """Why a result (M, N) does not leave so quantized; None if it does."""
     plan = plan_of(spec, (m, n))
-    if isinstance(plan, str):
-        return plan
+    if not plan:
+        return plan.reason
     if plan.columns or plan.rows > 1:
         return f"tile {plan.spec.tile} along axis {plan.spec.axis}; the kernel has blocks of rows"
     if plan.block > EPILOGUE_COLUMNS:

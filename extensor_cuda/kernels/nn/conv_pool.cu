@@ -1,24 +1,27 @@
-// Sliding windows over images of float32: max pooling both ways, and patches summed back to an image.
+// Sliding windows over images of float32: max pooling both ways, and patches summed back to an
+// image.
 //
-// NN_A thread has one value of the result and goes through the window in order, so nothing is added in
-// an order of chance, and sums have the bits that extensor/backends/windows.py gives. No headers, no
-// macros; compiled with --fmad=false.
+// NN_A thread has one value of the result and goes through the window in order, so nothing is added
+// in an order of chance, and sums have the bits that extensor/backends/windows.py gives. No
+// headers, no macros; compiled with --fmad=false.
 
 typedef unsigned int u32;
 typedef long long i64;
 
 constexpr int kThreads = 256;
 
-// Heights and widths: of the image, of the windows' grid, of a window, its stride, padding, dilation.
-#define NN_WINDOW_PARAMETERS                                                                                       \
-    int high, int wide, int out_high, int out_wide, int kernel_y, int kernel_x, int stride_y, int stride_x, \
-        int pad_y, int pad_x, int step_y, int step_x
+// Heights and widths: of the image, of the windows' grid, of a window, its stride, padding,
+// dilation.
+#define NN_WINDOW_PARAMETERS                                                                  \
+    int high, int wide, int out_high, int out_wide, int kernel_y, int kernel_x, int stride_y, \
+        int stride_x, int pad_y, int pad_x, int step_y, int step_x
 
 __device__ __forceinline__ bool is_nan(float v) { return v != v; }
 
 // Maxima of (planes, high, wide) and their places; NaN before all, then the first largest.
 extern "C" __global__ void __launch_bounds__(kThreads)
-max_pool(const float* __restrict__ x, float* __restrict__ out, int* __restrict__ index, NN_WINDOW_PARAMETERS, i64 count) {
+    max_pool(const float* __restrict__ x, float* __restrict__ out, int* __restrict__ index,
+             NN_WINDOW_PARAMETERS, i64 count) {
     const i64 at = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (at >= count) return;
     const int ox = static_cast<int>(at % out_wide), oy = static_cast<int>(at / out_wide % out_high);
@@ -31,17 +34,18 @@ max_pool(const float* __restrict__ x, float* __restrict__ out, int* __restrict__
             const int column = ox * stride_x - pad_x + j * step_x;
             if (y < 0 || y >= high || column < 0 || column >= wide) continue;
             const float v = plane[static_cast<i64>(y) * wide + column];
-            if (where < 0 || v > best || (is_nan(v) && !is_nan(best))) best = v, where = y * wide + column;
+            if (where < 0 || v > best || (is_nan(v) && !is_nan(best)))
+                best = v, where = y * wide + column;
         }
     out[at] = best;
     index[at] = where;
 }
 
-// Of each place of an image the sum of g (planes, out_high, out_wide) over the windows that cover it
-// and whose maximum it was.
+// Of each place of an image the sum of g (planes, out_high, out_wide) over the windows that cover
+// it and whose maximum it was.
 extern "C" __global__ void __launch_bounds__(kThreads)
-max_pool_grad(const float* __restrict__ g, const int* __restrict__ index, float* __restrict__ out,
-                   NN_WINDOW_PARAMETERS, i64 count) {
+    max_pool_grad(const float* __restrict__ g, const int* __restrict__ index,
+                  float* __restrict__ out, NN_WINDOW_PARAMETERS, i64 count) {
     const i64 at = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (at >= count) return;
     const int column = static_cast<int>(at % wide), y = static_cast<int>(at / wide % high);
@@ -61,7 +65,8 @@ max_pool_grad(const float* __restrict__ g, const int* __restrict__ index, float*
 
 // Patches (planes, kernel_y, kernel_x, out_high, out_wide) summed to (planes, high, wide).
 extern "C" __global__ void __launch_bounds__(kThreads)
-fold(const float* __restrict__ patches, float* __restrict__ out, NN_WINDOW_PARAMETERS, i64 count) {
+    fold(const float* __restrict__ patches, float* __restrict__ out, NN_WINDOW_PARAMETERS,
+         i64 count) {
     const i64 at = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (at >= count) return;
     const int column = static_cast<int>(at % wide), y = static_cast<int>(at / wide % high);

@@ -1,5 +1,5 @@
-// Softmax and cross-entropy of rows of scores, forward and backward. NN_WARPS warps have a row and read
-// it twice, in groups of 8 where each row starts at 16 bytes. No headers; NN_IN (0: float32,
+// Softmax and cross-entropy of rows of scores, forward and backward. NN_WARPS warps have a row and
+// read it twice, in groups of 8 where each row starts at 16 bytes. No headers; NN_IN (0: float32,
 // 1: bfloat16) is the scores' dtype and their gradient's. Compiled with --fmad=false. Bounds:
 // cross_entropy.py.
 
@@ -34,8 +34,8 @@ __device__ __forceinline__ void each(const Raw* row, i64 classes, bool grouped, 
 
 // Losses (rows), and each row's maximum and sum of exponentials, (rows, 2).
 extern "C" __global__ void __launch_bounds__(kThreads)
-losses(const Raw* __restrict__ x, const i64* __restrict__ labels, float* __restrict__ out,
-       float2* __restrict__ kept, float smoothing, i64 rows, i64 classes) {
+    losses(const Raw* __restrict__ x, const i64* __restrict__ labels, float* __restrict__ out,
+           float2* __restrict__ kept, float smoothing, i64 rows, i64 classes) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const int lane = threadIdx.x % kLanes;
     const bool real = row < rows;
@@ -57,11 +57,13 @@ losses(const Raw* __restrict__ x, const i64* __restrict__ labels, float* __restr
     const float log_sum = logf(sum);
     // NN_A label that is no class is refused elsewhere, but not always before this runs.
     const i64 label = labels[row];
-    const float score = label >= 0 && label < classes ? Of<NN_IN>::wide(mine[label]) : __uint_as_float(0x7FC00000u);
+    const float score =
+        label >= 0 && label < classes ? Of<NN_IN>::wide(mine[label]) : __uint_as_float(0x7FC00000u);
     float loss = __fsub_rn(log_sum, __fsub_rn(score, top));
     if (smoothing != 0) {
         const float uniform = __fsub_rn(log_sum, __fdiv_rn(shifts, static_cast<float>(classes)));
-        loss = __fadd_rn(__fmul_rn(loss, __fsub_rn(1.0f, smoothing)), __fmul_rn(uniform, smoothing));
+        loss =
+            __fadd_rn(__fmul_rn(loss, __fsub_rn(1.0f, smoothing)), __fmul_rn(uniform, smoothing));
     }
     out[row] = loss;
     kept[row] = float2{top, sum};
@@ -69,13 +71,14 @@ losses(const Raw* __restrict__ x, const i64* __restrict__ labels, float* __restr
 
 // (softmax - target) times the weight of each row, `step` apart (0: one for all).
 extern "C" __global__ void __launch_bounds__(kThreads)
-losses_grad(const float* __restrict__ weight, const Raw* __restrict__ x, const i64* __restrict__ labels,
-            const float2* __restrict__ kept, Raw* __restrict__ out, float smoothing, i64 step, i64 rows,
-            i64 classes) {
+    losses_grad(const float* __restrict__ weight, const Raw* __restrict__ x,
+                const i64* __restrict__ labels, const float2* __restrict__ kept,
+                Raw* __restrict__ out, float smoothing, i64 step, i64 rows, i64 classes) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     if (row >= rows) return;
     const float2 of_row = kept[row];
-    const float factor = weight[row * step], least = __fdiv_rn(smoothing, static_cast<float>(classes));
+    const float factor = weight[row * step],
+                least = __fdiv_rn(smoothing, static_cast<float>(classes));
     const float taken = __fsub_rn(1.0f, smoothing);
     const float inverse = __fdiv_rn(1.0f, of_row.y);
     const i64 label = labels[row];

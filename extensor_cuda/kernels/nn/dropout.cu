@@ -1,6 +1,6 @@
-// The mask of dropout: a random word of 32 bits for each value, kept where it is `least` or more. Words
-// are Philox 4x64-10's (Salmon et al., SC'11) as numpy.random.Philox numbers them: a block of eight
-// words has the counter (number + 1, calls, 0, 0) and the key (seed, 0).
+// The mask of dropout: a random word of 32 bits for each value, kept where it is `least` or more.
+// Words are Philox 4x64-10's (Salmon et al., SC'11) as numpy.random.Philox numbers them: a block of
+// eight words has the counter (number + 1, calls, 0, 0) and the key (seed, 0).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -13,15 +13,18 @@ __device__ __forceinline__ void philox64(u64 (&c)[4], u64 key) {
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
         constexpr u64 m0 = 0xD2E7470EE14C6C93ull, m1 = 0xCA5A826395121157ull;
-        const u64 high0 = __umul64hi(m0, c[0]), low0 = m0 * c[0], high1 = __umul64hi(m1, c[2]), low1 = m1 * c[2];
+        const u64 high0 = __umul64hi(m0, c[0]), low0 = m0 * c[0], high1 = __umul64hi(m1, c[2]),
+                  low1 = m1 * c[2];
         c[0] = high1 ^ c[1] ^ k0, c[1] = low1, c[2] = high0 ^ c[3] ^ k1, c[3] = low0;
         k0 += 0x9E3779B97F4A7C15ull, k1 += 0xBB67AE8584CAA73Bull;
     }
 }
 
-// draws: the seed, and the calls before this one -> 0 or `factor`. NN_A thread has eight neighbours.
+// draws: the seed, and the calls before this one -> 0 or `factor`. NN_A thread has eight
+// neighbours.
 extern "C" __global__ void __launch_bounds__(kThreads)
-dropout_mask(const u64* __restrict__ draws, float* __restrict__ mask, i64 size, u32 least, float factor) {
+    dropout_mask(const u64* __restrict__ draws, float* __restrict__ mask, i64 size, u32 least,
+                 float factor) {
     const i64 block = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x, start = block * kWords;
     if (start >= size) return;
     u64 words[4] = {static_cast<u64>(block) + 1, draws[1], 0, 0};

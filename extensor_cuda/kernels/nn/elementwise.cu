@@ -1,9 +1,9 @@
 // Values one by one: sums, casts, relu and x Phi(x) with the normal distribution function Phi, and
 // their gradients; rounding to bfloat16. Computed in float32 and rounded once.
 //
-// NN_A thread has two groups of 8 values, 16 or 32 bytes of each array. No headers; NN_A, NN_B and NN_OUT
-// (0: float32, 1: bfloat16) are macros: of the first and second array and of the result. Compiled
-// with --fmad=false. Bounds: elementwise.py.
+// NN_A thread has two groups of 8 values, 16 or 32 bytes of each array. No headers; NN_A, NN_B and
+// NN_OUT (0: float32, 1: bfloat16) are macros: of the first and second array and of the result.
+// Compiled with --fmad=false. Bounds: elementwise.py.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -17,7 +17,8 @@ constexpr i64 kStep = kThreads * kGroup, kPart = kStep * kGroups;  // as in elem
 
 // out[i] = op(a[i], b[i]); b may be a itself, which is read once then.
 template <bool kTwo, class Op>
-__device__ __forceinline__ void each(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b,
+__device__ __forceinline__ void each(const Of<NN_A>::Raw* __restrict__ a,
+                                     const Of<NN_B>::Raw* __restrict__ b,
                                      Of<NN_OUT>::Raw* __restrict__ out, i64 count, Op op) {
     const i64 first = blockIdx.x * kPart + threadIdx.x * kGroup;
     const bool aligned =
@@ -56,7 +57,9 @@ struct GeluGrad {
     }
 };
 struct ReluGrad {  // g where relu's output is positive, else 0
-    __device__ __forceinline__ float operator()(float g, float out) const { return out > 0 ? g : 0.0f; }
+    __device__ __forceinline__ float operator()(float g, float out) const {
+        return out > 0 ? g : 0.0f;
+    }
 };
 struct Add {
     __device__ __forceinline__ float operator()(float a, float b) const { return __fadd_rn(a, b); }
@@ -65,43 +68,46 @@ struct Same {
     __device__ __forceinline__ float operator()(float x, float) const { return x; }
 };
 struct Near {  // the nearest bfloat16, in whatever dtype
-    __device__ __forceinline__ float operator()(float x, float) const { return Of<1>::wide(Of<1>::narrow(x)); }
+    __device__ __forceinline__ float operator()(float x, float) const {
+        return Of<1>::wide(Of<1>::narrow(x));
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-gelu(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    gelu(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Gelu{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-relu(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    relu(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Relu{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-cast(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    cast(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Same{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-bfloat16_values(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    bfloat16_values(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out,
+                    i64 count) {
     each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Near{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-gelu_grad(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b, Of<NN_OUT>::Raw* __restrict__ out,
-          i64 count) {
+    gelu_grad(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b,
+              Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<true>(a, b, out, count, GeluGrad{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-relu_grad(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b, Of<NN_OUT>::Raw* __restrict__ out,
-          i64 count) {
+    relu_grad(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b,
+              Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<true>(a, b, out, count, ReluGrad{});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6)
-add(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b, Of<NN_OUT>::Raw* __restrict__ out,
-    i64 count) {
+    add(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b,
+        Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
     each<true>(a, b, out, count, Add{});
 }

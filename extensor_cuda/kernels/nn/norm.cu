@@ -1,9 +1,9 @@
-// LayerNorm (NN_CENTRED) and RMSNorm over rows of NN_LENGTH values, forward and, of float32, backward.
+// LayerNorm (NN_CENTRED) and RMSNorm over rows of NN_LENGTH values, forward and, of float32,
+// backward.
 //
-// NN_WARPS warps have a row, in registers; each sum is of a thread's values, then across lanes, then
-// across warps. No headers; NN_IN (0: float32, 1: bfloat16) is the dtype of x forward, NN_OUT of y and
-// of its gradient.
-// Compiled with --fmad=false. Bounds: extensor_cuda/kernels/norm.py.
+// NN_WARPS warps have a row, in registers; each sum is of a thread's values, then across lanes,
+// then across warps. No headers; NN_IN (0: float32, 1: bfloat16) is the dtype of x forward, NN_OUT
+// of y and of its gradient. Compiled with --fmad=false. Bounds: extensor_cuda/kernels/norm.py.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -14,7 +14,8 @@ typedef long long i64;
 typedef Of<NN_OUT>::Raw Raw;
 
 constexpr int kThreads = 256, kRows = kThreads / 32 / NN_WARPS;  // rows of a block at a time
-constexpr int kLanes = 32 * NN_WARPS, kEach = (NN_LENGTH + kLanes - 1) / kLanes;  // values of a thread
+constexpr int kLanes = 32 * NN_WARPS,
+              kEach = (NN_LENGTH + kLanes - 1) / kLanes;  // values of a thread
 
 // Sums of both over the threads of a row.
 __device__ __forceinline__ void row_sums(float& a, float& b) {
@@ -38,9 +39,9 @@ __device__ __forceinline__ void row_sums(float& a, float& b) {
 
 // y = (x - mean) rstd weight + bias; bias may be null. RMSNorm: without mean and bias.
 extern "C" __global__ void __launch_bounds__(kThreads)
-normalize(const Of<NN_IN>::Raw* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
-     Raw* __restrict__ y, float* __restrict__ mean_of, float* __restrict__ rstd_of, float eps,
-     i64 rows) {
+    normalize(const Of<NN_IN>::Raw* __restrict__ x, const float* __restrict__ weight,
+              const float* __restrict__ bias, Raw* __restrict__ y, float* __restrict__ mean_of,
+              float* __restrict__ rstd_of, float eps, i64 rows) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const int lane = threadIdx.x % kLanes;
     const bool real = row < rows;
@@ -83,10 +84,11 @@ normalize(const Of<NN_IN>::Raw* __restrict__ x, const float* __restrict__ weight
 // Gradient in x (NN_ADDS: added to another); and of each block, its rows' sums for weight and bias:
 // (blocks, NN_LENGTH).
 extern "C" __global__ void __launch_bounds__(kThreads)
-normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x, const float* __restrict__ weight,
-          const float* __restrict__ mean_of, const float* __restrict__ rstd_of,
-          const float* __restrict__ addend, float* __restrict__ gx, float* __restrict__ gw,
-          float* __restrict__ gb, i64 rows) {
+    normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x,
+                   const float* __restrict__ weight, const float* __restrict__ mean_of,
+                   const float* __restrict__ rstd_of, const float* __restrict__ addend,
+                   float* __restrict__ gx, float* __restrict__ gw, float* __restrict__ gb,
+                   i64 rows) {
     const int lane = threadIdx.x % kLanes, mine = threadIdx.x / kLanes;
     float of_weight[kEach], of_bias[kEach];
 #pragma unroll
@@ -95,7 +97,8 @@ normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x, const flo
          first += static_cast<i64>(gridDim.x) * kRows) {
         const i64 row = first + mine;
         const bool real = row < rows;
-        const float mean = NN_CENTRED && real ? mean_of[row] : 0.0f, rstd = real ? rstd_of[row] : 0.0f;
+        const float mean = NN_CENTRED && real ? mean_of[row] : 0.0f,
+                    rstd = real ? rstd_of[row] : 0.0f;
         float h[kEach], e[kEach], along = 0, total = 0;
 #pragma unroll
         for (int k = 0; k < kEach; ++k) {
@@ -116,7 +119,8 @@ normalize_grad(const Raw* __restrict__ g, const float* __restrict__ x, const flo
         for (int k = 0; k < kEach; ++k) {
             const int i = k * kLanes + lane;
             if (!real || i >= NN_LENGTH) continue;
-            const float part = __fmul_rn(rstd, __fsub_rn(__fsub_rn(e[k], total), __fmul_rn(h[k], along)));
+            const float part =
+                __fmul_rn(rstd, __fsub_rn(__fsub_rn(e[k], total), __fmul_rn(h[k], along)));
             gx[row * NN_LENGTH + i] = NN_ADDS ? __fadd_rn(addend[row * NN_LENGTH + i], part) : part;
         }
     }

@@ -1,9 +1,9 @@
 // out[index[i]] += rows[i] for all i in order: the gradient of looking rows up.
 //
 // `collect` counts the positions of each row of `out`, in any order, and keeps the first kMost that
-// it meets. In `add_rows` a block has the first position of a row and kColumns of its columns, sorts
-// the row's positions, or looks for them where they are more, and adds up in registers. Blocks of
-// other positions end at once. No headers, no macros; compiled with --fmad=false.
+// it meets. In `add_rows` a block has the first position of a row and kColumns of its columns,
+// sorts the row's positions, or looks for them where they are more, and adds up in registers.
+// Blocks of other positions end at once. No headers, no macros; compiled with --fmad=false.
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -20,7 +20,8 @@ __device__ __forceinline__ i64 place(const i64* index, i64 i, i64 length) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-collect(const i64* __restrict__ index, Row* __restrict__ found, u32* __restrict__ kept, i64 count, i64 length) {
+    collect(const i64* __restrict__ index, Row* __restrict__ found, u32* __restrict__ kept,
+            i64 count, i64 length) {
     const i64 i = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (i >= count) return;
     const i64 at = place(index, i, length);
@@ -31,8 +32,9 @@ collect(const i64* __restrict__ index, Row* __restrict__ found, u32* __restrict_
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-add_rows(const i64* __restrict__ index, const Row* __restrict__ found, const u32* __restrict__ kept,
-         const float* __restrict__ rows, float* __restrict__ out, i64 count, i64 length, i64 width) {
+    add_rows(const i64* __restrict__ index, const Row* __restrict__ found,
+             const u32* __restrict__ kept, const float* __restrict__ rows, float* __restrict__ out,
+             i64 count, i64 length, i64 width) {
     const i64 panels = (width + kColumns - 1) / kColumns;
     const i64 mine = blockIdx.x / panels, column = blockIdx.x % panels * kColumns + threadIdx.x;
     const i64 at = place(index, mine, length);
@@ -45,7 +47,8 @@ add_rows(const i64* __restrict__ index, const Row* __restrict__ found, const u32
         const float* row = rows + i * width;
 #pragma unroll
         for (int k = 0; k < kEach; ++k)
-            if (column + k * kThreads < width) sums[k] = __fadd_rn(sums[k], row[column + k * kThreads]);
+            if (column + k * kThreads < width)
+                sums[k] = __fadd_rn(sums[k], row[column + k * kThreads]);
     };
     __shared__ u32 met[kMost], sorted[kMost], hits[kThreads / 32];
     if (positions <= kMost) {
@@ -65,7 +68,8 @@ add_rows(const i64* __restrict__ index, const Row* __restrict__ found, const u32
             if (threadIdx.x % 32 == 0) hits[threadIdx.x / 32] = same;
             __syncthreads();
             for (int warp = 0; warp < kThreads / 32; ++warp)
-                for (u32 left = hits[warp]; left; left &= left - 1) add(base + warp * 32 + __ffs(left) - 1);
+                for (u32 left = hits[warp]; left; left &= left - 1)
+                    add(base + warp * 32 + __ffs(left) - 1);
             __syncthreads();
         }
     }

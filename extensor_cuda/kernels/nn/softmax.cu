@@ -1,6 +1,7 @@
-// Softmax of rows, forward and backward, and the same between the products of attention. NN_WARPS warps
-// have a row, in registers: NN_THREAD_VALUES values a thread. No headers; NN_IN (0: float32, 1: bfloat16) is the
-// dtype of `softmax` and its gradient. Compiled with --fmad=false. Bounds: softmax.py.
+// Softmax of rows, forward and backward, and the same between the products of attention. NN_WARPS
+// warps have a row, in registers: NN_THREAD_VALUES values a thread. No headers; NN_IN (0: float32,
+// 1: bfloat16) is the dtype of `softmax` and its gradient. Compiled with --fmad=false. Bounds:
+// softmax.py.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -13,8 +14,8 @@ typedef Of<NN_IN>::Raw Raw;
 __device__ __forceinline__ float wide(float v) { return v; }
 __device__ __forceinline__ float wide(u16 v) { return Of<1>::wide(v); }
 
-// Softmax of the first `seen` of a row's values times `scale`; the others become 0. NN_A NaN shows in
-// the sum.
+// Softmax of the first `seen` of a row's values times `scale`; the others become 0. NN_A NaN shows
+// in the sum.
 struct Row {
     float v[NN_THREAD_VALUES], top, sum;
 
@@ -40,7 +41,7 @@ struct Row {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-softmax(const Raw* __restrict__ x, Raw* __restrict__ out, i64 rows, i64 length) {
+    softmax(const Raw* __restrict__ x, Raw* __restrict__ out, i64 rows, i64 length) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const bool real = row < rows;
     Row mine;
@@ -55,8 +56,8 @@ softmax(const Raw* __restrict__ x, Raw* __restrict__ out, i64 rows, i64 length) 
 
 // out (g - sum(g out)).
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-softmax_grad(const Raw* __restrict__ g, const Raw* __restrict__ out, Raw* __restrict__ gx, i64 rows,
-             i64 length) {
+    softmax_grad(const Raw* __restrict__ g, const Raw* __restrict__ out, Raw* __restrict__ gx,
+                 i64 rows, i64 length) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const bool real = row < rows;
     float p[NN_THREAD_VALUES], d[NN_THREAD_VALUES], along = 0;
@@ -72,7 +73,8 @@ softmax_grad(const Raw* __restrict__ g, const Raw* __restrict__ out, Raw* __rest
 #pragma unroll
     for (int k = 0; k < NN_THREAD_VALUES; ++k) {
         const i64 i = k * kLanes + threadIdx.x % kLanes;
-        if (real && i < length) gx[row * length + i] = Of<NN_IN>::narrow(__fmul_rn(p[k], __fsub_rn(d[k], along)));
+        if (real && i < length)
+            gx[row * length + i] = Of<NN_IN>::narrow(__fmul_rn(p[k], __fsub_rn(d[k], along)));
     }
 }
 
@@ -83,7 +85,8 @@ __device__ __forceinline__ i64 seen_by(i64 row, i64 queries, i64 keys) {
 
 // Scores q k^T in place to probabilities, and of each row its largest score and the inverse sum.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attend(float* scores, float2* __restrict__ stats, float scale, i64 queries, i64 rows, i64 keys) {
+    attend(float* scores, float2* __restrict__ stats, float scale, i64 queries, i64 rows,
+           i64 keys) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     const bool real = row < rows;
     float* from = scores + (real ? row : 0) * keys;
@@ -102,8 +105,8 @@ attend(float* scores, float2* __restrict__ stats, float scale, i64 queries, i64 
 // Scores in place to probabilities p, and products d = g v^T in place to the scores' gradients,
 // scale p (d - along), `along` being the sum over a row of g times the output.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attend_grad(float* __restrict__ scores, float* __restrict__ d, const float2* __restrict__ stats,
-            const float* __restrict__ along, float scale, i64 queries, i64 rows, i64 keys) {
+    attend_grad(float* __restrict__ scores, float* __restrict__ d, const float2* __restrict__ stats,
+                const float* __restrict__ along, float scale, i64 queries, i64 rows, i64 keys) {
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / kLanes;
     if (row >= rows) return;
     const float2 of_row = stats[row];

@@ -1,10 +1,11 @@
-// Sums down the columns of a matrix, of chunks of its rows: a launch leaves one row a chunk, another
-// adds these.
+// Sums down the columns of a matrix, of chunks of its rows: a launch leaves one row a chunk,
+// another adds these.
 //
-// NN_A block has 32 lanes of NN_THREAD_VALUES neighbouring columns and NN_BLOCK_ROWS rows at a time; a thread adds the rows
-// of its own one after the other, then the block adds its threads' sums in order. So the order is the
-// shape's alone. No headers; NN_IN (0: float32, 1: bfloat16), NN_THREAD_VALUES (1, or what 16 bytes hold: whole and
-// aligned rows then) and NN_BLOCK_ROWS are macros; compiled with --fmad=false.
+// NN_A block has 32 lanes of NN_THREAD_VALUES neighbouring columns and NN_BLOCK_ROWS rows at a
+// time; a thread adds the rows of its own one after the other, then the block adds its threads'
+// sums in order. So the order is the shape's alone. No headers; NN_IN (0: float32, 1: bfloat16),
+// NN_THREAD_VALUES (1, or what 16 bytes hold: whole and aligned rows then) and NN_BLOCK_ROWS are
+// macros; compiled with --fmad=false.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -42,7 +43,8 @@ __device__ __forceinline__ void add(Values& sum, const Values& next) {
 
 // x (rows, columns) -> out (chunks, columns).
 extern "C" __global__ void __launch_bounds__(kThreads)
-column_sums(const Raw* __restrict__ x, float* __restrict__ out, i64 rows, i64 columns, i64 chunk) {
+    column_sums(const Raw* __restrict__ x, float* __restrict__ out, i64 rows, i64 columns,
+                i64 chunk) {
     __shared__ float sums[NN_BLOCK_ROWS][32 * NN_THREAD_VALUES];
     const i64 panels = (columns + 32 * NN_THREAD_VALUES - 1) / (32 * NN_THREAD_VALUES);
     const i64 part = blockIdx.x / panels, left = blockIdx.x % panels * (32 * NN_THREAD_VALUES);
@@ -57,7 +59,8 @@ column_sums(const Raw* __restrict__ x, float* __restrict__ out, i64 rows, i64 co
         for (; row + (kAhead - 1) * NN_BLOCK_ROWS < end; row += kAhead * NN_BLOCK_ROWS) {
             Values next[kAhead];
 #pragma unroll
-            for (int k = 0; k < kAhead; ++k) next[k] = loaded(from + (row + k * NN_BLOCK_ROWS) * columns);
+            for (int k = 0; k < kAhead; ++k)
+                next[k] = loaded(from + (row + k * NN_BLOCK_ROWS) * columns);
 #pragma unroll
             for (int k = 0; k < kAhead; ++k) add(sum, next[k]);
         }

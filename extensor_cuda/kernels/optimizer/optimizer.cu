@@ -1,5 +1,5 @@
-// One step of Adam or of gradient descent on all parameters in one launch, and whether gradients are
-// finite. States are float32; narrower ones are optimizer_low_precision.cu's.
+// One step of Adam or of gradient descent on all parameters in one launch, and whether gradients
+// are finite. States are float32; narrower ones are optimizer_low_precision.cu's.
 //
 // No headers, no macros. Compiled with --fmad=false.
 
@@ -40,18 +40,20 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) adam(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adam(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
     step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) sgd(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    sgd(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
     step<Descent>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
 // flags[i] is raised where the gradient of tensor i holds NaN or infinity, and then flags[number]
 // and *stop, which may be null.
 extern "C" __global__ void __launch_bounds__(kThreads)
-finite(const Tensor* tensors, int number, u32* flags, u32* stop) {
+    finite(const Tensor* tensors, int number, u32* flags, u32* stop) {
     const Tensor& t = tensor_of(tensors, number);
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
     const i64 left = t.count - begin;
@@ -79,7 +81,7 @@ finite(const Tensor* tensors, int number, u32* flags, u32* stop) {
 
 // Gradients times *factor, or times `value` where that is null.
 extern "C" __global__ void __launch_bounds__(kThreads)
-scale(const Tensor* tensors, int number, const float* factor, float value) {
+    scale(const Tensor* tensors, int number, const float* factor, float value) {
     const Tensor& t = tensor_of(tensors, number);
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart, left = t.count - begin;
     const int count = left < kPart ? static_cast<int>(left) : kPart;
@@ -102,7 +104,7 @@ __device__ __forceinline__ double block_sum(double mine) {
 
 // Of each block the sum of the squares of its part of a gradient.
 extern "C" __global__ void __launch_bounds__(kThreads)
-squares(const Tensor* tensors, int number, double* partial) {
+    squares(const Tensor* tensors, int number, double* partial) {
     const Tensor& t = tensor_of(tensors, number);
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart, left = t.count - begin;
     const int count = left < kPart ? static_cast<int>(left) : kPart;
@@ -118,7 +120,7 @@ squares(const Tensor* tensors, int number, double* partial) {
 
 // The sum of these, by one block.
 extern "C" __global__ void __launch_bounds__(kThreads)
-total(const double* partial, i64 count, double* out) {
+    total(const double* partial, i64 count, double* out) {
     double mine = 0;
     for (i64 i = threadIdx.x; i < count; i += kThreads) mine = __dadd_rn(mine, partial[i]);
     const double sum = block_sum(mine);

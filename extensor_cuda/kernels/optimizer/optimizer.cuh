@@ -1,5 +1,5 @@
-// What the steps of all kinds of state share: a table of the parameters, and the rules; operation by
-// operation as extensor/backends/{training,layers}.py has them, so the same bits.
+// What the steps of all kinds of state share: a table of the parameters, and the rules; operation
+// by operation as extensor/backends/{training,layers}.py has them, so the same bits.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -13,7 +13,7 @@ constexpr int kThreads = 256, kPart = 16384;  // elements of a block
 struct Tensor {
     float* weight;
     const float* grad;
-    void *first, *second;  // moments; of gradient descent: the buffer, or null
+    void *first, *second;              // moments; of gradient descent: the buffer, or null
     u8 *first_scales, *second_scales;  // of blocks
     i64 count, start;
     double shrink;  // times the learning rate: the share that decoupled decay takes
@@ -26,8 +26,8 @@ struct Row {
 };
 
 // What changes from step to step. Paces are several for tensors that have had different numbers of
-// updates; each has `length` rows, of which `made` (null: 0) says the one that holds. `apart` is the
-// distance of the paces' learning rates, 0 if they share one. Nothing is done if *bad or *stop.
+// updates; each has `length` rows, of which `made` (null: 0) says the one that holds. `apart` is
+// the distance of the paces' learning rates, 0 if they share one. Nothing is done if *bad or *stop.
 struct Pace {
     const double* lr;
     const Row* rows;
@@ -79,8 +79,11 @@ struct Descent {
     float rate, decay, momentum;
     bool nesterov, keeps;
     __device__ Descent(const Tensor& t, const Pace& pace)
-        : rate(static_cast<float>(pace.rate(t))), decay(t.decay), momentum(t.momentum),
-          nesterov(t.nesterov), keeps(t.first) {}
+        : rate(static_cast<float>(pace.rate(t))),
+          decay(t.decay),
+          momentum(t.momentum),
+          nesterov(t.nesterov),
+          keeps(t.first) {}
     __device__ float operator()(float& weight, float grad, float& buffer, float&) const {
         if (decay != 0) grad = __fadd_rn(__fmul_rn(weight, decay), grad);
         if (keeps) {
@@ -96,6 +99,6 @@ __device__ __forceinline__ bool aligned(const void* p, int bytes = 16) {
     return reinterpret_cast<u64>(p) % bytes == 0;  // null too
 }
 
-#define OPTIMIZER_SPAN_PARAMETERS                                                                                      \
-    const double *lr, const Row *rows, const u32 *made, const u32 *bad, const u32 *stop, int length, \
-        int apart
+#define OPTIMIZER_SPAN_PARAMETERS                                                        \
+    const double *lr, const Row *rows, const u32 *made, const u32 *bad, const u32 *stop, \
+        int length, int apart

@@ -1,9 +1,9 @@
-// One step of Adam or of gradient descent on all parameters in one launch, whose states are bfloat16 or
-// (OPTIMIZER_BLOCKS) MXFP8: read, decoded, moved in float32 and rounded stochastically again, all in registers;
-// bit by bit as extensor/optim/states.py has it.
+// One step of Adam or of gradient descent on all parameters in one launch, whose states are
+// bfloat16 or (OPTIMIZER_BLOCKS) MXFP8: read, decoded, moved in float32 and rounded stochastically
+// again, all in registers; bit by bit as extensor/optim/states.py has it.
 //
-// A thread owns four neighbours: one Philox call of a block of 32, whose largest 8 lanes find. Macros:
-// those of the quantizer of the blocks. Compiled with --fmad=false.
+// A thread owns four neighbours: one Philox call of a block of 32, whose largest 8 lanes find.
+// Macros: those of the quantizer of the blocks. Compiled with --fmad=false.
 
 #define COMMON_MUL_WIDE 1
 #include "optimizer/optimizer.cuh"
@@ -12,7 +12,8 @@
 constexpr u32 kMagnitude = 0x7FFFFFFFu, kExponent = 0x7F800000u, kMantissa = 0x007FFFFFu;
 constexpr u32 kSigns = 0x80808080u;
 constexpr int kStride = 4 * kThreads, kResident = 4;  // blocks at a time on a multiprocessor
-constexpr int kDrawn = OPTIMIZER_BLOCKS ? CODEC_BLOCK : 8192;  // values whose random words are one block of these
+constexpr int kDrawn =
+    OPTIMIZER_BLOCKS ? CODEC_BLOCK : 8192;  // values whose random words are one block of these
 
 __device__ __forceinline__ u32 bits_of(float v) { return __float_as_uint(v); }
 __device__ __forceinline__ float float_of(u32 v) { return __uint_as_float(v); }
@@ -27,11 +28,13 @@ __device__ __forceinline__ u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 #include "codec/e8m0_scale.cuh"
 #include "codec/rounding.cuh"
 
-static_assert(CODEC_BITS == 8 && CODEC_IS_FLOAT && CODEC_RULE == 1 && CODEC_INF_BYTE == 255, "scales are 0 to 253, or 255");
-typedef u32 Four;  // codes
+static_assert(CODEC_BITS == 8 && CODEC_IS_FLOAT && CODEC_RULE == 1 && CODEC_INF_BYTE == 255,
+              "scales are 0 to 253, or 255");
+typedef u32 Four;                              // codes
 constexpr u32 kNormal = 1u << CODEC_MANTISSA;  // the first code that is a normal number of the grid
 constexpr int kBelow = 23 - CODEC_MANTISSA;
-constexpr u32 kBias = 127 + CODEC_MIN_EXPONENT - 1;  // a float's exponent less that of the same code
+constexpr u32 kBias =
+    127 + CODEC_MIN_EXPONENT - 1;  // a float's exponent less that of the same code
 
 __device__ __forceinline__ Four load(const void* from, bool, int left) {
     return left > 0 ? *static_cast<const u32*>(from) : 0;  // whole blocks are stored
@@ -49,14 +52,17 @@ __device__ __forceinline__ void decode(Four codes, u32 scale, float (&out)[4]) {
     if (scale > kMost || nan) {
         const float factor = scale == 255 ? nan_value() : float_of(scale ? scale << 23 : 0x400000u);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) out[k] = __fmul_rn(element_value(codes >> (8 * k) & 0xFFu), factor);
+        for (int k = 0; k < 4; ++k)
+            out[k] = __fmul_rn(element_value(codes >> (8 * k) & 0xFFu), factor);
     } else {
         const float factor = float_of((scale + kBias) << 23);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            const int top = static_cast<int>(codes << (24 - 8 * k));  // the code; below, what is masked
+            const int top =
+                static_cast<int>(codes << (24 - 8 * k));  // the code; below, what is masked
             constexpr u32 kKept = 0x7Fu << kBelow;
-            const u32 bits = static_cast<u32>(top >> (24 - kBelow)) & (kRoot ? kKept : kKept | ~kMagnitude);
+            const u32 bits =
+                static_cast<u32>(top >> (24 - kBelow)) & (kRoot ? kKept : kKept | ~kMagnitude);
             out[k] = __fmul_rn(float_of(bits), factor);
         }
     }
@@ -70,8 +76,8 @@ __device__ __forceinline__ u32 high_bytes(const u32 (&v)[4]) {
     return __byte_perm(__byte_perm(v[0], v[1], 0x73), __byte_perm(v[2], v[3], 0x73), 0x5410);
 }
 
-// Values -> codes, and the byte of the scale of their block, whose others the neighbouring lanes have.
-// A root above zero never becomes zero.
+// Values -> codes, and the byte of the scale of their block, whose others the neighbouring lanes
+// have. A root above zero never becomes zero.
 template <bool kRoot>
 __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4], u32& scale) {
     u32 magnitude[4], most = 0, least = ~0u;
@@ -81,13 +87,14 @@ __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4]
         most = larger(most, magnitude[k]), least = smaller(least, magnitude[k]);
     }
 #pragma unroll
-    for (int lane = 1; lane < CODEC_BLOCK / 4; lane *= 2) most = larger(most, __shfl_xor_sync(~0u, most, lane));
+    for (int lane = 1; lane < CODEC_BLOCK / 4; lane *= 2)
+        most = larger(most, __shfl_xor_sync(~0u, most, lane));
     const bool finite = most < kExponent;
     const u32 wanted = static_cast<u32>(exponent_byte(most));
     scale = finite ? wanted : 255u;
-    // A code that is a normal number of the grid is the float's own leading bits less an offset; those
-    // that are cut carry one up if they are above as many random ones: exactly when frac * 2**32 > word.
-    // With scales below, subnormals of float32 could be among them.
+    // A code that is a normal number of the grid is the float's own leading bits less an offset;
+    // those that are cut carry one up if they are above as many random ones: exactly when frac *
+    // 2**32 > word. With scales below, subnormals of float32 could be among them.
     const bool plain = finite && scale > 127 - kBias;
     const u32 offset = plain ? (scale + kBias - 127) << 23 : 0;
     const u32 lowest = plain ? offset + (kNormal << kBelow) : most ? ~0u : 0;
@@ -97,7 +104,9 @@ __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4]
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             float value;
-            u32 n = finite ? smaller(round_magnitude(__fmul_rn(v[k], factor), word[k], value), CODEC_MAX_CODE) : 0;
+            u32 n = finite ? smaller(round_magnitude(__fmul_rn(v[k], factor), word[k], value),
+                                     CODEC_MAX_CODE)
+                           : 0;
             if (kRoot && n == 0 && v[k] > 0) n = 1;
             codes |= n << (8 * k);
         }
@@ -105,7 +114,8 @@ __device__ __forceinline__ Four encode(const float (&v)[4], const u32 (&word)[4]
         u32 top[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            top[k] = (magnitude[k] - (word[k] >> (32 - kBelow)) + (((1u << kBelow) - 1) - offset)) << (24 - kBelow);
+            top[k] = (magnitude[k] - (word[k] >> (32 - kBelow)) + (((1u << kBelow) - 1) - offset))
+                     << (24 - kBelow);
         codes = high_bytes(top);
     }
     if (!kRoot) {
@@ -181,10 +191,11 @@ struct Fetched {
     u32 first_scale, second_scale;
 };
 
-// A block's part of a parameter, `count` values from `begin` on. Whole: whole warps of aligned vectors.
+// A block's part of a parameter, `count` values from `begin` on. Whole: whole warps of aligned
+// vectors.
 template <class Rule, bool kWhole>
-__device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now, i64 begin, int count,
-                                     u8* first_scales, u8* second_scales) {
+__device__ __forceinline__ void move(const Tensor& t, const Rule& rule, u32 now, i64 begin,
+                                     int count, u8* first_scales, u8* second_scales) {
     constexpr int kBytes = sizeof(Four) / 4;
     const u32 high = t.number << 8, base = static_cast<u32>(begin / kDrawn);
     float* const weight = t.weight + begin;
@@ -276,11 +287,13 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
     const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
     const i64 rest = t.count - begin;
     const int count = rest < kPart ? static_cast<int>(rest) : kPart;
-    const bool vectors = aligned(t.weight) && aligned(t.grad) && aligned(t.first, 8) && aligned(t.second, 8);
+    const bool vectors =
+        aligned(t.weight) && aligned(t.grad) && aligned(t.first, 8) && aligned(t.second, 8);
 #if OPTIMIZER_BLOCKS
     // Scales go through shared memory: single bytes are what global memory is slow at.
     __shared__ u8 scales[2][kPart / CODEC_BLOCK];
-    u8 *const first = t.first_scales + begin / CODEC_BLOCK, *const second = t.second_scales + begin / CODEC_BLOCK;
+    u8 *const first = t.first_scales + begin / CODEC_BLOCK, *const second = t.second_scales +
+                                                                            begin / CODEC_BLOCK;
     const int blocks = (count + CODEC_BLOCK - 1) / CODEC_BLOCK;
     for (int i = threadIdx.x; i < blocks; i += kThreads) {
         if (Rule::kSquare || t.first) scales[0][i] = first[i];
@@ -304,11 +317,11 @@ __device__ __forceinline__ void step(const Tensor* tensors, int number, const Pa
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
-adam(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
+    adam(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
     step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-sgd(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
+    sgd(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
     step<Descent>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
 }

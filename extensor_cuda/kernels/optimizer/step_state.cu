@@ -8,7 +8,7 @@ typedef long long i64;
 
 // The next of the rows that the host has written becomes the numbers of this step.
 extern "C" __global__ void __launch_bounds__(256)
-advance(const u64* rows, u64* now, u32* position, int width) {
+    advance(const u64* rows, u64* now, u32* position, int width) {
     const u32 row = *position;
     if (static_cast<int>(threadIdx.x) < width) now[threadIdx.x] = rows[row * width + threadIdx.x];
     __syncthreads();
@@ -17,7 +17,7 @@ advance(const u64* rows, u64* now, u32* position, int width) {
 
 // Raises `flag`, and `stop` for all updates from here on, if a value is true.
 extern "C" __global__ void __launch_bounds__(256)
-watch(const u8* bad, i64 count, u32* flag, u32* stop) {
+    watch(const u8* bad, i64 count, u32* flag, u32* stop) {
     u32 any = 0;
     for (i64 i = threadIdx.x; i < count; i += 256) any |= bad[i];
     if (any) {
@@ -31,9 +31,8 @@ extern "C" __global__ void count(u32* made, const u32* bad, const u32* stop) {
 }
 
 // extensor.backends.training.rescale on (scale, good steps in a row, made, skipped).
-extern "C" __global__ void
-rescale(double* state, const u32* bad, const u32* stop, double growth, double backoff,
-        double interval, double least) {
+extern "C" __global__ void rescale(double* state, const u32* bad, const u32* stop, double growth,
+                                   double backoff, double interval, double least) {
     if (*stop) return;
     if (*bad) {
         const double scale = __dmul_rn(state[0], backoff);

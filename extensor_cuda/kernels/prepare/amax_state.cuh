@@ -6,9 +6,9 @@ struct Place {
     u32 largest;  // magnitude of the blocks of numbers seen
 #if PREPARE_REBASED
     Changed changed;
-    float apply;  // the scale's inverse
-    u32 limit;    // what `least_of` gives of the first value whose code is normal
-    bool careful; // whether it does not tell
+    float apply;   // the scale's inverse
+    u32 limit;     // what `least_of` gives of the first value whose code is normal
+    bool careful;  // whether it does not tell
 #endif
 };
 
@@ -18,7 +18,8 @@ struct History {
     u32 beyond[2];    // the flags so far, of rows and of columns
 };
 
-// A matrix (rows, columns) and where its operands go; `start`: the first of its tiles among several's.
+// A matrix (rows, columns) and where its operands go; `start`: the first of its tiles among
+// several's.
 struct Matrix {
     const Raw* x;
     History* history;

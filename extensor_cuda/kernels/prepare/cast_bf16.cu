@@ -1,8 +1,9 @@
 // Rows of values -> bfloat16, to nearest even, NaN the quiet one of its sign: what a product on the
 // tensor cores reads. And the parts of a product's sums added in order.
 //
-// No headers; PREPARE_IN (0: float32, 1: bfloat16, 2: float16), PREPARE_WHOLE (rows lie one after the other in both
-// arrays, a multiple of 8 values in all, 16 bytes aligned) and PREPARE_OUT_BF16 are macros.
+// No headers; PREPARE_IN (0: float32, 1: bfloat16, 2: float16), PREPARE_WHOLE (rows lie one after
+// the other in both arrays, a multiple of 8 values in all, 16 bytes aligned) and PREPARE_OUT_BF16
+// are macros.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -42,7 +43,7 @@ constexpr int kThreads = 256;
 
 // x (rows, columns) -> out (rows, pitch), an even pitch; zeros beyond the columns.
 extern "C" __global__ void __launch_bounds__(256)
-dense(const Raw* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i64 pitch) {
+    dense(const Raw* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i64 pitch) {
     const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
 #if PREPARE_WHOLE
     constexpr int kLoads = sizeof(Raw) / 2;
@@ -51,7 +52,8 @@ dense(const Raw* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
         const uint4 four = reinterpret_cast<const uint4*>(x)[thread * kLoads + i];
-        words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
+        words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z,
+                  words[4 * i + 3] = four.w;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -72,10 +74,10 @@ dense(const Raw* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i
 }
 
 #if PREPARE_IN == 0
-// x (rows, columns) -> three matrices (3 rows, pitch) one below the other, the smallest values first, which
-// add up to x: each has the next 8 bits. What is no number is in the last alone.
+// x (rows, columns) -> three matrices (3 rows, pitch) one below the other, the smallest values
+// first, which add up to x: each has the next 8 bits. What is no number is in the last alone.
 extern "C" __global__ void __launch_bounds__(256)
-thirds(const u32* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i64 pitch) {
+    thirds(const u32* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, i64 pitch) {
     const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     const i64 row = thread * 2 / pitch, column = thread * 2 % pitch;
     if (row >= rows) return;
@@ -103,8 +105,9 @@ thirds(const u32* __restrict__ x, u32* __restrict__ out, i64 rows, i64 columns, 
 
 // Sums of `parts` (parts, below, 4 quads), the first `rows` of each, in order, and the bias last.
 extern "C" __global__ void __launch_bounds__(256)
-add_parts(const float4* __restrict__ parts, const float* __restrict__ bias, void* __restrict__ out,
-          i64 count, i64 below, i64 rows, i64 columns, i64 quads, i64 pitch) {
+    add_parts(const float4* __restrict__ parts, const float* __restrict__ bias,
+              void* __restrict__ out, i64 count, i64 below, i64 rows, i64 columns, i64 quads,
+              i64 pitch) {
     const i64 thread = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (thread >= rows * quads) return;
     float4 sum = parts[thread];
@@ -124,9 +127,9 @@ add_parts(const float4* __restrict__ parts, const float* __restrict__ bias, void
     }
     const i64 at = (row * pitch + column) / 4;  // the pitch is a multiple of 4 too
 #if PREPARE_OUT_BF16
-    static_cast<uint2*>(out)[at] = uint2{
-        nearest(__float_as_uint(sum.x)) | nearest(__float_as_uint(sum.y)) << 16,
-        nearest(__float_as_uint(sum.z)) | nearest(__float_as_uint(sum.w)) << 16};
+    static_cast<uint2*>(out)[at] =
+        uint2{nearest(__float_as_uint(sum.x)) | nearest(__float_as_uint(sum.y)) << 16,
+              nearest(__float_as_uint(sum.z)) | nearest(__float_as_uint(sum.w)) << 16};
 #else
     static_cast<float4*>(out)[at] = sum;
 #endif

@@ -25,16 +25,18 @@ struct Survey {
     __device__ __forceinline__ bool zeros() const { return CODEC_STATS && holds_zero(smallest); }
 };
 
-struct Blocks {          // one along a row, or two side by side
+struct Blocks {  // one along a row, or two side by side
     float apply[2];
-    u32 number;          // the first's; the second's is the next
+    u32 number;  // the first's; the second's is the next
     bool careful;
     Stream stream;
-    u32 draw[2][4];      // CODEC_RBITS 8: words of a chunk of each
+    u32 draw[2][4];  // CODEC_RBITS 8: words of a chunk of each
 };
 
 #if CODEC_BF16X2
-__device__ __forceinline__ bool needs_care(bool far, u32, const Scale&, const Scale&) { return far; }
+__device__ __forceinline__ bool needs_care(bool far, u32, const Scale&, const Scale&) {
+    return far;
+}
 
 __device__ __forceinline__ u32 scales_of(Blocks& b) {
     return bits_of(b.apply[0]) >> 16 | bits_of(b.apply[1]);
@@ -50,10 +52,10 @@ __device__ __forceinline__ u32 down(const u32 (&x)[4], int, Blocks& b) {
     return codes_down<false, 1>(x, scales_of(b), b.careful);
 }
 #else
-// In z = y + max(y, 1) e2m1's grid lies every 2**22 of the bits: 1 and 1.5 are the codes 0 and 1, and
-// from y = 1 on, where z = 2 y, a code is half a binade. So the 22 bits below are the part of a step,
-// a multiple of 2**-22, and what is added to them carries exactly when that part times 2**32 exceeds
-// the word. z is exact for a bfloat16 of 2**-16 or more, and for 0.
+// In z = y + max(y, 1) e2m1's grid lies every 2**22 of the bits: 1 and 1.5 are the codes 0 and 1,
+// and from y = 1 on, where z = 2 y, a code is half a binade. So the 22 bits below are the part of a
+// step, a multiple of 2**-22, and what is added to them carries exactly when that part times 2**32
+// exceeds the word. z is exact for a bfloat16 of 2**-16 or more, and for 0.
 constexpr u32 kFirst = 254;
 constexpr float kSmall = 1.0f / 65536;
 
@@ -66,7 +68,8 @@ __device__ __forceinline__ u32 four_codes(const u32 (&x)[4], float apply, const 
         if (kCareful) y = fminf(y, float_of(CODEC_CLAMP_BITS));
         const u32 z = bits_of(__fadd_ru(y, fmaxf(y, 1.0f)));
         u32 n = z + (~word[k] >> 10) >> 22;
-        if (kCareful && y < kSmall) n = kFirst + (__float2uint_ru(y * 8589934592.0f) > word[k]);  // 2**33
+        if (kCareful && y < kSmall)
+            n = kFirst + (__float2uint_ru(y * 8589934592.0f) > word[k]);  // 2**33
         codes = codes * 16 + n;
     }
     return codes - kFirst * 0x1111u;
@@ -87,7 +90,8 @@ __device__ __forceinline__ u32 group(const u32 (&x)[4], int i, int k, Blocks& b)
 #pragma unroll
     for (int n = 0; n < 4; ++n) word[n] = CODEC_TIE_WORD;
 #endif
-    return b.careful ? four_codes<true>(x, b.apply[i], word) : four_codes<false>(x, b.apply[i], word);
+    return b.careful ? four_codes<true>(x, b.apply[i], word)
+                     : four_codes<false>(x, b.apply[i], word);
 }
 
 __device__ __forceinline__ u32 across(const u32 (&x)[4], int k, Blocks& b) {
@@ -105,7 +109,8 @@ __device__ __forceinline__ u32 down(const u32 (&x)[4], int k, Blocks& b) {
 
 // Whether a value is scaled to less than kSmall: one below a bfloat16 of some exponent byte.
 __device__ __forceinline__ bool is_small(u32 less_one, const Scale& s) {
-    return less_one + 1 < static_cast<u32>(max(238 - static_cast<int>(bits_of(s.apply) >> 23), 1)) << 7;
+    return less_one + 1 < static_cast<u32>(max(238 - static_cast<int>(bits_of(s.apply) >> 23), 1))
+                              << 7;
 }
 
 __device__ __forceinline__ bool needs_care(bool far, u32 least, const Scale& a, const Scale& b) {

@@ -1,5 +1,6 @@
-// A tile in shared memory -> operands: along its rows, to memory, and down its columns, turned. PREPARE_FAST_PATH
-// (tile_scale.cuh): chunks whose codes are normal under the square's scale need no other.
+// A tile in shared memory -> operands: along its rows, to memory, and down its columns, turned.
+// PREPARE_FAST_PATH (tile_scale.cuh): chunks whose codes are normal under the square's scale need
+// no other.
 
 #if CODEC_BF16X8
 // Rows of the tile -> `out` (rows, pitch): a thread has a block at a time.
@@ -11,9 +12,11 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
 #pragma unroll 1
     for (int part = 0; part < kRows * kColumns / CODEC_BLOCK / kTileThreads; ++part) {
         const u32 i = part * kTileThreads + threadIdx.x;
-        const u32 row = i / 32 * 8 + i % 8, start = i / 8 % 4 * CODEC_BLOCK;  // lanes beside it: other rows
+        const u32 row = i / 32 * 8 + i % 8,
+                  start = i / 8 % 4 * CODEC_BLOCK;  // lanes beside it: other rows
         const auto pairs = [&](int k, u32(&x)[4]) {
-            const uint4 four = *reinterpret_cast<const uint4*>(&tile[row][swizzled(row, start / 2 + 4 * k)]);
+            const uint4 four =
+                *reinterpret_cast<const uint4*>(&tile[row][swizzled(row, start / 2 + 4 * k)]);
             x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
         };
         u32 x[4];
@@ -24,7 +27,10 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
         const Scale s = block_scale(amax, Tensor{1, 1, 0, 1});
         const uint2 table = table_of(s, place);
         const bool careful = needs_care(is_far(amax, s), survey.least, s, s);
-        Blocks block = {{s.apply, s.apply}, (row0 + row) * across_all + (column0 + start) / CODEC_BLOCK, careful, stream};
+        Blocks block = {{s.apply, s.apply},
+                        (row0 + row) * across_all + (column0 + start) / CODEC_BLOCK,
+                        careful,
+                        stream};
         u8* to = out + (row0 + row) * pitch + column0 + start;
         const i64 left = row0 + row < rows ? columns - column0 - start : 0;
         const bool beyond = is_beyond(s, amax, place);
@@ -39,7 +45,8 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
                 if (survey.zeros()) forget_zeros<4, 1>(x, s.live, tally);
                 any |= n;
                 words[2 * j] = signed_bytes(table, n, __byte_perm(x[0], x[1], 0x7531), s.live);
-                words[2 * j + 1] = signed_bytes(table, n >> 16, __byte_perm(x[2], x[3], 0x7531), s.live);
+                words[2 * j + 1] =
+                    signed_bytes(table, n >> 16, __byte_perm(x[2], x[3], 0x7531), s.live);
             }
             if (16 * h < left)
                 reinterpret_cast<uint4*>(to)[h] = uint4{words[0], words[1], words[2], words[3]};
@@ -60,26 +67,28 @@ __device__ __forceinline__ void along_rows(const u32 (*tile)[kRowWords], u8* out
         u32 raw[kRead];
 #pragma unroll
         for (int w = 0; w < kRead; w += 4) {
-            const uint4 four =
-                *reinterpret_cast<const uint4*>(&tile[row][swizzled(row, start / kChunk * kRead + w)]);
+            const uint4 four = *reinterpret_cast<const uint4*>(
+                &tile[row][swizzled(row, start / kChunk * kRead + w)]);
             raw[w] = four.x, raw[w + 1] = four.y, raw[w + 2] = four.z, raw[w + 3] = four.w;
         }
         uint4 units[kUnits];
         const int column = column0 + start;
 #if PREPARE_FAST_PATH
         const auto of = [&](int k) { return bits_of(element(raw, k)); };
-        const auto four = [&](int k) { return four_codes(of(k), of(k + 1), of(k + 2), of(k + 3), place.apply); };
+        const auto four = [&](int k) {
+            return four_codes(of(k), of(k + 1), of(k + 2), of(k + 3), place.apply);
+        };
         units[0] = uint4{four(0), four(4), four(8), four(12)};
         if (__any_sync(~0u, place.careful || least_of(raw) < place.limit)) {
 #else
         {
 #endif
-        float v[kChunk];
+            float v[kChunk];
 #pragma unroll
-        for (int k = 0; k < kChunk; ++k) v[k] = element(raw, k);
-        const u32 amax = across_lanes(chunk_maximum(v));
-        make(v, amax, static_cast<u32>((row0 + row) * blocks + column / CODEC_BLOCK),
-             static_cast<u32>(start % CODEC_BLOCK / kChunk), stream, place, units, tally);
+            for (int k = 0; k < kChunk; ++k) v[k] = element(raw, k);
+            const u32 amax = across_lanes(chunk_maximum(v));
+            make(v, amax, static_cast<u32>((row0 + row) * blocks + column / CODEC_BLOCK),
+                 static_cast<u32>(start % CODEC_BLOCK / kChunk), stream, place, units, tally);
         }
         if (row0 + row < rows && column < columns) {
             uint4* to = reinterpret_cast<uint4*>(out + ((row0 + row) * pitch + column) * kOut);
@@ -100,7 +109,8 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
     const u32 number = (row0 + top) / CODEC_BLOCK * static_cast<u32>(columns) + column0 + 2 * pair;
 #if CODEC_BF16X8
     const auto put_word = [&](int c, int k, u32 word) {  // of rows 4 k to 4 k + 3
-        reinterpret_cast<u32*>(&turned[2 * pair + c][(2 * block + k / 4) ^ (pair & kMask)])[k % 4] = word;
+        reinterpret_cast<u32*>(&turned[2 * pair + c][(2 * block + k / 4) ^ (pair & kMask)])[k % 4] =
+            word;
     };
     const auto pairs = [&](int k, u32(&x)[4]) {
 #pragma unroll
@@ -173,7 +183,9 @@ __device__ __forceinline__ void down_columns(const u32 (*tile)[kRowWords],
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             const auto of = [&](int k) { return bits_of(element(both, 2 * k + c)); };
-            const auto four = [&](int k) { return four_codes(of(k), of(k + 1), of(k + 2), of(k + 3), place.apply); };
+            const auto four = [&](int k) {
+                return four_codes(of(k), of(k + 1), of(k + 2), of(k + 3), place.apply);
+            };
             units[0] = uint4{four(0), four(4), four(8), four(12)};
             put(c, h, units);
         }

@@ -1,18 +1,19 @@
-// Values -> codes of 8 bits under float scales: s = largest magnitude / largest code (0: s = 1), code =
-// x / s rounded. Codes are written as a product on the tensor cores reads them, contraction contiguous;
-// a block that is not finite has scale NaN and codes 0.
+// Values -> codes of 8 bits under float scales: s = largest magnitude / largest code (0: s = 1),
+// code = x / s rounded. Codes are written as a product on the tensor cores reads them, contraction
+// contiguous; a block that is not finite has scale NaN and codes 0.
 //
-// Two passes: `maxima` finds each block's largest magnitude, `codes` divides by what it means. A warp
-// has 32 rows of 128 columns, a lane four neighbouring columns; a block of `tall` rows and `wide`
-// columns may be larger or smaller than that. Macros besides those of float_codes.cuh: PREPARE_COLUMNWISE (contraction
-// along axis 0).
+// Two passes: `maxima` finds each block's largest magnitude, `codes` divides by what it means. A
+// warp has 32 rows of 128 columns, a lane four neighbouring columns; a block of `tall` rows and
+// `wide` columns may be larger or smaller than that. Macros besides those of float_codes.cuh:
+// PREPARE_COLUMNWISE (contraction along axis 0).
 
 #include "codec/float_codes.cuh"
 
 constexpr int kWarps = kThreads / 32, kRows = 32, kColumns = 128;
 
 // Four neighbours of a row; zeros outside.
-__device__ __forceinline__ void load(const Raw* x, i64 row, i64 column, i64 rows, i64 columns, float (&v)[4]) {
+__device__ __forceinline__ void load(const Raw* x, i64 row, i64 column, i64 rows, i64 columns,
+                                     float (&v)[4]) {
     if (row < rows && column + 3 < columns && columns % 4 == 0) {
         load_four(x + row * columns + column, v);
     } else {
@@ -24,11 +25,12 @@ __device__ __forceinline__ void load(const Raw* x, i64 row, i64 column, i64 rows
 
 // x (rows, columns) -> the float bits of each block's largest magnitude, at first 0.
 extern "C" __global__ void __launch_bounds__(kThreads)
-maxima(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns, i64 tall, i64 wide,
-       i64 across) {
+    maxima(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns, i64 tall,
+           i64 wide, i64 across) {
     const i64 patches = (columns + kColumns - 1) / kColumns;
     const i64 patch = static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / 32;
-    const i64 row0 = patch / patches * kRows, column = patch % patches * kColumns + threadIdx.x % 32 * 4;
+    const i64 row0 = patch / patches * kRows,
+              column = patch % patches * kColumns + threadIdx.x % 32 * 4;
     if (row0 >= rows) return;
     u32 held[4] = {0, 0, 0, 0};
     i64 until = (row0 / tall + 1) * tall;  // where the blocks of rows at hand end
@@ -55,12 +57,13 @@ maxima(const Raw* __restrict__ x, u32* __restrict__ most, i64 rows, i64 columns,
     }
 }
 
-// x -> `out` (rows, pitch), or (columns, pitch) if PREPARE_COLUMNWISE, with zeros up to the pitch's multiple of 16;
-// scales for each block; counts spread over pairs.
+// x -> `out` (rows, pitch), or (columns, pitch) if PREPARE_COLUMNWISE, with zeros up to the pitch's
+// multiple of 16; scales for each block; counts spread over pairs.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ out, Stored* __restrict__ scales,
-      u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 tall,
-      i64 wide, i64 across, i64 pitch) {
+    codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ out,
+          Stored* __restrict__ scales, u64* __restrict__ counters, const u32* __restrict__ clock,
+          u32 key0, u32 key1, u32 high0, u32 high1, i64 rows, i64 columns, i64 tall, i64 wide,
+          i64 across, i64 pitch) {
 #if PREPARE_COLUMNWISE
     __shared__ u32 turned[kWarps][kColumns][kRows / 4 + 1];
 #endif
@@ -81,7 +84,8 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
 #pragma unroll
             for (int c = 0; c < 4; ++c)
                 philox(static_cast<u32>((row0 + four) % tall / 4),
-                       static_cast<u32>((row0 + four) / tall * across + (column + c) / wide), stream, draws[c]);
+                       static_cast<u32>((row0 + four) / tall * across + (column + c) / wide),
+                       stream, draws[c]);
 #endif
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
@@ -131,7 +135,8 @@ codes(const Raw* __restrict__ x, const u32* __restrict__ most, u8* __restrict__ 
             const i64 line = patch % patches * kColumns + of_patch, at = row0 + half * 4;
             const u32* from = turned[warp][of_patch] + half;
             if (line < columns && at < pitch)
-                *reinterpret_cast<uint4*>(out + line * pitch + at) = uint4{from[0], from[1], from[2], from[3]};
+                *reinterpret_cast<uint4*>(out + line * pitch + at) =
+                    uint4{from[0], from[1], from[2], from[3]};
         }
     }
 #endif

@@ -1,4 +1,5 @@
-// Codes of 4 bits -> E5M2, by a table of a block's eight magnitudes. E2M1 times 2^-15 to 2^13 is exact.
+// Codes of 4 bits -> E5M2, by a table of a block's eight magnitudes. E2M1 times 2^-15 to 2^13 is
+// exact.
 
 __device__ __forceinline__ u32 e5m2_pair(float low, float high) {
     u16 codes;

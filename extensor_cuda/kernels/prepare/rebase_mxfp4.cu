@@ -1,13 +1,15 @@
 // Packed MXFP4 rows -> E5M2 codes under one power of two per row. A block of threads has a row.
 //
 // With s the largest scale byte among a row's blocks that are neither zero nor NaN, a value is
-// e2m1 2^(t - s + PREPARE_TOP) 2^(s - 127 - PREPARE_TOP): the first two factors are exact in E5M2 while s - t is at
-// most PREPARE_SPAN, and the last is the row's exponent. A wider row raises the flag. NaN blocks become NaN.
+// e2m1 2^(t - s + PREPARE_TOP) 2^(s - 127 - PREPARE_TOP): the first two factors are exact in E5M2
+// while s - t is at most PREPARE_SPAN, and the last is the row's exponent. A wider row raises the
+// flag. NaN blocks become NaN.
 //
-// PREPARE_INTEGERS: the same in 8-bit integers, where 6 2^PREPARE_TOP is 96 and the span three binades; these hold no
-// NaN, so that NaN blocks raise the flag too.
+// PREPARE_INTEGERS: the same in 8-bit integers, where 6 2^PREPARE_TOP is 96 and the span three
+// binades; these hold no NaN, so that NaN blocks raise the flag too.
 //
-// No headers but ours; CODEC_BLOCK (16 to 128), PREPARE_TOP, PREPARE_SPAN and PREPARE_INTEGERS are macros.
+// No headers but ours; CODEC_BLOCK (16 to 128), PREPARE_TOP, PREPARE_SPAN and PREPARE_INTEGERS are
+// macros.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -37,8 +39,8 @@ __device__ __forceinline__ u32 signed_integers(u32 codes, const uint2& table) {
 constexpr int kThreads = 128, kNaN = 255;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out,
-       int* __restrict__ exponents, u32* __restrict__ flag, i64 blocks) {
+    rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out,
+           int* __restrict__ exponents, u32* __restrict__ flag, i64 blocks) {
     const i64 row = blockIdx.x;
     const uint2* from = reinterpret_cast<const uint2*>(codes + row * blocks * (CODEC_BLOCK / 2));
     uint4* to = reinterpret_cast<uint4*>(out + row * blocks * CODEC_BLOCK);
@@ -68,7 +70,8 @@ rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restri
     for (i64 b = threadIdx.x; b < blocks; b += kThreads) {
         const int scale = scales[b];
         // Beyond the window lie only zero blocks, or rows whose codes are not used.
-        const int shift = max(min(scale - top + PREPARE_TOP, PREPARE_TOP), PREPARE_TOP - PREPARE_SPAN);
+        const int shift =
+            max(min(scale - top + PREPARE_TOP, PREPARE_TOP), PREPARE_TOP - PREPARE_SPAN);
 #if PREPARE_INTEGERS
         const uint2 table = int8_table(1u << shift);
         const auto convert = [&](u32 four) { return signed_integers(four, table); };
@@ -82,7 +85,7 @@ rebase(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restri
         for (int i = 0; i < CODEC_BLOCK / 16; ++i) {
             const uint2 words = from[b * (CODEC_BLOCK / 16) + i];
             to[b * (CODEC_BLOCK / 16) + i] = uint4{convert(words.x), convert(words.x >> 16),
-                                             convert(words.y), convert(words.y >> 16)};
+                                                   convert(words.y), convert(words.y >> 16)};
         }
     }
 }

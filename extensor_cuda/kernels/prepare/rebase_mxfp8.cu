@@ -1,12 +1,13 @@
-// Packed MXFP8 rows -> FP8 codes under one power of two per row, rounded where FP8's subnormals do not
-// hold them, and how many that were. A block of threads has a row.
+// Packed MXFP8 rows -> FP8 codes under one power of two per row, rounded where FP8's subnormals do
+// not hold them, and how many that were. A block of threads has a row.
 //
 // With s the largest scale byte among a row's blocks that are neither zero nor NaN, a value is
-// element 2^(t - s) 2^(s - 127). While the first product is a normal number of the element's format it
-// has the same mantissa and is exact; below, it is rounded to nearest even, once. NaN blocks become
-// NaN; NaN and infinite elements stay.
+// element 2^(t - s) 2^(s - 127). While the first product is a normal number of the element's format
+// it has the same mantissa and is exact; below, it is rounded to nearest even, once. NaN blocks
+// become NaN; NaN and infinite elements stay.
 //
-// No headers but ours, no inline assembly; macros: those of rebase_fp8.cuh, CODEC_BLOCK (16 to 128), CODEC_TILE_ROWS.
+// No headers but ours, no inline assembly; macros: those of rebase_fp8.cuh, CODEC_BLOCK (16 to
+// 128), CODEC_TILE_ROWS.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -21,11 +22,11 @@ __device__ __forceinline__ u32 over_warp(u32 mine) {
     return mine;
 }
 
-// codes (rows, blocks CODEC_BLOCK), scales (tiles of rows, blocks) -> out as codes, exponents (rows,), and
-// counts (rows, 2): values changed, and those of them that are 0 now.
+// codes (rows, blocks CODEC_BLOCK), scales (tiles of rows, blocks) -> out as codes, exponents
+// (rows,), and counts (rows, 2): values changed, and those of them that are 0 now.
 extern "C" __global__ void __launch_bounds__(kThreads)
-near(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out,
-     int* __restrict__ exponents, u32* __restrict__ counts, i64 blocks) {
+    near(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict__ out,
+         int* __restrict__ exponents, u32* __restrict__ counts, i64 blocks) {
     const i64 row = blockIdx.x;
     const uint4* from = reinterpret_cast<const uint4*>(codes + row * blocks * CODEC_BLOCK);
     uint4* to = reinterpret_cast<uint4*>(out + row * blocks * CODEC_BLOCK);
@@ -40,7 +41,8 @@ near(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict
     for (int c = threadIdx.x; c < chunks; c += kThreads) {
         const uint4 four = from[c];
         const int scale = scales[c * kChunk / CODEC_BLOCK];
-        if (((four.x | four.y | four.z | four.w) & kAllNaN) && scale != kNaN) mine = max(mine, scale);
+        if (((four.x | four.y | four.z | four.w) & kAllNaN) && scale != kNaN)
+            mine = max(mine, scale);
     }
     if (mine >= 0) atomicMax(&top, mine);
     __syncthreads();
@@ -50,7 +52,8 @@ near(const u8* __restrict__ codes, const u8* __restrict__ scales, u8* __restrict
     for (int c = threadIdx.x; c < chunks; c += kThreads) {
         uint4 four = from[c];  // again, of the first-level cache
         const int scale = scales[c * kChunk / CODEC_BLOCK];
-        // Above the anchor lie only zero blocks. The largest value is below 2^16: so far down all is 0.
+        // Above the anchor lie only zero blocks. The largest value is below 2^16: so far down all
+        // is 0.
         const int shift = min(max(anchor - scale, 0), kMostBinades);
         if (scale == kNaN) {
             four = uint4{kAllNaN, kAllNaN, kAllNaN, kAllNaN};

@@ -1,5 +1,5 @@
-// Under PREPARE_REBASED: the square of 128 x 128 that a tile, or two of them, belongs to. It is looked at before its
-// values are rounded, as its blocks are all under the largest of their scales.
+// Under PREPARE_REBASED: the square of 128 x 128 that a tile, or two of them, belongs to. It is
+// looked at before its values are rounded, as its blocks are all under the largest of their scales.
 
 // The largest float bits that a block of threads has.
 __device__ __forceinline__ u32 over_threads(u32 mine, u32* scratch) {
@@ -33,7 +33,8 @@ __device__ __forceinline__ u32 least_of(const u32 (&words)[N]) {
 
 // Four values on the grid, not beyond its top.
 __device__ __forceinline__ u32 four_codes(u32 a, u32 b, u32 c, u32 d, float scale) {
-    const float y[4] = {float_of(a) * scale, float_of(b) * scale, float_of(c) * scale, float_of(d) * scale};
+    const float y[4] = {float_of(a) * scale, float_of(b) * scale, float_of(c) * scale,
+                        float_of(d) * scale};
 #if CODEC_CONVERTS
     return __byte_perm(convert_pair(y[0], y[1]), convert_pair(y[2], y[3]), 0x5410);
 #else
@@ -53,9 +54,10 @@ __device__ __forceinline__ float value_at(const u32 (*tile)[kRowWords], int row,
     return widen(kEach == 1 ? word : column % 2 ? word >> 16 : word & 0xFFFFu);
 }
 
-// Raises `along` and `down` to the largest magnitudes of the tile's blocks of numbers either way; whether
-// all are.
-__device__ __forceinline__ bool survey(const u32 (*tile)[kRowWords], u32* scratch, u32& along, u32& down) {
+// Raises `along` and `down` to the largest magnitudes of the tile's blocks of numbers either way;
+// whether all are.
+__device__ __forceinline__ bool survey(const u32 (*tile)[kRowWords], u32* scratch, u32& along,
+                                       u32& down) {
     const uint4* units = reinterpret_cast<const uint4*>(tile);
     u32 most = 0, pairs = 0;
 #pragma unroll 4
@@ -67,7 +69,8 @@ __device__ __forceinline__ bool survey(const u32 (*tile)[kRowWords], u32* scratc
         for (int k = 0; k < 4; ++k) pairs = pair_max(pairs, words[k] & kPairMagnitude);
 #else
 #pragma unroll
-        for (int k = 0; k < kPerVector; ++k) most = larger(most, bits_of(element(words, k)) & kMagnitude);
+        for (int k = 0; k < kPerVector; ++k)
+            most = larger(most, bits_of(element(words, k)) & kMagnitude);
 #endif
     }
     most = over_threads(larger(most, larger(low_float(pairs), high_float(pairs))), scratch);
@@ -86,7 +89,9 @@ __device__ __forceinline__ bool survey(const u32 (*tile)[kRowWords], u32* scratc
             u32 amax = 0;
 #pragma unroll 1
             for (int k = 0; k < CODEC_BLOCK; ++k)
-                amax = larger(amax, bits_of(value_at(tile, way ? row + k : row, way ? column : column + k)) & kMagnitude);
+                amax = larger(
+                    amax, bits_of(value_at(tile, way ? row + k : row, way ? column : column + k)) &
+                              kMagnitude);
             if (amax < kExponent) most = larger(most, amax);
         }
         most = over_threads(most, scratch);
@@ -96,13 +101,16 @@ __device__ __forceinline__ bool survey(const u32 (*tile)[kRowWords], u32* scratc
 }
 
 // All of a square's blocks are under the scale of a magnitude, which is stored for its 128 lines.
-__device__ __forceinline__ void place_square(Place& place, u32 most, bool numbers, float* scales, int along,
-                                             int across, i64 lines) {
+__device__ __forceinline__ void place_square(Place& place, u32 most, bool numbers, float* scales,
+                                             int along, int across, i64 lines) {
     const Scale s = block_scale(most, Tensor{1, 1, 0, 1});
     place.anchor = static_cast<int>(s.stored);
     place.apply = s.apply;
-    const int least = place.anchor + CODEC_MIN_EXPONENT;  // the exponent field of the least normal value
-    place.limit = least > 0 ? static_cast<u32>(least << 23) - (CODEC_IN == 1 ? 0x10000u : 1u) : CODEC_IN == 1 ? 0xFFFF0000u : ~0u;
+    const int least =
+        place.anchor + CODEC_MIN_EXPONENT;  // the exponent field of the least normal value
+    place.limit = least > 0       ? static_cast<u32>(least << 23) - (CODEC_IN == 1 ? 0x10000u : 1u)
+                  : CODEC_IN == 1 ? 0xFFFF0000u
+                                  : ~0u;
     place.careful = !numbers || CODEC_ELEMENT_SCALE != 1.0f;
     const i64 pitch = (lines + kSide - 1) / kSide * (kSide / kShared) + kBehind;
     if (scales && threadIdx.x < kSide / kShared)

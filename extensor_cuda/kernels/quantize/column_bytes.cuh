@@ -1,13 +1,15 @@
 // Codes of neighbouring columns, and how their bytes lie beside each other.
 
 #if QUANT_COLUMNWISE || QUANT_ROWWISE_COLUMNWISE
-constexpr int kPairs = QUANT_THREAD_COLUMNS * sizeof(Raw) / 4;  // 32-bit words of a thread's columns
+constexpr int kPairs =
+    QUANT_THREAD_COLUMNS * sizeof(Raw) / 4;  // 32-bit words of a thread's columns
 
 #if CODEC_BF16X2
 // 16 rows of a thread's columns -> nibbles of four rows each, the even column in the low half.
-__device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs], const Scale (&s)[QUANT_THREAD_COLUMNS],
-                                               const u32 (&amax)[QUANT_THREAD_COLUMNS], u32 (&nibbles)[kPairs][4],
-                                               Tally& tally) {
+__device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs],
+                                               const Scale (&s)[QUANT_THREAD_COLUMNS],
+                                               const u32 (&amax)[QUANT_THREAD_COLUMNS],
+                                               u32 (&nibbles)[kPairs][4], Tally& tally) {
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) {
         const Scale &a = s[2 * p], &b = s[2 * p + 1];
@@ -18,8 +20,10 @@ __device__ __forceinline__ void encode_columns(const u32 (&raw)[kChunk][kPairs],
         for (int q = 0; q < 4; ++q) {
             const u32* four = &raw[4 * q][p];
 #if CODEC_STATS
-            const u32 c = signs_of(four[0], four[kPairs]), d = signs_of(four[2 * kPairs], four[3 * kPairs]);
-            const u32 signs = (__byte_perm(c, d, 0x6240) & 0x08080808u) | (__byte_perm(c, d, 0x7351) & 0x80808080u);
+            const u32 c = signs_of(four[0], four[kPairs]),
+                      d = signs_of(four[2 * kPairs], four[3 * kPairs]);
+            const u32 signs = (__byte_perm(c, d, 0x6240) & 0x08080808u) |
+                              (__byte_perm(c, d, 0x7351) & 0x80808080u);
             const u32 n = codes_down<false, kPairs>(four, scale, far);
             nibbles[p][q] = (saturate(n, live, tally) | signs) & live;
 #else
@@ -39,7 +43,10 @@ __device__ __forceinline__ u32 octets_of(const u32 (&packed)[QUANT_THREAD_COLUMN
     const u32 pick = b % 4 | (b % 4 + 4) << 4;
     const u32 low = __byte_perm(packed[0][b / 4], packed[1][b / 4], pick);
     if (QUANT_THREAD_COLUMNS == 2) return low & 0xFFFFu;
-    return __byte_perm(low, __byte_perm(packed[QUANT_THREAD_COLUMNS - 2][b / 4], packed[QUANT_THREAD_COLUMNS - 1][b / 4], pick), 0x5410);
+    return __byte_perm(low,
+                       __byte_perm(packed[QUANT_THREAD_COLUMNS - 2][b / 4],
+                                   packed[QUANT_THREAD_COLUMNS - 1][b / 4], pick),
+                       0x5410);
 }
 #endif
 

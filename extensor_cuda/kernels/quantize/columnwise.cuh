@@ -2,23 +2,28 @@
 
 constexpr int kPanel = kThreads / 32 * kChunk;  // positions of a thread block: 128
 // Blocks of threads that share a multiprocessor, as the registers allow without spilling.
-constexpr int kBlocks = CODEC_SEARCH ? (QUANT_TILE_ROWS == 1 && !CODEC_STOCHASTIC && CODEC_OUT != 1 ? 3 : 1) : (CODEC_IN == 0 && CODEC_STOCHASTIC) || CODEC_HADAMARD || CODEC_OUT == 1 ? 1 : 2;
+constexpr int kBlocks =
+    CODEC_SEARCH ? (QUANT_TILE_ROWS == 1 && !CODEC_STOCHASTIC && CODEC_OUT != 1 ? 3 : 1)
+    : (CODEC_IN == 0 && CODEC_STOCHASTIC) || CODEC_HADAMARD || CODEC_OUT == 1 ? 1
+                                                                              : 2;
 
-// x (outer, length, inner) blocked along `length`. A warp holds 16 rows of 32 * QUANT_THREAD_COLUMNS columns; the
-// warps of a block exchange maxima. Whole: length is a multiple of 128, inner of QUANT_THREAD_COLUMNS, and x is
-// aligned to a thread's columns.
+// x (outer, length, inner) blocked along `length`. A warp holds 16 rows of 32 *
+// QUANT_THREAD_COLUMNS columns; the warps of a block exchange maxima. Whole: length is a multiple
+// of 128, inner of QUANT_THREAD_COLUMNS, and x is aligned to a thread's columns.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
-quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
-                 float* __restrict__ values, const Tensor* __restrict__ tensor_of,
-                 u32* __restrict__ maximum, u64* __restrict__ counters, const u32* __restrict__ clock,
-                 u32 key0, u32 key1, u32 high0, u32 high1, CODEC_SIGN_PARAMETERS i64 outer, i64 length, i64 inner) {
+    quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
+                     float* __restrict__ values, const Tensor* __restrict__ tensor_of,
+                     u32* __restrict__ maximum, u64* __restrict__ counters,
+                     const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1,
+                     CODEC_SIGN_PARAMETERS i64 outer, i64 length, i64 inner) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     const i64 across = (inner + 32 * QUANT_THREAD_COLUMNS - 1) / (32 * QUANT_THREAD_COLUMNS);
 #if CODEC_HADAMARD
     const Signs signs = {sign0, sign1, sign2, sign3};
 #endif
     const i64 coded = coded_length(length);
-    const i64 tiles = (coded + CODEC_BLOCK - 1) / CODEC_BLOCK, panels = (tiles * CODEC_BLOCK + kPanel - 1) / kPanel;
+    const i64 tiles = (coded + CODEC_BLOCK - 1) / CODEC_BLOCK,
+              panels = (tiles * CODEC_BLOCK + kPanel - 1) / kPanel;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const i64 image = blockIdx.x / (across * panels), rest = blockIdx.x % (across * panels);
     const i64 column = (rest % across * 32 + lane) * QUANT_THREAD_COLUMNS;
@@ -99,7 +104,9 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
             amax[c] = larger(amax[c], shared[warp / kParts * kParts + p][c][lane]);
 #endif
 #if QUANT_TILE_ROWS > 1
-    constexpr int kLanes = QUANT_TILE_ROWS / QUANT_THREAD_COLUMNS;  // lanes of a tile's rows, which lie side by side here
+    constexpr int kLanes =
+        QUANT_TILE_ROWS /
+        QUANT_THREAD_COLUMNS;  // lanes of a tile's rows, which lie side by side here
 #pragma unroll
     for (int c = 1; c < QUANT_THREAD_COLUMNS; ++c) amax[0] = larger(amax[0], amax[c]);
 #pragma unroll
@@ -115,16 +122,19 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
     add_maximum(most, maximum);
 #else
     const u32 part = static_cast<u32>(start % CODEC_BLOCK) / kChunk;
-    const i64 blocks = (image * tiles + tile) * ((inner + QUANT_TILE_ROWS - 1) / QUANT_TILE_ROWS) + column / QUANT_TILE_ROWS;
+    const i64 blocks = (image * tiles + tile) * ((inner + QUANT_TILE_ROWS - 1) / QUANT_TILE_ROWS) +
+                       column / QUANT_TILE_ROWS;
 #if CODEC_SEARCH && QUANT_TILE_ROWS > 1
-    const Scale s = best_scale<QUANT_THREAD_COLUMNS, QUANT_TILE_ROWS, 1>(kept, lane / kLanes * kLanes, amax[0], tensor);
+    const Scale s = best_scale<QUANT_THREAD_COLUMNS, QUANT_TILE_ROWS, 1>(
+        kept, lane / kLanes * kLanes, amax[0], tensor);
 #endif
     const bool inside = tile < tiles;  // else: warps beyond the last block
     [[maybe_unused]] u32 stored[QUANT_THREAD_COLUMNS];
 #if CODEC_BF16X2
     Scale s[QUANT_THREAD_COLUMNS];
 #pragma unroll
-    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c) s[c] = block_scale(amax[c], tensor), stored[c] = s[c].stored;
+    for (int c = 0; c < QUANT_THREAD_COLUMNS; ++c)
+        s[c] = block_scale(amax[c], tensor), stored[c] = s[c].stored;
     u32 codes_of[kPairs][4];
     encode_columns(raw, s, amax, codes_of, tally);
 #else
@@ -135,19 +145,24 @@ quantize_columns(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restri
         // One column after the other, each unpacked again, as registers are few.
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)
-            asm volatile("" : "+r"(raw[k][c * sizeof(Raw) / 4]) : "r"(c ? codes_of[c - 1][0] : amax[0]));
+            asm volatile(""
+                         : "+r"(raw[k][c * sizeof(Raw) / 4])
+                         : "r"(c ? codes_of[c - 1][0] : amax[0]));
 #endif
         float v[kChunk];
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) v[k] = QUANT_VALUE(k, c);
 #if CODEC_SEARCH && QUANT_TILE_ROWS == 1
-        const Scale s = best_scale<1, 1, 1>(reinterpret_cast<const float(&)[1][kChunk]>(v), 0, amax[c], tensor);
+        const Scale s = best_scale<1, 1, 1>(reinterpret_cast<const float (&)[1][kChunk]>(v), 0,
+                                            amax[c], tensor);
 #elif !CODEC_SEARCH
         const Scale s = block_scale(amax[c], tensor);
 #endif
         stored[c] = s.stored;
         const u32 block = static_cast<u32>(QUANT_TILE_ROWS > 1 ? blocks : blocks + c);
-        const u32 place = QUANT_TILE_ROWS > 1 ? static_cast<u32>((column + c) % QUANT_TILE_ROWS) * kParts + part : part;
+        const u32 place = QUANT_TILE_ROWS > 1
+                              ? static_cast<u32>((column + c) % QUANT_TILE_ROWS) * kParts + part
+                              : part;
         encode(v, s, is_far(amax[c], s), tensor, block, place, stream, codes_of[c], tally);
 #if CODEC_OUT == 1
 #pragma unroll

@@ -1,5 +1,6 @@
-// Packed codes and scales -> float32, the bits of extensor/quant. A thread decodes four neighbouring
-// codes along the axis (down columns: of four columns), so that its stores are 16 bytes.
+// Packed codes and scales -> float32, the bits of extensor/quant. A thread decodes four
+// neighbouring codes along the axis (down columns: of four columns), so that its stores are 16
+// bytes.
 //
 // No headers; macros as for quantize.cu.
 
@@ -13,7 +14,8 @@ constexpr int kThreads = 256, kOctets = CODEC_BITS / 2;  // bytes of four codes
 
 __device__ __forceinline__ float scale_value(u32 byte) {
 #if CODEC_UE4M3
-    return grid_value(byte, 8, CODEC_SCALE_MANTISSA, CODEC_SCALE_MIN_EXPONENT, CODEC_SCALE_MAX_CODE, false);
+    return grid_value(byte, 8, CODEC_SCALE_MANTISSA, CODEC_SCALE_MIN_EXPONENT, CODEC_SCALE_MAX_CODE,
+                      false);
 #else
     return byte == 255u ? nan_value() : __uint_as_float(byte == 0 ? 0x400000u : byte << 23);
 #endif
@@ -27,9 +29,9 @@ __device__ __forceinline__ float decode(u32 code, float scale, float tensor_scal
 constexpr u32 kCode = (1u << CODEC_BITS) - 1;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-dequantize_rows(const u8* __restrict__ codes, const u8* __restrict__ scales,
-                const float* __restrict__ tensor_scale, float* __restrict__ values, i64 rows,
-                i64 length) {
+    dequantize_rows(const u8* __restrict__ codes, const u8* __restrict__ scales,
+                    const float* __restrict__ tensor_scale, float* __restrict__ values, i64 rows,
+                    i64 length) {
     const i64 tiles = (length + CODEC_BLOCK - 1) / CODEC_BLOCK, per_row = tiles * (CODEC_BLOCK / 4);
     const i64 four = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
     if (four >= rows * per_row) return;
@@ -59,9 +61,9 @@ dequantize_rows(const u8* __restrict__ codes, const u8* __restrict__ scales,
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-dequantize_columns(const u8* __restrict__ codes, const u8* __restrict__ scales,
-                   const float* __restrict__ tensor_scale, float* __restrict__ values, i64 outer,
-                   i64 length, i64 inner) {
+    dequantize_columns(const u8* __restrict__ codes, const u8* __restrict__ scales,
+                       const float* __restrict__ tensor_scale, float* __restrict__ values,
+                       i64 outer, i64 length, i64 inner) {
     const i64 tiles = (length + CODEC_BLOCK - 1) / CODEC_BLOCK, fours = tiles * (CODEC_BLOCK / 4);
     const i64 groups = (inner + 3) / 4;
     const i64 index = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
@@ -85,7 +87,8 @@ dequantize_columns(const u8* __restrict__ codes, const u8* __restrict__ scales,
         if (column + c >= inner) break;
         bytes |= static_cast<u32>(scale[c]) << (8 * c);
 #pragma unroll
-        for (int b = 0; b < kOctets; ++b) octets[b] |= static_cast<u32>(from[b * inner + c]) << (8 * c);
+        for (int b = 0; b < kOctets; ++b)
+            octets[b] |= static_cast<u32>(from[b * inner + c]) << (8 * c);
     }
 #endif
     float v[4][4];

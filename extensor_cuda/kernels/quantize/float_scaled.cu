@@ -1,13 +1,16 @@
-// Values -> packed codes under float scales as they are stored, and back: tensors, channels, groups and
-// tiles of any size. s = largest magnitude / largest code (0: s = 1), code = x / s rounded; under CODEC_ZERO_POINTS
-// s = (max - min) / (number of codes - 1) of a range that holds 0, code = x / s rounded + z. A block
-// that is not finite has scale NaN and codes 0. Orders of operations: extensor/quant/scale_encoders.py.
+// Values -> packed codes under float scales as they are stored, and back: tensors, channels, groups
+// and tiles of any size. s = largest magnitude / largest code (0: s = 1), code = x / s rounded;
+// under CODEC_ZERO_POINTS s = (max - min) / (number of codes - 1) of a range that holds 0, code = x
+// / s rounded + z. A block that is not finite has scale NaN and codes 0. Orders of operations:
+// extensor/quant/scale_encoders.py.
 //
-// An array is (outer, rows, inner) lines of `columns` elements, along which codes are packed. They lie in
-// memory as (outer, rows, columns, inner), or under QUANT_CONTIGUOUS_AXIS 2 as (columns, outer, rows). QUANT_CONTIGUOUS_AXIS is what memory
-// runs along: 0 columns, 1 inner, 2 rows. A thread has QUANT_CODE_BYTES bytes of codes that are neighbours in memory.
-// Macros besides those of float_codes.cuh: QUANT_CONTIGUOUS_AXIS, QUANT_CODE_BYTES, QUANT_WHOLE (vector loads fit), QUANT_ONE_BLOCK_A_THREAD (a thread's codes are of
-// one block), QUANT_ALIGNED_BLOCKS (blocks begin at multiples of their number of lanes, a power of two).
+// An array is (outer, rows, inner) lines of `columns` elements, along which codes are packed. They
+// lie in memory as (outer, rows, columns, inner), or under QUANT_CONTIGUOUS_AXIS 2 as (columns,
+// outer, rows). QUANT_CONTIGUOUS_AXIS is what memory runs along: 0 columns, 1 inner, 2 rows. A
+// thread has QUANT_CODE_BYTES bytes of codes that are neighbours in memory. Macros besides those of
+// float_codes.cuh: QUANT_CONTIGUOUS_AXIS, QUANT_CODE_BYTES, QUANT_WHOLE (vector loads fit),
+// QUANT_ONE_BLOCK_A_THREAD (a thread's codes are of one block), QUANT_ALIGNED_BLOCKS (blocks begin
+// at multiples of their number of lanes, a power of two).
 
 #include "codec/float_codes.cuh"
 
@@ -20,17 +23,20 @@ struct Sizes {
 
 // Where something lies in memory, of an array or of its blocks.
 __device__ __forceinline__ u32 offset(const Sizes& all, u32 o, u32 r, u32 i, u32 c) {
-    return QUANT_CONTIGUOUS_AXIS == 2 ? (c * all.outer + o) * all.rows + r : ((o * all.rows + r) * all.columns + c) * all.inner + i;
+    return QUANT_CONTIGUOUS_AXIS == 2 ? (c * all.outer + o) * all.rows + r
+                                      : ((o * all.rows + r) * all.columns + c) * all.inner + i;
 }
 
-__device__ __forceinline__ u32 block_of(const Sizes& grid, const Sizes& each, u32 o, u32 r, u32 i, u32 c) {
+__device__ __forceinline__ u32 block_of(const Sizes& grid, const Sizes& each, u32 o, u32 r, u32 i,
+                                        u32 c) {
     return offset(grid, o / each.outer, r / each.rows, i / each.inner, c / each.columns);
 }
 
 __device__ __forceinline__ void take(Most& held, float v) {
     const u32 magnitude = bits_of(v) & kMagnitude;
     const bool nan = magnitude > kExponent, negative = bits_of(v) & kSign;
-    join(held, {!CODEC_ZERO_POINTS || nan || !negative ? magnitude : 0, nan || negative ? magnitude : 0});
+    join(held,
+         {!CODEC_ZERO_POINTS || nan || !negative ? magnitude : 0, nan || negative ? magnitude : 0});
 }
 
 __device__ __forceinline__ void store(Most* most, u32 block, const Most& held) {
@@ -48,15 +54,19 @@ __device__ __forceinline__ void load(const Raw* x, u32 at, u32 left, float (&v)[
 #endif
 }
 
-// x -> the bits of each block's extremes, at first 0. A thread has four neighbours in memory, and as
-// many as kDeep along the columns where these are not the neighbours.
+// x -> the bits of each block's extremes, at first 0. A thread has four neighbours in memory, and
+// as many as kDeep along the columns where these are not the neighbours.
 extern "C" __global__ void __launch_bounds__(kThreads)
-extremes(const Raw* __restrict__ x, Most* __restrict__ most, u32 outer, u32 rows, u32 inner, u32 columns,
-         u32 outer_each, u32 rows_each, u32 inner_each, u32 columns_each, u32 outer_grid, u32 rows_grid,
-         u32 inner_grid, u32 columns_grid) {
-    const Sizes all = {outer, rows, inner, columns}, each = {outer_each, rows_each, inner_each, columns_each};
+    extremes(const Raw* __restrict__ x, Most* __restrict__ most, u32 outer, u32 rows, u32 inner,
+             u32 columns, u32 outer_each, u32 rows_each, u32 inner_each, u32 columns_each,
+             u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
+    const Sizes all = {outer, rows, inner, columns},
+                each = {outer_each, rows_each, inner_each, columns_each};
     const Sizes grid = {outer_grid, rows_grid, inner_grid, columns_grid};
-    const u32 fast = QUANT_CONTIGUOUS_AXIS == 0 ? columns : QUANT_CONTIGUOUS_AXIS == 1 ? inner : rows, groups = (fast + 3) / 4;
+    const u32 fast = QUANT_CONTIGUOUS_AXIS == 0   ? columns
+                     : QUANT_CONTIGUOUS_AXIS == 1 ? inner
+                                                  : rows,
+              groups = (fast + 3) / 4;
     u32 t = blockIdx.x * kThreads + threadIdx.x;
     const u32 first = t % groups * 4;
     t /= groups;
@@ -81,10 +91,12 @@ extremes(const Raw* __restrict__ x, Most* __restrict__ most, u32 outer, u32 rows
 #if QUANT_ALIGNED_BLOCKS
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const Most other = {__shfl_xor_sync(~0u, held.high, step), __shfl_xor_sync(~0u, held.low, step)};
+        const Most other = {__shfl_xor_sync(~0u, held.high, step),
+                            __shfl_xor_sync(~0u, held.low, step)};
         if (__shfl_xor_sync(~0u, block, step) == block) join(held, other);
     }
-    const u32 lanes = columns_each < 128 ? columns_each / 4 : 32;  // of one block: all have its extremes
+    const u32 lanes =
+        columns_each < 128 ? columns_each / 4 : 32;  // of one block: all have its extremes
     if (there && threadIdx.x % lanes == 0) store(most, block, held);
 #else
     if (there) store(most, block, held);
@@ -99,7 +111,10 @@ extremes(const Raw* __restrict__ x, Most* __restrict__ most, u32 outer, u32 rows
     Most held[4] = {};
     for (u32 c = start; c < end; ++c) {
         float v[4];
-        load(x, QUANT_CONTIGUOUS_AXIS == 2 ? offset(all, o, first, 0, c) : offset(all, o, row, first, c), fast - first, v);
+        load(x,
+             QUANT_CONTIGUOUS_AXIS == 2 ? offset(all, o, first, 0, c)
+                                        : offset(all, o, row, first, c),
+             fast - first, v);
 #pragma unroll
         for (int k = 0; k < 4; ++k) take(held[k], v[k]);
         if (c + 1 < end && (c + 1) % columns_each) continue;
@@ -108,7 +123,9 @@ extremes(const Raw* __restrict__ x, Most* __restrict__ most, u32 outer, u32 rows
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             if (first + k >= fast) break;
-            const u32 mine = QUANT_CONTIGUOUS_AXIS == 2 ? block_of(grid, each, o, first + k, 0, c) : block_of(grid, each, o, row, first + k, c);
+            const u32 mine = QUANT_CONTIGUOUS_AXIS == 2
+                                 ? block_of(grid, each, o, first + k, 0, c)
+                                 : block_of(grid, each, o, row, first + k, c);
             if (k && mine != block) {
                 store(most, block, together);
                 together = {0, 0};
@@ -129,10 +146,12 @@ struct Place {
 };
 
 __device__ __forceinline__ Place place_of(u32 t, const Sizes& all, u32 bytes) {
-    if (QUANT_CONTIGUOUS_AXIS == 2) return {t / all.rows % all.outer, t % all.rows, 0, t / all.rows / all.outer,
-                           t / all.rows / all.outer < bytes};
+    if (QUANT_CONTIGUOUS_AXIS == 2)
+        return {t / all.rows % all.outer, t % all.rows, 0, t / all.rows / all.outer,
+                t / all.rows / all.outer < bytes};
     const u32 line = t / all.inner / bytes;
-    return {line / all.rows, line % all.rows, t % all.inner, t / all.inner % bytes, line / all.rows < all.outer};
+    return {line / all.rows, line % all.rows, t % all.inner, t / all.inner % bytes,
+            line / all.rows < all.outer};
 }
 
 // Element h of byte k: all four coordinates.
@@ -141,17 +160,21 @@ struct Element {
 };
 
 __device__ __forceinline__ Element element_of(const Place& place, int k, int h) {
-    return {place.o, place.r + (QUANT_CONTIGUOUS_AXIS == 2 ? k : 0), place.i + (QUANT_CONTIGUOUS_AXIS == 1 ? k : 0),
+    return {place.o, place.r + (QUANT_CONTIGUOUS_AXIS == 2 ? k : 0),
+            place.i + (QUANT_CONTIGUOUS_AXIS == 1 ? k : 0),
             (place.byte + (QUANT_CONTIGUOUS_AXIS == 0 ? k : 0)) * kPer + h};
 }
 
 // x and its blocks' extremes -> packed codes, scales, zero points; counts spread over pairs.
 extern "C" __global__ void __launch_bounds__(kThreads)
-codes(const Raw* __restrict__ x, const Most* __restrict__ most, u8* __restrict__ out, Stored* __restrict__ scales,
-      signed char* __restrict__ zeros, u64* __restrict__ counters, const u32* __restrict__ clock, u32 key0, u32 key1,
-      u32 high0, u32 high1, u32 bytes, u32 outer, u32 rows, u32 inner, u32 columns, u32 outer_each, u32 rows_each,
-      u32 inner_each, u32 columns_each, u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
-    const Sizes all = {outer, rows, inner, columns}, each = {outer_each, rows_each, inner_each, columns_each};
+    codes(const Raw* __restrict__ x, const Most* __restrict__ most, u8* __restrict__ out,
+          Stored* __restrict__ scales, signed char* __restrict__ zeros, u64* __restrict__ counters,
+          const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1, u32 bytes,
+          u32 outer, u32 rows, u32 inner, u32 columns, u32 outer_each, u32 rows_each,
+          u32 inner_each, u32 columns_each, u32 outer_grid, u32 rows_grid, u32 inner_grid,
+          u32 columns_grid) {
+    const Sizes all = {outer, rows, inner, columns},
+                each = {outer_each, rows_each, inner_each, columns_each};
     const Sizes grid = {outer_grid, rows_grid, inner_grid, columns_grid};
     const u32 t = (blockIdx.x * kThreads + threadIdx.x) * QUANT_CODE_BYTES;
     const Place place = place_of(t, all, bytes);
@@ -162,11 +185,13 @@ codes(const Raw* __restrict__ x, const Most* __restrict__ most, u8* __restrict__
 #if QUANT_WHOLE
 #pragma unroll
         for (int four = 0; four < kElements / 4; ++four) {
-            const Element e = QUANT_CONTIGUOUS_AXIS == 0 ? element_of(place, four * 4 / kPer, 0) : element_of(place, 0, four);
+            const Element e = QUANT_CONTIGUOUS_AXIS == 0 ? element_of(place, four * 4 / kPer, 0)
+                                                         : element_of(place, 0, four);
             float part[4];
             if (e.c < columns) load_four(x + offset(all, e.o, e.r, e.i, e.c), part);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) v[QUANT_CONTIGUOUS_AXIS == 0 ? four * 4 + k : k * kPer + four] = part[k];
+            for (int k = 0; k < 4; ++k)
+                v[QUANT_CONTIGUOUS_AXIS == 0 ? four * 4 + k : k * kPer + four] = part[k];
         }
 #else
 #pragma unroll
@@ -191,7 +216,9 @@ codes(const Raw* __restrict__ x, const Most* __restrict__ most, u8* __restrict__
                 const u32 mine = block_of(grid, each, e.o, e.r, e.i, e.c);
                 if (mine != block) s = block_scale(most[mine]);
                 block = mine;
-                at = ((e.o % outer_each * rows_each + e.r % rows_each) * inner_each + e.i % inner_each) * columns_each +
+                at = ((e.o % outer_each * rows_each + e.r % rows_each) * inner_each +
+                      e.i % inner_each) *
+                         columns_each +
                      e.c % columns_each;
             }
             if (at == 0) {
@@ -207,7 +234,9 @@ codes(const Raw* __restrict__ x, const Most* __restrict__ most, u8* __restrict__
             }
             const u32 which = at % kShare / (kShare / 4);
             word = which == 0 ? draw[0] : which == 1 ? draw[1] : which == 2 ? draw[2] : draw[3];
-            if (CODEC_RBITS == 8) word = 0x43000080u | (word >> at % 4 * 8 & 0xFFu) << 8;  // as round_magnitude takes it
+            if (CODEC_RBITS == 8)
+                word = 0x43000080u | (word >> at % 4 * 8 & 0xFFu)
+                                         << 8;  // as round_magnitude takes it
 #endif
             packed |= code_of(v[n], s, word, tally) << (n / kPer * 8 + n % kPer * CODEC_BITS);
         }
@@ -222,10 +251,12 @@ codes(const Raw* __restrict__ x, const Most* __restrict__ most, u8* __restrict__
 
 // Packed codes and scales -> float32.
 extern "C" __global__ void __launch_bounds__(kThreads)
-values(const u8* __restrict__ in, const Stored* __restrict__ scales, const signed char* __restrict__ zeros,
-       float* __restrict__ out, u32 bytes, u32 outer, u32 rows, u32 inner, u32 columns, u32 outer_each, u32 rows_each,
-       u32 inner_each, u32 columns_each, u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
-    const Sizes all = {outer, rows, inner, columns}, each = {outer_each, rows_each, inner_each, columns_each};
+    values(const u8* __restrict__ in, const Stored* __restrict__ scales,
+           const signed char* __restrict__ zeros, float* __restrict__ out, u32 bytes, u32 outer,
+           u32 rows, u32 inner, u32 columns, u32 outer_each, u32 rows_each, u32 inner_each,
+           u32 columns_each, u32 outer_grid, u32 rows_grid, u32 inner_grid, u32 columns_grid) {
+    const Sizes all = {outer, rows, inner, columns},
+                each = {outer_each, rows_each, inner_each, columns_each};
     const Sizes grid = {outer_grid, rows_grid, inner_grid, columns_grid};
     const u32 t = (blockIdx.x * kThreads + threadIdx.x) * QUANT_CODE_BYTES;
     const Place place = place_of(t, all, bytes);
@@ -240,24 +271,29 @@ values(const u8* __restrict__ in, const Stored* __restrict__ scales, const signe
 #pragma unroll
     for (int n = 0; n < kElements; ++n) {
         const Element e = element_of(place, n / kPer, n % kPer);
-        if (!QUANT_ONE_BLOCK_A_THREAD || n == 0) block = block_of(grid, each, e.o, e.r, e.i, e.c < columns ? e.c : columns - 1);
+        if (!QUANT_ONE_BLOCK_A_THREAD || n == 0)
+            block = block_of(grid, each, e.o, e.r, e.i, e.c < columns ? e.c : columns - 1);
 #if CODEC_FLOAT16_SCALES
         const float scale = half_value(scales[block]);
 #else
         const float scale = float_of(scales[block]);
 #endif
         const int zero = CODEC_ZERO_POINTS ? zeros[block] : 0;
-        v[n] = decoded(packed >> (n / kPer * 8 + n % kPer * CODEC_BITS) & ((1u << CODEC_BITS) - 1), scale, zero);
+        v[n] = decoded(packed >> (n / kPer * 8 + n % kPer * CODEC_BITS) & ((1u << CODEC_BITS) - 1),
+                       scale, zero);
     }
 #if QUANT_WHOLE
 #pragma unroll
     for (int four = 0; four < kElements / 4; ++four) {
-        const Element e = QUANT_CONTIGUOUS_AXIS == 0 ? element_of(place, four * 4 / kPer, 0) : element_of(place, 0, four);
+        const Element e = QUANT_CONTIGUOUS_AXIS == 0 ? element_of(place, four * 4 / kPer, 0)
+                                                     : element_of(place, 0, four);
         float part[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) part[k] = v[QUANT_CONTIGUOUS_AXIS == 0 ? four * 4 + k : k * kPer + four];
+        for (int k = 0; k < 4; ++k)
+            part[k] = v[QUANT_CONTIGUOUS_AXIS == 0 ? four * 4 + k : k * kPer + four];
         if (e.c < columns)
-            *reinterpret_cast<float4*>(out + offset(all, e.o, e.r, e.i, e.c)) = float4{part[0], part[1], part[2], part[3]};
+            *reinterpret_cast<float4*>(out + offset(all, e.o, e.r, e.i, e.c)) =
+                float4{part[0], part[1], part[2], part[3]};
     }
 #else
 #pragma unroll

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
@@ -44,6 +44,7 @@ _DEEP, _LANES = 32, 128  # as in float_scaled.cu: elements a thread goes along, 
 _COLUMNS, _INNER, _ROWS = range(3)  # what memory runs along
 
 
+@final
 @dataclass(frozen=True)
 class FloatPlan:
     """How an array of one shape is cut and placed.

@@ -1,5 +1,5 @@
-// The Hadamard transform of extensor/quant/hadamard.py: signs, then butterflies of strides 1, 2, 4 ...
-// in that order, then one multiply. No contraction: the order is part of the bits.
+// The Hadamard transform of extensor/quant/hadamard.py: signs, then butterflies of strides 1, 2, 4
+// ... in that order, then one multiply. No contraction: the order is part of the bits.
 
 #if CODEC_HADAMARD
 constexpr int kTurned = CODEC_HADAMARD / kChunk;  // chunks that one transform spans
@@ -11,8 +11,10 @@ struct Signs {
 
 // The strides within a chunk. `place`: the chunk's number within its transform.
 __device__ __forceinline__ void turn_chunk(float (&v)[kChunk], const Signs& signs, u32 place) {
-    const u32 word = place < 2 ? signs.words[0] : place < 4 ? signs.words[1]
-                   : place < 6 ? signs.words[2] : signs.words[3];
+    const u32 word = place < 2   ? signs.words[0]
+                     : place < 4 ? signs.words[1]
+                     : place < 6 ? signs.words[2]
+                                 : signs.words[3];
     const u32 mine = word >> (place % 2 * kChunk);
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) v[k] = float_of(bits_of(v[k]) ^ (mine >> k << 31));
@@ -50,7 +52,8 @@ __device__ __forceinline__ void turn_lanes(float (&v)[kChunk], const Signs& sign
 }
 
 // The same of chunks that lie in neighbouring warps, exchanged through shared memory.
-__device__ __forceinline__ void turn_warps(float (&v)[kChunk], const Signs& signs, int warp, int lane) {
+__device__ __forceinline__ void turn_warps(float (&v)[kChunk], const Signs& signs, int warp,
+                                           int lane) {
     const u32 place = static_cast<u32>(warp) % kTurned;
     turn_chunk(v, signs, place);
 #if CODEC_HADAMARD > 16

@@ -1,5 +1,5 @@
-// RMSNorm (QUANT_NORM 1) or LayerNorm (QUANT_NORM 2) and the quantizer of what it gives, rounded once to bfloat16: what
-// the kernels along rows alone and for both directions share.
+// RMSNorm (QUANT_NORM 1) or LayerNorm (QUANT_NORM 2) and the quantizer of what it gives, rounded
+// once to bfloat16: what the kernels along rows alone and for both directions share.
 
 #include "common/barriers.cuh"
 // ---- after barriers ----  (the emulator has its own)
@@ -10,7 +10,7 @@ typedef u32 Given;
 typedef u16 Given;
 #endif
 constexpr int kGivenWords = sizeof(Given) * kChunk / 4, kGivenVector = 16 / sizeof(Given);
-constexpr int kSide = QUANT_CTA_COLUMNS / kChunk;               // threads side by side
+constexpr int kSide = QUANT_CTA_COLUMNS / kChunk;  // threads side by side
 constexpr int kRowThreads = QUANT_ROW_THREADS, kRowWarps = kRowThreads / 32;
 constexpr int kEach = QUANT_CTA_ROWS * kSide / kRowThreads;  // rows of a thread: a power of two
 
@@ -42,10 +42,12 @@ __device__ __forceinline__ void load_vector(u32* words, const Given* from, bool 
 // A chunk of the tile; zeros beyond the matrix. `real`: columns from its first one on.
 __device__ __forceinline__ void load_chunk(u32 (&words)[kGivenWords], const Given* from, i64 real) {
 #pragma unroll
-    for (int v = 0; v < kGivenWords / 4; ++v) load_vector(words + 4 * v, from + v * kGivenVector, v * kGivenVector < real);
+    for (int v = 0; v < kGivenWords / 4; ++v)
+        load_vector(words + 4 * v, from + v * kGivenVector, v * kGivenVector < real);
 }
 
-__device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChunk], float (&bias)[kChunk], i64 start, i64 real) {
+__device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChunk],
+                                             float (&bias)[kChunk], i64 start, i64 real) {
 #pragma unroll
     for (int k = 0; k < kChunk; k += 4) {
         float4 w = {0, 0, 0, 0}, b = {0, 0, 0, 0};
@@ -59,8 +61,9 @@ __device__ __forceinline__ void load_factors(const Norm& p, float (&weight)[kChu
 }
 
 // A chunk of the norm of a row, `real` of its values inside the matrix.
-__device__ __forceinline__ void normalize(u32 (&raw)[kChunk / 2], const u32 (&words)[kGivenWords], float middle, float factor,
-                                          const float (&weight)[kChunk], const float (&bias)[kChunk], i64 real) {
+__device__ __forceinline__ void normalize(u32 (&raw)[kChunk / 2], const u32 (&words)[kGivenWords],
+                                          float middle, float factor, const float (&weight)[kChunk],
+                                          const float (&bias)[kChunk], i64 real) {
 #pragma unroll
     for (int k = 0; k < kChunk; k += 2) {
         float y[2];
@@ -84,19 +87,29 @@ struct Tiles {
     i64 left;             // the block's first column
     int from, step, count;
 
-    __device__ __forceinline__ i64 top(int i) const { return (from + static_cast<i64>(i) * step) * QUANT_CTA_ROWS; }
-    __device__ __forceinline__ Given* tile(int i) const { return stages + i % QUANT_STAGES * QUANT_CTA_ROWS * QUANT_CTA_COLUMNS; }
+    __device__ __forceinline__ i64 top(int i) const {
+        return (from + static_cast<i64>(i) * step) * QUANT_CTA_ROWS;
+    }
+    __device__ __forceinline__ Given* tile(int i) const {
+        return stages + i % QUANT_STAGES * QUANT_CTA_ROWS * QUANT_CTA_COLUMNS;
+    }
 
     // By a warp.
     __device__ __forceinline__ void fill(int i) const {
-        const int wide = QUANT_WHOLE ? QUANT_CTA_COLUMNS : static_cast<int>(min(static_cast<i64>(QUANT_CTA_COLUMNS), p.columns - left));
-        const int tall = QUANT_WHOLE ? QUANT_CTA_ROWS : static_cast<int>(min(static_cast<i64>(QUANT_CTA_ROWS), p.rows - top(i)));
+        const int wide =
+            QUANT_WHOLE
+                ? QUANT_CTA_COLUMNS
+                : static_cast<int>(min(static_cast<i64>(QUANT_CTA_COLUMNS), p.columns - left));
+        const int tall =
+            QUANT_WHOLE ? QUANT_CTA_ROWS
+                        : static_cast<int>(min(static_cast<i64>(QUANT_CTA_ROWS), p.rows - top(i)));
         const int lane = threadIdx.x % 32;
         const u32 barrier = ready + 8 * (i % QUANT_STAGES);
         if (lane == 0) expect_bytes(barrier, tall * wide * sizeof(Given));
         __syncwarp();
         for (int row = lane; row < tall; row += 32)
-            load_line(shared_address(tile(i) + row * QUANT_CTA_COLUMNS), static_cast<const Given*>(p.x) + (top(i) + row) * p.columns + left,
+            load_line(shared_address(tile(i) + row * QUANT_CTA_COLUMNS),
+                      static_cast<const Given*>(p.x) + (top(i) + row) * p.columns + left,
                       wide * sizeof(Given), barrier);
     }
 
@@ -114,8 +127,8 @@ struct Tiles {
     }
 };
 
-// Each lane's sums of kSums rows -> lane l has the warp's sum of row l / (32 / kSums). The order is that of
-// the lanes, 16 apart first, however many rows there are.
+// Each lane's sums of kSums rows -> lane l has the warp's sum of row l / (32 / kSums). The order is
+// that of the lanes, 16 apart first, however many rows there are.
 template <int kSums>
 __device__ __forceinline__ float over_warp(float (&sums)[kSums]) {
     const int lane = threadIdx.x % 32;
@@ -124,10 +137,12 @@ __device__ __forceinline__ float over_warp(float (&sums)[kSums]) {
 #pragma unroll
         for (int i = 0; i < half; ++i) {
             const bool upper = lane & apart;
-            const float keep = upper ? sums[i + half] : sums[i], pass = upper ? sums[i] : sums[i + half];
+            const float keep = upper ? sums[i + half] : sums[i],
+                        pass = upper ? sums[i] : sums[i + half];
             sums[i] = __fadd_rn(keep, __shfl_xor_sync(~0u, pass, apart));
         }
 #pragma unroll
-    for (int apart = 16 / kSums; apart; apart /= 2) sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(~0u, sums[0], apart));
+    for (int apart = 16 / kSums; apart; apart /= 2)
+        sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(~0u, sums[0], apart));
     return sums[0];
 }

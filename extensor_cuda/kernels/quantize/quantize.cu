@@ -1,4 +1,5 @@
-// Fused block quantizer: values -> packed codes and scales, byte for byte as extensor/quant does it.
+// Fused block quantizer: values -> packed codes and scales, byte for byte as extensor/quant does
+// it.
 //
 // A thread owns a chunk, 16 neighbouring positions of one block: one Philox call at 8 random bits,
 // whole 32-bit words of codes at 4, 6 and 8 bits. `quantize_rows` blocks along the last axis

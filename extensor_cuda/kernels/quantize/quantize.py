@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
@@ -66,6 +66,7 @@ _NO_STREAM = (0, 0, 0, 0)
 _FOUR_OVER_SIX_TOP = 256.0  # of block scales: a block may be scaled half again as far
 
 
+@final
 @dataclass(frozen=True)
 class Plan:
     """A resolved spec on arrays of one shape.
@@ -154,7 +155,7 @@ def plan_of(
     if spec.rule not in _RULES and not decoding:
         return Unsupported(f"the {spec.rule} scale rule")
     if spec.rebased and not decoding:
-        return Unsupported("near-exact squares")
+        return Unsupported("a rebased spec")
     if spec.statistic != "amax" and not decoding:
         return Unsupported(f"the {spec.statistic} statistic")
     if spec.transform and decoding:

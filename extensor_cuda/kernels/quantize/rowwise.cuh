@@ -3,10 +3,11 @@
 // x (rows, length) -> codes, scales or values. Whole: length is a multiple of the block, and x is
 // aligned to 16 bytes.
 extern "C" __global__ void __launch_bounds__(kThreads)
-quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
-              float* __restrict__ values, const Tensor* __restrict__ tensor_of,
-              u32* __restrict__ maximum, u64* __restrict__ counters, const u32* __restrict__ clock,
-              u32 key0, u32 key1, u32 high0, u32 high1, CODEC_SIGN_PARAMETERS i64 rows, i64 length) {
+    quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
+                  float* __restrict__ values, const Tensor* __restrict__ tensor_of,
+                  u32* __restrict__ maximum, u64* __restrict__ counters,
+                  const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1,
+                  CODEC_SIGN_PARAMETERS i64 rows, i64 length) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
 #if CODEC_HADAMARD
     const Signs signs = {sign0, sign1, sign2, sign3};
@@ -72,7 +73,8 @@ quantize_rows(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict_
 #elif QUANT_WHOLE
             float4* to = reinterpret_cast<float4*>(values + chunk * kChunk);
 #pragma unroll
-            for (int k = 0; k < kChunk; k += 4) to[k / 4] = float4{v[0][k], v[0][k + 1], v[0][k + 2], v[0][k + 3]};
+            for (int k = 0; k < kChunk; k += 4)
+                to[k / 4] = float4{v[0][k], v[0][k + 1], v[0][k + 2], v[0][k + 3]};
 #else
             const i64 row = chunk / per_row, start = chunk % per_row * kChunk;
 #pragma unroll

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
@@ -32,6 +32,7 @@ _LEAST_TALL = 32  # rows of a tile
 _MOST_BLOCK = 64
 
 
+@final
 @dataclass(frozen=True)
 class PairPlan:
     """Plans along rows and down columns of one matrix; ``swapped`` if asked the other way."""

@@ -1,14 +1,16 @@
 // Tiles of several rows, blocked along rows: a chunk per thread.
 
-constexpr int kWarps = QUANT_TILE_ROWS / 16;  // warps of a tile's rows; each holds 16 rows of two chunks
+constexpr int kWarps =
+    QUANT_TILE_ROWS / 16;  // warps of a tile's rows; each holds 16 rows of two chunks
 
-// x (images, rows, length), tiles of (QUANT_TILE_ROWS, CODEC_BLOCK), blocks numbered along the rows. Whole: length is a
-// multiple of 16, and x is aligned to 16 bytes.
+// x (images, rows, length), tiles of (QUANT_TILE_ROWS, CODEC_BLOCK), blocks numbered along the
+// rows. Whole: length is a multiple of 16, and x is aligned to 16 bytes.
 extern "C" __global__ void __launch_bounds__(kThreads, CODEC_SEARCH ? 2 : 1)
-quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
-               float* __restrict__ values, const Tensor* __restrict__ tensor_of,
-               u32* __restrict__ maximum, u64* __restrict__ counters, const u32* __restrict__ clock,
-               u32 key0, u32 key1, u32 high0, u32 high1, i64 images, i64 rows, i64 length) {
+    quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales,
+                   float* __restrict__ values, const Tensor* __restrict__ tensor_of,
+                   u32* __restrict__ maximum, u64* __restrict__ counters,
+                   const u32* __restrict__ clock, u32 key0, u32 key1, u32 high0, u32 high1,
+                   i64 images, i64 rows, i64 length) {
     [[maybe_unused]] const Stream stream = stream_of(clock, key0, key1, high0, high1);
     const i64 across = (length + CODEC_BLOCK - 1) / CODEC_BLOCK, strips = (across * kParts + 1) / 2;
     const i64 bands = (rows + QUANT_TILE_ROWS - 1) / QUANT_TILE_ROWS;
@@ -31,7 +33,8 @@ quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict
 #pragma unroll
     for (int i = 0; i < kChunk / kPerVector; ++i) {
         const uint4 four = real && start < length ? __ldg(from + i) : uint4{0, 0, 0, 0};
-        raw[4 * i] = four.x, raw[4 * i + 1] = four.y, raw[4 * i + 2] = four.z, raw[4 * i + 3] = four.w;
+        raw[4 * i] = four.x, raw[4 * i + 1] = four.y, raw[4 * i + 2] = four.z,
+                raw[4 * i + 3] = four.w;
     }
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) v[0][k] = element(raw, k);
@@ -49,7 +52,8 @@ quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict
     if (lane < 2) shared[warp][lane] = amax;
     __syncthreads();
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) amax = larger(amax, shared[warp / kWarps * kWarps + w][lane % 2]);
+    for (int w = 0; w < kWarps; ++w)
+        amax = larger(amax, shared[warp / kWarps * kWarps + w][lane % 2]);
 #endif
 #if CODEC_OUT == 2
     add_maximum(CODEC_UE4M3 ? finite_maximum(v[0]) : amax < kExponent ? amax : 0, maximum);
@@ -66,7 +70,9 @@ quantize_tiles(const Raw* __restrict__ x, u8* __restrict__ codes, u8* __restrict
     encode(v[0], s, is_far(amax, s), tensor, static_cast<u32>(block), part, stream, packed, tally);
     if (real) {
 #if CODEC_OUT == 0
-        store_words(reinterpret_cast<u32*>(codes) + (line * across * kParts + start / kChunk) * kWords, packed);
+        store_words(
+            reinterpret_cast<u32*>(codes) + (line * across * kParts + start / kChunk) * kWords,
+            packed);
 #else
 #pragma unroll
         for (int k = 0; k < kChunk; ++k)

@@ -2,17 +2,20 @@
 
 // A lane's eight neighbouring elements of each kBringing-th row of a piece.
 struct Part {
-    static constexpr int kRows = (kTokens / WEIGHT_ONLY_X_PARTS + kBringing - 1) / kBringing, kWords = sizeof(Raw) / 2;
+    static constexpr int kRows = (kTokens / WEIGHT_ONLY_X_PARTS + kBringing - 1) / kBringing,
+                         kWords = sizeof(Raw) / 2;
     uint4 words[kRows][kWords];
     // Those from `from` on; zeros if there are none.
-    __device__ __forceinline__ void fetch(const Raw* from, i64 columns, int first, int rows, bool there) {
+    __device__ __forceinline__ void fetch(const Raw* from, i64 columns, int first, int rows,
+                                          bool there) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
 #pragma unroll
             for (int w = 0; w < kWords; ++w) {
                 const int row = first + r * kBringing;
                 words[r][w] = uint4{0, 0, 0, 0};
-                if (there && row < rows) words[r][w] = reinterpret_cast<const uint4*>(from + row * columns)[w];
+                if (there && row < rows)
+                    words[r][w] = reinterpret_cast<const uint4*>(from + row * columns)[w];
             }
     }
     // In pairs four elements apart.
@@ -34,8 +37,10 @@ struct Part {
                 u32 pairs[4];
 #pragma unroll
                 for (int p = 0; p < 4; ++p)
-                    pairs[p] = part_of(__uint_as_float(low[p]), part) | part_of(__uint_as_float(high[p]), part) << 16;
-                *reinterpret_cast<uint4*>(to + (part * rows + row) * kPitch) = uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+                    pairs[p] = part_of(__uint_as_float(low[p]), part) |
+                               part_of(__uint_as_float(high[p]), part) << 16;
+                *reinterpret_cast<uint4*>(to + (part * rows + row) * kPitch) =
+                    uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
             }
 #endif
         }

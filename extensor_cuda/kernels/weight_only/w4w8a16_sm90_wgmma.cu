@@ -1,22 +1,27 @@
-// out = x w^T for up to 64 rows of x, for Hopper: packed weights of 4 or 8 bits, read once and decoded to bfloat16 in
-// the registers that wgmma takes them from (64 rows of w, 8 to 64 tokens); x lies in shared memory.
+// out = x w^T for up to 64 rows of x, for Hopper: packed weights of 4 or 8 bits, read once and
+// decoded to bfloat16 in the registers that wgmma takes them from (64 rows of w, 8 to 64 tokens); x
+// lies in shared memory.
 //
-// A block is four warpgroups that multiply and one that brings x. WEIGHT_ONLY_SPLIT_K of the four share 64 rows of w, and take every
-// WEIGHT_ONLY_SPLIT_K-th segment of 128 elements of K. A lane has 32 elements of two rows of a segment, 16 bytes that lie together
-// (of 8 bits: twice 16), which it has copied to shared memory WEIGHT_ONLY_DEPTH segments ahead: no barrier guards them. Decoding
-// leaves elements 4 apart in a register (of 8 bits: neighbours), so x is put in that order on its way through shared
-// memory, and no element moves between lanes. float32 x is three bfloat16 matrices, which together are exactly x: its
-// rows are three tokens (WEIGHT_ONLY_X_PARTS).
+// A block is four warpgroups that multiply and one that brings x. WEIGHT_ONLY_SPLIT_K of the four
+// share 64 rows of w, and take every WEIGHT_ONLY_SPLIT_K-th segment of 128 elements of K. A lane
+// has 32 elements of two rows of a segment, 16 bytes that lie together (of 8 bits: twice 16), which
+// it has copied to shared memory WEIGHT_ONLY_DEPTH segments ahead: no barrier guards them. Decoding
+// leaves elements 4 apart in a register (of 8 bits: neighbours), so x is put in that order on its
+// way through shared memory, and no element moves between lanes. float32 x is three bfloat16
+// matrices, which together are exactly x: its rows are three tokens (WEIGHT_ONLY_X_PARTS).
 //
-// CODEC_FLOAT_SCALES 0: E2M1 under E8M0 or E4M3 scales of CODEC_BLOCK elements; element times scale is a bfloat16, exactly.
-// CODEC_FLOAT_SCALES 1: integers under float scales of WEIGHT_ONLY_GROUP segments (0: all of K), and zero points if CODEC_ZERO_POINTS; code less zero
-// point is a bfloat16, exactly. Sums are multiplied by groups' scales in float32 segment by segment, by a row's at the
+// CODEC_FLOAT_SCALES 0: E2M1 under E8M0 or E4M3 scales of CODEC_BLOCK elements; element times scale
+// is a bfloat16, exactly. CODEC_FLOAT_SCALES 1: integers under float scales of WEIGHT_ONLY_GROUP
+// segments (0: all of K), and zero points if CODEC_ZERO_POINTS; code less zero point is a bfloat16,
+// exactly. Sums are multiplied by groups' scales in float32 segment by segment, by a row's at the
 // end.
 //
-// Blocks take units in turn: a group of rows, and one of `slices` parts of K. Slices of a group meet in `partial`, where
-// the last one that is done adds all. Everything is added in an order that depends on nothing but shapes. No headers; the
-// wgmma function comes from decode_hopper.py. Macros: CODEC_BLOCK (of a scale), WEIGHT_ONLY_GROUP, CODEC_ZERO_POINTS, WEIGHT_ONLY_SPLIT_K, WEIGHT_ONLY_TILES (of 8 tokens),
-// WEIGHT_ONLY_X_PARTS, WEIGHT_ONLY_STAGES, WEIGHT_ONLY_DEPTH; those of weights.cuh.
+// Blocks take units in turn: a group of rows, and one of `slices` parts of K. Slices of a group
+// meet in `partial`, where the last one that is done adds all. Everything is added in an order that
+// depends on nothing but shapes. No headers; the wgmma function comes from decode_hopper.py.
+// Macros: CODEC_BLOCK (of a scale), WEIGHT_ONLY_GROUP, CODEC_ZERO_POINTS, WEIGHT_ONLY_SPLIT_K,
+// WEIGHT_ONLY_TILES (of 8 tokens), WEIGHT_ONLY_X_PARTS, WEIGHT_ONLY_STAGES, WEIGHT_ONLY_DEPTH;
+// those of weights.cuh.
 
 #include "weight_only/weights.cuh"
 
@@ -27,7 +32,9 @@ constexpr int kCluster = 1;
 typedef float Sum;
 #define SUM "f"
 
+// clang-format off
 //WGMMA//
+// clang-format on
 
 #include "common/tma_wgmma.cuh"
 
@@ -35,19 +42,26 @@ typedef float Sum;
 
 #include "common/swizzle.cuh"
 
-constexpr int kMath = 512, kBringing = 4, kTall = 64, kSegment = 128;  // threads, warps, rows, elements
-constexpr int kTokens = 8 * WEIGHT_ONLY_TILES, kGroups = 4 / WEIGHT_ONLY_SPLIT_K, kRows = kGroups * kTall;
+constexpr int kMath = 512, kBringing = 4, kTall = 64,
+              kSegment = 128;  // threads, warps, rows, elements
+constexpr int kTokens = 8 * WEIGHT_ONLY_TILES, kGroups = 4 / WEIGHT_ONLY_SPLIT_K,
+              kRows = kGroups * kTall;
 // In shared memory: x as it was read, as wgmma takes it (64 elements of K a tile), and sums.
-constexpr int kOfRow = WEIGHT_ONLY_SPLIT_K * kSegment * sizeof(Raw), kRawPitch = kOfRow + 16, kRaw = kTokens / WEIGHT_ONLY_X_PARTS * kRawPitch;
+constexpr int kOfRow = WEIGHT_ONLY_SPLIT_K * kSegment * sizeof(Raw), kRawPitch = kOfRow + 16,
+              kRaw = kTokens / WEIGHT_ONLY_X_PARTS * kRawPitch;
 constexpr int kTile = kTokens * 128, kStage = WEIGHT_ONLY_SPLIT_K * 2 * kTile, kPitch = kTall + 4;
-// A barrier's parity tells phases apart that are one apart. Who waits for a piece's place has seen the piece kBringing
-// before it in its place, and that is not more than two rounds of the ring ago.
-static_assert(WEIGHT_ONLY_STAGES >= kBringing, "a warp that brings x would take a place that is in use for an empty one");
-// A warp's part of a segment of w: codes, then each row's scales; those of groups are four bytes of each lane: of four
-// lanes that have two rows, two hold the rows' scales among them, two their zero points.
+// A barrier's parity tells phases apart that are one apart. Who waits for a piece's place has seen
+// the piece kBringing before it in its place, and that is not more than two rounds of the ring ago.
+static_assert(WEIGHT_ONLY_STAGES >= kBringing,
+              "a warp that brings x would take a place that is in use for an empty one");
+// A warp's part of a segment of w: codes, then each row's scales; those of groups are four bytes of
+// each lane: of four lanes that have two rows, two hold the rows' scales among them, two their zero
+// points.
 constexpr int kUnits = CODEC_BITS / 4, kCodes = 1024 * kUnits;
-constexpr int kGrain = 32 / CODEC_BLOCK, kOfLine = CODEC_FLOAT_SCALES ? 8 : kSegment / CODEC_BLOCK, kSlot = kCodes + 16 * kOfLine;
-static_assert(kGrain > 0 && kTokens * kPitch * 4 <= 4 * WEIGHT_ONLY_DEPTH * kSlot, "sums lie where the codes did");
+constexpr int kGrain = 32 / CODEC_BLOCK, kOfLine = CODEC_FLOAT_SCALES ? 8 : kSegment / CODEC_BLOCK,
+              kSlot = kCodes + 16 * kOfLine;
+static_assert(kGrain > 0 && kTokens * kPitch * 4 <= 4 * WEIGHT_ONLY_DEPTH * kSlot,
+              "sums lie where the codes did");
 constexpr bool kGrouped = CODEC_FLOAT_SCALES && WEIGHT_ONLY_GROUP;
 constexpr int kGroup = kGrouped ? WEIGHT_ONLY_GROUP : 1;
 
@@ -57,7 +71,8 @@ __device__ __forceinline__ void named_barrier(int number, int threads) {
 }
 // In registers, and not added up from what it was made of each time.
 __device__ __forceinline__ void keep(const u8*& pointer) { asm volatile("" : "+l"(pointer)); }
-// Some other number, for all that the compiler knows: what is made of it is made anew, and kept in no register.
+// Some other number, for all that the compiler knows: what is made of it is made anew, and kept in
+// no register.
 __device__ __forceinline__ int unknown(int number) {
     asm volatile("" : "+r"(number));
     return number;
@@ -67,7 +82,9 @@ __device__ __forceinline__ int unknown(int number) {
 struct Problem {
     int rows, lines, columns, slices;
     __device__ __forceinline__ int segments() const { return columns / kSegment; }
-    __device__ __forceinline__ int pieces() const { return (segments() + WEIGHT_ONLY_SPLIT_K - 1) / WEIGHT_ONLY_SPLIT_K; }
+    __device__ __forceinline__ int pieces() const {
+        return (segments() + WEIGHT_ONLY_SPLIT_K - 1) / WEIGHT_ONLY_SPLIT_K;
+    }
     __device__ __forceinline__ int units() const { return (lines + kRows - 1) / kRows * slices; }
 };
 
@@ -118,33 +135,41 @@ __device__ __forceinline__ void pick_left(u32 (&left)[2][4], const u32 (&pairs)[
         for (int p = 0; p < 4; ++p) left[odd][p] = pairs[p % 2][2 * odd + p / 2];
 }
 
-// Begins both products with a segment's j-th eights of x; sums that they do not add to are overwritten.
-__device__ __forceinline__ void begin_eights(Sum (&sum)[kTokens / 2], const u32 (&left)[2][4], u32 tokens, int j, bool adds) {
+// Begins both products with a segment's j-th eights of x; sums that they do not add to are
+// overwritten.
+__device__ __forceinline__ void begin_eights(Sum (&sum)[kTokens / 2], const u32 (&left)[2][4],
+                                             u32 tokens, int j, bool adds) {
     hold(sum);
     begin_products();
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd)
-        wgmma(sum, left[odd], descriptor<false>(tokens + j / 2 * kTile, 0) + (j % 2 * 2 + odd) * 2, odd || adds);
+        wgmma(sum, left[odd], descriptor<false>(tokens + j / 2 * kTile, 0) + (j % 2 * 2 + odd) * 2,
+              odd || adds);
     end_products();
 }
 
 extern "C" __global__ void __launch_bounds__(640, 1)
-decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Stored* __restrict__ scales,
-              const signed char* __restrict__ zeros, const float* __restrict__ tensor_scale, float* __restrict__ partial,
-              u32* __restrict__ done, void* __restrict__ out, int rows, int lines, int columns, int slices, i64 octets,
-              i64 blocks) {
+    decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes,
+                  const Stored* __restrict__ scales, const signed char* __restrict__ zeros,
+                  const float* __restrict__ tensor_scale, float* __restrict__ partial,
+                  u32* __restrict__ done, void* __restrict__ out, int rows, int lines, int columns,
+                  int slices, i64 octets, i64 blocks) {
     extern __shared__ u8 raw_memory[];
     __shared__ u32 last;
     u8* const ring = raw_memory + (1024 - (shared_address(raw_memory) & 1023)) % 1024;
     u8* const raw = ring + WEIGHT_ONLY_STAGES * kStage;
     u8* const slots = raw + (kBringing * kRaw + 127) / 128 * 128;
-    constexpr int kSums = WEIGHT_ONLY_DEPTH * kSlot;  // floats, from one warpgroup's sums to the next one's
+    constexpr int kSums =
+        WEIGHT_ONLY_DEPTH * kSlot;  // floats, from one warpgroup's sums to the next one's
     float* const sums = reinterpret_cast<float*>(slots);
-    const u32 full = shared_address(slots + 16 * WEIGHT_ONLY_DEPTH * kSlot), empty = full + 8 * WEIGHT_ONLY_STAGES;
+    const u32 full = shared_address(slots + 16 * WEIGHT_ONLY_DEPTH * kSlot),
+              empty = full + 8 * WEIGHT_ONLY_STAGES;
     const Problem e = {rows, lines, columns, slices};
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4,
+              lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < WEIGHT_ONLY_STAGES; ++s) barrier_init(full + 8 * s, 32), barrier_init(empty + 8 * s, kMath / 32);
+        for (int s = 0; s < WEIGHT_ONLY_STAGES; ++s)
+            barrier_init(full + 8 * s, 32), barrier_init(empty + 8 * s, kMath / 32);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -153,7 +178,8 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Sto
     Unit unit = {static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), 0, 0, 0, 0};
     Ring at = {0, 0};
 
-    if (warpgroup == 4) {  // each warp brings every fourth piece, and asks for its next when it has put one in order
+    if (warpgroup == 4) {  // each warp brings every fourth piece, and asks for its next when it has
+                           // put one in order
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         u8* const mine = raw + warp * kRaw;
         int piece = 0;
@@ -187,11 +213,15 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Sto
     u8* const mine = slots + (warpgroup * 4 + warp) * WEIGHT_ONLY_DEPTH * kSlot;
     while (unit.next(e)) {
         const int thread = unknown(threadIdx.x);
-        const int row = thread / (128 * WEIGHT_ONLY_SPLIT_K) * kTall + thread / 32 % 4 * 16 + thread % 32 / 4;
-        const auto line_of = [&](int row) { return static_cast<i64>(min(unit.group * kRows + row, lines - 1)); };
+        const int row =
+            thread / (128 * WEIGHT_ONLY_SPLIT_K) * kTall + thread / 32 % 4 * 16 + thread % 32 / 4;
+        const auto line_of = [&](int row) {
+            return static_cast<i64>(min(unit.group * kRows + row, lines - 1));
+        };
         const u8* code = codes + line_of(row) * octets + quarter * 16;
         keep(code);
-        const u32 below = static_cast<u32>((line_of(row + 8) - line_of(row)) * octets);  // the other row's codes
+        const u32 below =
+            static_cast<u32>((line_of(row + 8) - line_of(row)) * octets);  // the other row's codes
         // Of quarters 0 and 1, the scales of the two rows; of 2 and 3, their zero points.
         const i64 line = line_of(row + 8 * (quarter & 1)) * blocks;
 #if CODEC_FLOAT_SCALES
@@ -215,35 +245,42 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Sto
             for (int h = 0; h < 2; ++h)
 #pragma unroll
                 for (int n = 0; n < kUnits; ++n)
-                    copy_ahead<16>(to + (h * kUnits + n) * 512 + lane * 16,
-                                   code + (h * static_cast<u64>(below) + segment * (16 * CODEC_BITS) + n * 64), true);
+                    copy_ahead<16>(
+                        to + (h * kUnits + n) * 512 + lane * 16,
+                        code + (h * static_cast<u64>(below) + segment * (16 * CODEC_BITS) + n * 64),
+                        true);
 #if !CODEC_FLOAT_SCALES
             u8* const beside = to + kCodes + (lane / 4 + 8 * quarter) * kOfLine;
             if (quarter < 2) copy_ahead<kOfLine>(beside, aside + segment * kOfLine, true);
 #elif WEIGHT_ONLY_GROUP
             const u64 from = reinterpret_cast<u64>(aside) + segment / kGroup * item;
             if (CODEC_ZERO_POINTS || quarter < 2)
-                copy_ahead<4>(to + kCodes + lane * 4, reinterpret_cast<const u8*>(from & ~3ull), true);
+                copy_ahead<4>(to + kCodes + lane * 4, reinterpret_cast<const u8*>(from & ~3ull),
+                              true);
 #endif
             end_copies();
         };
 #pragma unroll 1
-        for (int i = 0; i < WEIGHT_ONLY_DEPTH; ++i) ask(mine + i * kSlot, segment + i * WEIGHT_ONLY_SPLIT_K);
+        for (int i = 0; i < WEIGHT_ONLY_DEPTH; ++i)
+            ask(mine + i * kSlot, segment + i * WEIGHT_ONLY_SPLIT_K);
         Sum sum[kTokens / 2];
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0;
         Sum scaled[kGrouped ? kTokens / 2 : 1] = {};
 #if CODEC_FLOAT_SCALES
-        const int stop = (unit.begin + unit.count) * WEIGHT_ONLY_SPLIT_K, end = min(stop, last_segment + 1);
+        const int stop = (unit.begin + unit.count) * WEIGHT_ONLY_SPLIT_K,
+                  end = min(stop, last_segment + 1);
 #pragma unroll 1
         for (; segment < end; segment += WEIGHT_ONLY_SPLIT_K) {
             arrived<WEIGHT_ONLY_DEPTH - 1>();  // of this lane's copies, which nobody else reads
             u8* const slot = mine + taken * kSlot;
-            const u32 of_group = segment / kGroup, tokens = shared_address(ring) + at.stage * kStage + part * 2 * kTile;
+            const u32 of_group = segment / kGroup,
+                      tokens = shared_address(ring) + at.stage * kStage + part * 2 * kTile;
 #if WEIGHT_ONLY_GROUP
             // What the lane copied for the four that have its rows.
-            const u32 own = *reinterpret_cast<const u32*>(slot + kCodes + lane * 4) >>
-                            (static_cast<u32>(reinterpret_cast<u64>(aside)) + of_group * item) % 4 * 8;
+            const u32 own =
+                *reinterpret_cast<const u32*>(slot + kCodes + lane * 4) >>
+                (static_cast<u32>(reinterpret_cast<u64>(aside)) + of_group * item) % 4 * 8;
             const auto of_quarter = [&](int q) { return __shfl_sync(~0u, own, q, 4); };
             if (CODEC_ZERO_POINTS)
 #pragma unroll
@@ -257,9 +294,11 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Sto
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     if (j * kUnits % kAtOnce == 0) {
-                        const u8* const from = slot + (h * kUnits + j * kUnits / 4) * 512 + lane * 16;
+                        const u8* const from =
+                            slot + (h * kUnits + j * kUnits / 4) * 512 + lane * 16;
 #if WEIGHT_ONLY_GROUP
-                        const uint2 got = *reinterpret_cast<const uint2*>(from + j * kUnits % 4 * 4);
+                        const uint2 got =
+                            *reinterpret_cast<const uint2*>(from + j * kUnits % 4 * 4);
 #else
                         const uint4 got = *reinterpret_cast<const uint4*>(from);
                         words[h][2] = got.z, words[h][3] = got.w;
@@ -289,7 +328,8 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Sto
             const float scale[2] = {__uint_as_float(of_quarter(0)), __uint_as_float(of_quarter(1))};
 #endif
 #pragma unroll
-            for (int i = 0; i < kTokens / 2; ++i) scaled[i] = __fmaf_rn(sum[i], scale[i / 2 % 2], scaled[i]);
+            for (int i = 0; i < kTokens / 2; ++i)
+                scaled[i] = __fmaf_rn(sum[i], scale[i / 2 % 2], scaled[i]);
 #endif
         }
         if (segment < stop) {  // x is 0 there, but a scale may be infinite
@@ -355,16 +395,20 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Sto
 
         named_barrier(2, kMath);  // nobody waits for codes
         const int who = unknown(threadIdx.x);
-        float* const put = sums + who / 128 * kSums + who % 4 * 2 * kPitch + who % 128 / 32 * 16 + who % 32 / 4;
+        float* const put =
+            sums + who / 128 * kSums + who % 4 * 2 * kPitch + who % 128 / 32 * 16 + who % 32 / 4;
 #pragma unroll
         for (int i = 0; i < kTokens / 2; ++i)
             put[(i / 4 * 8 + i % 2) * kPitch + i / 2 % 2 * 8] = kGrouped ? scaled[i] : sum[i];
         named_barrier(2, kMath);
 #if CODEC_FLOAT_SCALES
         constexpr float kLift = CODEC_BITS == 8 ? 64.0f : 1.0f;  // decode_bytes
-        const auto factor_of = [&](int line) { return kGrouped ? kLift : kLift * scale_value(scales[line * blocks]); };
+        const auto factor_of = [&](int line) {
+            return kGrouped ? kLift : kLift * scale_value(scales[line * blocks]);
+        };
 #else
-        const float factor = (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // the scales were times 2^-8
+        const float factor =
+            (tensor_scale ? *tensor_scale : 1.0f) * 256.0f;  // the scales were times 2^-8
         const auto factor_of = [&](int) { return factor; };
 #endif
         const int line0 = unit.group * kRows, height = min(kRows, lines - line0);
@@ -374,7 +418,8 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Sto
 #pragma unroll
             for (int c = 0; c < 4; ++c)
                 if (line + c < height)
-                    finish(out, static_cast<i64>(token) * lines + line0 + line + c, four[c] * factor_of(line0 + line + c));
+                    finish(out, static_cast<i64>(token) * lines + line0 + line + c,
+                           four[c] * factor_of(line0 + line + c));
         };
         constexpr int kFours = kRows / 4, kBatch = 4;
         for (int u = threadIdx.x; u < rows * kFours; u += kMath) {
@@ -382,16 +427,20 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Sto
             if (line >= height) continue;
             float4 total = {0, 0, 0, 0};
             for (int p = WEIGHT_ONLY_X_PARTS - 1; p >= 0; --p) {  // the smallest first
-                const float* const from = sums + line / kTall * WEIGHT_ONLY_SPLIT_K * kSums + (p * rows + token) * kPitch + line % kTall;
+                const float* const from = sums + line / kTall * WEIGHT_ONLY_SPLIT_K * kSums +
+                                          (p * rows + token) * kPitch + line % kTall;
                 float4 of_x = {0, 0, 0, 0};
 #pragma unroll
-                for (int s = 0; s < WEIGHT_ONLY_SPLIT_K; ++s) add(of_x, *reinterpret_cast<const float4*>(from + s * kSums));
+                for (int s = 0; s < WEIGHT_ONLY_SPLIT_K; ++s)
+                    add(of_x, *reinterpret_cast<const float4*>(from + s * kSums));
                 add(total, of_x);
             }
             if (slices == 1)
                 write(token, line, total);
             else
-                __stcg(reinterpret_cast<float4*>(partial + (unit.slice * rows + token) * pitch + line0 + line), total);
+                __stcg(reinterpret_cast<float4*>(partial + (unit.slice * rows + token) * pitch +
+                                                 line0 + line),
+                       total);
         }
         named_barrier(2, kMath);  // sums are read: codes may come
         if (slices == 1) continue;
@@ -408,17 +457,20 @@ decode_tokens(const Raw* __restrict__ x, const u8* __restrict__ codes, const Sto
             const float* from[kBatch];
 #pragma unroll
             for (int n = 0; n < kBatch; ++n) {
-                const int i = min(u + n * kMath, rows * kFours - 1), line = min(i % kFours * 4, (height - 1) / 4 * 4);
+                const int i = min(u + n * kMath, rows * kFours - 1),
+                          line = min(i % kFours * 4, (height - 1) / 4 * 4);
                 from[n] = partial + i / kFours * pitch + line0 + line;
             }
 #pragma unroll 2
             for (int s = 0; s < slices; ++s)
 #pragma unroll
                 for (int n = 0; n < kBatch; ++n)
-                    add(total[n], __ldcg(reinterpret_cast<const float4*>(from[n] + s * rows * pitch)));
+                    add(total[n],
+                        __ldcg(reinterpret_cast<const float4*>(from[n] + s * rows * pitch)));
 #pragma unroll
             for (int n = 0; n < kBatch; ++n)
-                if (u + n * kMath < rows * kFours) write((u + n * kMath) / kFours, (u + n * kMath) % kFours * 4, total[n]);
+                if (u + n * kMath < rows * kFours)
+                    write((u + n * kMath) / kFours, (u + n * kMath) % kFours * 4, total[n]);
         }
     }
 }

@@ -10,6 +10,7 @@ import pytest
 
 from extensor.backends import registry
 from extensor.quant import reference
+from extensor_cuda import quantize
 from extensor_cuda.backend import CudaBackend
 from extensor_cuda.kernels.nn import (
     conv_pool,
@@ -105,8 +106,8 @@ def fake_operand(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
     return counted(x, plan.spec, stream, Counters(SLOTS, xp), (0, SLOTS), xp)
 
 
-def fake_near(x: Any, spec: Any, stream: Any, xp: Any) -> Any:
-    return counted(x, spec, stream, Counters(SLOTS, xp), (0, SLOTS), xp)
+def fake_near(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
+    return counted(x, plan.spec.replace(rebased=True), stream, Counters(SLOTS, xp), (0, SLOTS), xp)
 
 
 def fake_quantize(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
@@ -134,7 +135,7 @@ def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBac
     monkeypatch.setattr(kernels, "quantize", fake_quantize)
     for module in (kernels, dequantize):
         monkeypatch.setattr(module, "launch", lambda *arguments: None)  # of what is stored
-    monkeypatch.setattr("extensor_cuda.backend.fake_quantize_rebased", fake_near)
+    monkeypatch.setattr(quantize, "_fake_quantize_rebased", fake_near)
     monkeypatch.setattr(rowwise_columnwise, "fake_quantize", fake_pair)
     monkeypatch.setattr("extensor_cuda.runtime.driver.multiprocessors", lambda device: 2)
     monkeypatch.setattr("extensor_cuda.runtime.driver.capability", lambda device: "80")

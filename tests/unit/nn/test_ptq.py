@@ -194,17 +194,17 @@ class Half(Net):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: et.quantize_model(3, "int8"), TypeError, "wanted a Module, got int"),
-        (lambda: et.quantize_model(Net(), 3), TypeError, "wanted a Scheme or the name of one"),
+        (lambda: et.quantize_model(3, "int8"), TypeError, "expected a Module, got int"),
+        (lambda: et.quantize_model(Net(), 3), TypeError, "expected a Scheme or the name of one"),
         (lambda: et.quantize_model(Net(), "int9"), ValueError, "did you mean 'int8'"),
         (lambda: et.quantize_model(Net(), "int8"), ValueError, "needs a calibration set"),
         (lambda: et.quantize_model(Net(), "int8", []), ValueError, "at least one batch"),
         (lambda: et.quantize_model(Net(), "int8", images()), TypeError, "got one tensor"),
-        (lambda: et.quantize_model(Net(), "int8", [1]), TypeError, "batch 0: wanted an ExTensor"),
+        (lambda: et.quantize_model(Net(), "int8", [1]), TypeError, "batch 0: expected an ExTensor"),
         (
             lambda: et.quantize_model(Net(), "int8", [images(), images(0)]),
             ValueError,
-            "batch 1: wanted inputs, got shapes [(0, 2, 6, 6)]",
+            "batch 1: expected inputs, got shapes [(0, 2, 6, 6)]",
         ),
         (
             lambda: et.quantize_model(
@@ -216,14 +216,18 @@ class Half(Net):
         (
             lambda: et.quantize_model(Half(), "int8", [images()]),
             ValueError,
-            "calibration never reached layer 'depth' and 1 more; the way out",
+            "calibration never reached layer 'depth' and 1 more; use inputs",
         ),
         (
             lambda: et.quantize_model(Net(), "int8_weights", keep=["cnov"]),
             ValueError,
             "rule 'cnov' matches no layer; the model's layers: conv, depth, hidden, head",
         ),
-        (lambda: et.quantize_model(Net(), "mxfp4", keep="conv"), TypeError, "keep: wanted a list"),
+        (
+            lambda: et.quantize_model(Net(), "mxfp4", keep="conv"),
+            TypeError,
+            "keep: expected a list",
+        ),
         (lambda: et.quantize_model(Net(), "mxfp4", keep=["*"]), ValueError, "no layer to quantize"),
         (lambda: et.quantize_model(nn.ReLU(), "mxfp4"), ValueError, "no layer to quantize"),
         (lambda: et.quantize_model(broken(np.inf), "mxfp4"), ValueError, "hidden: its weight has"),
@@ -244,24 +248,24 @@ def test_the_wrong_file_or_model(tmp_path) -> None:
     with pytest.raises(ValueError, match="no layer is quantized; use save_checkpoint"):
         et.save_quantized(path, Net())
     made = et.quantize_model(Net(), "int8", [images()])
-    with pytest.raises(ValueError, match="wanted no key 'quantized'"):
+    with pytest.raises(ValueError, match="expected no key 'quantized'"):
         et.save_quantized(path, made, {"quantized": 1})
     assert not path.exists()
     with pytest.raises(FileNotFoundError):
         et.load_quantized(path, Net())
     save_checkpoint(path, Net().state_dict())
-    with pytest.raises(CheckpointError, match="wanted a file of save_quantized, got another"):
+    with pytest.raises(CheckpointError, match="expected a file of save_quantized, got another"):
         et.load_quantized(path, Net())
     et.save_quantized(path, made)
-    with pytest.raises(ValueError, match="the file has a layer 'conv', the model has 0; the way"):
+    with pytest.raises(ValueError, match="the file has a layer 'conv', the model has 0; build"):
         et.load_quantized(path, nn.Sequential(nn.Linear(8, 8)))
     other = Net()
     other.hidden = nn.Linear(8 * 16, 21)
-    with pytest.raises(ValueError, match=r"hidden: wanted a weight of shape \(21, 128\), got"):
+    with pytest.raises(ValueError, match=r"hidden: expected a weight of shape \(21, 128\), got"):
         et.load_quantized(path, other)
     other = Net()
     other.extra = nn.LayerNorm(3)
-    with pytest.raises(ValueError, match=r"extra\.weight: wanted float32 of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"extra\.weight: expected float32 of shape \(3,\)"):
         et.load_quantized(path, other)
     content = load_checkpoint(path)
     content.metadata["quantized"]["layers"]["conv"].pop("static_scale")
@@ -275,10 +279,14 @@ def test_the_wrong_file_or_model(tmp_path) -> None:
     [
         ({"range": "median"}, ValueError, "no range named 'median'"),
         ({"range": "minmax", "activations": "float32"}, ValueError, "needs activations to quant"),
-        ({"range": "minmax", "activations": QuantSpec("mxfp4")}, ValueError, "a fixed scale"),
-        ({"activations": "float8"}, ValueError, "wanted a QuantSpec, 'float32' or"),
-        ({"weights": QuantSpec("mxfp4", rounding="stochastic")}, ValueError, "wanted rounding to"),
-        ({"percentile": 20.0}, ValueError, "percentile: wanted a number in (50, 100], got 20.0"),
+        ({"range": "minmax", "activations": QuantSpec("mxfp4")}, ValueError, "static scale"),
+        ({"activations": "float8"}, ValueError, "expected a QuantSpec, 'float32' or"),
+        (
+            {"weights": QuantSpec("mxfp4", rounding="stochastic")},
+            ValueError,
+            "expected rounding to",
+        ),
+        ({"percentile": 20.0}, ValueError, "percentile: expected a number in (50, 100], got 20.0"),
         (
             {"rules": (Rule("x", LayerRecipe.uniform("bfloat16")),)},
             ValueError,

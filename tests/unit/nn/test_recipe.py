@@ -33,10 +33,10 @@ def test_a_role_may_match_nothing():
     ("arguments", "error", "message"),
     [
         (("mxpf4",), ValueError, "no recipe named 'mxpf4'; did you mean 'mxfp4'"),
-        ((3,), TypeError, "wanted a Recipe or the name of one, got 3; names: fp32"),
-        ((None,), TypeError, "wanted a Recipe or the name of one, got None"),
-        (("mxfp4", -1), ValueError, "seed: wanted an int in 0..2**64 - 1, got -1"),
-        (("mxfp4", 1.5), ValueError, "seed: wanted an int in 0..2**64 - 1, got 1.5"),
+        ((3,), TypeError, "expected a Recipe or the name of one, got 3; names: fp32"),
+        ((None,), TypeError, "expected a Recipe or the name of one, got None"),
+        (("mxfp4", -1), ValueError, "seed: expected an int in 0..2**64 - 1, got -1"),
+        (("mxfp4", 1.5), ValueError, "seed: expected an int in 0..2**64 - 1, got 1.5"),
         (
             (Recipe("r", "a test", LAYERS, (Rule("head.*", LAYERS),)),),
             ValueError,
@@ -52,7 +52,7 @@ def test_what_does_not_fit_changes_nothing(arguments, error, message):
 
 
 def test_a_recipe_goes_on_a_model():
-    with pytest.raises(TypeError, match="apply_recipe: wanted a Module, got int"):
+    with pytest.raises(TypeError, match="apply_recipe: expected a Module, got int"):
         nn.apply_recipe(3, "mxfp4")
     with pytest.raises(ValueError, match="no role named '@frist'; did you mean '@first'"):
         nn.apply_recipe(model(), Recipe("r", "a test", LAYERS, (Rule("@frist", LAYERS),)))

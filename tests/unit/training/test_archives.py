@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from training.data import DATASETS, DataError, batches, fetch, load_dataset
-from training.data.cifar import CIFAR10, RECORD, parse_records
 from training.data.dataset import pixel_statistics
-from training.data.emnist import EMNIST
 from training.data.fetch import RemoteFile
+from training.data.sources import CIFAR10, CIFAR_RECORD, EMNIST, parse_cifar
 
 RNG = np.random.default_rng(0)
 
@@ -54,7 +53,7 @@ def tar_of(files: dict[str, bytes]) -> bytes:
 
 def cifar_files() -> tuple[dict[str, bytes], list[np.ndarray]]:
     names = [f"data_batch_{n}.bin" for n in range(1, 6)] + ["test_batch.bin"]
-    tables = [RNG.integers(0, 10, (4, RECORD)).astype(np.uint8) for _ in names]
+    tables = [RNG.integers(0, 10, (4, CIFAR_RECORD)).astype(np.uint8) for _ in names]
     folder = CIFAR10.inside
     return {f"{folder}/{n}": t.tobytes() for n, t in zip(names, tables, strict=True)}, tables
 
@@ -123,9 +122,9 @@ def test_an_archive_is_downloaded_under_its_own_name(cache: Path, tmp_path: Path
     assert (cache / "cifar10" / "cifar-10-binary.tar.gz").is_file()
 
 
-def test_parse_records_refuses_nothing_at_all() -> None:
+def test_parse_cifar_refuses_nothing_at_all() -> None:
     with pytest.raises(DataError, match="got 0 bytes"):
-        parse_records(b"", 4, 10, "empty")
+        parse_cifar(b"", 4, 10, "empty")
 
 
 # --- EMNIST

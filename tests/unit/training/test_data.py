@@ -15,7 +15,7 @@ from training.data import DataError, Dataset, Split, batches, epoch_order, fetch
 from training.data.digits import enlarge, stratified_split
 from training.data.draws import Draws
 from training.data.fetch import RemoteFile, cache_directory, find
-from training.data.idx import FASHION_MNIST, MNIST, IdxSource, parse_idx
+from training.data.sources import FASHION_MNIST, MNIST, IdxSource, parse_idx
 from training.data.transforms import RandomCrop
 
 
@@ -173,7 +173,7 @@ def test_idx_sets_offline_name_the_way_out(
         raise OSError("no network here")
 
     monkeypatch.setattr(fetch.urllib.request, "urlopen", offline)
-    monkeypatch.setattr("training.data.idx.Path.is_file", lambda self: False)
+    monkeypatch.setattr("training.data.sources.Path.is_file", lambda self: False)
     with pytest.raises(DataError) as caught:
         source.load()
     assert source.remedy in str(caught.value)
@@ -196,7 +196,7 @@ def test_an_idx_set_loads_from_four_files(
     shapes = ((6, 28, 28), (6,), (4, 28, 28), (4,))
     arrays = [rng.integers(0, 10, shape).astype(np.uint8) for shape in shapes]
     stems = ("a", "b", "c", "d")
-    monkeypatch.setattr("training.data.idx.FILES", tuple(zip(stems, shapes, strict=True)))
+    monkeypatch.setattr("training.data.sources.FILES", tuple(zip(stems, shapes, strict=True)))
     for stem, array in zip(stems, arrays, strict=True):
         put(cache / row.name, gzip.compress(idx_bytes(array)), f"{stem}.gz")
     sums = tuple(hashlib.sha256(idx_bytes(a)).hexdigest() for a in arrays)
