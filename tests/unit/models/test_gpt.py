@@ -92,8 +92,8 @@ def test_roles(recipe: str) -> None:
         (np.zeros((1, 9), np.int64), "wanted at most the 8 tokens of the context, got 9"),
         (np.zeros(4, np.int64), "wanted tokens (B, T) with T of 1 or more, got (4,)"),
         (np.zeros((1, 0), np.int64), "wanted tokens (B, T) with T of 1 or more, got (1, 0)"),
-        (np.array([[3, 11]]), "wanted numbers in 0..10, got 3..11"),
-        (np.array([[-1, 3]]), "wanted numbers in 0..10, got -1..3"),
+        (np.array([[3, 11]]), "numbers in 0..10, got 3..11"),
+        (np.array([[-1, 3]]), "numbers in 0..10, got -1..3"),
     ],
 )
 def test_bad_tokens(x: np.ndarray, message: str) -> None:
