@@ -1,5 +1,5 @@
-"""Bad input through the public surface, by table: each error says what was expected, what was given and,
-where there is one, the way out.
+"""Bad input through the public surface, by table: errors say what was expected, what was given, and
+what to do instead.
 
 Bad inputs of single operations stand in their declarations (tests/test_every_primitive.py), those
 of layers, optimizers, files and commands beside their own tests; here is what cuts across, and what
