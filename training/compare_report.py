@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -256,5 +256,5 @@ def _draw_curves(
     axes.set_xlabel("epoch (line: mean; band: all seeds)")
     axes.set_ylabel(metric.title)
     axes.locator_params(axis="x", integer=True)
-    place = "lower right" if metric.higher_is_better else "upper right"
-    axes.legend(frameon=False, fontsize=9, loc=place)
+    corner: Any = "lower right" if metric.higher_is_better else "upper right"
+    axes.legend(frameon=False, fontsize=9, loc=corner)
