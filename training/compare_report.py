@@ -61,10 +61,7 @@ class Row:
 
 
 def summarize(
-    metric: Metric,
-    finished: Sequence[Finished],
-    recipes: Sequence[str],
-    failed: Sequence[str] = (),
+    metric: Metric, finished: Sequence[Finished], recipes: Sequence[str], failed: Sequence[str] = ()
 ) -> list[Row]:
     """Rows in the order of ``recipes``; recipes without a finished run have none."""
 

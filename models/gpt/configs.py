@@ -20,8 +20,5 @@ class GPTConfig(LanguageConfig):
     bias: bool = False
 
 
-CONFIGS = {
-    "nano": GPTConfig(),
-    "small": GPTConfig(context=256, layers=6, heads=6, width=384),
-}
+CONFIGS = {"nano": GPTConfig(), "small": GPTConfig(context=256, layers=6, heads=6, width=384)}
 """The variants; the first is the default: nanoGPT's for a CPU, then its own for a GPU."""
