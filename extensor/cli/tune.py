@@ -1,4 +1,4 @@
-"""``extensor tune``: from which size on each path of a product pays on this GPU."""
+"""``extensor tune``: measure from which size on each kernel is faster on this GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULE = "extensor_cuda.matmul.tuning"
 def tune(
     plot: Path | None = None, sizes: tuple[int, ...] = (), hadamard: Path | None = None
 ) -> None:
-    """Measure from which size on this GPU's kernels pay; the choice for training follows it.
+    """Measure from which size on this GPU's kernels are faster, and keep the table for training.
 
     For an H100 or H200. Takes about a minute and shows all at the end: cubes of bfloat16 values are
     quantized and multiplied from CUDA graphs, as in a captured training step, by the kernels for
