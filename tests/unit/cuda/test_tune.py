@@ -200,7 +200,7 @@ def test_numbers_lie_beside_the_picture_and_what_was_not_measured_does_not(tmp_p
     assert record["gpu"] == "A GPU" and record["what"] == "what"
     assert record["timings"] == [
         {
-            "way": "float scales",
+            "path": "float scales",
             "size": 64,
             "ours": 1.0,
             "other": 4.0,
@@ -208,7 +208,7 @@ def test_numbers_lie_beside_the_picture_and_what_was_not_measured_does_not(tmp_p
             "ratio": 4.0,
             "bf16_ratio": 0.25,
         },
-        {"way": "bf16", "size": 64, "ours": 2.0, "other": 4.0, "ratio": 2.0},
+        {"path": "bf16", "size": 64, "ours": 2.0, "other": 4.0, "ratio": 2.0},
     ]
 
 
