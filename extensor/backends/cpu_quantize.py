@@ -229,7 +229,7 @@ def _stream_words(stream: Stream | None) -> tuple[int, int, int, int]:
 
 
 class _Placed:
-    """A spec resolved for one shape, as the core takes it (see QuantJob in quantize/kernels.hpp)."""
+    """A spec resolved for one shape, as the core reads it (QuantJob in quantize/kernels.hpp)."""
 
     def __init__(self, core: Any, spec: QuantSpec, shape: tuple[int, ...], layout: list[int]):
         self.spec = spec

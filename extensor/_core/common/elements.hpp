@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "common/dtypes.hpp"
-#include "rows.hpp"
 #include "common/simd.hpp"
+#include "rows.hpp"
 
 namespace EXTENSOR_ISA {
 

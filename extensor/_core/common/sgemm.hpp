@@ -9,8 +9,8 @@
 #include <cstring>
 #include <utility>
 
-#include "common/lanes.hpp"
 #include "common/elementwise.hpp"
+#include "common/lanes.hpp"
 #include "common/vector_math.hpp"
 
 namespace EXTENSOR_ISA {

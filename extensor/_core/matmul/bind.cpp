@@ -6,8 +6,8 @@
 #include <iterator>
 
 #include "common/bind.hpp"
-#include "matmul/kernels.hpp"
 #include "common/dtypes.hpp"
+#include "matmul/kernels.hpp"
 #include "rows.hpp"
 
 #if defined(EXTENSOR_X86)

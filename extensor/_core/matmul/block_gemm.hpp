@@ -2,8 +2,8 @@
 // packed, then multiplied from the caches), for all block_gemm_*.cpp.
 #pragma once
 
-#include "matmul/blocked_matrix.hpp"
 #include "common/threads.hpp"
+#include "matmul/blocked_matrix.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {

@@ -3,8 +3,8 @@
 
 #include "common/sgemm.hpp"
 
-#include "matmul/kernels.hpp"
 #include "common/threads.hpp"
+#include "matmul/kernels.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {

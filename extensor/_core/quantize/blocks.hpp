@@ -5,8 +5,8 @@
 
 #include <utility>
 
-#include "quantize/encoder.hpp"
 #include "common/float_types.hpp"
+#include "quantize/encoder.hpp"
 #include "quantize/hadamard.hpp"
 #include "quantize/packing.hpp"
 

@@ -6,8 +6,8 @@
 // exact.
 #pragma once
 
-#include "quantize/philox.hpp"
 #include "quantize/blocks_avx512.hpp"
+#include "quantize/philox.hpp"
 
 namespace EXTENSOR_ISA {
 

@@ -6,11 +6,11 @@
 // their own.
 #pragma once
 
-#include "quantize/hadamard.hpp"
 #include "common/cache_lines.hpp"
+#include "quantize/blocks.hpp"
+#include "quantize/hadamard.hpp"
 #include "quantize/philox.hpp"
 #include "quantize/quantize.hpp"
-#include "quantize/blocks.hpp"
 
 namespace EXTENSOR_ISA {
 

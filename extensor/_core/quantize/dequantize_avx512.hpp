@@ -6,9 +6,9 @@
 // while none overflows or becomes subnormal.
 #pragma once
 
+#include "common/cache_lines.hpp"
 #include "common/elements.hpp"
 #include "common/float_types.hpp"
-#include "common/cache_lines.hpp"
 
 namespace EXTENSOR_ISA {
 

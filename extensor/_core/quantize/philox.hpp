@@ -8,8 +8,8 @@
 // apart.
 #pragma once
 
-#include "quantize/kernels.hpp"
 #include "common/simd.hpp"
+#include "quantize/kernels.hpp"
 
 namespace EXTENSOR_ISA {
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "common/float_types.hpp"
-#include "quantize/scales.hpp"
 #include "common/threads.hpp"
+#include "quantize/scales.hpp"
 
 namespace EXTENSOR_ISA {
 
@@ -105,26 +105,27 @@ INLINE vu is_plain(const Scales& s, vu amax, float tensor_scale, const Grid& gri
 struct ScaleArrays {
     float *apply, *decode;
     uint32_t *live, *stored;
-    vu plain = splat(~0u), bounded = splat(~0u);  // of all tiles; see is_plain, Grid::limit
+    vu plain, bounded;  // of all tiles; see is_plain, Grid::limit
 
     ScaleArrays(const Call& call, const uint32_t* maxima, int64_t total) {
         const int64_t room = round_up(total, VL) + VL;
-        apply = scratch_of<float>(Slot::scales, 4 * room);
-        decode = apply + room;
-        live = reinterpret_cast<uint32_t*>(decode + room);
-        stored = live + room;
+        float* arrays = scratch_of<float>(Slot::scales, 4 * room);
+        apply = arrays, decode = arrays + room;
+        live = reinterpret_cast<uint32_t*>(decode + room), stored = live + room;
         const Grid& grid = call.scaler.grid;
-        for (int64_t i = 0; i < total; i += VL) {
+        vu all_plain = splat(~0u), all_bounded = all_plain;
+        for (int64_t i = 0; i < total; i += VL, arrays += VL) {
             const vu amax =
                 bits_of(load_upto(reinterpret_cast<const float*>(maxima) + i, total - i));
             const Scales s = call.scaler.of(amax);
-            plain &= is_plain(s, amax, call.scaler.tensor_scale, grid);
-            bounded &= reinterpret_cast<vu>(float_of(amax) * s.apply < grid.limit);
-            store(apply + i, s.apply);
-            store(decode + i, s.decode);
-            store(live + i, s.live);
-            store(stored + i, s.stored);
+            all_plain &= is_plain(s, amax, call.scaler.tensor_scale, grid);
+            all_bounded &= reinterpret_cast<vu>(float_of(amax) * s.apply < grid.limit);
+            store(arrays, s.apply);
+            store(arrays + room, s.decode);
+            store(arrays + 2 * room, float_of(s.live));
+            store(arrays + 3 * room, float_of(s.stored));
         }
+        plain = all_plain, bounded = all_bounded;
     }
 
     // Of one tile, in every lane.

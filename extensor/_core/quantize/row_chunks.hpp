@@ -2,10 +2,10 @@
 // words.
 #pragma once
 
+#include "quantize/blocks.hpp"
 #include "quantize/hadamard.hpp"
 #include "quantize/philox.hpp"
 #include "quantize/quantize.hpp"
-#include "quantize/blocks.hpp"
 
 namespace EXTENSOR_ISA {
 
