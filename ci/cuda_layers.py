@@ -25,7 +25,7 @@ from extensor.quant.spec import Hadamard, QuantSpec
 TRAINED: tuple[dict[str, Any], ...] = (
     {"format": "mxfp4"},
     {"format": "mxfp4", "transform": Hadamard(32)},
-    {"format": "mxfp8_e4m3", "scale_rule": "rceil", "near": True},
+    {"format": "mxfp8_e4m3", "scale_rule": "rceil", "rebased": True},
     {"format": "mxfp8_e4m3"},
     {"format": "nvfp4"},
     {"format": "nvfp4_fp8exact"},
@@ -52,11 +52,11 @@ def training(rng: Rng, backend: Any, shape: tuple[int, int, int]) -> str:
         axis = int(rng.integers(2))
         x = many(rng, *((rows, k) if axis else (k, rows)), backend.xp).astype(kind)
         specs = [spec.replace(axis=a).resolve(2) for a in (axis, 1 - axis)[: rng.integers(1, 3)]]
-        made = backend.product_operands(x, specs, [None] * len(specs), m * n * k)
+        made = backend.prepare(x, specs, [None] * len(specs), m * n * k).run()
         sides.append(made[0][0])
-        values = backend.operand(x, specs[0])[0]
+        values = backend.fake_quantize(x, specs[0])[0]
         decoded.append(values if axis else values.T)
-    got = backend.operand_product(*sides, out)
+    got = backend.product(*sides, out)
     return multiplied(got, decoded[0], decoded[1], fp8_share(k), (spec, kind, out, shape))
 
 

@@ -13,7 +13,6 @@ a GPU and the CUDA toolkit.
 from __future__ import annotations
 
 import argparse
-import importlib
 import shutil
 import subprocess
 import sys
@@ -59,7 +58,7 @@ def quantizers(backend: Any, rng: Any) -> int:
         for shape in SHAPES:
             x = xp.asarray(rng.standard_normal(shape).astype("float32")).astype("bfloat16")
             q, _ = backend.quantize(x, spec, stream)
-            backend.operand(x, spec, stream)
+            backend.fake_quantize(x, spec, stream)
             backend.dequantize(q)
             count += 1
     return count
@@ -78,23 +77,23 @@ def pairs(backend: Any, rng: Any) -> int:
         for shape in ((256, 512), (70, 19)):
             for dtype in ("float32", "bfloat16"):
                 x = backend.xp.asarray(rng.standard_normal(shape).astype("float32")).astype(dtype)
-                backend.quantize_pair(x, specs, streams)
-                backend.operand_pair(x, specs, streams)
+                backend.quantize_rowwise_columnwise(x, specs, streams)
+                backend.fake_quantize_rowwise_columnwise(x, specs, streams)
                 count += 1
     return count
 
 
 def activations(backend: Any, rng: Any) -> int:
     """Activations that are quantized as they are read."""
-    from extensor_cuda.kernels import pair, quantize
+    from extensor_cuda.kernels.quantize import quantize, rowwise_columnwise
 
     xp, count = backend.xp, 0
     for name, shape in (("mxfp4", (64, 2048)), ("mxfp8_e4m3", (37, 1032))):
         specs = QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2)
         x = xp.asarray(rng.standard_normal(shape).astype("float32")).astype("bfloat16")
-        plan = pair.pair_plan(specs, shape, "gelu")
-        assert isinstance(plan, pair.PairPlan)
-        pair.quantize_raw(x, plan, (None, None), xp)
+        plan = rowwise_columnwise.pair_plan(specs, shape, "gelu")
+        assert isinstance(plan, rowwise_columnwise.PairPlan)
+        rowwise_columnwise.quantize_raw(x, plan, (None, None), xp)
         for spec in specs:
             side = quantize.plan_of(spec, shape, False, "relu")
             assert isinstance(side, quantize.Plan)
@@ -105,15 +104,18 @@ def activations(backend: Any, rng: Any) -> int:
 
 def norms(backend: Any, rng: Any) -> int:
     """Norms that are quantized as they are made."""
-    from extensor_cuda.kernels import pair
+    from extensor_cuda.kernels.quantize import rowwise_columnwise
     from extensor_cuda.norm_quantize import norm_quantize
 
     xp, count = backend.xp, 0
     for name, shape in (("mxfp4", (64, 2048)), ("mxfp8_e4m3", (37, 1032))):
         specs = QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2)
         x = xp.asarray(rng.standard_normal(shape).astype("float32"))
-        plan, weight = pair.pair_plan(specs, shape), xp.ones(shape[1], dtype="float32")
-        assert isinstance(plan, pair.PairPlan)
+        plan, weight = (
+            rowwise_columnwise.pair_plan(specs, shape),
+            xp.ones(shape[1], dtype="float32"),
+        )
+        assert isinstance(plan, rowwise_columnwise.PairPlan)
         for centred, only_rows in ((False, True), (True, False)):
             given = {"centred": centred, "only_rows": only_rows}
             for a in (x, x.astype("bfloat16")):
@@ -124,12 +126,13 @@ def norms(backend: Any, rng: Any) -> int:
 
 def products(backend: Any, rng: Any) -> int:
     """Operands of training's products, and these, in and out of FP8's window."""
+    from extensor.backends.protocol import CastSpec
     from extensor.random import Stream
-    from extensor_cuda import dense, operands
+    from extensor_cuda.matmul.prepare import BF16, FUSED
 
     xp, count = backend.xp, 0
     wanted = [QuantSpec("mxfp4"), QuantSpec("mxfp4", rounding="stochastic")]
-    wanted += [QuantSpec("mxfp8_e4m3"), QuantSpec("mxfp8_e4m3", scale_rule="rceil", near=True)]
+    wanted += [QuantSpec("mxfp8_e4m3"), QuantSpec("mxfp8_e4m3", scale_rule="rceil", rebased=True)]
     for each in wanted:
         specs, stream = [each.replace(axis=axis).resolve(2) for axis in (1, 0)], Stream(1, 2, 3, 4)
         streams = [stream if each.rounding == "stochastic" else None] * 2
@@ -138,16 +141,21 @@ def products(backend: Any, rng: Any) -> int:
                 for power in (0, -40):
                     x = rng.standard_normal(shape).astype("float32")
                     x[3] *= 2.0**power
-                    made = operands.make(xp.asarray(x).astype(dtype), specs, streams, xp)
+                    made = FUSED.run(xp.asarray(x).astype(dtype), specs, streams, xp, None)
                     for operand, counts in made:
-                        backend.operand_product(operand, operand, dtype)
+                        backend.product(operand, operand, dtype)
                         counts()
                     count += 1
     for shape in ((72, 203), (203, 72), (4096, 72)):
-        sides = dense.make(xp.asarray(rng.standard_normal(shape).astype("float32")), (0, 1), xp)
-        for side in sides:  # a product and its mirror; 4096 terms are added in parts
+        x, casts = (
+            rng.standard_normal(shape).astype("float32"),
+            [CastSpec("bfloat16", i) for i in (0, 1)],
+        )
+        for side, _ in BF16.run(
+            xp.asarray(x), casts, [None] * 2, xp, None
+        ):  # a product and its mirror; 4096 terms are added in parts
             for dtype in ("float32", "bfloat16"):
-                dense.multiply(side, side, dtype, xp, xp.ones(side.shape[0], dtype="float32"))
+                backend.product(side, side, dtype, xp.ones(side.shape[0], dtype="float32"))
                 count += 1
     for rows, columns, depth in ((128, 256, 512), (192, 200, 288)):
         a, b = (
@@ -155,7 +163,7 @@ def products(backend: Any, rng: Any) -> int:
         )
         qa, _ = backend.quantize(a, QuantSpec("mxfp4"), None)
         qb, _ = backend.quantize(b, QuantSpec("mxfp4"), None)
-        backend.block_matmul(qa, qb)
+        backend.block_scaled_matmul(qa, qb)
         count += 1
     return count
 
@@ -163,7 +171,9 @@ def products(backend: Any, rng: Any) -> int:
 def stored_products(backend: Any, rng: Any) -> int:
     """Every other way of a product: scales of floats, expanded operands, packed weights, groups."""
     from extensor.random import Stream
-    from extensor_cuda import expanded, gemm, grouped, scaled, scaling, weights
+    from extensor_cuda.matmul.prepare import EXPANDED, FLOAT_SCALES
+    from extensor_cuda.matmul.stored import grouped_matmul, matmul, offsets_of
+    from extensor_cuda.matmul.weight_only import weight_only_matmul
 
     xp, count = backend.xp, 0
     stochastic = QuantSpec("int8", rounding="stochastic")
@@ -173,47 +183,47 @@ def stored_products(backend: Any, rng: Any) -> int:
         for axis in (0, 1):
             for spec in (*floats, QuantSpec("fp8_e4m3", tile=(128, 128))):
                 stream = Stream(1, 2, 3, 4) if spec.rounding == "stochastic" else None
-                ((side, counts),) = scaling.make(
-                    x, [spec.replace(axis=axis).resolve(2)], [stream], xp
-                )
-                scaled.multiply(side, side, "float32", xp)
+                along = spec.replace(axis=axis).resolve(2)
+                ((side, counts),) = FLOAT_SCALES.run(x, [along], [stream], xp, None)
+                backend.product(side, side)
                 counts()
                 count += 1
             for name in ("mxfp6_e2m3", "nvfp4", "nvfp4_fp8exact", "mxint8"):
                 spec = QuantSpec(name, axis=axis).resolve(2)
-                ((operand, counts),) = expanded.make(x, [spec], [None], xp)
-                expanded.multiply(operand, operand, "bfloat16", xp)
+                plan = EXPANDED.supports(x, spec)
+                ((operand, counts),) = EXPANDED.run(x, [plan], [None], xp, None)
+                backend.product(operand, operand, "bfloat16")
                 counts()
                 count += 1
         near, _ = backend.quantize(x, QuantSpec("mxfp8_e4m3", axis=1).resolve(2))
-        gemm.matmul(near, near, xp, accumulate="near")
+        matmul(near, near, xp, accumulate="rebased")
         pointed = QuantSpec("int4", symmetric=False)
         grouped_by = [pointed.replace(tile=tile) for tile in ((1, 64), "channel")]
         grouped_by.append(QuantSpec("int8", tile="channel", symmetric=False))
         for spec in (QuantSpec("mxfp4"), QuantSpec("nvfp4"), pointed, *grouped_by):
             w, _ = backend.quantize(x, spec.replace(axis=1).resolve(2))
             for rows, dtype in ((1, "float32"), (20, "float32"), (60, "bfloat16"), (80, "float32")):
-                weights.product(
+                weight_only_matmul(
                     xp.ones((rows, shape[1]), dtype="float32").astype(dtype), w, dtype, xp
                 )
                 count += 1
         zeros, _ = backend.quantize(x, QuantSpec("int8", axis=1, symmetric=False).resolve(2))
-        backend.block_matmul(zeros, zeros)
+        backend.block_scaled_matmul(zeros, zeros)
         spec = QuantSpec("fp8_e4m3", axis=1, tile=(1, 128), scale_dtype="float16")
         narrow, _ = backend.quantize(x, spec.resolve(2))
-        gemm.matmul(narrow, narrow, xp)
+        matmul(narrow, narrow, xp)
         rows, _ = backend.quantize(x, QuantSpec("mxfp4", axis=1).resolve(2))
         half = shape[0] // 2
-        offsets = grouped.offsets_of(xp.asarray([half - 5, shape[0] - half + 5]), xp)
-        grouped.matmul(rows, rows, offsets, xp)
+        offsets = offsets_of(xp.asarray([half - 5, shape[0] - half + 5]), xp)
+        grouped_matmul(rows, rows, offsets, xp)
         for name in ("mxfp8_e4m3", "mxfp4"):
-            gemm.matmul(rows, rows, xp, out_dtype=QuantSpec(name, axis=1))
+            matmul(rows, rows, xp, out_dtype=QuantSpec(name, axis=1))
         count += 6
     x = xp.asarray(rng.standard_normal((4300, 640)).astype("float32"))  # several tiles a block
     for spec in (QuantSpec("mxfp4", axis=1), QuantSpec("nvfp4", axis=1)):
         w, _ = backend.quantize(x, spec.resolve(2))
         for tokens, dtype in ((1, "bfloat16"), (3, "bfloat16"), (5, "float32"), (40, "bfloat16")):
-            weights.product(x[:tokens].astype(dtype), w, dtype, xp)
+            weight_only_matmul(x[:tokens].astype(dtype), w, dtype, xp)
             count += 1
     return count
 
@@ -234,8 +244,8 @@ def training(backend: Any, rng: Any) -> int:
         backend.rms_norm_grad(g, x, x[0], rstd)
     parts = [tuple(xp.ones(n, dtype="float32") for _ in range(4)) for n in (0, 3, 40_001)]
     names = ("take1", "keep2", "take2", "widen", "eps", "lr", "correct", "shrink", "decay")
-    backend.all_finite_each([part[1] for part in parts])
-    backend.adam_each(parts, [dict.fromkeys(names, 0.5)] * 3, look=True)
+    backend.all_finite_multi_tensor([part[1] for part in parts])
+    backend.adam_multi_tensor(parts, [dict.fromkeys(names, 0.5)] * 3, check_finite=True)
     narrow_states(backend)
     images, window = (
         xp.asarray(rng.standard_normal((2, 3, 9, 11)).astype("float32")),
@@ -255,12 +265,12 @@ def training(backend: Any, rng: Any) -> int:
         backend.gelu_grad(k, q, phi)
         out, stats = backend.attention(q, k, k, True, 0.1)
         backend.attention_grad(q, q, k, k, out, stats, True, 0.1, (q.copy(), k.copy(), k.copy()))
-    backend.scale_each([part[1] for part in parts], 0.5)
-    backend.square_sum_each([part[1] for part in parts])
+    backend.scale_multi_tensor([part[1] for part in parts], 0.5)
+    backend.square_sum_multi_tensor([part[1] for part in parts])
     table, rows = (xp.ones((n, 70), dtype="float32") for n in (9, 300))
     backend.add_rows(table, xp.arange(300) % 7, rows)
     factors = {"lr": 0.1, "momentum": 0.9, "decay": 0.0, "nesterov": 1.0}
-    backend.sgd_each([part[:3] for part in parts], [factors] * 3)
+    backend.sgd_multi_tensor([part[:3] for part in parts], [factors] * 3)
     return 5
 
 
@@ -272,7 +282,7 @@ def narrow_states(backend: Any) -> None:
     xp = backend.xp
     arrays = [xp.ones(n, dtype="float32") for n in (3, 768, 40_001)]
     arrays.append(xp.ones(70, dtype="float32")[1:])  # vectors do not fit
-    for states in backend.steps_together:
+    for states in backend.multi_tensor_states:
         rules: Any = ((AdamW, {}), (SGD, {"momentum": 0.9}), (SGD, {}))
         for kind, options in rules:
             params = [ExTensor(a.copy() if a.base is None else a, device="cuda") for a in arrays]
@@ -353,9 +363,9 @@ def zero_results() -> None:
 
     That every result is written is tested elsewhere, on memory full of NaN.
     """
-    from extensor_cuda.kernels import gemm
+    from extensor_cuda.kernels.gemm import gemm_sm90
 
-    empty = gemm.empty_rows
+    empty = gemm_sm90.empty_rows
 
     def cleared(xp: Any, rows: int, columns: int, dtype: Any) -> Any:
         made = empty(xp, rows, columns, dtype)
@@ -378,7 +388,6 @@ def inner(part: str, tool: str | None) -> int:
     if part in HOPPER and backend.xp.cuda.Device().compute_capability != "90":
         return LEFT_OUT
     if tool == "initcheck":
-        importlib.import_module("extensor_cuda.grouped")  # the backend imports the others
         zero_results()
     backend.xp.cuda.set_allocator(None)  # every array an allocation of its own
     count = PARTS[part](backend, np.random.default_rng(0))

@@ -221,7 +221,7 @@ def check(case: Case, backend: Any, x: Array, bits: Array) -> str | None:
         codes = pack(grid.codes[sign, segment], grid.bits)
     x = x.reshape(-1, COLUMNS)
     q, stats = backend.quantize(x, spec)
-    values, same = backend.operand(x, spec)
+    values, same = backend.fake_quantize(x, spec)
     finite = magnitude.reshape(-1, 32)[:, 0] < INFINITY
     one = np.where(finite, 127, 255) if spec.is_mx else np.where(finite, np.float32(1), np.nan)
     got = values.reshape(-1).view(np.uint32)

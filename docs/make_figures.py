@@ -23,7 +23,7 @@ from extensor.cli import (
     scale_sheet,
 )
 from extensor.formats import ELEMENTS, FORMATS, BlockFormat, ElementFormat
-from extensor.quant.recipe import SLOTS, LayerRecipe, Operand
+from extensor.quant.recipe import SLOTS, LayerRecipe, OperandSpec
 from extensor.quant.recipes import ALIASES, RECIPES
 
 DOCS = Path(__file__).resolve().parent
@@ -172,7 +172,7 @@ FIGURES = {
 }
 
 
-def operand_text(operand: Operand) -> str:
+def operand_text(operand: OperandSpec) -> str:
     """An operand's format and what departs from its defaults."""
     if isinstance(operand, str):
         return operand
@@ -183,8 +183,8 @@ def operand_text(operand: Operand) -> str:
         words.append(f"Hadamard-{operand.transform.size} {operand.transform.signs}")
     if operand.element_scale != 1.0:
         words.append(f"times {operand.element_scale:g}")
-    if operand.near:
-        words.append("near")
+    if operand.rebased:
+        words.append("rebased")
     if operand.rounding == "stochastic":
         words.append("stochastic")
     return " ".join(words)

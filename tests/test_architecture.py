@@ -6,8 +6,10 @@ Every check reads the repository's own files, so a new file is covered the day i
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -18,8 +20,8 @@ import numpy as np
 import pytest
 
 import extensor
-import extensor.ops.stored  # layers import it; the registry is complete with it
 from extensor import config
+from extensor.autograd.methods import OpMethods
 from extensor.autograd.primitive import OPS
 from extensor.dtypes import BLOCKED, DENSE
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS, SCALES
@@ -48,7 +50,7 @@ MAY_NAME_FORMATS = (
 """The table; the recipes and schemes, which are about formats; the sugar methods (`to_mxfp4`); the
 adapters to foreign checkpoints, each of which stores one format."""
 
-SCALE_GRIDS = {("quant/coded.py", "e4m3"), ("_core/rows.py", "e4m3")}
+SCALE_GRIDS = {("quant/codec_types.py", "e4m3"), ("_core/rows.py", "e4m3")}
 """The element grid that holds NVFP4's scales."""
 
 DENSE_NAMES = {"int8"}
@@ -116,6 +118,68 @@ def test_formats_need_only_the_standard_library() -> None:
                 assert own or name.split(".")[0] in allowed, f"{relative(path)} imports {name}"
 
 
+# ---- import circles
+
+ROOMS = ("extensor", "extensor_cuda", "models", "training", "ci")
+
+
+def imports_of(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Which modules of ``trees`` each of them imports: on top, in functions, and for types only.
+
+    ``from package import name`` counts as an import of the module ``package.name`` if there is one.
+    """
+    graph: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        found: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name}: a relative import"
+                inner = (f"{node.module}.{alias.name}" for alias in node.names)
+                found.update(i if i in trees else str(node.module) for i in inner)
+        graph[name] = (found & trees.keys()) - {name}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The strongly connected components of two modules or more."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen, stack = set(), [start]
+        while stack:
+            for module in graph[stack.pop()] - seen:
+                seen.add(module)
+                stack.append(module)
+        reached[start] = seen
+    return {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in graph
+        if name in reached[name]
+    }
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in python_files(*ROOMS)
+    }
+    found = circles(imports_of({name: tree_of(path) for name, path in files.items()}))
+    assert not found, f"files that import one another: {[sorted(circle) for circle in found]}"
+
+
+def test_an_import_circle_is_noticed() -> None:
+    sources = {
+        "p": "from p import a",
+        "p.a": "def f():\n    from p.b import g",
+        "p.b": "if TYPE_CHECKING:\n    import p.c",
+        "p.c": "from p import a",
+        "p.d": "import p.a",
+    }
+    trees = {name: ast.parse(source) for name, source in sources.items()}
+    assert circles(imports_of(trees)) == {frozenset({"p.a", "p.b", "p.c"})}
+
+
 # ---- one place per fact
 
 
@@ -166,6 +230,10 @@ def test_every_format_is_a_public_dtype() -> None:
         assert getattr(extensor, public) is dtype
 
 
+for _room in ("extensor.ops", "extensor.array_api"):  # the registry is complete with them
+    for _module in pkgutil.walk_packages(importlib.import_module(_room).__path__, f"{_room}."):
+        importlib.import_module(_module.name)
+
 METHODS = {"quantize", "dequantize", "getitem", "sum_to"}
 """Operations called through ExTensor (`x.quantize`, `x[...]`) or by the engine."""
 
@@ -179,6 +247,18 @@ def test_public_names_are_complete() -> None:
     assert public >= METHODS
     named = {*extensor.__all__, *extensor.linalg.__all__}
     assert sorted(public - METHODS - named) == []
+
+
+def test_what_is_imported_when_asked_for_is_what_type_checkers_see() -> None:
+    block = next(n for n in tree_of(LIBRARY / "__init__.py").body if isinstance(n, ast.If))
+    typed = {alias.name for node in block.body for alias in node.names}
+    assert typed == extensor._MODULES.keys() | extensor._LAZY.keys()
+
+
+def test_methods_bear_the_names_of_operations() -> None:
+    names = {name for name in vars(OpMethods) if not name.startswith("_")}
+    assert len(names) > 60
+    assert names - OPS.keys() == {"T", "mT", "unsqueeze"}
 
 
 def test_every_operation_is_checked() -> None:
@@ -237,6 +317,20 @@ def test_public_definitions_have_docstrings() -> None:
             if not is_overload(node) and not ast.get_docstring(node):
                 found.append(f"{relative(path)}:{node.lineno}: {name}")
     assert not found, "no docstring: " + "; ".join(found)
+
+
+def test_cuda_families_include_their_own_headers_common_or_codec() -> None:
+    kernels = ROOT / "extensor_cuda" / "kernels"
+    include = re.compile(r'^ *# *include "([^"/]*)/?([^"]*)"', re.MULTILINE)
+    found, wrong = 0, []
+    for path in sorted(kernels.rglob("*.cu*")):
+        for family, name in include.findall(path.read_text(encoding="utf-8")):
+            found += 1
+            shared = "codec" if path.parent.name != "common" else "common"
+            exists = (kernels / family / name).is_file()
+            if family not in (path.parent.name, "common", shared) or not exists:
+                wrong.append(f"{relative(path)}: {family}/{name}")
+    assert found and not wrong, "includes another family: " + "; ".join(wrong)
 
 
 def test_no_loose_ends() -> None:

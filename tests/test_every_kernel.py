@@ -57,14 +57,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[cpu.CpuBackend]:
 CHECKS: dict[str, Check] = {
     "quantize": quantizing.check_quantize,
     "dequantize": quantizing.check_dequantize,
-    "operand": quantizing.check_operand,
-    "quantize_pair": quantizing.check_quantize_pair,
-    "operand_pair": quantizing.check_operand_pair,
-    "block_matmul": products.check_product("block_matmul"),
-    "weight_matmul": products.check_product("weight_matmul"),
-    "operand_matmul": products.check_operand_matmul,
-    "operand_conv2d": windows.check_operand_convolution("operand_conv2d"),
-    "operand_conv2d_grad_w": windows.check_operand_convolution("operand_conv2d_grad_w"),
+    "fake_quantize": quantizing.check_operand,
+    "quantize_rowwise_columnwise": quantizing.check_quantize_pair,
+    "fake_quantize_rowwise_columnwise": quantizing.check_operand_pair,
+    "block_scaled_matmul": products.check_product("block_scaled_matmul"),
+    "weight_only_matmul": products.check_product("weight_only_matmul"),
+    "product": products.check_product_of_operands,
+    "quantized_conv2d": windows.check_operand_convolution("quantized_conv2d"),
+    "quantized_conv2d_grad_w": windows.check_operand_convolution("quantized_conv2d_grad_w"),
     "conv2d": windows.check_convolution("conv2d"),
     "conv2d_grad_x": windows.check_convolution("conv2d_grad_x"),
     "conv2d_grad_w": windows.check_convolution("conv2d_grad_w"),
@@ -117,7 +117,7 @@ def test_most_cases_take_the_core() -> None:
             "generic: "
         )
         return
-    paths = [BACKEND.path("operand", *case) for case, *_ in quantizing.quant_table()]
+    paths = [BACKEND.path("fake_quantize", *case) for case, *_ in quantizing.quant_table()]
     taken = sum(path.startswith("core (") for path in paths)
     assert taken > 0.8 * len(paths)
     for name in ("conv2d", "conv2d_grad_x", "conv2d_grad_w"):
@@ -133,10 +133,15 @@ def test_path_names_the_reason() -> None:
     for reason, method, *args in (
         ("float64", "max_pool2d", x.astype(np.float64), window),
         ("empty", "conv2d", x[:0], w, window, 1),
-        ("middle", "operand", x, QuantSpec("mxfp4", axis=1, tile=(4, 32))),
+        ("middle", "fake_quantize", x, QuantSpec("mxfp4", axis=1, tile=(4, 32))),
         ("only with statistic='running'", "quantize", x, QuantSpec("mxfp4"), None, x),
         ("Hadamard", "dequantize", q),
-        ("not rows", "operand_pair", x[0, 0], (QuantSpec("mxfp4"), QuantSpec("mxfp4"))),
+        (
+            "not rows",
+            "fake_quantize_rowwise_columnwise",
+            x[0, 0],
+            (QuantSpec("mxfp4"), QuantSpec("mxfp4")),
+        ),
         ("int64", "max_pool2d_grad", x, np.zeros(x.shape, np.int64), x.shape),
     ):
         path = BACKEND.path(method, *args)
@@ -185,9 +190,9 @@ def test_bad_arguments_are_errors(backend: cpu.CpuBackend) -> None:
     with pytest.raises(ValueError, match="padding only"):
         backend.max_pool2d(x, Window((1, 1), padding=(1, 1)))
     with pytest.raises(ValueError, match="needs a stream"):
-        backend.operand(x, QuantSpec("mxfp4", rounding="stochastic"))
+        backend.fake_quantize(x, QuantSpec("mxfp4", rounding="stochastic"))
     with pytest.raises(ValueError, match="takes no stream"):
-        backend.operand(x, QuantSpec("mxfp4"), Stream(1))
+        backend.fake_quantize(x, QuantSpec("mxfp4"), Stream(1))
     with pytest.raises(TypeError, match="float array"):
         backend.quantize(np.ones((4, 4), dtype=np.int32), QuantSpec("mxfp4"))
     with pytest.raises((ValueError, IndexError), match=r"outside the image|out of bounds"):

@@ -134,8 +134,8 @@ def test_every_spec_equals_the_reference(level: str, name: str) -> None:
                 same_bytes(part, stored, wanted.parts[part], (spec, x.shape, path))
             decoded = GENERIC.dequantize(wanted)
             assert BACKEND.dequantize(got).tobytes() == decoded.tobytes(), (spec, x.shape)
-            operand, same = BACKEND.operand(x, spec, stream)
-            exact, stats = GENERIC.operand(x, spec, stream)
+            operand, same = BACKEND.fake_quantize(x, spec, stream)
+            exact, stats = GENERIC.fake_quantize(x, spec, stream)
             assert operand.tobytes() == exact.tobytes(), (spec, x.shape)
             assert same == stats, (spec, x.shape)
             count += 1
@@ -162,7 +162,7 @@ def test_every_rule_dialect_and_statistic_has_a_kernel(name: str, axis: int) -> 
                 before = np.ones(q.scales.shape, F)
             paths = (
                 BACKEND.path("quantize", x, spec, stream, before),
-                BACKEND.path("operand", x, spec, stream),
+                BACKEND.path("fake_quantize", x, spec, stream),
                 BACKEND.path("dequantize", q),
             )
             for path in paths:

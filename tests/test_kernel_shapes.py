@@ -95,7 +95,7 @@ def cases(name: str, kind: str) -> Iterator[tuple[np.ndarray, QuantSpec, Stream 
 def answer(backend: GenericBackend, x: Any, spec: QuantSpec, stream: Stream | None) -> Answer:
     """Everything a backend makes of one array: stored, counted, decoded, as an operand."""
     q, stats = backend.quantize(x, spec, stream)
-    operand, same = backend.operand(x, spec, stream)
+    operand, same = backend.fake_quantize(x, spec, stream)
     assert same == stats
     return q, stats, backend.dequantize(q), operand
 
@@ -225,7 +225,10 @@ def test_fractions_next_to_their_random_word(level: str, axis: int, half_steps: 
     x[chosen] = np.ldexp(words[chosen] + half_steps / 2, -33)
     spec = QuantSpec("mxfp4", axis=axis, rounding="stochastic")
     blocked = np.ascontiguousarray(x.T) if axis == 0 else x
-    for got in (BACKEND.operand(blocked, spec, stream), GENERIC.operand(blocked, spec, stream)):
+    for got in (
+        BACKEND.fake_quantize(blocked, spec, stream),
+        GENERIC.fake_quantize(blocked, spec, stream),
+    ):
         rounded = got[0].T if axis == 0 else got[0]
         assert (rounded[chosen] == (0.5 if half_steps else 0)).all(), level
     assert_same(
@@ -248,7 +251,10 @@ def test_fractions_next_to_words_that_no_float_holds(level: str, axis: int, abov
     x[:, 0] = 4  # the scale is one, and between 0 and 0.5 the fraction is x / 0.5
     spec = QuantSpec("mxfp4", axis=axis, rounding="stochastic")
     blocked = np.ascontiguousarray(x.T) if axis == 0 else x
-    for got in (BACKEND.operand(blocked, spec, stream), GENERIC.operand(blocked, spec, stream)):
+    for got in (
+        BACKEND.fake_quantize(blocked, spec, stream),
+        GENERIC.fake_quantize(blocked, spec, stream),
+    ):
         rounded = got[0].T if axis == 0 else got[0]
         assert (rounded[chosen] == (0.5 if above else 0)).all(), level
 
@@ -262,7 +268,7 @@ def test_arrays_beyond_the_caches(level: str, name: str, tile: tuple[int, int] |
 
     def stored(part: np.ndarray) -> list[tuple[Any, Any]]:
         quantized = [BACKEND.quantize(part, spec)[0] for spec in specs]
-        quantized += [q for q, _ in BACKEND.quantize_pair(part, specs)]
+        quantized += [q for q, _ in BACKEND.quantize_rowwise_columnwise(part, specs)]
         return [(q.codes, q.scales) for q in quantized]
 
     halves = zip(stored(x[:1024]), stored(x[1024:]), strict=True)
@@ -324,7 +330,10 @@ def test_long_rows_of_every_float(name: str, kind: str, dtype: str) -> None:
             for level in LEVELS:
                 if CORE:
                     CORE.set_level(level)
-                found = [*BACKEND.quantize_pair(x, both), BACKEND.quantize(x, both[1])]
+                found = [
+                    *BACKEND.quantize_rowwise_columnwise(x, both),
+                    BACKEND.quantize(x, both[1]),
+                ]
                 for got, wanted in zip(found, [*pair, pair[1]], strict=True):
                     assert_stored(got, wanted, (level, shape, "both"))
     finally:
@@ -413,7 +422,7 @@ def test_pairs_wider_than_a_task(level: str, name: str, dtype: str) -> None:
     both = QuantSpec(name), QuantSpec(name, axis=0)
     for kind in ("normal", "special"):
         x = long_rows((40, 8264), kind, dtype)
-        found = BACKEND.quantize_pair(x, both)
+        found = BACKEND.quantize_rowwise_columnwise(x, both)
         for got, spec in zip(found, both, strict=True):
             assert_stored(got, BACKEND.quantize(x, spec), (level, kind, spec.axis))
 
@@ -447,8 +456,8 @@ def test_any_pair_is_two_calls(
         CORE.set_level(level)
     both, paired = (specs[0], specs[1]), (streams[0], streams[1])
     try:
-        stored = BACKEND.quantize_pair(x, both, paired)
-        operands = BACKEND.operand_pair(x, both, paired)
+        stored = BACKEND.quantize_rowwise_columnwise(x, both, paired)
+        operands = BACKEND.fake_quantize_rowwise_columnwise(x, both, paired)
     finally:
         if CORE:
             CORE.set_level(before)

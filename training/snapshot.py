@@ -20,7 +20,7 @@ from extensor.backends import windows
 from extensor.backends.protocol import Window
 from extensor.nn import Conv2d, Module, gemm_layers
 from extensor.quant.hadamard import hadamard
-from extensor.quant.recipe import Operand
+from extensor.quant.recipe import OperandSpec
 from extensor.quant.reference import dequantize, quantize
 from extensor.quant.rounding import pack, unpack
 from extensor.quant.spec import QuantSpec
@@ -136,7 +136,7 @@ def _gradient_rows(g: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return last.reshape(-1, last.shape[-1])
 
 
-def on_grid(x: np.ndarray[Any, Any], operand: Operand) -> Seen:
+def on_grid(x: np.ndarray[Any, Any], operand: OperandSpec) -> Seen:
     """A matrix blocked along its rows, beside the grid it is rounded to."""
     x = np.ascontiguousarray(x[: max(1, VALUES // max(x.shape[1], 1))])
     if not isinstance(operand, QuantSpec):

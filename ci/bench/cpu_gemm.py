@@ -75,8 +75,8 @@ def product_rows(backend: CpuBackend, rounds: int) -> list[dict[str, Any]]:
     paths = {}
     for name in PRODUCTS:
         a, b = (backend.quantize(m, QuantSpec(name).resolve(2))[0] for m in (x, y))
-        calls[name] = partial(backend.block_matmul, a, b)
-        paths[name] = backend.path("block_matmul", a, b)
+        calls[name] = partial(backend.block_scaled_matmul, a, b)
+        paths[name] = backend.path("block_scaled_matmul", a, b)
     return table(calls, paths, (SQUARE, SQUARE, SQUARE), rounds)
 
 
@@ -89,8 +89,8 @@ def weight_rows(backend: CpuBackend, rounds: int) -> list[dict[str, Any]]:
     for m in ROWS:
         x = rng.standard_normal((m, WEIGHTS), dtype=np.float32)
         calls: dict[str, Callable[[], Any]] = {"numpy float32": partial(np.matmul, x, w.T)}
-        calls |= {name: partial(backend.weight_matmul, x, q) for name, q in packed.items()}
-        paths = {name: backend.path("weight_matmul", x, q) for name, q in packed.items()}
+        calls |= {name: partial(backend.weight_only_matmul, x, q) for name, q in packed.items()}
+        paths = {name: backend.path("weight_only_matmul", x, q) for name, q in packed.items()}
         rows += table(calls, paths, (m, WEIGHTS, WEIGHTS), rounds)
     return rows
 

@@ -5,7 +5,7 @@
 One matrix of 16384 x 4096 normal values, float32 or bfloat16; medians of single calls, each after
 two of the same kind that are not timed, the contestants in turns. Bytes are those read and written,
 NVFP4's input counted twice (the tensor's maximum, then codes: nothing takes the maximum from the
-caller); "both" is rows and columns of one array (`quantize_pair`), its input counted once and its
+caller); "both" is `quantize_rowwise_columnwise` of one array, its input counted once and its
 two results; the bandwidth beside them is that of
 a float32 copy of the same matrix in the same run, by numpy or torch, whichever is faster.
 ``--only`` picks rows by words in their names; rows of one day go into one file,
@@ -106,12 +106,12 @@ def contestants(backend: CpuBackend, words: list[str]) -> dict[str, Call]:
                     continue
                 if work == "both":
                     pair = spec, QuantSpec(name, axis=0).resolve(2)
-                    reason = backend.path("quantize_pair", array, pair)
+                    reason = backend.path("quantize_rowwise_columnwise", array, pair)
                     if not reason.startswith("core"):
                         raise SystemExit(f"{label}: wanted the core, got {reason}")
                     calls[label] = (
                         2 * stored + array.itemsize * (2 if spec.row.tensor_scale else 1),
-                        partial(backend.quantize_pair, array, pair),
+                        partial(backend.quantize_rowwise_columnwise, array, pair),
                     )
                     continue
                 stream = Stream(1) if work == "stochastic" else None

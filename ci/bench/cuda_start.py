@@ -3,9 +3,9 @@
     python ci/bench/cuda_start.py
 
 Two processes after each other train three steps of LeNet-5 (batch 256), in float32 and mxfp4, with
-empty caches of compiled kernels and then with what the first left. Seconds in this project's
-compiler and loader (`extensor_cuda.jit`) and of the whole first step, which has cupy's own kernels
-in it, too. Needs a GPU and the extra ``cuda13``.
+empty caches of compiled kernels and then with what the first left. Seconds in the compiler and
+loader of `extensor_cuda.runtime`, and of the whole first step, which includes cupy's own
+kernels. Needs a GPU and the extra ``cuda13``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def timed() -> dict[str, float]:
 
     import extensor as et
     from extensor.backends.registry import get
-    from extensor.nn.quantize import apply_recipe
+    from extensor.nn.recipe import apply_recipe
     from extensor.optim import SGD
-    from extensor_cuda import jit
+    from extensor_cuda.runtime import launch
     from models.lenet.configs import LeNetConfig
     from models.lenet.model import build
 
     spent = {"kernels": 0.0, "ready_seconds": 0.0}
-    ready = jit._function.__wrapped__
+    ready = launch._function.__wrapped__
 
     def counted(*arguments: Any) -> Any:
         start = time.perf_counter()
@@ -45,7 +45,7 @@ def timed() -> dict[str, float]:
         spent["kernels"] += 1
         return found
 
-    jit._function = lru_cache(maxsize=1024)(counted)
+    launch._function = lru_cache(maxsize=1024)(counted)
     xp = get("cuda").xp
     xp.zeros(1)  # starts CUDA
     start, rng = time.perf_counter(), np.random.default_rng(0)

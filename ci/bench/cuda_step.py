@@ -40,9 +40,9 @@ import extensor as et
 from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
 from ci.bench.gpt_torch import torch_gpt
 from extensor.backends import registry
-from extensor.nn.quantize import apply_recipe
+from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW
-from extensor.quant.recipe import DENSE, Dense
+from extensor.quant.recipe import FLOAT_NAMES, FloatName
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
@@ -53,7 +53,7 @@ RECIPES = {
     "lenet": ["fp32", "mxfp4", "mxfp8_nvidia"],
     "gpt": ["bf16", "mxfp8_nvidia", "mxfp4", "nvfp4_nvidia"],
     "wide": ["bf16", "mxfp4_all"],
-    "layers": ["bf16", "mxfp8_nvidia", "mxfp8_near", "mxfp4_all"],
+    "layers": ["bf16", "mxfp8_nvidia", "mxfp8_rebased", "mxfp4_all"],
 }
 GPTS = {
     "gpt": GPTConfig(vocab=8192, context=1024, layers=8, heads=8, width=512),
@@ -105,7 +105,7 @@ def ours(
     recipes: list[str],
     loss_of: Any,
     batches: list[Any],
-    activations: Dense = "float32",
+    activations: FloatName = "float32",
     ways: tuple[bool, ...] = (False, True),
 ) -> Iterator[tuple[str, Callable[[], Call]]]:
     """The step by Python, then captured, or one of them; each with a model of its own."""
@@ -224,7 +224,9 @@ class Repeating(np.random.Generator):
         return np.resize(super().uniform(low, high, 1 << 20), size)
 
 
-def gpt(recipes: list[str], quick: bool, activations: Dense, part: str, captured: bool) -> Contest:
+def gpt(
+    recipes: list[str], quick: bool, activations: FloatName, part: str, captured: bool
+) -> Contest:
     """Contestants on random tokens, or of these the captured and compiled ones."""
     rng, config = np.random.default_rng(0), GPTS[part]
     shape = (TOKENS // config.context, config.context + 1)
@@ -272,7 +274,7 @@ class NoUpdate:
         pass
 
 
-def layers(recipes: list[str], quick: bool, activations: Dense, width: int) -> Contest:
+def layers(recipes: list[str], quick: bool, activations: FloatName, width: int) -> Contest:
     """Contestants with one block."""
     config = GPTConfig(vocab=64, context=1024, layers=1, heads=width // 128, width=width)
     rng = np.random.default_rng(0)
@@ -313,7 +315,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
     parser.add_argument("--captured", action="store_true", help="of gpt no eager steps")
     parser.add_argument("--profile", action="store_true", help="print the time of each kernel")
-    parser.add_argument("--activations", choices=DENSE, default="bfloat16")
+    parser.add_argument("--activations", choices=FLOAT_NAMES, default="bfloat16")
     chosen = parser.parse_args()
     xp = registry.get("cuda").xp
     works: list[tuple[str, Any, int, int]] = []

@@ -30,8 +30,8 @@ from ci.bench.cuda_quantize import measure
 from extensor import ExTensor
 from extensor.backends import registry
 from extensor.optim import AdamW
-from extensor_cuda.kernels import cross_entropy, norm
-from extensor_cuda.kernels import optimizer as kernels
+from extensor_cuda.kernels.nn import cross_entropy, norm
+from extensor_cuda.kernels.optimizer import optimizer as kernels
 
 LAYERS, WIDTH, VOCAB, CONTEXT = 12, 768, 50257, 1024
 ROWS, LENGTH = 16384, 4096
@@ -74,12 +74,12 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
     moved = 28 * count
 
     def alone(stored: Any, turn: int, memory: dict[str, Any]) -> None:
-        kernels.adam(stored, factors, xp, memory=memory)
+        kernels.adam(stored, factors, xp, cache=memory)
 
     calls: dict[str, tuple[int, Call]] = {
         "torch AdamW fused": (moved, lambda turn: fused.step()),
         "torch AdamW foreach": (moved, lambda turn: each.step()),
-        "AdamW, update alone": (moved, partial(alone, parts, memory={})),
+        "AdamW, update alone": (moved, partial(alone, parts, cache={})),
         "AdamW step": (moved + 4 * count, lambda turn: step.step()),
     }
     clocked: dict[str, Callable[[], Any]] = {
@@ -93,7 +93,7 @@ def adam(xp: Any) -> tuple[dict[str, tuple[int, Call]], dict[str, Callable[[], A
         stored = [(*part[:2], *arrays.values()) for part, arrays in zip(parts, kept, strict=True)]
         moved = 12 * count + 2 * narrow.nbytes
         name = f"AdamW {states}"
-        calls[f"{name}, update alone"] = (moved, partial(alone, stored, memory={}))
+        calls[f"{name}, update alone"] = (moved, partial(alone, stored, cache={}))
         calls[f"{name} step"] = (moved + 4 * count, partial(_again, narrow.step))
         clocked[f"{name} step, seen"] = narrow.step
     return calls, clocked

@@ -25,11 +25,11 @@ import extensor as et
 from ci.bench.contest import command
 from ci.bench.gpt_torch import run_config
 from extensor.backends import registry
-from extensor.nn.quantize import apply_recipe
-from extensor.ops import operands
+from extensor.nn.recipe import apply_recipe
+from extensor.ops import recipe_operands
 from extensor.optim import AdamW, clip_grad_norm
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.gemm import INT_SPAN, SPAN
+from extensor_cuda.matmul.rebase import E5M2_SPAN, INT8_SPAN
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build
 from training.tasks.language import Causal
@@ -43,22 +43,20 @@ Tensors = dict[str, dict[str, np.ndarray]]
 @contextmanager
 def recording(into: Tensors) -> Iterator[None]:
     """Within it what quantized products read is kept by layer: "x", "w" and "g"."""
-    of_products = operands.of_products
+    make_operands = recipe_operands.make_operands
 
-    def recorder(
-        backend: Any, x: Any, context: Any, slots: Any, sizes: Any, version: Any = None
-    ) -> Any:
+    def recorder(backend: Any, x: Any, context: Any, slots: Any, sizes: Any, *more: Any) -> Any:
         kind = KINDS.get(slots[0][0])
         if kind is not None:
             held = np.asarray(x, dtype=np.float32).astype(ml_dtypes.bfloat16)
             into.setdefault(context.path, {})[kind] = held
-        return of_products(backend, x, context, slots, sizes, version)
+        return make_operands(backend, x, context, slots, sizes, *more)
 
-    operands.of_products = recorder
+    recipe_operands.make_operands = recorder
     try:
         yield
     finally:
-        operands.of_products = of_products
+        recipe_operands.make_operands = make_operands
 
 
 def save(path: Path, tensors: Tensors, about: dict[str, Any]) -> None:
@@ -115,10 +113,10 @@ def spans(x: np.ndarray, axis: int) -> dict[str, Any]:
     return {
         "tensor_span": tensor,
         "widest_row": widest,
-        "int8_rows": round(float((wide <= INT_SPAN).mean()), 4),
-        "fp8_rows": round(float((wide <= SPAN).mean()), 4),
-        "path": "int8" if widest <= INT_SPAN else "fp8" if widest <= SPAN else "bf16",
-        "path_of_one": "fp8" if tensor <= SPAN else "bf16",
+        "int8_rows": round(float((wide <= INT8_SPAN).mean()), 4),
+        "fp8_rows": round(float((wide <= E5M2_SPAN).mean()), 4),
+        "path": "int8" if widest <= INT8_SPAN else "fp8" if widest <= E5M2_SPAN else "bf16",
+        "path_of_one": "fp8" if tensor <= E5M2_SPAN else "bf16",
     }
 
 

@@ -1,10 +1,10 @@
 """`apply`: run a primitive on tensors and record it.
 
-The common case (float32 or float64 inputs of one dtype on one device) goes
-straight to the primitive's forward. Everything else is prepared first:
-promotion, blocked operands, and the rule that 16-bit floats compute in float32
-and round once. Where a backend's kernel reads bfloat16 and rounds by itself
-(`Backend.bfloat16`), it is given that.
+The common case, float32 or float64 inputs of one dtype on one device, goes
+straight to the primitive's forward. Other inputs are prepared first: dtypes are
+promoted, blocked operands dequantized, and 16-bit floats widened to float32, so
+that the result rounds once. A kernel that reads bfloat16 and rounds by itself
+(`Backend.bfloat16`) gets bfloat16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from extensor.autograd.mode import MODE
 from extensor.autograd.node import Node
 from extensor.autograd.primitive import BLOCKED_RULES, PRIMITIVES, Primitive
-from extensor.autograd.tensor import ExTensor
+from extensor.autograd.tensor import ExTensor, wrap
 from extensor.dtypes import bfloat16, compute_dtype, dtype_of, float32, promote
 
 __all__ = ["apply", "wrap"]
@@ -25,21 +25,6 @@ __all__ = ["apply", "wrap"]
 _NARROW = (bfloat16, float32)
 _new = object.__new__
 _scalar = np.generic
-
-
-def wrap(data: Any, backend: Any, node: Node | None = None) -> ExTensor:
-    """An ExTensor around raw data, without a check or a copy."""
-    if isinstance(data, _scalar):  # numpy gives scalars where an array would have no axes
-        data = np.asarray(data)
-    tensor: ExTensor = _new(ExTensor)
-    tensor.data = data
-    tensor.dtype = dtype_of(data)
-    tensor.backend = backend
-    tensor.node = node
-    tensor.grad = None
-    tensor._requires_grad = node is not None
-    tensor._version = [0]
-    return tensor
 
 
 def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
@@ -91,7 +76,7 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     result: ExTensor = _new(ExTensor)
     result.data = out
     if direct and getattr(out, "dtype", None) is dtype.numpy:
-        result.dtype = dtype  # the usual case, without a look into the table
+        result.dtype = dtype  # the usual case, without a table lookup
     else:
         result.dtype = dtype_of(out)
     result.backend = backend
@@ -117,7 +102,7 @@ def _shares(out: Any, data: Any) -> bool:
 def _prepare(
     primitive: Primitive, inputs: tuple[ExTensor, ...]
 ) -> tuple[tuple[ExTensor, ...], list[Any], Any, Any]:
-    """Inputs to record, arrays to compute on, the dtype they compute in, the one to round to."""
+    """Inputs to record, arrays to compute on, the dtype to compute in, and the one to round to."""
     name = primitive.name
     devices = {t.backend.name for t in inputs}
     if len(devices) > 1:
@@ -128,7 +113,7 @@ def _prepare(
     if not primitive.takes_blocked and any(t.dtype.is_blocked for t in inputs):
         if primitive.moves:
             raise TypeError(
-                f"{name}: a blocked tensor ({inputs[0].dtype.name}) cannot be moved about without "
+                f"{name}: a blocked tensor ({inputs[0].dtype.name}) cannot be moved without "
                 "breaking its blocks; use x.dequantize() first"
             )
         inputs = tuple(t.dequantize() if t.dtype.is_blocked else t for t in inputs)

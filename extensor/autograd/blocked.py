@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import Any, Generic, Literal, TypedDict, Unpack
 
+from extensor.autograd.node import Tensor, TensorState
 from extensor.autograd.primitive import FUNCTIONS
 from extensor.errors import unknown_name
 from extensor.formats import ELEMENTS, FORMATS, Tile
 from extensor.quant.array import QuantArray
+from extensor.quant.reference import RunningAmax
 from extensor.quant.spec import Hadamard, QuantSpec, Rounding
-
-if TYPE_CHECKING:
-    from extensor.autograd.tensor import ExTensor
-    from extensor.quant.reference import RunningAmax
 
 __all__ = ["BlockOptions", "BlockedMethods"]
 
@@ -59,13 +57,10 @@ def _format_of(family: str, element: str) -> str:
     return f"{family}_{element}"
 
 
-class BlockedMethods:
+class BlockedMethods(TensorState, Generic[Tensor]):
     """Methods of `ExTensor` that make or read blocked tensors."""
 
     __slots__ = ()
-
-    if TYPE_CHECKING:
-        data: Any
 
     # --- making ---------------------------------------------------------------------------------
 
@@ -75,17 +70,15 @@ class BlockedMethods:
         seed: int | None = None,
         running: RunningAmax | None = None,
         clip_gradient: bool = False,
-    ) -> ExTensor:
+    ) -> Tensor:
         """To blocked storage as ``spec`` says; see `extensor.ops.quantize`."""
-        result: ExTensor = FUNCTIONS["quantize"](self, spec, seed, running, clip_gradient)
-        return result
+        return FUNCTIONS["quantize"](self, spec, seed, running, clip_gradient)
 
-    def dequantize(self) -> ExTensor:
+    def dequantize(self) -> Tensor:
         """The values, float32; a dense tensor is returned as it is."""
-        result: ExTensor = FUNCTIONS["dequantize"](self)
-        return result
+        return FUNCTIONS["dequantize"](self)
 
-    def _to(self, format: str, size: int | None, options: BlockOptions) -> ExTensor:
+    def _to(self, format: str, size: int | None, options: BlockOptions) -> Tensor:
         fields: dict[str, Any] = dict(options)
         seed = fields.pop("seed", None)
         tile = _tile(size, fields.pop("tile", None))
@@ -99,7 +92,7 @@ class BlockedMethods:
             raise TypeError(unknown_name("option", unknown[0], known)) from error
         return self.quantize(spec, seed)
 
-    def to_mxfp4(self, block_size: int | None = None, **options: Unpack[BlockOptions]) -> ExTensor:
+    def to_mxfp4(self, block_size: int | None = None, **options: Unpack[BlockOptions]) -> Tensor:
         """To MXFP4: e2m1 codes, two per byte, and an E8M0 scale per block of 32.
 
         Args:
@@ -116,7 +109,7 @@ class BlockedMethods:
         element: Literal["e2m3", "e3m2"] = "e2m3",
         block_size: int | None = None,
         **options: Unpack[BlockOptions],
-    ) -> ExTensor:
+    ) -> Tensor:
         """To MXFP6, four codes in three bytes; arguments as `to_mxfp4`."""
         return self._to(_format_of("mxfp6", element), block_size, options)
 
@@ -125,15 +118,15 @@ class BlockedMethods:
         element: Literal["e4m3", "e5m2"] = "e4m3",
         block_size: int | None = None,
         **options: Unpack[BlockOptions],
-    ) -> ExTensor:
+    ) -> Tensor:
         """To MXFP8; arguments as `to_mxfp4`."""
         return self._to(_format_of("mxfp8", element), block_size, options)
 
-    def to_mxint8(self, block_size: int | None = None, **options: Unpack[BlockOptions]) -> ExTensor:
+    def to_mxint8(self, block_size: int | None = None, **options: Unpack[BlockOptions]) -> Tensor:
         """To MXINT8; arguments as `to_mxfp4`."""
         return self._to("mxint8", block_size, options)
 
-    def to_nvfp4(self, block_size: int | None = None, **options: Unpack[BlockOptions]) -> ExTensor:
+    def to_nvfp4(self, block_size: int | None = None, **options: Unpack[BlockOptions]) -> Tensor:
         """To NVFP4: e2m1 codes, an e4m3 scale per 16, a float32 scale per tensor.
 
         ``scale_rule`` is ``"amax"`` (Transformer Engine's) or ``"four_over_six"``; the other
@@ -143,18 +136,18 @@ class BlockedMethods:
 
     def to_fp8(
         self, element: Literal["e4m3", "e5m2"] = "e4m3", **options: Unpack[BlockOptions]
-    ) -> ExTensor:
+    ) -> Tensor:
         """To FP8, a float32 scale per tensor or ``tile``: "channel", (1, 128), (128, 128)."""
         return self._to(_format_of("fp8", element), None, options)
 
-    def to_int8(self, group_size: int | None = None, **options: Unpack[BlockOptions]) -> ExTensor:
+    def to_int8(self, group_size: int | None = None, **options: Unpack[BlockOptions]) -> Tensor:
         """To INT8 with float scales: per channel by default, ``tile="tensor"``, or groups.
 
         ``symmetric=False`` adds a zero point per scale.
         """
         return self._to("int8", group_size, options)
 
-    def to_int4(self, group_size: int | None = None, **options: Unpack[BlockOptions]) -> ExTensor:
+    def to_int4(self, group_size: int | None = None, **options: Unpack[BlockOptions]) -> Tensor:
         """To INT4, two codes per byte, with a float scale per group of 32 by default.
 
         ``symmetric=False`` adds a zero point per scale.

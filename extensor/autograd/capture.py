@@ -1,4 +1,4 @@
-"""`capture`: a training step that a GPU repeats without Python."""
+"""`capture`: a training step that a GPU replays without Python."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.recording import Graph
+from extensor.backends.capture import Graph
 
 __all__ = ["CapturedStep", "capture"]
 
 CHECK_EVERY = 64
-"""Repetitions between two looks for errors, each of which waits for the device."""
+"""Replays between two checks for errors; a check waits for the device."""
 
 
 def capture(step: Callable[..., Any]) -> CapturedStep:
-    """Make a training step that a GPU repeats without Python, as a CUDA graph.
+    """Make a training step that a GPU replays without Python, as a CUDA graph.
 
     An example::
 
@@ -36,14 +36,14 @@ def capture(step: Callable[..., Any]) -> CapturedStep:
             loss = train(images, labels)
 
     Each call makes one step, with the bits that ``step`` itself gives. On a GPU the first two calls
-    for inputs of new shapes run Python; the third records what is launched, and from then on only
-    that is repeated. On the CPU every call is a call of ``step``.
+    for inputs of new shapes run Python; the third captures what is launched, and from then on only
+    that is replayed. On the CPU every call is a call of ``step``.
 
-    What the step may depend on, apart from its arguments: the recipe's ``step``, learning rates,
-    tensors of parameters, optimizers and layers (which stay where they are), a `MXGradScaler`'s
-    state. Everything else is as it was when the step was recorded. Python inside ``step`` does not
-    run again: no value may be read there, and what it counts stays as it is. It adds to no
-    gradients from before it: forget them in it, as above.
+    Apart from its arguments the step may depend on the recipe's ``step``, on learning rates, on
+    tensors of parameters, optimizers and layers (whose memory stays the same), and on the state of
+    an `MXGradScaler`. Everything else keeps the value that it had in the capture. Python inside
+    ``step`` does not run again: it may read no value, and its own counters stop. The step must not
+    add to gradients from before it: reset them in the step, as above.
 
     Args:
         step: takes tensors, gives a tensor, a tuple of tensors or None. Its optimizers are SGD,
@@ -55,7 +55,7 @@ def capture(step: Callable[..., Any]) -> CapturedStep:
     return CapturedStep(step)
 
 
-class _Repeated:
+class _ShapeGraph:
     """The step for inputs of one shape: its graph, and the memory that inputs are copied to."""
 
     def __init__(self, step: Callable[..., Any], graph: Graph) -> None:
@@ -79,10 +79,10 @@ class _Repeated:
         for mine, theirs in zip(self.inputs, tensors, strict=True):
             mine.data[...] = theirs.data
         if self.calls == 2:
-            return self.graph.rehearse(self._run)
+            return self.graph.warm_up(self._run)
         if self.outputs is None:
-            self.outputs = (self.graph.record(self._run),)
-        self.graph.repeat()
+            self.outputs = (self.graph.capture(self._run),)
+        self.graph.replay()
         if self.calls % CHECK_EVERY == 0:
             self.graph.check()
         return _each(self.outputs[0], _copied)
@@ -92,21 +92,21 @@ class _Repeated:
 
 
 class CapturedStep:
-    """What `capture` gives; it keeps a graph for each shape of its inputs."""
+    """A step from `capture`; it keeps a graph for each shape of its inputs."""
 
     def __init__(self, step: Callable[..., Any]) -> None:
         self._step = step
-        self._graphs: dict[Any, _Repeated] = {}
+        self._graphs: dict[Any, _ShapeGraph] = {}
 
     def __call__(self, *inputs: ExTensor) -> Any:
         """One step.
 
         Raises:
-            TypeError: for arguments that are no dense tensors without gradients, or none.
-            RuntimeError: if the step does what cannot be recorded, naming the line; nothing was
-                updated then. If something changed that was recorded as it was.
-            Exception: what a captured step before this one found wrong, such as a label that is no
-                class; no update was made since.
+            TypeError: if an argument is not a dense tensor without gradient, or there is none.
+            RuntimeError: if the step does what cannot be captured, naming the line; nothing was
+                updated then. If something changed that must keep its value of the capture.
+            Exception: what an earlier replay found wrong, such as a label that is no class; no
+                update was made since.
         """
         for tensor in inputs:
             if not isinstance(tensor, ExTensor) or tensor.is_blocked or tensor.requires_grad:
@@ -119,21 +119,21 @@ class CapturedStep:
             graph = inputs[0].backend.new_graph()
             if graph is None:
                 return _each(self._step(*inputs), lambda tensor: tensor.detach())
-            self._graphs[key] = _Repeated(self._step, graph)
+            self._graphs[key] = _ShapeGraph(self._step, graph)
         return self._graphs[key](inputs)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the GPU that its graphs keep, kernels' workspaces included; 0 on the CPU.
+        """Memory of the GPU that the step's graphs keep, workspaces included; 0 on the CPU.
 
-        Parameters, optimizers' states and what else was there before the step are not in it.
+        Parameters, optimizers' states and all else from before the step do not count.
         """
-        return sum(repeated.graph.nbytes for repeated in self._graphs.values())
+        return sum(mine.graph.nbytes for mine in self._graphs.values())
 
     def check(self) -> None:
-        """Raise what captured steps found wrong since the last look; waits for the device."""
-        for repeated in self._graphs.values():
-            repeated.graph.check()
+        """Raise what replays found wrong since the last check; waits for the device."""
+        for mine in self._graphs.values():
+            mine.graph.check()
 
 
 def _copied(tensor: ExTensor) -> ExTensor:

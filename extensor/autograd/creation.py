@@ -1,18 +1,21 @@
-"""Making tensors: the static methods of ExTensor that the module functions are.
+"""The creation functions: ``et.zeros`` is ``ExTensor.zeros``.
 
-Straight into a blocked dtype, values are made in float32 and quantized.
+For a blocked dtype the values are made in float32 and then quantized.
 """
 
 from __future__ import annotations
 
 import operator
+from abc import abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic
 
 import numpy as np
 
 from extensor.autograd import dlpack
+from extensor.autograd.node import Tensor
 from extensor.backends import registry
+from extensor.backends.protocol import Backend
 from extensor.dtypes import (
     DType,
     DTypeLike,
@@ -24,9 +27,6 @@ from extensor.dtypes import (
     int64,
 )
 from extensor.quant.array import QuantArray
-
-if TYPE_CHECKING:
-    from extensor.autograd.tensor import ExTensor
 
 __all__ = ["CreationMethods", "Seed", "ShapeLike", "as_data", "as_shape"]
 
@@ -89,29 +89,14 @@ def _holds_arrays(data: Any) -> bool:
     return hasattr(data, "dtype")
 
 
-def _finish(data: Any, dtype: DType, device: str | None, requires_grad: bool) -> ExTensor:
-    """A tensor around a fresh array that was made in ``compute_dtype(dtype)``, in ``dtype``."""
-    from extensor.autograd.apply import wrap
-
-    backend = registry.get(device)
-    if dtype.numpy is not None and data.dtype != dtype.numpy:
-        data = data.astype(dtype.numpy)
-    tensor = wrap(data, backend)
-    if dtype.is_blocked:
-        tensor = tensor.to(dtype)
-    if requires_grad:
-        tensor.requires_grad = True
-    return tensor
-
-
-def share_writes(tensor: ExTensor) -> ExTensor:
-    """Mark memory that others, who do not count, may write to: nothing made of it is kept."""
+def share_writes(tensor: Tensor) -> Tensor:
+    """Mark memory that another library may write to: no result that was made of it is kept."""
     tensor._version[1:] = [1]
     return tensor
 
 
-class CreationMethods:
-    """The creation functions, as static methods.
+class CreationMethods(Generic[Tensor]):
+    """The creation functions, as class methods.
 
     All take ``dtype`` (float32 if not given), ``device`` (EXTENSOR_DEVICE, and the CPU
     without it) and ``requires_grad``.
@@ -120,14 +105,34 @@ class CreationMethods:
     __slots__ = ()
 
     @staticmethod
+    @abstractmethod
+    def _wrap(data: Any, backend: Backend) -> Tensor:
+        """A tensor around a raw array; ExTensor, which stands above this class, says how."""
+
+    @classmethod
+    def _from_array(
+        cls, data: Any, dtype: DType, device: str | None, requires_grad: bool = False
+    ) -> Tensor:
+        """A tensor of ``dtype`` around a fresh array that was made in ``compute_dtype(dtype)``."""
+        if dtype.numpy is not None and data.dtype != dtype.numpy:
+            data = data.astype(dtype.numpy)
+        tensor: Any = cls._wrap(data, registry.get(device))
+        if dtype.is_blocked:
+            tensor = tensor.to(dtype)
+        if requires_grad:
+            tensor.requires_grad = True
+        return tensor
+
+    @classmethod
     def full(
+        cls,
         shape: ShapeLike,
         fill_value: Any,
         dtype: DTypeLike | None = None,
         *,
         device: str | None = None,
         requires_grad: bool = False,
-    ) -> ExTensor:
+    ) -> Tensor:
         """Filled with a number or what a tensor of no axes holds.
 
         If not told, float32, int64, bool or complex64 for such a number, the tensor's own dtype.
@@ -147,50 +152,56 @@ class CreationMethods:
                 f"full: wanted a number that {kind.name} can hold, got {fill_value!r}"
             ) from None
         data = xp.full(as_shape(shape), fill, dtype=fill.dtype)
-        return _finish(data, kind, device, requires_grad)
+        return cls._from_array(data, kind, device, requires_grad)
 
-    @staticmethod
+    @classmethod
     def zeros(
+        cls,
         shape: ShapeLike,
         dtype: DTypeLike | None = None,
         *,
         device: str | None = None,
         requires_grad: bool = False,
-    ) -> ExTensor:
+    ) -> Tensor:
         """Zeros of a shape."""
         kind = as_dtype(float32 if dtype is None else dtype)
         data = registry.get(device).xp.zeros(as_shape(shape), dtype=_made_in(kind))
-        return _finish(data, kind, device, requires_grad)
+        return cls._from_array(data, kind, device, requires_grad)
 
-    @staticmethod
+    @classmethod
     def ones(
+        cls,
         shape: ShapeLike,
         dtype: DTypeLike | None = None,
         *,
         device: str | None = None,
         requires_grad: bool = False,
-    ) -> ExTensor:
+    ) -> Tensor:
         """Ones of a shape."""
         kind = as_dtype(float32 if dtype is None else dtype)
         data = registry.get(device).xp.ones(as_shape(shape), dtype=_made_in(kind))
-        return _finish(data, kind, device, requires_grad)
+        return cls._from_array(data, kind, device, requires_grad)
 
-    @staticmethod
+    @classmethod
     def empty(
+        cls,
         shape: ShapeLike,
         dtype: DTypeLike | None = None,
         *,
         device: str | None = None,
         requires_grad: bool = False,
-    ) -> ExTensor:
+    ) -> Tensor:
         """Memory of a shape, whatever it holds; a blocked dtype gets zeros."""
         kind = as_dtype(float32 if dtype is None else dtype)
         xp = registry.get(device).xp
         make = xp.zeros if kind.is_blocked else xp.empty
-        return _finish(make(as_shape(shape), dtype=_made_in(kind)), kind, device, requires_grad)
+        return cls._from_array(
+            make(as_shape(shape), dtype=_made_in(kind)), kind, device, requires_grad
+        )
 
-    @staticmethod
+    @classmethod
     def eye(
+        cls,
         rows: int,
         columns: int | None = None,
         dtype: DTypeLike | None = None,
@@ -198,7 +209,7 @@ class CreationMethods:
         k: int = 0,
         device: str | None = None,
         requires_grad: bool = False,
-    ) -> ExTensor:
+    ) -> Tensor:
         """Ones on diagonal k (above the main one if positive) of a (rows, columns) matrix.
 
         Square if not told.
@@ -206,10 +217,11 @@ class CreationMethods:
         kind = as_dtype(float32 if dtype is None else dtype)
         shape = as_shape((rows, rows if columns is None else columns))
         data = registry.get(device).xp.eye(*shape, k=k, dtype=_made_in(kind))
-        return _finish(data, kind, device, requires_grad)
+        return cls._from_array(data, kind, device, requires_grad)
 
-    @staticmethod
+    @classmethod
     def arange(
+        cls,
         start: float,
         stop: float | None = None,
         step: float = 1,
@@ -217,7 +229,7 @@ class CreationMethods:
         *,
         device: str | None = None,
         requires_grad: bool = False,
-    ) -> ExTensor:
+    ) -> Tensor:
         """start, start + step, ... up to but not including stop; 0 to start with one argument.
 
         int64 for integers, float32 otherwise, if not told.
@@ -235,10 +247,11 @@ class CreationMethods:
                 f"arange: wanted finite numbers that {kind.name} can hold, got {start!r}, "
                 f"{stop!r}, {step!r} ({error})"
             ) from None
-        return _finish(data, kind, device, requires_grad)
+        return cls._from_array(data, kind, device, requires_grad)
 
-    @staticmethod
+    @classmethod
     def linspace(
+        cls,
         start: complex,
         stop: complex,
         num: int,
@@ -247,23 +260,24 @@ class CreationMethods:
         device: str | None = None,
         endpoint: bool = True,
         requires_grad: bool = False,
-    ) -> ExTensor:
+    ) -> Tensor:
         """``num`` equally spaced values from start to stop, the stop left out without endpoint."""
         real = not any(isinstance(v, complex) for v in (start, stop))
         kind = as_dtype((float32 if real else complex64) if dtype is None else dtype)
         (count,) = as_shape(num, "num")
         made = _made_in(kind)
         data = registry.get(device).xp.linspace(start, stop, count, endpoint=endpoint, dtype=made)
-        return _finish(data, kind, device, requires_grad)
+        return cls._from_array(data, kind, device, requires_grad)
 
-    @staticmethod
+    @classmethod
     def randn(
+        cls,
         *shape: Any,
         seed: Seed = None,
         dtype: DTypeLike = float32,
         device: str | None = None,
         requires_grad: bool = False,
-    ) -> ExTensor:
+    ) -> Tensor:
         """Standard normal values, the same for a seed on every device.
 
         ``shape`` is a tuple or separate ints.
@@ -271,16 +285,17 @@ class CreationMethods:
         kind = as_dtype(dtype)
         values = _generator(seed).standard_normal(_sizes(shape), _draw_type(kind))
         data = registry.get(device).xp.asarray(values)
-        return _finish(data, kind, device, requires_grad)
+        return cls._from_array(data, kind, device, requires_grad)
 
-    @staticmethod
+    @classmethod
     def rand(
+        cls,
         *shape: Any,
         seed: Seed = None,
         dtype: DTypeLike = float32,
         device: str | None = None,
         requires_grad: bool = False,
-    ) -> ExTensor:
+    ) -> Tensor:
         """Values uniform in [0, 1), the same for a seed on every device.
 
         ``shape`` is a tuple or separate ints.
@@ -288,12 +303,12 @@ class CreationMethods:
         kind = as_dtype(dtype)
         values = _generator(seed).random(_sizes(shape), _draw_type(kind))
         data = registry.get(device).xp.asarray(values)
-        return _finish(data, kind, device, requires_grad)
+        return cls._from_array(data, kind, device, requires_grad)
 
-    @staticmethod
+    @classmethod
     def from_numpy(
-        array: Any, *, device: str | None = None, requires_grad: bool = False
-    ) -> ExTensor:
+        cls, array: Any, *, device: str | None = None, requires_grad: bool = False
+    ) -> Tensor:
         """A tensor on a numpy array's memory (copied to a device other than the CPU).
 
         Raises:
@@ -303,19 +318,19 @@ class CreationMethods:
             raise TypeError(
                 f"from_numpy: wanted a numpy array, got {type(array).__name__}; use et.ExTensor"
             )
-        from extensor.autograd.apply import wrap
-
         backend = registry.get(device)
         dtype_of(array)  # a GPU's copy would change the byte order
-        tensor = wrap(backend.xp.asarray(array), backend)
+        tensor = cls._wrap(backend.xp.asarray(array), backend)
         if tensor.data is array:
             share_writes(tensor)
         if requires_grad:
             tensor.requires_grad = True
         return tensor
 
-    @staticmethod
-    def from_dlpack(x: Any, /, *, device: str | None = None, copy: bool | None = None) -> ExTensor:
+    @classmethod
+    def from_dlpack(
+        cls, x: Any, /, *, device: str | None = None, copy: bool | None = None
+    ) -> Tensor:
         """A tensor on the memory of another library's array, through DLPack, bfloat16 included.
 
         Args:
@@ -331,56 +346,53 @@ class CreationMethods:
             raise TypeError(
                 f"from_dlpack: wanted an object with __dlpack__, got {type(x).__name__}"
             )
-        from extensor.autograd.apply import wrap
-
         backend = registry.get(device)
         options = {} if copy is None else {"copy": copy}
-        tensor = wrap(dlpack.take(x, backend.xp, **options), backend)
+        tensor = cls._wrap(dlpack.take(x, backend.xp, **options), backend)
         return tensor if copy else share_writes(tensor)
 
-    @staticmethod
+    @classmethod
     def zeros_like(
-        x: ExTensor, dtype: DTypeLike | None = None, *, device: str | None = None
-    ) -> ExTensor:
+        cls, x: Tensor, dtype: DTypeLike | None = None, *, device: str | None = None
+    ) -> Tensor:
         """Zeros of another tensor's shape, device and (if not told) dtype."""
-        return CreationMethods.zeros(x.shape, dtype or x.dtype, device=device or x.device)
+        return cls.zeros(x.shape, dtype or x.dtype, device=device or x.device)
 
-    @staticmethod
+    @classmethod
     def ones_like(
-        x: ExTensor, dtype: DTypeLike | None = None, *, device: str | None = None
-    ) -> ExTensor:
+        cls, x: Tensor, dtype: DTypeLike | None = None, *, device: str | None = None
+    ) -> Tensor:
         """Ones of another tensor's shape, device and (if not told) dtype."""
-        return CreationMethods.ones(x.shape, dtype or x.dtype, device=device or x.device)
+        return cls.ones(x.shape, dtype or x.dtype, device=device or x.device)
 
-    @staticmethod
+    @classmethod
     def empty_like(
-        x: ExTensor, dtype: DTypeLike | None = None, *, device: str | None = None
-    ) -> ExTensor:
+        cls, x: Tensor, dtype: DTypeLike | None = None, *, device: str | None = None
+    ) -> Tensor:
         """Memory of another tensor's shape, device and (if not told) dtype."""
-        return CreationMethods.empty(x.shape, dtype or x.dtype, device=device or x.device)
+        return cls.empty(x.shape, dtype or x.dtype, device=device or x.device)
 
-    @staticmethod
+    @classmethod
     def full_like(
-        x: ExTensor,
+        cls,
+        x: Tensor,
         fill_value: Any,
         dtype: DTypeLike | None = None,
         *,
         device: str | None = None,
-    ) -> ExTensor:
+    ) -> Tensor:
         """``fill_value`` in another tensor's shape, device and (if not told) dtype."""
-        return CreationMethods.full(
-            x.shape, fill_value, dtype or x.dtype, device=device or x.device
-        )
+        return cls.full(x.shape, fill_value, dtype or x.dtype, device=device or x.device)
 
-    @staticmethod
-    def randn_like(x: ExTensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> ExTensor:
+    @classmethod
+    def randn_like(cls, x: Tensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> Tensor:
         """Standard normal values in another tensor's shape, device and (if not told) dtype."""
-        return CreationMethods.randn(x.shape, seed=seed, dtype=dtype or x.dtype, device=x.device)
+        return cls.randn(x.shape, seed=seed, dtype=dtype or x.dtype, device=x.device)
 
-    @staticmethod
-    def rand_like(x: ExTensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> ExTensor:
+    @classmethod
+    def rand_like(cls, x: Tensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> Tensor:
         """Values uniform in [0, 1) in another tensor's shape, device and (if not told) dtype."""
-        return CreationMethods.rand(x.shape, seed=seed, dtype=dtype or x.dtype, device=x.device)
+        return cls.rand(x.shape, seed=seed, dtype=dtype or x.dtype, device=x.device)
 
 
 def _made_in(dtype: DType) -> Any:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from extensor.autograd.node import TensorState
 from extensor.quant.array import QuantArray
-
-if TYPE_CHECKING:
-    from extensor.autograd.tensor import ExTensor
 
 __all__ = ["html_of", "repr_of"]
 
 _SHOWN = 6
 
 
-def repr_of(x: ExTensor) -> str:
+def repr_of(x: TensorState) -> str:
     """Shape, dtype, device and some values; for a blocked tensor codes beside scales."""
     head = f"ExTensor(shape={x.shape}, dtype={x.dtype.name}, device={x.device}"
     if isinstance(x.data, QuantArray):
@@ -34,7 +32,7 @@ def repr_of(x: ExTensor) -> str:
     return f"{head},\n  {_values(x)})"
 
 
-def html_of(x: ExTensor) -> str:
+def html_of(x: TensorState) -> str:
     """The same as a table."""
     rows: list[tuple[str, object]] = [
         ("shape", x.shape),
@@ -68,7 +66,7 @@ def _few(array: Any, form: str) -> str:
     return f"[{shown}{' ...' if array.size > len(flat) else ''}] {tuple(array.shape)}"
 
 
-def _values(x: ExTensor) -> str:
+def _values(x: TensorState) -> str:
     array = _host(x.data)
     if array.dtype.kind == "V":  # bfloat16 prints as void in numpy's summaries
         array = array.astype(np.float32)

@@ -6,25 +6,21 @@ defaults and errors are documented.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Generic
 
+from extensor.autograd.node import Tensor
 from extensor.autograd.primitive import FUNCTIONS
-
-if TYPE_CHECKING:
-    from extensor.autograd.tensor import ExTensor
-
-    _op: dict[str, Callable[..., ExTensor]]
-_op = FUNCTIONS
 
 __all__ = ["OpMethods"]
 
+_op = FUNCTIONS
 Operand = Any
 """An ExTensor, a Python number or a numpy array."""
 Axis = int | Sequence[int] | None
 
 
-class OpMethods:
+class OpMethods(Generic[Tensor]):
     """Operators and methods that call public operations by name."""
 
     __slots__ = ()
@@ -32,373 +28,372 @@ class OpMethods:
 
     # Arithmetic.
 
-    def __add__(self, other: Operand) -> ExTensor:
+    def __add__(self, other: Operand) -> Tensor:
         return _op["add"](self, other)
 
-    def __radd__(self, other: Operand) -> ExTensor:
+    def __radd__(self, other: Operand) -> Tensor:
         return _op["add"](other, self)
 
-    def __sub__(self, other: Operand) -> ExTensor:
+    def __sub__(self, other: Operand) -> Tensor:
         return _op["subtract"](self, other)
 
-    def __rsub__(self, other: Operand) -> ExTensor:
+    def __rsub__(self, other: Operand) -> Tensor:
         return _op["subtract"](other, self)
 
-    def __mul__(self, other: Operand) -> ExTensor:
+    def __mul__(self, other: Operand) -> Tensor:
         return _op["multiply"](self, other)
 
-    def __rmul__(self, other: Operand) -> ExTensor:
+    def __rmul__(self, other: Operand) -> Tensor:
         return _op["multiply"](other, self)
 
-    def __truediv__(self, other: Operand) -> ExTensor:
+    def __truediv__(self, other: Operand) -> Tensor:
         return _op["divide"](self, other)
 
-    def __rtruediv__(self, other: Operand) -> ExTensor:
+    def __rtruediv__(self, other: Operand) -> Tensor:
         return _op["divide"](other, self)
 
-    def __floordiv__(self, other: Operand) -> ExTensor:
+    def __floordiv__(self, other: Operand) -> Tensor:
         return _op["floor_divide"](self, other)
 
-    def __rfloordiv__(self, other: Operand) -> ExTensor:
+    def __rfloordiv__(self, other: Operand) -> Tensor:
         return _op["floor_divide"](other, self)
 
-    def __mod__(self, other: Operand) -> ExTensor:
+    def __mod__(self, other: Operand) -> Tensor:
         return _op["remainder"](self, other)
 
-    def __rmod__(self, other: Operand) -> ExTensor:
+    def __rmod__(self, other: Operand) -> Tensor:
         return _op["remainder"](other, self)
 
-    def __pow__(self, other: Operand) -> ExTensor:
+    def __pow__(self, other: Operand) -> Tensor:
         return _op["power"](self, other)
 
-    def __rpow__(self, other: Operand) -> ExTensor:
+    def __rpow__(self, other: Operand) -> Tensor:
         return _op["power"](other, self)
 
-    def __matmul__(self, other: Operand) -> ExTensor:
+    def __matmul__(self, other: Operand) -> Tensor:
         return _op["matmul"](self, other)
 
-    def __rmatmul__(self, other: Operand) -> ExTensor:
+    def __rmatmul__(self, other: Operand) -> Tensor:
         return _op["matmul"](other, self)
 
-    def __and__(self, other: Operand) -> ExTensor:
+    def __and__(self, other: Operand) -> Tensor:
         return _op["bitwise_and"](self, other)
 
-    def __rand__(self, other: Operand) -> ExTensor:
+    def __rand__(self, other: Operand) -> Tensor:
         return _op["bitwise_and"](other, self)
 
-    def __or__(self, other: Operand) -> ExTensor:
+    def __or__(self, other: Operand) -> Tensor:
         return _op["bitwise_or"](self, other)
 
-    def __ror__(self, other: Operand) -> ExTensor:
+    def __ror__(self, other: Operand) -> Tensor:
         return _op["bitwise_or"](other, self)
 
-    def __xor__(self, other: Operand) -> ExTensor:
+    def __xor__(self, other: Operand) -> Tensor:
         return _op["bitwise_xor"](self, other)
 
-    def __rxor__(self, other: Operand) -> ExTensor:
+    def __rxor__(self, other: Operand) -> Tensor:
         return _op["bitwise_xor"](other, self)
 
-    def __lshift__(self, other: Operand) -> ExTensor:
+    def __lshift__(self, other: Operand) -> Tensor:
         return _op["bitwise_left_shift"](self, other)
 
-    def __rlshift__(self, other: Operand) -> ExTensor:
+    def __rlshift__(self, other: Operand) -> Tensor:
         return _op["bitwise_left_shift"](other, self)
 
-    def __rshift__(self, other: Operand) -> ExTensor:
+    def __rshift__(self, other: Operand) -> Tensor:
         return _op["bitwise_right_shift"](self, other)
 
-    def __rrshift__(self, other: Operand) -> ExTensor:
+    def __rrshift__(self, other: Operand) -> Tensor:
         return _op["bitwise_right_shift"](other, self)
 
-    def __neg__(self) -> ExTensor:
+    def __neg__(self) -> Tensor:
         return _op["negative"](self)
 
-    def __abs__(self) -> ExTensor:
+    def __abs__(self) -> Tensor:
         return _op["abs"](self)
 
-    def __invert__(self) -> ExTensor:
+    def __invert__(self) -> Tensor:
         return _op["bitwise_invert"](self)
 
-    def __pos__(self) -> ExTensor:
+    def __pos__(self) -> Tensor:
         return _op["clone"](self)
 
     # Comparison, elementwise.
 
-    def __eq__(self, other: Operand) -> ExTensor:  # type: ignore[override]
+    def __eq__(self, other: Operand) -> Tensor:  # type: ignore[override]
         return _op["equal"](self, other)
 
-    def __ne__(self, other: Operand) -> ExTensor:  # type: ignore[override]
+    def __ne__(self, other: Operand) -> Tensor:  # type: ignore[override]
         return _op["not_equal"](self, other)
 
-    def __lt__(self, other: Operand) -> ExTensor:
+    def __lt__(self, other: Operand) -> Tensor:
         return _op["less"](self, other)
 
-    def __le__(self, other: Operand) -> ExTensor:
+    def __le__(self, other: Operand) -> Tensor:
         return _op["less_equal"](self, other)
 
-    def __gt__(self, other: Operand) -> ExTensor:
+    def __gt__(self, other: Operand) -> Tensor:
         return _op["greater"](self, other)
 
-    def __ge__(self, other: Operand) -> ExTensor:
+    def __ge__(self, other: Operand) -> Tensor:
         return _op["greater_equal"](self, other)
 
     # Elementwise.
 
-    def abs(self) -> ExTensor:
+    def abs(self) -> Tensor:
         """`extensor.abs` of this tensor."""
         return _op["abs"](self)
 
-    def sign(self) -> ExTensor:
+    def sign(self) -> Tensor:
         """`extensor.sign` of this tensor."""
         return _op["sign"](self)
 
-    def exp(self) -> ExTensor:
+    def exp(self) -> Tensor:
         """`extensor.exp` of this tensor."""
         return _op["exp"](self)
 
-    def expm1(self) -> ExTensor:
+    def expm1(self) -> Tensor:
         """`extensor.expm1` of this tensor."""
         return _op["expm1"](self)
 
-    def log(self) -> ExTensor:
+    def log(self) -> Tensor:
         """`extensor.log` of this tensor."""
         return _op["log"](self)
 
-    def log1p(self) -> ExTensor:
+    def log1p(self) -> Tensor:
         """`extensor.log1p` of this tensor."""
         return _op["log1p"](self)
 
-    def log2(self) -> ExTensor:
+    def log2(self) -> Tensor:
         """`extensor.log2` of this tensor."""
         return _op["log2"](self)
 
-    def log10(self) -> ExTensor:
+    def log10(self) -> Tensor:
         """`extensor.log10` of this tensor."""
         return _op["log10"](self)
 
-    def sqrt(self) -> ExTensor:
+    def sqrt(self) -> Tensor:
         """`extensor.sqrt` of this tensor."""
         return _op["sqrt"](self)
 
-    def rsqrt(self) -> ExTensor:
+    def rsqrt(self) -> Tensor:
         """`extensor.rsqrt` of this tensor."""
         return _op["rsqrt"](self)
 
-    def square(self) -> ExTensor:
+    def square(self) -> Tensor:
         """`extensor.square` of this tensor."""
         return _op["square"](self)
 
-    def sin(self) -> ExTensor:
+    def sin(self) -> Tensor:
         """`extensor.sin` of this tensor."""
         return _op["sin"](self)
 
-    def cos(self) -> ExTensor:
+    def cos(self) -> Tensor:
         """`extensor.cos` of this tensor."""
         return _op["cos"](self)
 
-    def tan(self) -> ExTensor:
+    def tan(self) -> Tensor:
         """`extensor.tan` of this tensor."""
         return _op["tan"](self)
 
-    def tanh(self) -> ExTensor:
+    def tanh(self) -> Tensor:
         """`extensor.tanh` of this tensor."""
         return _op["tanh"](self)
 
-    def sigmoid(self) -> ExTensor:
+    def sigmoid(self) -> Tensor:
         """`extensor.sigmoid` of this tensor."""
         return _op["sigmoid"](self)
 
-    def relu(self) -> ExTensor:
+    def relu(self) -> Tensor:
         """`extensor.relu` of this tensor."""
         return _op["relu"](self)
 
-    def erf(self) -> ExTensor:
+    def erf(self) -> Tensor:
         """`extensor.erf` of this tensor."""
         return _op["erf"](self)
 
-    def ceil(self) -> ExTensor:
+    def ceil(self) -> Tensor:
         """`extensor.ceil` of this tensor."""
         return _op["ceil"](self)
 
-    def floor(self) -> ExTensor:
+    def floor(self) -> Tensor:
         """`extensor.floor` of this tensor."""
         return _op["floor"](self)
 
-    def round(self) -> ExTensor:
+    def round(self) -> Tensor:
         """`extensor.round` of this tensor."""
         return _op["round"](self)
 
-    def trunc(self) -> ExTensor:
+    def trunc(self) -> Tensor:
         """`extensor.trunc` of this tensor."""
         return _op["trunc"](self)
 
-    def isnan(self) -> ExTensor:
+    def isnan(self) -> Tensor:
         """`extensor.isnan` of this tensor."""
         return _op["isnan"](self)
 
-    def isinf(self) -> ExTensor:
+    def isinf(self) -> Tensor:
         """`extensor.isinf` of this tensor."""
         return _op["isinf"](self)
 
-    def isfinite(self) -> ExTensor:
+    def isfinite(self) -> Tensor:
         """`extensor.isfinite` of this tensor."""
         return _op["isfinite"](self)
 
-    def clone(self) -> ExTensor:
+    def clone(self) -> Tensor:
         """`extensor.clone` of this tensor."""
         return _op["clone"](self)
 
-    def clip(self, low: Operand = None, high: Operand = None) -> ExTensor:
+    def clip(self, low: Operand = None, high: Operand = None) -> Tensor:
         """See `extensor.clip`."""
         return _op["clip"](self, low, high)
 
     # Reductions.
 
-    def sum(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """See `extensor.sum`."""
         return _op["sum"](self, axis, keepdims)
 
-    def mean(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """See `extensor.mean`."""
         return _op["mean"](self, axis, keepdims)
 
-    def prod(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    def prod(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """See `extensor.prod`."""
         return _op["prod"](self, axis, keepdims)
 
-    def max(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """See `extensor.max`."""
         return _op["max"](self, axis, keepdims)
 
-    def min(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    def min(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """See `extensor.min`."""
         return _op["min"](self, axis, keepdims)
 
-    def any(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    def any(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """See `extensor.any`."""
         return _op["any"](self, axis, keepdims)
 
-    def all(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    def all(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """See `extensor.all`."""
         return _op["all"](self, axis, keepdims)
 
-    def logsumexp(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    def logsumexp(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """See `extensor.logsumexp`."""
         return _op["logsumexp"](self, axis, keepdims)
 
-    def median(self, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    def median(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """See `extensor.median`."""
         return _op["median"](self, axis, keepdims)
 
-    def var(self, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> ExTensor:
+    def var(self, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> Tensor:
         """See `extensor.var`."""
         return _op["var"](self, axis, keepdims, correction)
 
-    def std(self, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> ExTensor:
+    def std(self, axis: Axis = None, keepdims: bool = False, correction: float = 0) -> Tensor:
         """See `extensor.std`."""
         return _op["std"](self, axis, keepdims, correction)
 
-    def argmax(self, axis: int | None = None, keepdims: bool = False) -> ExTensor:
+    def argmax(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
         """See `extensor.argmax`."""
         return _op["argmax"](self, axis, keepdims)
 
-    def argmin(self, axis: int | None = None, keepdims: bool = False) -> ExTensor:
+    def argmin(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
         """See `extensor.argmin`."""
         return _op["argmin"](self, axis, keepdims)
 
-    def cumsum(self, axis: int) -> ExTensor:
+    def cumsum(self, axis: int) -> Tensor:
         """See `extensor.cumsum`."""
         return _op["cumsum"](self, axis)
 
-    def softmax(self, axis: int = -1) -> ExTensor:
+    def softmax(self, axis: int = -1) -> Tensor:
         """See `extensor.softmax`."""
         return _op["softmax"](self, axis)
 
-    def log_softmax(self, axis: int = -1) -> ExTensor:
+    def log_softmax(self, axis: int = -1) -> Tensor:
         """See `extensor.log_softmax`."""
         return _op["log_softmax"](self, axis)
 
     # Shape.
 
-    def __getitem__(self, key: Any) -> ExTensor:
+    def __getitem__(self, key: Any) -> Tensor:
         """See `extensor.getitem`."""
         return _op["getitem"](self, key)
 
-    def reshape(self, *shape: Any) -> ExTensor:
+    def reshape(self, *shape: Any) -> Tensor:
         """See `extensor.reshape`."""
         return _op["reshape"](self, shape[0] if len(shape) == 1 else shape)
 
-    def flatten(self, start: int = 0, end: int = -1) -> ExTensor:
+    def flatten(self, start: int = 0, end: int = -1) -> Tensor:
         """See `extensor.flatten`."""
         return _op["flatten"](self, start, end)
 
-    def ravel(self) -> ExTensor:
+    def ravel(self) -> Tensor:
         """See `extensor.ravel`."""
         return _op["ravel"](self)
 
-    def squeeze(self, axis: Axis = None) -> ExTensor:
+    def squeeze(self, axis: Axis = None) -> Tensor:
         """See `extensor.squeeze`."""
         return _op["squeeze"](self, axis)
 
-    def unsqueeze(self, axis: int) -> ExTensor:
+    def unsqueeze(self, axis: int) -> Tensor:
         """See `extensor.expand_dims`."""
         return _op["expand_dims"](self, axis)
 
-    def expand_dims(self, axis: int) -> ExTensor:
+    def expand_dims(self, axis: int) -> Tensor:
         """See `extensor.expand_dims`."""
         return _op["expand_dims"](self, axis)
 
-    def broadcast_to(self, shape: Any) -> ExTensor:
+    def broadcast_to(self, shape: Any) -> Tensor:
         """See `extensor.broadcast_to`."""
         return _op["broadcast_to"](self, shape)
 
-    def transpose(self, *axes: Any) -> ExTensor:
+    def transpose(self, *axes: Any) -> Tensor:
         """See `extensor.transpose`."""
         return _op["transpose"](self, *axes)
 
-    def permute(self, *axes: Any) -> ExTensor:
+    def permute(self, *axes: Any) -> Tensor:
         """See `extensor.permute`."""
         return _op["permute"](self, axes[0] if len(axes) == 1 else axes)
 
-    def swapaxes(self, first: int, second: int) -> ExTensor:
+    def swapaxes(self, first: int, second: int) -> Tensor:
         """See `extensor.swapaxes`."""
         return _op["swapaxes"](self, first, second)
 
     @property
-    def T(self) -> ExTensor:
+    def T(self) -> Tensor:
         """All axes reversed, as numpy's ``T``."""
         return _op["transpose"](self)
 
     @property
-    def mT(self) -> ExTensor:  # noqa: N802 - the name of the standard
+    def mT(self) -> Tensor:  # noqa: N802 - the name of the standard
         """The last two axes exchanged."""
         return _op["matrix_transpose"](self)
 
-    def flip(self, axis: Axis = None) -> ExTensor:
+    def flip(self, axis: Axis = None) -> Tensor:
         """See `extensor.flip`."""
         return _op["flip"](self, axis)
 
-    def roll(self, shift: Any, axis: Any = None) -> ExTensor:
+    def roll(self, shift: Any, axis: Any = None) -> Tensor:
         """See `extensor.roll`."""
         return _op["roll"](self, shift, axis)
 
-    def take(self, indices: Any, axis: int = 0) -> ExTensor:
+    def take(self, indices: Any, axis: int = 0) -> Tensor:
         """See `extensor.take`."""
         return _op["take"](self, indices, axis)
 
-    def gather(self, indices: Any, axis: int = -1) -> ExTensor:
+    def gather(self, indices: Any, axis: int = -1) -> Tensor:
         """See `extensor.gather`."""
         return _op["gather"](self, indices, axis)
 
-    def split(self, sections: Any, axis: int = 0) -> list[ExTensor]:
+    def split(self, sections: Any, axis: int = 0) -> list[Tensor]:
         """See `extensor.split`."""
-        parts: list[ExTensor] = FUNCTIONS["split"](self, sections, axis)
-        return parts
+        return _op["split"](self, sections, axis)
 
-    def dot(self, other: Operand) -> ExTensor:
+    def dot(self, other: Operand) -> Tensor:
         """See `extensor.dot`."""
         return _op["dot"](self, other)
 
-    def matmul(self, other: Operand) -> ExTensor:
+    def matmul(self, other: Operand) -> Tensor:
         """See `extensor.matmul`."""
         return _op["matmul"](self, other)

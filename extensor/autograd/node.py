@@ -1,30 +1,113 @@
-"""One recorded operation.
+"""What the parts of the engine share: a tensor's state, and a recorded operation.
 
 A node holds what its gradient needs: raw arrays and the edges to the nodes (or
-leaf tensors) its inputs came from. It does not hold its output tensor, so there
-is no cycle, and a graph that is dropped is freed without the garbage collector.
+leaf tensors) that its inputs came from. It does not hold its output tensor, so
+references form no cycle, and a dropped graph is freed without the garbage collector.
+
+`ExTensor` adds methods to `TensorState`. Modules below `extensor.autograd.tensor`
+name the state alone, so that imports point one way.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from typing import Any, NamedTuple, TypeVar
 
 from extensor.autograd.primitive import Primitive
+from extensor.backends.protocol import Backend
+from extensor.dtypes import DType
 
-if TYPE_CHECKING:
-    from extensor.autograd.tensor import ExTensor
-
-__all__ = ["Node", "Spec"]
+__all__ = ["ArraySpec", "Node", "Tensor", "TensorState"]
 
 _count = itertools.count()
 
 
-class Spec(NamedTuple):
-    """What is left of an input whose values the gradient does not read."""
+class ArraySpec(NamedTuple):
+    """The shape and dtype of an input whose values the gradient does not read."""
 
     shape: tuple[int, ...]
     dtype: Any
+
+
+class TensorState:
+    """Data, dtype, device and place in the graph: what the engine reads of every tensor."""
+
+    __slots__ = (
+        "__weakref__",
+        "_requires_grad",
+        "_version",
+        "backend",
+        "data",
+        "dtype",
+        "grad",
+        "node",
+    )
+
+    data: Any
+    dtype: DType
+    backend: Backend
+    grad: Any
+    node: Node | None
+    _requires_grad: bool
+    _version: list[int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape; the padding of blocks never shows in it."""
+        shape: tuple[int, ...] = self.data.shape
+        return shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.data.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.data.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage: of the array, or of codes, scales and all beside them."""
+        return int(self.data.nbytes)
+
+    @property
+    def device(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+        return self.backend.name
+
+    @property
+    def is_blocked(self) -> bool:
+        """True if the data is codes and scales."""
+        return self.dtype.is_blocked
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether operations on it are recorded and ``backward`` reaches it."""
+        return self._requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if self.node is not None:
+            raise RuntimeError(
+                "requires_grad: wanted a leaf, got the result of an operation; use y.detach()"
+            )
+        if value and not self.dtype.is_float:
+            raise TypeError(
+                f"requires_grad: wanted a floating-point tensor, got {self.dtype.name}; "
+                + (
+                    "keep the float tensor as the leaf and quantize it in the computation"
+                    if self.dtype.is_blocked
+                    else "convert it with x.astype('float32')"
+                )
+            )
+        self._requires_grad = bool(value)
+
+
+Tensor = TypeVar("Tensor", bound=TensorState)
+"""The tensor class that the mixins below it make and return: `ExTensor`."""
 
 
 class Node:
@@ -33,8 +116,8 @@ class Node:
     Attributes:
         primitive: what was applied; params: with which parameters.
         edges: per input the node or leaf tensor it came from; None where no gradient goes.
-        arrays: the inputs' data, if the gradient reads it; else a `Spec`, or None for an input
-            of the output's shape and dtype.
+        arrays: the inputs' data, if the gradient reads it; else an `ArraySpec`, or None for an
+            input of the output's shape and dtype.
         out: the output's data, if the gradient reads it.
         saved: what forward saved.
         backend: the device it ran on.
@@ -59,14 +142,14 @@ class Node:
         "stamp",
     )
 
-    edges: list[Node | ExTensor | None] | None
+    edges: list[Node | TensorState | None] | None
     arrays: list[Any]
 
     def __init__(
         self,
         primitive: Primitive,
         params: dict[str, Any],
-        inputs: tuple[ExTensor, ...],
+        inputs: tuple[TensorState, ...],
         out: Any,
         saved: Any,
         out_cell: list[int],
@@ -79,7 +162,7 @@ class Node:
         self.compute = compute
         self.seq = next(_count)
         # Plain loops: a comprehension is a call, and this is the hot path.
-        edges: list[Node | ExTensor | None] = []
+        edges: list[Node | TensorState | None] = []
         arrays: list[Any] = []
         cells: list[list[int]] = []
         stamp = 0
@@ -99,7 +182,7 @@ class Node:
             elif data.shape == out.shape and tensor.dtype.numpy is out_type:
                 arrays.append(None)
             else:
-                arrays.append(Spec(data.shape, tensor.dtype.numpy))
+                arrays.append(ArraySpec(data.shape, tensor.dtype.numpy))
         if not primitive.every_vjp:
             for i in range(len(edges)):
                 if not primitive.has_vjp(i):

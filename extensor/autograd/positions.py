@@ -1,18 +1,17 @@
-"""What stands in the brackets of ``x[...]``, and whether it lies within the tensor.
+"""Indexing keys, the brackets of ``x[...]``: their raw arrays, and the check of their positions.
 
-cupy takes a position beyond one end from the other, without a word; here it is an error, as in
-numpy. Raw arrays all through: tensors are `extensor.autograd.tensor`'s.
+cupy wraps a position beyond one end around to the other; here it is an error, as in numpy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from extensor.backends.protocol import Backend
+from extensor.autograd.node import TensorState
+from extensor.backends.protocol import Backend
 
 __all__ = ["check_inside", "check_positions", "raw_key"]
 
@@ -23,13 +22,11 @@ def raw_key(key: Any) -> Any:
     Raises:
         TypeError: for a float tensor or array.
     """
-    from extensor.autograd.tensor import ExTensor  # whose writes in place take keys, too
-
     if isinstance(key, tuple):
         return tuple(raw_key(part) for part in key)
     if isinstance(key, list):
         key = np.asarray(key)
-    elif isinstance(key, ExTensor):
+    elif isinstance(key, TensorState):
         key = key.data
     kind = getattr(getattr(key, "dtype", None), "kind", "i")
     if kind not in "iub":

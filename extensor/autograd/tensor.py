@@ -1,7 +1,9 @@
 """ExTensor: an array (dense or blocked), its dtype and device, and its place in the graph.
 
-Operators and methods are explicit and typed; they call the public operations by
-name through the registry (`methods.py`), so that autograd never imports ops.
+Its methods stand in three bases: operations (`methods.py`), creation and blocked
+storage. They are typed, and call operations by name through the registry, so that
+autograd never imports ops. The bases are generic in the class that they return;
+they never import it.
 
 Every tensor carries a version counter, shared by views of the same memory.
 Writes in place (`x[...] = v`, `copy_`, `assign_`) raise it, and `backward`
@@ -11,11 +13,10 @@ refuses to use what was overwritten.
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,23 +26,22 @@ from extensor.autograd.creation import CreationMethods, as_data, share_writes
 from extensor.autograd.display import html_of, repr_of
 from extensor.autograd.methods import OpMethods
 from extensor.autograd.mode import MODE
+from extensor.autograd.node import Node
 from extensor.autograd.positions import check_positions, raw_key
 from extensor.autograd.primitive import FUNCTIONS
 from extensor.backends import registry
-from extensor.dtypes import BLOCKED, DENSE, DType, DTypeLike, as_dtype, dtype_of
+from extensor.backends.protocol import Backend
+from extensor.dtypes import BLOCKED, DENSE, DTypeLike, as_dtype, dtype_of
 from extensor.quant.array import QuantArray
 from extensor.quant.reference import FLOATS
+from extensor.quant.spec import QuantSpec
 
-if TYPE_CHECKING:
-    from extensor.autograd.node import Node
-    from extensor.backends.protocol import Backend
-
-__all__ = ["ExTensor"]
+__all__ = ["ExTensor", "wrap"]
 
 _ORDER = {"bool": 0, "int": 1, "float": 2, "complex": 3}
 
 
-class ExTensor(OpMethods, CreationMethods, BlockedMethods):
+class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethods["ExTensor"]):
     """An n-dimensional array that can be differentiated and can be stored in blocks.
 
     Args:
@@ -65,25 +65,10 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         RuntimeError: for a device that is not available; the message says what it takes.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_requires_grad",
-        "_version",
-        "backend",
-        "data",
-        "dtype",
-        "grad",
-        "node",
-    )
+    __slots__ = ()
     __array_ufunc__ = None  # so that numpy_array + tensor asks the tensor
 
-    data: Any
-    dtype: DType
-    backend: Backend
     grad: ExTensor | None
-    node: Node | None
-    _requires_grad: bool
-    _version: list[int]
 
     def __init__(
         self,
@@ -115,59 +100,6 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
 
     # What it is.
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The logical shape; the padding of blocks never shows in it."""
-        shape: tuple[int, ...] = self.data.shape
-        return shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.data.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.data.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is stored: of the array, or of codes, scales and all beside them."""
-        return int(self.data.nbytes)
-
-    @property
-    def device(self) -> str:
-        """``"cpu"`` or ``"cuda"``."""
-        return self.backend.name
-
-    @property
-    def is_blocked(self) -> bool:
-        """True if the data is codes and scales."""
-        return self.dtype.is_blocked
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether operations on it are recorded and ``backward`` reaches it."""
-        return self._requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        if self.node is not None:
-            raise RuntimeError(
-                "requires_grad: wanted a leaf, got the result of an operation; use y.detach()"
-            )
-        if value and not self.dtype.is_float:
-            raise TypeError(
-                f"requires_grad: wanted a floating-point tensor, got {self.dtype.name}; "
-                + (
-                    "keep the float tensor as the leaf and quantize it in the computation"
-                    if self.dtype.is_blocked
-                    else "convert it with x.astype('float32')"
-                )
-            )
-        self._requires_grad = bool(value)
-
     def __repr__(self) -> str:
         return repr_of(self)
 
@@ -181,6 +113,10 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
 
     def __iter__(self) -> Iterator[ExTensor]:
         return (self[i] for i in range(len(self)))
+
+    @staticmethod
+    def _wrap(data: Any, backend: Backend) -> ExTensor:
+        return wrap(data, backend)
 
     # Gradients.
 
@@ -203,9 +139,7 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
                 tensor that a gradient needs was written in place. No ``.grad`` changes then.
             ValueError: for a gradient of another shape, or none for several elements.
         """
-        from extensor.autograd import tape  # the tape is built on tensors
-
-        tape.backward(self, gradient, retain_graph, create_graph)
+        FUNCTIONS["backward"](self, gradient, retain_graph, create_graph)
 
     def zero_grad(self) -> None:
         """Forget ``.grad``."""
@@ -213,7 +147,7 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
 
     def detach(self) -> ExTensor:
         """The same memory outside the graph; a write to either raises both versions."""
-        tensor = _share(self)
+        tensor = wrap(self.data, self.backend)
         tensor._version = self._version
         return tensor
 
@@ -230,20 +164,11 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         if wanted is self.dtype:
             return self
         if wanted.format is not None:
-            from extensor.quant.spec import QuantSpec
-
-            quantized: ExTensor = self.quantize(QuantSpec(wanted.format.name))
-            return quantized
+            return self.quantize(QuantSpec(wanted.format.name))
         if isinstance(self.data, QuantArray):
             if wanted.name in FLOATS and not self.requires_grad:
-                decoded = _share(self)
-                decoded.data, decoded.dtype = (
-                    self.backend.dequantize(self.data, wanted.name),
-                    wanted,
-                )
-                return decoded
-            dense: ExTensor = self.dequantize()
-            return dense.astype(wanted)
+                return wrap(self.backend.dequantize(self.data, wanted.name), self.backend)
+            return self.dequantize().astype(wanted)
         cast: ExTensor = FUNCTIONS["astype"](self, wanted)
         return cast
 
@@ -271,14 +196,12 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
                 "or move y.detach()"
             )
         backend = registry.get(target)
-        moved = _share(self)
-        moved.backend = backend
+        move = _to_host if target == "cpu" else backend.xp.asarray
         if isinstance(self.data, QuantArray):
-            move = _to_host if target == "cpu" else backend.xp.asarray
             parts = {name: move(part) for name, part in self.data.parts.items()}
-            moved.data = dataclasses.replace(self.data, **parts)
+            moved = wrap(dataclasses.replace(self.data, **parts), backend)
         else:
-            moved.data = _to_host(self.data) if target == "cpu" else backend.xp.asarray(self.data)
+            moved = wrap(move(self.data), backend)
         moved._requires_grad = self._requires_grad
         return moved
 
@@ -439,10 +362,10 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         if isinstance(source, QuantArray):
             source = value.dequantize().data
         if isinstance(value, (ExTensor, np.ndarray)):
-            came = dtype_of(source)
-            if _ORDER[came.kind] > _ORDER[self.dtype.kind]:
+            got = dtype_of(source)
+            if _ORDER[got.kind] > _ORDER[self.dtype.kind]:
                 raise TypeError(
-                    f"write: {came.name} values do not fit a {self.dtype.name} tensor; convert them"
+                    f"write: {got.name} values do not fit a {self.dtype.name} tensor; convert them"
                 )
         indices = raw_key(key)
         try:
@@ -500,8 +423,8 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
         """Raise the version: now and, while a step is recorded, with each repetition."""
         cell = self._version
         cell[0] += 1
-        if (recording := self.backend.recording) is not None:
-            recording.on_repeat(lambda: operator.setitem(cell, 0, cell[0] + 1))
+        if (capture := self.backend.capturing) is not None:
+            capture.on_replay(lambda: operator.setitem(cell, 0, cell[0] + 1))
 
     def _check_write(self) -> None:
         if self.dtype.is_blocked:
@@ -516,14 +439,23 @@ class ExTensor(OpMethods, CreationMethods, BlockedMethods):
             )
 
 
-def _share(tensor: ExTensor) -> ExTensor:
-    """A new leaf on the same data."""
-    made: ExTensor = object.__new__(ExTensor)
-    made.data, made.dtype, made.backend = tensor.data, tensor.dtype, tensor.backend
-    made.node = made.grad = None
-    made._requires_grad = False
-    made._version = [0]
-    return made
+_new = object.__new__
+_scalar = np.generic
+
+
+def wrap(data: Any, backend: Any, node: Node | None = None) -> ExTensor:
+    """An ExTensor around raw data, without a check or a copy."""
+    if isinstance(data, _scalar):  # numpy gives scalars where an array would have no axes
+        data = np.asarray(data)
+    tensor: ExTensor = _new(ExTensor)
+    tensor.data = data
+    tensor.dtype = dtype_of(data)
+    tensor.backend = backend
+    tensor.node = node
+    tensor.grad = None
+    tensor._requires_grad = node is not None
+    tensor._version = [0]
+    return tensor
 
 
 def _to_host(array: Any) -> Any:

@@ -22,6 +22,7 @@ from extensor.backends.cpu_quantize import CpuQuantize
 from extensor.backends.cpu_training import CpuTraining
 from extensor.backends.cpu_windows import CpuWindows
 from extensor.backends.protocol import Array
+from extensor.backends.unsupported import Unsupported
 from extensor.config import num_threads, require_core, use_core
 from extensor.quant.array import QuantArray
 
@@ -72,12 +73,12 @@ class CpuBackend(CpuQuantize, CpuDense, CpuTraining, CpuWindows, CpuLayers):
         return {
             "quantize": self._quantize_reason,
             "dequantize": self._dequantize_reason,
-            "operand": self._operand_reason,
-            "quantize_pair": self._quantize_pair_reason,
-            "operand_pair": self._operand_pair_reason,
-            "block_matmul": self._block_matmul_reason,
-            "weight_matmul": self._weight_matmul_reason,
-            "operand_matmul": self._operand_matmul_reason,
+            "fake_quantize": self._operand_reason,
+            "quantize_rowwise_columnwise": self._quantize_pair_reason,
+            "fake_quantize_rowwise_columnwise": self._operand_pair_reason,
+            "block_scaled_matmul": self._block_matmul_reason,
+            "weight_only_matmul": self._weight_matmul_reason,
+            "product": self._product_reason,
             **self._dense_reasons(),
             **self._window_reasons(),
             **self._training_reasons(),
@@ -100,10 +101,10 @@ class CpuBackend(CpuQuantize, CpuDense, CpuTraining, CpuWindows, CpuLayers):
         reason = reasons[method](*args)
         if reason is not None:
             return f"generic: {reason}"
-        if method == "weight_matmul":
+        if method == "weight_only_matmul":
             return f"core ({self.core.gemm_instructions()})"
-        if method in ("block_matmul", "operand_matmul"):
-            kind = self._product_kind(*args) if method == "block_matmul" else "bf16"
+        if method in ("block_scaled_matmul", "product"):
+            kind = self._product_kind(*args) if method == "block_scaled_matmul" else "bf16"
             tiles = kind in ("bf16", "int8")
             level = self.core.gemm_level() if tiles else self.core.gemm_instructions()
             return f"core ({level}, {kind})"
@@ -111,10 +112,10 @@ class CpuBackend(CpuQuantize, CpuDense, CpuTraining, CpuWindows, CpuLayers):
 
     # --- blocked products ---
 
-    def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
+    def block_scaled_matmul(self, a: QuantArray, b: QuantArray) -> Array:
         """See the protocol; bounds in `extensor.backends.products`."""
-        if self._block_matmul_reason(a, b):
-            return super().block_matmul(a, b)
+        if len(a.shape) == 3 or self._block_matmul_reason(a, b):
+            return super().block_scaled_matmul(a, b)
         sides = [products.matrix(self.core, q) for q in (a, b)]
         kind = self._product_kind(a, b)
         if kind == "bf16":
@@ -139,27 +140,35 @@ class CpuBackend(CpuQuantize, CpuDense, CpuTraining, CpuWindows, CpuLayers):
         step = products.block_step(a, b)
         return step if isinstance(step, str) else None
 
-    def weight_matmul(self, x: Array, w: QuantArray) -> Array:
+    def weight_only_matmul(self, x: Array, w: QuantArray) -> Array:
         """See the protocol; bounds in `extensor.backends.products`. Widens bfloat16."""
         x = self._wide(x)
         if self._weight_matmul_reason(x, w):
-            return super().weight_matmul(x, w)
+            return super().weight_only_matmul(x, w)
         return self.core.weight_only_matmul(ready(x), products.matrix(self.core, w))
 
     def _weight_matmul_reason(self, x: Array, w: QuantArray) -> str | None:
         return self.core_missing if self.core is None else products.weight_reason(self._wide(x), w)
 
-    def operand_matmul(self, a: Array, b: Array) -> Array:
+    def product(self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None) -> Array:
         """See the protocol; bounds in `extensor.backends.products`."""
-        factors = self._operand_factors(a, b)
-        if isinstance(factors, str):
-            return super().operand_matmul(a, b)
-        return self.core.bf16_value_matmul(a, b, *factors)
+        factors = self._product_factors(a, b)
+        if not factors:
+            return super().product(a, b, dtype, bias)
+        out = self.core.bf16_value_matmul(a, b.T, *factors)
+        if bias is not None:
+            out += bias
+        return out
 
-    def _operand_matmul_reason(self, a: Array, b: Array) -> str | None:
-        factors = self._operand_factors(a, b)
-        return factors if isinstance(factors, str) else None
+    def _product_factors(
+        self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None
+    ) -> tuple[float, float] | Unsupported:
+        if self.core is None:
+            return Unsupported(self.core_missing)
+        return products.operand_factors(self.core, a, b.T)
 
-    def _operand_factors(self, a: Array, b: Array) -> tuple[float, float] | str:
-        core = self.core
-        return self.core_missing if core is None else products.operand_factors(core, a, b)
+    def _product_reason(
+        self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None
+    ) -> str | None:
+        factors = self._product_factors(a, b)
+        return None if factors else factors.reason

@@ -15,7 +15,7 @@ import numpy as np
 from extensor.backends.cpu_core import ready
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.outlier import kept
+from extensor.quant.outlier import outlier_count
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -42,7 +42,7 @@ def quantize(
     axis, shape = spec.axis, tuple(x.shape)
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf
         rows = _rows(x.astype(np.float32, copy=False), axis)
-    rest, means, index, values = backend.core.split_outliers(rows, kept(spec, shape[axis]))
+    rest, means, index, values = backend.core.split_outliers(rows, outlier_count(spec, shape[axis]))
     q, stats = backend.store(rest, spec.replace(axis=1), stream)
     decoded = backend.decode(q)
     flushed = backend.core.join_outliers(decoded, q.scales, means, index, values, rows)

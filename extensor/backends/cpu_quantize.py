@@ -13,9 +13,9 @@ from extensor.backends import cpu_outliers
 from extensor.backends.cpu_core import CoreBackend, ready
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
-from extensor.quant.context import Counts
 from extensor.quant.hadamard import hadamard_signs
-from extensor.quant.reference import FLOATS, check_previous, narrow, near
+from extensor.quant.recipe_state import Counts
+from extensor.quant.reference import FLOATS, check_previous, narrow, rebase
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -39,8 +39,8 @@ class CpuQuantize(CoreBackend):
         previous_amax: Array | None = None,
     ) -> tuple[QuantArray, QuantStats]:
         """See the protocol."""
-        if spec.near:
-            return near(*self.quantize(x, spec.replace(near=False), stream, previous_amax))
+        if spec.rebased:
+            return rebase(*self.quantize(x, spec.replace(rebased=False), stream, previous_amax))
         if self._quantize_reason(x, spec, stream, previous_amax):
             return super().quantize(x, spec, stream, previous_amax)
         if spec.row.outliers:
@@ -111,15 +111,15 @@ class CpuQuantize(CoreBackend):
         placed = place(self.core, q.spec, q.shape)
         return placed if isinstance(placed, str) else None
 
-    def operand(
+    def fake_quantize(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[Array, Counts]:
         """See the protocol."""
-        if spec.near:
+        if spec.rebased:
             q, stats = self.quantize(x, spec, stream)
             return self.dequantize(q), stats
         if self._operand_reason(x, spec, stream):
-            return super().operand(x, spec, stream)
+            return super().fake_quantize(x, spec, stream)
         if spec.row.outliers:
             q, stats = cpu_outliers.quantize(self, x, spec.resolve(x.ndim), stream)
             return cpu_outliers.dequantize(self, q), stats
@@ -136,14 +136,14 @@ class CpuQuantize(CoreBackend):
             return self.core_missing
         if x.size == 0 or x.ndim == 0:
             return "empty array or scalar"
-        if spec.near:
-            return "near-exact squares, whose codes numpy looks up after the core has made them"
+        if spec.rebased:
+            return "rebased tiles, whose codes numpy looks up after the core has made them"
         if reason := self._input_reason(x, spec, stream):
             return reason
         placed = place(self.core, spec, x.shape)
         return placed if isinstance(placed, str) else None
 
-    def quantize_pair(
+    def quantize_rowwise_columnwise(
         self,
         x: Array,
         specs: tuple[QuantSpec, QuantSpec],
@@ -151,7 +151,7 @@ class CpuQuantize(CoreBackend):
     ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
         """See the protocol."""
         if self._quantize_pair_reason(x, specs, streams):
-            return super().quantize_pair(x, specs, streams)
+            return super().quantize_rowwise_columnwise(x, specs, streams)
         placed = _covered_pair(self.core, specs, x.shape)
         results = self.core.quantize_rowwise_columnwise(
             tuple(p.plan for p in placed),
@@ -177,7 +177,7 @@ class CpuQuantize(CoreBackend):
         first, second = _covered_pair(self.core, specs, x.shape)
         return first.no_codes or second.no_codes
 
-    def operand_pair(
+    def fake_quantize_rowwise_columnwise(
         self,
         x: Array,
         specs: tuple[QuantSpec, QuantSpec],
@@ -185,7 +185,7 @@ class CpuQuantize(CoreBackend):
     ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
         """See the protocol."""
         if self._operand_pair_reason(x, specs, streams):
-            return super().operand_pair(x, specs, streams)
+            return super().fake_quantize_rowwise_columnwise(x, specs, streams)
         placed = _covered_pair(self.core, specs, x.shape)
         results = self.core.fake_quantize_rowwise_columnwise(
             tuple(p.plan for p in placed),

@@ -13,7 +13,7 @@ from extensor.backends.cpu_core import CoreBackend, ready
 from extensor.backends.cpu_quantize import covered, place
 from extensor.backends.protocol import Array, Window
 from extensor.quant.array import QuantStats
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -27,8 +27,8 @@ class CpuWindows(CoreBackend):
 
     def _window_reasons(self) -> dict[str, Callable[..., str | None]]:
         return {
-            "operand_conv2d": self._operand_conv2d_reason,
-            "operand_conv2d_grad_w": self._operand_conv2d_grad_w_reason,
+            "quantized_conv2d": self._operand_conv2d_reason,
+            "quantized_conv2d_grad_w": self._operand_conv2d_grad_w_reason,
             "conv2d": self._conv2d_reason,
             "conv2d_grad_x": self._conv2d_grad_x_reason,
             "conv2d_grad_w": self._conv2d_grad_w_reason,
@@ -36,7 +36,7 @@ class CpuWindows(CoreBackend):
             "max_pool2d_grad": self._max_pool2d_grad_reason,
         }
 
-    def operand_conv2d(
+    def quantized_conv2d(
         self,
         x: Array,
         w: Array,
@@ -48,7 +48,7 @@ class CpuWindows(CoreBackend):
     ) -> tuple[Array, Counts]:
         """See the protocol."""
         if self._operand_conv2d_reason(x, w, spec, stream, shape, window, bias):
-            return super().operand_conv2d(x, w, spec, stream, shape, window, bias)
+            return super().quantized_conv2d(x, w, spec, stream, shape, window, bias)
         plan, length, count = self._patch_plan(x, spec, shape, window)
         where = (shape, _placement(window), x.shape[1] // shape[1])
         start = None if bias is None else ready(bias)
@@ -68,7 +68,7 @@ class CpuWindows(CoreBackend):
         reason = self._arguments_reason(x, w, bias)
         return reason or _patch_reason(self.core, x, spec, shape, window)
 
-    def operand_conv2d_grad_w(
+    def quantized_conv2d_grad_w(
         self,
         g: Array,
         x: Array,
@@ -79,7 +79,7 @@ class CpuWindows(CoreBackend):
     ) -> tuple[Array, Counts]:
         """See the protocol."""
         if self._operand_conv2d_grad_w_reason(g, x, spec, stream, shape, window):
-            return super().operand_conv2d_grad_w(g, x, spec, stream, shape, window)
+            return super().quantized_conv2d_grad_w(g, x, spec, stream, shape, window)
         plan, length, count = self._patch_plan(x, spec, shape, window)
         where = (shape, _placement(window), x.shape[1] // shape[1])
         gw, *lost = self.core.quantized_conv2d_grad_w(plan, length, ready(g), ready(x), *where)
@@ -186,7 +186,7 @@ def _conv_reason(x: tuple[int, ...], w: tuple[int, ...], groups: int) -> str | N
 
 
 def _patch_shape(x: Array, shape: tuple[int, ...], window: Window) -> tuple[int, ...]:
-    """The shape of x's patches; see `Backend.operand_conv2d`."""
+    """The shape of x's patches; see `Backend.quantized_conv2d`."""
     ho, wo = window.output_size(x.shape[2:])
     matrix = (math.prod(shape[1:]), x.shape[0] * ho * wo)
     groups = x.shape[1] // shape[1]
@@ -202,7 +202,7 @@ def _patch_reason(
     if spec.transform:
         return "a Hadamard transform"
     whole = spec.row.tensor_scale or spec.scale_window is not None or spec.tile == "tensor"
-    if whole or spec.near:
+    if whole or spec.rebased:
         return "scales that depend on the whole matrix"
     if isinstance(spec.tile, tuple) and spec.tile[0] > 1:
         return f"tiles of {spec.tile[0]} rows"

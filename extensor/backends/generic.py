@@ -15,11 +15,19 @@ import ml_dtypes
 import numpy as np
 
 from extensor.backends import dense, layers, training, windows
-from extensor.backends.protocol import Array, Finite, Window
-from extensor.backends.recording import Graph, Guard, Recording
+from extensor.backends.capture import Graph, StepCapture, UpdateGuard
+from extensor.backends.preparation import FloatPreparation
+from extensor.backends.protocol import (
+    Array,
+    FiniteQuery,
+    OperandSpec,
+    Preparation,
+    Prepared,
+    Window,
+)
 from extensor.quant import reference, views
 from extensor.quant.array import QuantArray, QuantStats
-from extensor.quant.context import Counts
+from extensor.quant.recipe_state import Counts
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -52,16 +60,16 @@ def _widened(method: Callable[P, T]) -> Callable[P, T]:
 class GenericBackend:
     """Implements `extensor.backends.protocol.Backend` on the array module ``xp``."""
 
-    steps_together: Collection[str] = ()
+    multi_tensor_states: Collection[str] = ()
     bfloat16: Collection[str] = ()
-    adding: Collection[str] = ()
+    accumulating_vjps: Collection[str] = ()
 
     def __init__(self, name: str, xp: Any) -> None:
         self.name = name
         self.xp = xp
 
     @property
-    def recording(self) -> Recording | None:
+    def capturing(self) -> StepCapture | None:
         """See the protocol."""
         return None
 
@@ -88,13 +96,13 @@ class GenericBackend:
             return "the stream does not go with the rounding"
         return None
 
-    def operand(
+    def fake_quantize(
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[Array, Counts]:
         """See the protocol."""
         return reference.operand(x, spec, stream, self.xp)
 
-    def quantize_pair(
+    def quantize_rowwise_columnwise(
         self,
         x: Array,
         specs: tuple[QuantSpec, QuantSpec],
@@ -103,27 +111,27 @@ class GenericBackend:
         """See the protocol."""
         return self.quantize(x, specs[0], streams[0]), self.quantize(x, specs[1], streams[1])
 
-    def operand_pair(
+    def fake_quantize_rowwise_columnwise(
         self,
         x: Array,
         specs: tuple[QuantSpec, QuantSpec],
         streams: tuple[Stream | None, Stream | None] = (None, None),
     ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
         """See the protocol."""
-        return self.operand(x, specs[0], streams[0]), self.operand(x, specs[1], streams[1])
+        return self.fake_quantize(x, specs[0], streams[0]), self.fake_quantize(
+            x, specs[1], streams[1]
+        )
 
-    def block_matmul(self, a: QuantArray, b: QuantArray) -> Array:
-        """See the protocol."""
-        return self.xp.matmul(self.dequantize(a), self.dequantize(b).T)
-
-    def block_matmul_batch(self, a: QuantArray, b: QuantArray) -> Array:
-        """See the protocol: one after the other."""
+    def block_scaled_matmul(self, a: QuantArray, b: QuantArray) -> Array:
+        """See the protocol: the matrices of stacks one after the other."""
+        if len(a.shape) == 2:
+            return self.xp.matmul(self.dequantize(a), self.dequantize(b).T)
         out = self.xp.empty((*a.shape[:2], b.shape[1]), dtype=_FLOAT32)
-        for i, sides in enumerate(zip(views.matrices(a), views.matrices(b), strict=True)):
-            out[i] = self.block_matmul(*sides)
+        for i, sides in enumerate(zip(views.unstack(a), views.unstack(b), strict=True)):
+            out[i] = self.block_scaled_matmul(*sides)
         return out
 
-    def weight_matmul(self, x: Array, w: QuantArray) -> Array:
+    def weight_only_matmul(self, x: Array, w: QuantArray) -> Array:
         """See the protocol."""
         return self.xp.matmul(self._wide(x), self.dequantize(w).T)
 
@@ -131,71 +139,29 @@ class GenericBackend:
         """Bfloat16 as float32; everything else as it is."""
         return self.cast(x, _FLOAT32) if x.dtype == _BFLOAT16 else x
 
-    def operand_matmul(self, a: Array, b: Array) -> Array:
-        """See the protocol."""
-        return self.matmul(a, b)
-
-    def product_operands(
+    def prepare(
         self,
         x: Array,
-        specs: Sequence[QuantSpec],
+        specs: Sequence[OperandSpec],
         streams: Sequence[Stream | None],
         work: int,
-        memory: dict[str, Any] | None = None,
-    ) -> list[tuple[Any, Counts]]:
+        amax_state: dict[str, Any] | None = None,
+    ) -> Preparation:
+        """See the protocol: operands are float32 values, too large to be kept."""
+        return FloatPreparation(self, x, specs, streams)
+
+    def run_batch(self, preparations: Sequence[Preparation]) -> list[Prepared]:
+        """See the protocol: one after the other."""
+        return [preparation.run() for preparation in preparations]
+
+    def product(self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None) -> Array:
         """See the protocol."""
-        made: Sequence[tuple[Array, Counts]]
-        if len(specs) == 2:
-            made = self.operand_pair(x, (specs[0], specs[1]), (streams[0], streams[1]))
-        else:
-            made = [self.operand(x, specs[0], streams[0])]
-        return [
-            (values if spec.axis == 1 else values.T, stats)
-            for spec, (values, stats) in zip(specs, made, strict=True)
-        ]
-
-    def product_operands_each(
-        self,
-        xs: Sequence[Array],
-        specs: Sequence[QuantSpec],
-        memories: Sequence[dict[str, Any]],
-    ) -> list[list[tuple[Any, Counts]]]:
-        """See the protocol."""
-        raise RuntimeError(f"device {self.name!r}: operands of several matrices are made apart")
-
-    def joins_operands(self, specs: Sequence[QuantSpec]) -> bool:
-        """See the protocol: one matrix after the other, so no."""
-        return False
-
-    def dense_operands(self, x: Array, axes: Sequence[int], dtype: str, work: int) -> list[Any]:
-        """See the protocol."""
-        values = layers.dense_values(self, x, dtype)
-        return [values if axis == 1 else values.T for axis in axes]
-
-    def keeps_dense(self, dtype: str, work: int) -> bool:
-        """See the protocol: these are float32 values, so no."""
-        return False
-
-    def keeps_operands(
-        self,
-        x: Array,
-        specs: Sequence[QuantSpec],
-        streams: Sequence[Stream | None],
-        work: int,
-    ) -> bool:
-        """See the protocol: these are float32 values, so no."""
-        return False
-
-    def operand_product(
-        self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None
-    ) -> Array:
-        """See the protocol."""
-        out = self.operand_matmul(a, b.T)
+        out = self.matmul(a, b.T)
         if bias is not None:
             out += bias
         return out
 
-    def operand_conv2d(
+    def quantized_conv2d(
         self,
         x: Array,
         w: Array,
@@ -215,7 +181,7 @@ class GenericBackend:
             out += bias[:, None, None]
         return out, stats
 
-    def operand_conv2d_grad_w(
+    def quantized_conv2d_grad_w(
         self,
         g: Array,
         x: Array,
@@ -239,7 +205,7 @@ class GenericBackend:
     ) -> tuple[Array, Counts]:
         groups = x.shape[1] // shape[1]
         patches = windows.patch_matrix(x, window, groups, self.xp)
-        return self.operand(patches if groups > 1 else patches[0], spec, stream)
+        return self.fake_quantize(patches if groups > 1 else patches[0], spec, stream)
 
     def conv2d(
         self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
@@ -379,15 +345,15 @@ class GenericBackend:
         """See the protocol."""
         training.adam(weight, grad, mean, square, factors, self.xp)
 
-    def adam_each(
+    def adam_multi_tensor(
         self,
         parts: Sequence[tuple[Array, Array, Array, Array]],
         factors: Sequence[Mapping[str, float]],
-        guard: Guard | None = None,
-        look: bool = False,
-        memory: dict[str, Any] | None = None,
+        guard: UpdateGuard | None = None,
+        check_finite: bool = False,
+        cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """See the protocol. States are float32 here."""
 
         def update(
@@ -396,34 +362,34 @@ class GenericBackend:
             grad = grad + weight * mine["decay"] if mine["decay"] else grad
             self.adam(weight, grad, mean, square, mine)
 
-        return self._each(parts, factors, look, update)
+        return self._each(parts, factors, check_finite, update)
 
-    def sgd_each(
+    def sgd_multi_tensor(
         self,
         parts: Sequence[tuple[Array, Array, Array | None]],
         factors: Sequence[Mapping[str, float]],
-        guard: Guard | None = None,
-        look: bool = False,
-        memory: dict[str, Any] | None = None,
+        guard: UpdateGuard | None = None,
+        check_finite: bool = False,
+        cache: dict[str, Any] | None = None,
         numbers: Sequence[int] | int = 0,
-    ) -> Finite:
+    ) -> FiniteQuery:
         """See the protocol. States are float32 here."""
 
         def update(mine: Mapping[str, float], weight: Array, grad: Array, buffer: Array) -> None:
             more = (mine["lr"], mine["momentum"], mine["decay"], bool(mine["nesterov"]))
             self.sgd(weight, grad, buffer, *more)
 
-        return self._each(parts, factors, look, update)
+        return self._each(parts, factors, check_finite, update)
 
     def _each(
         self,
         parts: Sequence[tuple[Array | None, ...]],
         factors: Sequence[Mapping[str, float]],
-        look: bool,
+        check_finite: bool,
         update: Callable[..., None],
-    ) -> Finite:
+    ) -> FiniteQuery:
         """Part after part, flat; none if a gradient that is looked at is not finite."""
-        found = self.all_finite_each([part[1] for part in parts]) if look else []
+        found = self.all_finite_multi_tensor([part[1] for part in parts]) if check_finite else []
         if all(found):
             for part, mine in zip(parts, factors, strict=True):
                 update(mine, *(None if a is None else a.reshape(-1) for a in part))
@@ -433,13 +399,13 @@ class GenericBackend:
         """See the protocol."""
         return nullcontext()
 
-    def scale_each(self, arrays: Sequence[Array], factor: float | Array) -> None:
+    def scale_multi_tensor(self, arrays: Sequence[Array], factor: float | Array) -> None:
         """See the protocol."""
         for x in arrays:
             number = factor if isinstance(factor, float) else factor.astype(x.dtype)
             self.xp.multiply(x, number, out=x)
 
-    def square_sum_each(self, arrays: Sequence[Array]) -> float | Array:
+    def square_sum_multi_tensor(self, arrays: Sequence[Array]) -> float | Array:
         """See the protocol."""
         return sum((training.square_sum(x, self.xp) for x in arrays), 0.0)
 
@@ -449,8 +415,8 @@ class GenericBackend:
 
     def refuse(self, bad: Array, error: Callable[[], Exception]) -> None:
         """See the protocol."""
-        if self.recording is not None:
-            self.recording.watch(bad, error)
+        if self.capturing is not None:
+            self.capturing.watch(bad, error)
         elif bool(bad.any()):  # one wait for a GPU
             raise error()
 
@@ -488,7 +454,7 @@ class GenericBackend:
         """See the protocol."""
         return layers.all_finite(x, self.xp)
 
-    def all_finite_each(self, arrays: Sequence[Array]) -> list[bool]:
+    def all_finite_multi_tensor(self, arrays: Sequence[Array]) -> list[bool]:
         """See the protocol."""
         return [self.all_finite(x) for x in arrays]
 

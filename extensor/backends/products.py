@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
 from extensor.formats import ElementFormat
 from extensor.quant.array import QuantArray
 
@@ -128,7 +129,7 @@ def bf16_reason(a: QuantArray, b: QuantArray) -> str | None:
     return _flush_reason(_range(a), _range(b), a.shape[1])
 
 
-def operand_factors(core: Any, a: Any, b: Any) -> tuple[float, float] | str:
+def operand_factors(core: Any, a: Any, b: Any) -> tuple[float, float] | Unsupported:
     """For tiles: numbers that a and b are bfloat16 times of; or why tiles do not take a b.
 
     Looked at, not assumed: e8m0-scaled operands are bfloat16, also under a Hadamard transform, and
@@ -136,24 +137,26 @@ def operand_factors(core: Any, a: Any, b: Any) -> tuple[float, float] | str:
     times a factor, which comes of their largest value; those with many float32 scales are not.
     """
     if not core.gemm_has_amx():
-        return f"no tiles of bfloat16 at {core.gemm_level()}; BLAS"
+        return Unsupported(f"no tiles of bfloat16 at {core.gemm_level()}; BLAS")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
-        return "not (M, K) and (K, N)"
+        return Unsupported("not (M, K) and (K, N)")
     if a.dtype != np.float32 or b.dtype != np.float32:
-        return f"{a.dtype} times {b.dtype}; the core takes float32"
+        return Unsupported(f"{a.dtype} times {b.dtype}; the core takes float32")
     if not all(x.flags.c_contiguous or x.flags.f_contiguous for x in (a, b)):
-        return "arrays that are not contiguous either way round"
+        return Unsupported("arrays that are not contiguous either way round")
     shape = (*a.shape, b.shape[1])
     if min(shape) < _LEAST_SIDE or math.prod(shape) < _LEAST_WORK:
-        return f"a product of {' x '.join(map(str, shape))} is small; BLAS is faster"
+        return Unsupported(f"a product of {' x '.join(map(str, shape))} is small; BLAS is faster")
     factors, ranges = [], []
     for x in (a, b):
         factor, low, high = core.bf16_range(x)
         if not factor:
-            return "values that bfloat16 does not hold"
+            return Unsupported("values that bfloat16 does not hold")
         factors.append(factor)
         ranges.append((low - _BF16_DIGITS + 1, high + 1))
-    return _flush_reason(ranges[0], ranges[1], a.shape[1]) or (factors[0], factors[1])
+    if reason := _flush_reason(ranges[0], ranges[1], a.shape[1]):
+        return Unsupported(reason)
+    return factors[0], factors[1]
 
 
 def _flush_reason(a: tuple[int, int], b: tuple[int, int], k: int) -> str | None:

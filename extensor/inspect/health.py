@@ -1,4 +1,4 @@
-"""A recipe's telemetry as a table: what quantizing did to each operand of each layer."""
+"""The telemetry of a recipe as a table: saturation and underflow of each layer's operands."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from extensor.inspect.table import Table
-from extensor.quant.context import RecipeState
 from extensor.quant.recipe import SLOTS
+from extensor.quant.recipe_state import RecipeState
 from extensor.quant.spec import QuantSpec
 
 __all__ = ["SlotHealth", "health_table", "slot_health"]
 
 MANY_SATURATED = 0.02
-"""A top value in every block of 32 that clips would be a share of 0.03."""
+"""If the largest value of each block of 32 saturated, the share would be 0.03."""
 MANY_FLUSHED = 0.25
 """MXFP4 flushes about a tenth of normally distributed values."""
-MANY_CHANGED = 0.1
-"""Near-exact operands of real tensors change fewer (`QuantSpec.near`; docs/how-to/gpu.md)."""
+MANY_REBASE_CHANGED = 0.1
+"""Rebasing changes fewer values of real tensors (`QuantSpec.rebased`; docs/how-to/gpu.md)."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class SlotHealth:
         count: how many values were quantized.
         saturated: the share of them that rounded beyond the largest code, 0 to 1.
         flushed: the share that were not zero and became zero, 0 to 1.
-        switched: whether the gradient scaler changed the rule.
-        changed: the share that are not their own block's, under `QuantSpec.near`, likewise.
+        switched: whether the gradient scaler changed the scale rule.
+        rebase_changed: the share that rebasing to a tile's scale changed, 0 to 1
+            (`QuantSpec.rebased`).
     """
 
     layer: str
@@ -43,14 +44,14 @@ class SlotHealth:
     saturated: float
     flushed: float
     switched: bool = False
-    changed: float = 0.0
+    rebase_changed: float = 0.0
 
     @property
     def verdict(self) -> str:
-        """``"saturates"``, ``"flushes"``, ``"is not near"``, several of these, or ``"ok"``."""
+        """``"ok"``, or any of ``"saturates"``, ``"flushes"`` and ``"changes when rebased"``."""
         words = ["saturates"] if self.saturated > MANY_SATURATED else []
         words += ["flushes"] if self.flushed > MANY_FLUSHED else []
-        words += ["is not near"] if self.changed > MANY_CHANGED else []
+        words += ["changes when rebased"] if self.rebase_changed > MANY_REBASE_CHANGED else []
         return " and ".join(words) or "ok"
 
 
@@ -60,7 +61,7 @@ def slot_health(
     """One row per (layer, slot) that has telemetry, layers in model order, slots in GEMM order.
 
     Args:
-        state: what `apply_recipe` gave.
+        state: what `apply_recipe` returned.
         switched: the (layer, slot) pairs whose scale rule was changed.
     """
     rows = []
@@ -81,7 +82,7 @@ def slot_health(
                     stats.saturated / max(stats.count, 1),
                     stats.flushed / max(stats.count, 1),
                     (path, slot) in switched,
-                    stats.changed / max(stats.count, 1),
+                    stats.rebase_changed / max(stats.count, 1),
                 )
             )
     return tuple(rows)
@@ -89,7 +90,7 @@ def slot_health(
 
 def health_table(rows: tuple[SlotHealth, ...]) -> Table:
     """The rows of `slot_health`, or of a gradient scaler's report, as text."""
-    columns = ("layer", "slot", "format", "rule", "values", "saturated", "flushed", "changed")
+    columns = ("layer", "slot", "format", "rule", "values", "saturated", "flushed", "rebased")
     return Table(
         (*columns, "verdict"),
         tuple(
@@ -101,7 +102,7 @@ def health_table(rows: tuple[SlotHealth, ...]) -> Table:
                 f"{row.count:,}",
                 f"{row.saturated:.3%}",
                 f"{row.flushed:.3%}",
-                f"{row.changed:.3%}",
+                f"{row.rebase_changed:.3%}",
                 row.verdict,
             )
             for row in rows

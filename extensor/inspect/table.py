@@ -1,4 +1,4 @@
-"""A table of text: printed as it is, or handed on to something that draws nicer ones."""
+"""A table of text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ValueError(f"row: wanted {len(self.columns)} cells, got {row}")
+                raise ValueError(f"row: expected {len(self.columns)} cells, got {row}")
 
     def __str__(self) -> str:
         lines = (self.columns, *self.rows)

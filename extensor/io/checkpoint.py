@@ -1,9 +1,9 @@
 """Checkpoints: named tensors, dense or blocked, in one safetensors file, written atomically.
 
-A blocked tensor is stored as its parts, `<name>.codes`, `<name>.scales` and so on, which
-any safetensors reader can see; its spec and logical shape are JSON in the file's metadata.
-The file appears under its name only when every byte of it is on the disk, so that a full
-disk, a crash or a signal leaves the checkpoint that was there before.
+A blocked tensor is stored as its parts, `<name>.codes`, `<name>.scales` and so on, which any
+safetensors reader can read. Its spec and logical shape are JSON in the file's metadata. The file
+gets its name only when every byte is on the disk: a full disk, a crash or a signal leaves an older
+checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a file held.
+    """The content of a checkpoint file.
 
     Attributes:
-        tensors: numpy arrays and objects of `QuantArray` by name.
-        metadata: what was given to `save_checkpoint`; for a file that another program wrote, its
-            metadata strings.
+        tensors: numpy arrays and `QuantArray`s by name.
+        metadata: as given to `save_checkpoint`; the metadata strings of another program's file.
     """
 
     tensors: dict[str, Stored]
@@ -96,11 +95,11 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str], like: Mapping[str, Any] | None = None
 ) -> Checkpoint:
-    """Read a checkpoint after checking all of it.
+    """Read a checkpoint; all of it is checked first.
 
     Args:
         path: a file that `save_checkpoint`, or any other safetensors writer, made.
-        like: tensors of the names, shapes and dtypes that are wanted, such as a model's
+        like: tensors of the names, shapes and dtypes that are expected, such as a model's
             ``state_dict()``; anything else in the file is an error.
 
     Returns:
@@ -122,9 +121,9 @@ def load_checkpoint(
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file beside ``path`` that takes its place when the block ends well."""
+    """A temporary file that is renamed to ``path`` if the block ends without an error."""
     if path.is_dir():
-        raise IsADirectoryError(f"{path}: wanted a file name, got a directory")
+        raise IsADirectoryError(f"{path}: expected a file name, got a directory")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         file = open(temporary, "xb")  # noqa: SIM115 - closed below, before the rename
@@ -146,7 +145,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make the rename itself durable, where the system lets a directory be opened."""
+    """Make the rename durable, on systems that can open a directory."""
     if os.name != "posix":
         return
     descriptor = os.open(directory, os.O_RDONLY)
@@ -159,7 +158,7 @@ def _sync_directory(directory: Path) -> None:
 def _to_host(name: str, value: Any) -> Stored:
     """A numpy array or a QuantArray of numpy arrays."""
     if not isinstance(name, str):
-        raise TypeError(f"tensor name: wanted a str, got {name!r}")
+        raise TypeError(f"tensor name: expected a str, got {name!r}")
     value = getattr(value, "data", value) if hasattr(value, "requires_grad") else value
     if isinstance(value, QuantArray):
         parts: dict[str, Any] = {
@@ -175,25 +174,27 @@ def _host_array(name: str, value: Any) -> Array:
     if hasattr(value, "__cuda_array_interface__"):
         return np.asarray(value.get())
     raise TypeError(
-        f"{name}: wanted a numpy array, an ExTensor or a QuantArray, got {type(value).__name__}; "
+        f"{name}: expected a numpy array, an ExTensor or a QuantArray, got {type(value).__name__}; "
         "plain values belong in metadata"
     )
 
 
 def _to_json(content: dict[str, Any]) -> str:
-    wanted = "metadata: wanted JSON that reads back equal (lists, not tuples; string keys; finite "
+    expected = (
+        "metadata: expected JSON that reads back equal (lists, not tuples; string keys; finite "
+    )
     try:
         text = json.dumps(content, allow_nan=False, sort_keys=True)
         same = json.loads(text)["metadata"] == content["metadata"]
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{wanted}numbers), got {error}") from None
+        raise ValueError(f"{expected}numbers), got {error}") from None
     if not same:
-        raise ValueError(f"{wanted}numbers), got {content['metadata']!r:.200}")
+        raise ValueError(f"{expected}numbers), got {content['metadata']!r:.200}")
     return text
 
 
 def _decode(arrays: dict[str, Array], strings: dict[str, str]) -> Checkpoint:
-    """Put blocked tensors together again."""
+    """Assemble blocked tensors from their parts."""
     if _KEY not in strings:
         return Checkpoint(dict(arrays), dict(strings))
     try:
@@ -205,7 +206,7 @@ def _decode(arrays: dict[str, Array], strings: dict[str, str]) -> Checkpoint:
         raise CheckpointError(f"bad {_KEY} metadata: {error!r}") from None
     if version != _VERSION:
         raise CheckpointError(
-            f"wanted version {_VERSION} of the checkpoint layout, got {version!r}; "
+            f"expected version {_VERSION} of the checkpoint layout, got {version!r}; "
             "read it with the release that wrote it"
         )
     tensors: dict[str, Stored] = {}
@@ -218,32 +219,32 @@ def _decode(arrays: dict[str, Array], strings: dict[str, str]) -> Checkpoint:
             raise CheckpointError(f"blocked tensor {name!r}: bad spec: {error}") from None
     clash = sorted(tensors.keys() & arrays.keys())
     if clash:
-        raise CheckpointError(f"wanted each tensor once, got {clash} both dense and blocked")
+        raise CheckpointError(f"expected each tensor once, got {clash} both dense and blocked")
     return Checkpoint({**tensors, **arrays}, metadata)
 
 
 def _decode_blocked(name: str, entry: dict[str, Any], arrays: dict[str, Array]) -> QuantArray:
-    """Take one blocked tensor's parts out of ``arrays``, checked against its spec."""
+    """Remove one blocked tensor's parts from ``arrays``, and check them against its spec."""
     spec = QuantSpec.from_dict(entry["spec"])
     shape = tuple(int(n) for n in entry["shape"])
     if spec != spec.resolve(len(shape)) or min(shape) < 0:
         raise CheckpointError(f"blocked tensor {name!r}: its spec does not fit the shape {shape}")
-    wanted = _part_layout(spec, shape)
-    missing = sorted(part for part in wanted if f"{name}.{part}" not in arrays)
-    if missing or sorted(wanted) != entry["parts"]:
+    expected = _part_layout(spec, shape)
+    missing = sorted(part for part in expected if f"{name}.{part}" not in arrays)
+    if missing or sorted(expected) != entry["parts"]:
         raise CheckpointError(
-            f"blocked tensor {name!r}: wanted the parts {sorted(wanted)}, got {entry['parts']}, "
-            f"of which missing in the file: {missing}"
+            f"blocked tensor {name!r}: expected the parts {sorted(expected)}, got "
+            f"{entry['parts']}, of which missing in the file: {missing}"
         )
-    parts = {part: arrays.pop(f"{name}.{part}") for part in wanted}
-    for part, (dtype, part_shape) in wanted.items():
+    parts = {part: arrays.pop(f"{name}.{part}") for part in expected}
+    for part, (dtype, part_shape) in expected.items():
         array = parts[part]
         fits = len(array.shape) == len(part_shape) and all(
             want in (None, got) for want, got in zip(part_shape, array.shape, strict=True)
         )
         if array.dtype != dtype or not fits:
             raise CheckpointError(
-                f"blocked tensor {name!r}: wanted {part} of {dtype} and shape {part_shape}, "
+                f"blocked tensor {name!r}: expected {part} of {dtype} and shape {part_shape}, "
                 f"got {array.dtype} and {array.shape}"
             )
     return QuantArray(spec=spec, shape=shape, **parts)
@@ -252,7 +253,7 @@ def _decode_blocked(name: str, entry: dict[str, Any], arrays: dict[str, Array]) 
 def _part_layout(
     spec: QuantSpec, shape: tuple[int, ...]
 ) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """Dtype and shape of each part that a blocked tensor has; None is any length."""
+    """Dtype and shape of each part of a blocked tensor; None is any length."""
 
     def along(length: int | None) -> tuple[int | None, ...]:
         return (*shape[: spec.axis], length, *shape[spec.axis + 1 :])
@@ -275,7 +276,7 @@ def _part_layout(
 
 
 def _check_like(tensors: Mapping[str, Stored], like: Mapping[str, Any]) -> None:
-    wanted = {name: _to_host(name, value) for name, value in like.items()}
-    message = layout_error("this checkpoint", wanted, tensors)
+    expected = {name: _to_host(name, value) for name, value in like.items()}
+    message = layout_error("this checkpoint", expected, tensors)
     if message:
         raise CheckpointError(message)

@@ -1,9 +1,9 @@
-"""Other programs' storage layouts of MXFP4 and NVFP4, byte for byte, to and from `QuantArray`.
+"""Conversion of `QuantArray`s to and from other programs' layouts of MXFP4 and NVFP4.
 
-The numbers stay what they are; only the order of nibbles, scales and bytes changes. What a layout
-cannot hold (a NaN block in gguf, rows of broken blocks) is an error, never a changed value.
+Values stay the same; only the order of nibbles, scales and bytes changes. A value that a layout
+cannot store, such as a NaN block in gguf, is an error.
 
-`LAYOUTS` shows them side by side. gguf's records run along rows. The Mojo original's run over the
+`LAYOUTS` lists the layouts. gguf's records run along rows. The Mojo original's run over the
 flattened tensor, so that a block may cross rows, and its NVFP4 has no tensor scale. Both interleave
 scales and codes in one array.
 
@@ -45,14 +45,14 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay out a format's codes and scales.
+    """A layout of a format's codes and scales.
 
     Attributes:
-        name: whose it is.
+        name: the program that uses it.
         format: the format's name.
-        record: what follows what.
+        record: the order of scales and codes.
         first_bytes: for the first two bytes of codes, the elements in (low nibble, high nibble).
-        tensor_scale: where the float32 scale of the tensor goes.
+        tensor_scale: where the tensor's float32 scale is stored.
         nan: whether a NaN block can be stored.
     """
 
@@ -73,7 +73,7 @@ LAYOUTS = (
     Layout("Mojo original", "mxfp4", "16 bytes, scale; flattened", ((1, 0), (3, 2)), "-", True),
     Layout("Mojo original", "nvfp4", "8 bytes, scale; flattened", ((1, 0), (3, 2)), "none", False),
 )
-"""The layouts this module knows, for tables."""
+"""The layouts of this module, for tables."""
 
 _MX, _NV = QuantSpec("mxfp4"), QuantSpec("nvfp4")
 _NV_NAN = 0x7F
@@ -85,7 +85,7 @@ def to_gguf_mxfp4(q: QuantArray) -> Array:
 
     Raises:
         ValueError: if q is not MXFP4 in blocks of 32 along the last axis, if K is not a multiple
-            of 32, or if a block is NaN, which gguf cannot say.
+            of 32, or if a block is NaN, which gguf cannot store.
     """
     codes = _blocks(q, _MX, "gguf MXFP4")
     _refuse_nan(q.scales, E8M0_NAN, "gguf MXFP4")
@@ -113,7 +113,7 @@ def to_gguf_nvfp4(q: QuantArray) -> tuple[Array, np.float32]:
 
     Raises:
         ValueError: if q is not NVFP4 in blocks of 16 along the last axis, if K is not a multiple
-            of 64, or if a block is NaN, which gguf cannot say.
+            of 64, or if a block is NaN, which gguf cannot store.
     """
     codes = _blocks(q, _NV, "gguf NVFP4", along=64)
     _refuse_nan(q.scales, _NV_NAN, "gguf NVFP4")
@@ -179,7 +179,7 @@ def to_mojo_nvfp4(q: QuantArray) -> Array:
     assert q.tensor_scale is not None
     if q.tensor_scale != 1:
         raise ValueError(
-            f"Mojo NVFP4 has no tensor scale: wanted 1, got {float(q.tensor_scale)}; "
+            f"Mojo NVFP4 has no tensor scale: expected 1, got {float(q.tensor_scale)}; "
             "call .dequantize() and store float32, or use another layout"
         )
     return np.concatenate([_high_first(codes), q.scales.reshape(-1, 1)], axis=-1).reshape(-1)
@@ -202,17 +202,18 @@ def from_mojo_nvfp4(records: Array, shape: tuple[int, ...]) -> QuantArray:
 
 
 def to_swizzled_scales(scales: Array) -> Array:
-    """Scales (R, C), one byte each -> the order that tensor cores read, flat.
+    """Scales (R, C), one byte each -> a flat array in the order that tensor cores read.
 
     R is padded with zeros to a multiple of 128 and C to one of 4. Tiles of 128x4 follow each other
-    row by row; inside one, (r, c) lies at 16 * (r % 32) + 4 * (r // 32) + c.
+    row by row; inside a tile, (r, c) is at 16 * (r % 32) + 4 * (r // 32) + c.
 
     Raises:
         ValueError: if scales are not a matrix of bytes.
     """
     if scales.ndim != 2 or scales.dtype.itemsize != 1:
         raise ValueError(
-            f"swizzled scales: wanted a matrix of bytes, got {scales.dtype} of shape {scales.shape}"
+            f"swizzled scales: expected a matrix of bytes, got {scales.dtype} of shape "
+            f"{scales.shape}"
         )
     rows, columns = _tiles(scales.shape)
     short = [
@@ -231,18 +232,15 @@ def from_swizzled_scales(swizzled: Array, shape: tuple[int, int]) -> Array:
         ValueError: if the number of bytes does not fit the shape.
     """
     rows, columns = _tiles(shape)
-    wanted = rows * columns * _TILE_ROWS * _TILE_COLUMNS
-    if swizzled.dtype.itemsize != 1 or swizzled.size != wanted:
+    expected = rows * columns * _TILE_ROWS * _TILE_COLUMNS
+    if swizzled.dtype.itemsize != 1 or swizzled.size != expected:
         raise ValueError(
-            f"swizzled scales of {shape}: wanted {wanted} bytes (padded to 128x4), got "
+            f"swizzled scales of {shape}: expected {expected} bytes (padded to 128x4), got "
             f"{swizzled.size} of {swizzled.dtype}"
         )
     tiles = swizzled.view(np.uint8).reshape(rows, columns, 32, 4, _TILE_COLUMNS)
     padded = tiles.transpose(0, 3, 2, 1, 4).reshape(rows * _TILE_ROWS, columns * _TILE_COLUMNS)
     return np.ascontiguousarray(padded[: shape[0], : shape[1]])
-
-
-# ---- shared
 
 
 def _joined(x: Array) -> Array:
@@ -254,25 +252,25 @@ def _tiles(shape: tuple[int, ...]) -> tuple[int, int]:
     return -(-shape[0] // _TILE_ROWS), -(-shape[1] // _TILE_COLUMNS)
 
 
-def _blocks(q: QuantArray, wanted: QuantSpec, layout: str, along: int = 0) -> Array:
-    """Unpacked codes, uint8 (..., blocks, block size), of an array that fits the layout."""
-    spec, row = q.spec, wanted.row
+def _blocks(q: QuantArray, expected: QuantSpec, layout: str, along: int = 0) -> Array:
+    """Check an array for a layout; its unpacked codes, uint8 (..., blocks, block size)."""
+    spec, row = q.spec, expected.row
     tile = row.tile
     if spec.format not in (row.name, f"{row.name}_fp8exact") or spec.tile != tile or spec.transform:
         raise ValueError(
-            f"{layout}: wanted {row.name} in blocks of {tile} without a transform, got "
+            f"{layout}: expected {row.name} in blocks of {tile} without a transform, got "
             f"{spec.format}, tile {spec.tile}, transform {spec.transform}; quantize it so first"
         )
     if spec.axis != len(q.shape) - 1:
         raise ValueError(
-            f"{layout}: wanted blocks along the last axis, got axis {spec.axis} of shape {q.shape}"
-            "; transpose it first"
+            f"{layout}: expected blocks along the last axis, got axis {spec.axis} of shape "
+            f"{q.shape}; transpose it first"
         )
     assert isinstance(tile, tuple)
     length, unit = q.shape[-1], along or tile[1]
     if length % unit:
         raise ValueError(
-            f"{layout}: wanted rows of a multiple of {unit}, got {length}; pad the array first"
+            f"{layout}: expected rows of a multiple of {unit}, got {length}; pad the array first"
         )
     codes = unpack(np.asarray(q.codes), row.element.bits, length)
     return codes.reshape(*q.shape[:-1], length // tile[1], tile[1])
@@ -285,14 +283,14 @@ def _stored(
     tensor_scale: float | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> QuantArray:
-    """Codes (..., blocks, block size) and their scales as a QuantArray of ``shape``."""
+    """Pack codes (..., blocks, block size) and their scales as a QuantArray of ``shape``."""
     shape = (*codes.shape[:-2], codes.shape[-2] * codes.shape[-1]) if shape is None else shape
     spec = spec.resolve(len(shape))
     scale = None
     if tensor_scale is not None:
         scale = np.asarray(tensor_scale, np.float32)
         if scale.shape or not (np.isfinite(scale) and scale > 0):
-            raise ValueError(f"tensor scale: wanted a positive number, got {tensor_scale!r}")
+            raise ValueError(f"tensor scale: expected a positive number, got {tensor_scale!r}")
     packed = pack(_joined(codes), spec.row.element.bits)
     return QuantArray(
         codes=np.array(packed).reshape(*shape[:-1], packed_length(spec, shape)),
@@ -306,10 +304,10 @@ def _stored(
 def _records(records: Array, size: int, layout: str) -> Array:
     """Bytes (..., n * size) -> (..., n, size)."""
     if records.dtype != np.uint8:
-        raise TypeError(f"{layout}: wanted records of uint8, got {records.dtype}")
+        raise TypeError(f"{layout}: expected records of uint8, got {records.dtype}")
     if records.ndim == 0 or records.shape[-1] % size:
         raise ValueError(
-            f"{layout}: wanted rows of whole records of {size} bytes, got shape {records.shape}"
+            f"{layout}: expected rows of whole records of {size} bytes, got shape {records.shape}"
         )
     return records.reshape(*records.shape[:-1], records.shape[-1] // size, size)
 
@@ -332,7 +330,7 @@ def _from_mojo(
     halves = whole[:, :-1]
     codes = np.stack([halves >> 4, halves & 15], axis=-1).reshape(len(whole), block)
     if np.any(codes.reshape(-1)[count:]):
-        raise ValueError(f"{layout}: wanted zeros after the {count} values of shape {shape}")
+        raise ValueError(f"{layout}: expected zeros after the {count} values of shape {shape}")
     return codes, whole[:, -1]
 
 
@@ -352,4 +350,4 @@ def _refuse_nan(scales: Array, byte: int, layout: str) -> None:
 def _refuse_sign(scales: Array, layout: str) -> None:
     if np.any(scales > 0x7F):
         at = [int(i) for i in np.argwhere(scales > 0x7F)[0]]
-        raise ValueError(f"{layout}: wanted scales without a sign, got one in block {at}")
+        raise ValueError(f"{layout}: expected scales without a sign, got one in block {at}")

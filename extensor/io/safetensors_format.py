@@ -1,9 +1,9 @@
-"""The safetensors container, written and read by the `safetensors` library, believed by nobody.
+"""The safetensors container: read and written by the `safetensors` library, and checked further.
 
-The library works on raw bytes here, since its numpy loader knows neither bfloat16 nor FP8. It
-checks offsets, sizes and types; what it lets through and a checkpoint must not have (keys given
-twice, of which one would silently win, fields it does not know, BOOL bytes other than 0 and 1) is
-refused here. A file's bytes depend only on its content.
+The library is used on raw bytes, since its numpy loader supports neither bfloat16 nor FP8. It
+checks offsets, sizes and types. This module also refuses what the library accepts and a checkpoint
+must not have: repeated keys, unknown fields, and BOOL bytes other than 0 and 1. A file's bytes
+depend only on its content.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "C64": np.dtype("<c8"),
     "BOOL": np.dtype("?"),
 }
-"""The container's dtype names and the numpy dtypes their bytes are."""
+"""The container's dtype names, and their numpy dtypes."""
 
 
 class CheckpointError(ValueError):
-    """A file that is not what it should be. Nothing was loaded."""
+    """A file that is damaged, or not the expected one. Nothing was loaded."""
 
 
 def write(file: BinaryIO, tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
@@ -63,7 +63,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Array], metadata: Mapping[str, s
         TypeError: for a dtype the container cannot hold.
         ValueError: for an empty or reserved name, or a header that is too long.
     """
-    # The library is given addresses: `plain` keeps the arrays alive until it is done.
+    # The library gets addresses: `plain` keeps the arrays alive until it has read them.
     plain = {name: _little_endian(name, array) for name, array in tensors.items()}
     specs = {
         name: TensorSpec(
@@ -78,7 +78,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Array], metadata: Mapping[str, s
         content = serialize(specs, dict(metadata) or None)
     except SafetensorError as error:
         raise ValueError(
-            f"safetensors: wanted what fits its header, got: {error}; put large values in "
+            f"safetensors: expected what fits its header, got: {error}; put large values in "
             "tensors, not in metadata"
         ) from None
     file.write(content)
@@ -106,14 +106,14 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]
 def _little_endian(name: str, array: Array) -> Array:
     if not name or name == METADATA_KEY:
         raise ValueError(
-            f"tensor name: wanted a non-empty name other than {METADATA_KEY!r}, got {name!r}"
+            f"tensor name: expected a non-empty name other than {METADATA_KEY!r}, got {name!r}"
         )
     # ascontiguousarray would turn a scalar into a vector.
     array = np.asarray(array, order="C")
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     if array.dtype not in DTYPES.values():
         raise TypeError(
-            f"{name}: wanted one of {', '.join(str(d) for d in DTYPES.values())}, "
+            f"{name}: expected one of {', '.join(str(d) for d in DTYPES.values())}, "
             f"got {array.dtype}; cast the tensor first"
         )
     return array
@@ -134,7 +134,7 @@ def _strict_header(content: bytes) -> dict[str, Any]:
     for name, entry in header.items():
         if name != METADATA_KEY and set(entry) != _FIELDS:
             raise CheckpointError(
-                f"bad header: {name!r}: wanted dtype, shape and data_offsets, got {entry!r:.80}"
+                f"bad header: {name!r}: expected dtype, shape and data_offsets, got {entry!r:.80}"
             )
     return header
 
@@ -144,16 +144,16 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise CheckpointError(f"bad header: wanted each key once, got {twice} more than once")
+        raise CheckpointError(f"bad header: expected each key once, got {twice} more than once")
     return table
 
 
 def _to_array(name: str, entry: dict[str, Any]) -> Array:
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(
-            f"bad header: {name!r}: wanted a dtype in {', '.join(DTYPES)}, got {entry['dtype']!r}"
+            f"bad header: {name!r}: expected a dtype in {', '.join(DTYPES)}, got {entry['dtype']!r}"
         )
     raw = np.frombuffer(entry["data"], np.uint8)  # of a bytearray that is ours: writable
     if entry["dtype"] == "BOOL" and raw.size and raw.max() > 1:
-        raise CheckpointError(f"{name!r}: wanted BOOL bytes 0 or 1, got {raw.max()}")
+        raise CheckpointError(f"{name!r}: expected BOOL bytes 0 or 1, got {raw.max()}")
     return raw.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])

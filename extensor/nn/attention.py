@@ -1,4 +1,4 @@
-"""MultiheadAttention."""
+"""Multi-head self-attention, with grouped queries and rotary position embedding."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["MultiheadAttention", "rotate"]
 
 
 def rotate(x: ExTensor, base: float) -> ExTensor:
-    """Turn each vector by an angle that grows with its place: rotary position embedding.
+    """Rotary position embedding: rotate each vector by angles proportional to its position.
 
-    Components i and i + d/2 of the vector at place t are turned, as a pair, by the angle
-    t base^(-2i/d), so that the product of two turned vectors depends on their distance alone.
+    Components i and i + d/2 of the vector at position t are rotated, as a pair, by the angle
+    t base^(-2i/d). The dot product of two rotated vectors then depends on their distance only.
 
     Args:
         x: (..., T, d) with d even.
         base: above 0; 10000 in the paper.
 
     Returns:
-        The same shape and dtype; of 16-bit floats computed in float32 and rounded once.
+        The same shape and dtype; 16-bit floats are computed in float32 and rounded once.
 
     Raises:
         ValueError: for an odd d.
@@ -39,14 +39,14 @@ def rotate(x: ExTensor, base: float) -> ExTensor:
     """
     *_, length, size = x.shape
     if size % 2:
-        raise ValueError(f"rotate: wanted vectors of even length, got {size}")
+        raise ValueError(f"rotate: expected vectors of even length, got {size}")
     # Angles in float64 on the host, so that they are the same on every device.
     angle = np.arange(length)[:, None] * base ** (-2.0 * np.arange(size // 2) / size)
     wide = compute_dtype(x.dtype)
     cos, sin = (ExTensor.from_numpy(f(angle)).astype(wide).to(x.device) for f in (np.cos, np.sin))
     a, b = x[..., : size // 2].astype(wide), x[..., size // 2 :].astype(wide)
-    turned = concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 class MultiheadAttention(Module):
@@ -86,23 +86,23 @@ class MultiheadAttention(Module):
         self.kv_heads = heads if kv_heads is None else check_size("kv_heads", kv_heads)
         if width % heads:
             raise ValueError(
-                f"MultiheadAttention: wanted a width that is a multiple of the heads, got width "
+                f"MultiheadAttention: expected a width that is a multiple of the heads, got width "
                 f"{width} and {heads} heads"
             )
         if heads % self.kv_heads:
             raise ValueError(
-                f"MultiheadAttention: wanted heads that are a multiple of kv_heads, got {heads} "
+                f"MultiheadAttention: expected heads that are a multiple of kv_heads, got {heads} "
                 f"and {kv_heads}"
             )
         self.head_size = width // heads
         if rotary is not None and (not 0.0 < rotary < math.inf or self.head_size % 2):
             raise ValueError(
-                "MultiheadAttention: rotary: wanted a base above 0 and heads of even length, got "
+                "MultiheadAttention: rotary: expected a base above 0 and heads of even length, got "
                 f"{rotary!r} and {self.head_size}"
             )
         self.causal, self.rotary = causal, rotary
-        both = (heads + 2 * self.kv_heads) * self.head_size
-        self.qkv = Linear(width, both, bias, rng)
+        projected = (heads + 2 * self.kv_heads) * self.head_size
+        self.qkv = Linear(width, projected, bias, rng)
         self.out = Linear(width, width, bias, rng)
 
     def forward(self, x: ExTensor) -> ExTensor:
@@ -110,16 +110,16 @@ class MultiheadAttention(Module):
         tensors_only("MultiheadAttention", x)
         if x.ndim < 2 or x.shape[-1] != self.width or not x.shape[-2]:
             raise ValueError(
-                f"MultiheadAttention: wanted an input of shape (..., T, {self.width}) with T of 1 "
-                f"or more, got {x.shape}"
+                f"MultiheadAttention: expected an input of shape (..., T, {self.width}) with "
+                f"T of 1 or more, got {x.shape}"
             )
         projected = self.qkv(x)
         if self.rotary is None:
             return self.out(
                 packed_attention(projected, self.heads, self.kv_heads, causal=self.causal)
             )
-        every = self.heads + 2 * self.kv_heads
-        split = projected.reshape((*x.shape[:-1], every, self.head_size)).swapaxes(-2, -3)
+        all_heads = self.heads + 2 * self.kv_heads
+        split = projected.reshape((*x.shape[:-1], all_heads, self.head_size)).swapaxes(-2, -3)
         q = rotate(split[..., : self.heads, :, :], self.rotary)
         k = rotate(split[..., self.heads : self.heads + self.kv_heads, :, :], self.rotary)
         v = split[..., self.heads + self.kv_heads :, :, :]

@@ -15,7 +15,7 @@ __all__ = ["Embedding"]
 
 
 class Embedding(Module):
-    """A vector for each of ``count`` numbers.
+    """A table of vectors, looked up by integers.
 
     Args:
         count: how many vectors, 1 or more.
@@ -28,7 +28,7 @@ class Embedding(Module):
 
     Raises:
         ValueError: for sizes below 1; when called, for a number outside 0..count - 1.
-        TypeError: when called with something that is no integer tensor.
+        TypeError: when called with anything but an integer tensor.
     """
 
     role = "embedding"
@@ -42,13 +42,13 @@ class Embedding(Module):
         """Integers of any shape (...) -> (..., size)."""
         tensors_only("Embedding", index)
         if not index.dtype.is_integer:
-            raise TypeError(f"Embedding: wanted integers, got {index.dtype.name}")
+            raise TypeError(f"Embedding: expected integers, got {index.dtype.name}")
         data = index.data
 
         def error() -> ValueError:
             return ValueError(
-                f"Embedding: wanted numbers in 0..{self.count - 1}, got "
-                f"{int(data.min())}..{int(data.max())}; the way out: numbers of the "
+                f"Embedding: expected numbers in 0..{self.count - 1}, got "
+                f"{int(data.min())}..{int(data.max())}; use numbers of the "
                 "vocabulary that the layer was made for, or a layer of more vectors"
             )
 

@@ -1,4 +1,4 @@
-"""TransformerBlock."""
+"""The transformer block and its feed-forward layers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from extensor.autograd.tensor import ExTensor
 from extensor.errors import unknown_name
 from extensor.nn.attention import MultiheadAttention
 from extensor.nn.checks import check_size
-from extensor.nn.layer_norm import LayerNorm
 from extensor.nn.linear import Linear
 from extensor.nn.module import Module
-from extensor.nn.rms_norm import RMSNorm
+from extensor.nn.norm import LayerNorm, RMSNorm
 from extensor.ops.activation import gelu, swiglu
 
 __all__ = ["FeedForward", "TransformerBlock"]
@@ -27,7 +26,7 @@ NORMS: Mapping[str, Callable[[int, bool], Module]] = MappingProxyType(
 ACTIVATIONS: Mapping[str, tuple[int, Callable[[ExTensor], ExTensor]]] = MappingProxyType(
     {"gelu": (1, gelu), "swiglu": (2, swiglu)}
 )
-"""By name: how many times the hidden width goes in, and the function that leaves it once."""
+"""By name: how many times the hidden width the function takes, and the function."""
 
 
 class FeedForward(Module):

@@ -33,12 +33,13 @@ from extensor.autograd.tensor import ExTensor
 from extensor.backends.layers import dense_values
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.dtypes import bfloat16, dtype_of, promote
-from extensor.ops import operands
+from extensor.ops import recipe_operands as operands
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import conv_window
-from extensor.quant.context import LayerContext, RecipeState
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
+from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.recipes import get_recipe
+from extensor.quant.weight_cache import WeightVersion
 
 __all__ = ["layer_context", "quantized_conv2d", "quantized_matmul"]
 
@@ -86,15 +87,15 @@ def _bias_vjp(
 def _product(
     backend: Backend, a: Any, b: Any, gemm: Gemm, dtype: np.dtype[Any], bias: Array | None = None
 ) -> Array:
-    """A b^T of what `operands.of_products` gave, scaled, plus a bias, rounded to ``dtype`` once."""
+    """A b^T of what `make_operands` gave, scaled, plus a bias, rounded to ``dtype`` once."""
     # Rounded operands may fit bfloat16 tiles, which is looked for; float32 ones do not.
     if "float32" in (gemm.a, gemm.b):
         out = backend.matmul(a, b.T)
     elif gemm.output_scale == 1.0:
         start = None if bias is None else backend.cast(bias, np.dtype(np.float32))
-        return backend.cast(backend.operand_product(a, b, dtype.name, start), dtype)
+        return backend.cast(backend.product(a, b, dtype.name, start), dtype)
     else:
-        out = backend.operand_product(a, b)
+        out = backend.product(a, b)
     out = _scaled(out, gemm, backend.xp)
     return backend.cast(out if bias is None else backend.add(out, bias), dtype)
 
@@ -137,14 +138,14 @@ def _matmul_forward(
     w: Array,
     *bias: Array,
     context: LayerContext,
-    version: operands.Version | None = None,
+    version: WeightVersion | None = None,
 ) -> tuple[Array, tuple[Any, Any]]:
     rows = x.reshape(-1, x.shape[-1])
     sizes = (len(rows), *w.shape)
-    a, x_down = operands.of_forward(backend, rows, context, _X, sizes)
-    b, w_down = operands.of_forward(backend, w, context, _W, sizes, version)
+    a, x_columnwise = operands.forward_operands(backend, rows, context, _X, sizes)
+    b, w_columnwise = operands.forward_operands(backend, w, context, _W, sizes, version)
     out = _product(backend, a, b, context.layer.fprop, _result(context, x, w, *bias), *bias)
-    return out.reshape(*x.shape[:-1], w.shape[0]), (x_down, w_down)
+    return out.reshape(*x.shape[:-1], w.shape[0]), (x_columnwise, w_columnwise)
 
 
 def _matmul_vjp(
@@ -155,25 +156,25 @@ def _matmul_vjp(
     needs: tuple[bool, ...],
     context: LayerContext,
     saved: tuple[Any, Any],
-    version: operands.Version | None = None,
+    version: WeightVersion | None = None,
 ) -> list[Array | None]:
     x, w = inputs[:2]
-    x_down, w_down = saved
+    x_columnwise, w_columnwise = saved
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
     sizes, layer = (len(rows), *w.shape), context.layer
     wanted = [slot for slot, need in zip(_G, needs, strict=False) if need]
-    gradients = operands.of_products(backend, rows, context, wanted, sizes)  # read once for both
+    gradients = operands.make_operands(backend, rows, context, wanted, sizes)  # read once for both
     dx = dw = None
     if needs[0]:
-        if w_down is None:
-            (w_down,) = operands.of_products(backend, w, context, _W[1:], sizes, version)
-        dx = _product(backend, gradients[0], w_down, layer.dgrad, x.dtype)
+        if w_columnwise is None:
+            (w_columnwise,) = operands.make_operands(backend, w, context, _W[1:], sizes, version)
+        dx = _product(backend, gradients[0], w_columnwise, layer.dgrad, x.dtype)
         dx = dx if dx.shape == x.shape else dx.reshape(x.shape)  # a leaf's gradient is no view
     if needs[1]:
-        if x_down is None:
+        if x_columnwise is None:
             x = x.reshape(-1, x.shape[-1])
-            (x_down,) = operands.of_products(backend, x, context, _X[1:], sizes)
-        dw = _product(backend, gradients[-1], x_down, layer.wgrad, w.dtype)
+            (x_columnwise,) = operands.make_operands(backend, x, context, _X[1:], sizes)
+        dw = _product(backend, gradients[-1], x_columnwise, layer.wgrad, w.dtype)
     return [dx, dw, *(backend.leading_sum(g, g.ndim - 1) if need else None for need in needs[2:])]
 
 
@@ -245,7 +246,7 @@ def quantized_matmul(
         raise ValueError(
             f"quantized_matmul: wanted x (..., K) and w (N, K), got {x.shape} and {w.shape}"
         )
-    version = operands.Version.of(w)
+    version = operands.version_of(w)
     if bias is None:
         return apply("quantized_matmul", x, w, context=context, version=version)
     _check_bias("quantized_matmul", bias, w)
@@ -282,14 +283,14 @@ def _conv_forward(
 ) -> Array:
     gemm, start = context.layer.fprop, bias[0] if bias else None
     early = start if gemm.output_scale == 1.0 else None  # added where the sums begin
-    kernels = operands.values(backend, _stacked(w, groups), context, "fprop.w", -1)
+    kernels = operands.slot_values(backend, _stacked(w, groups), context, "fprop.w", -1)
     wanted = context.operand("fprop.x")
     if isinstance(wanted, str):
         a = dense_values(backend, x, wanted)
         out = backend.conv2d(a, kernels.reshape(w.shape), window, groups, early)
     else:
-        spec, stream = operands.placed(context, "fprop.x", wanted, -2, 2 if groups == 1 else 3)
-        out, stats = backend.operand_conv2d(x, kernels, spec, stream, w.shape, window, early)
+        spec, stream = operands.slot_spec(context, "fprop.x", wanted, -2, 2 if groups == 1 else 3)
+        out, stats = backend.quantized_conv2d(x, kernels, spec, stream, w.shape, window, early)
         context.record("fprop.x", stats)
     out = _scaled(out, gemm, backend.xp)
     if start is not None and early is None:
@@ -324,13 +325,13 @@ def _conv_dgrad(
     groups: int,
 ) -> Array:
     gemm, (n, _, ho, wo) = context.layer.dgrad, g.shape
-    kernels = operands.values(backend, _stacked(w, groups), context, "dgrad.w", -2)
+    kernels = operands.slot_values(backend, _stacked(w, groups), context, "dgrad.w", -2)
     rows = kernels.shape[-2] * groups  # a transform may have padded the output channels
     wanted = context.operand("dgrad.g")
     if isinstance(wanted, str):
         values = dense_values(backend, g, wanted)
     else:
-        matrix = operands.values(
+        matrix = operands.slot_values(
             backend, _pixels_last(g, groups, backend.xp), context, "dgrad.g", -2
         )
         values = backend.xp.swapaxes(matrix.reshape(rows, n, ho, wo), 0, 1)
@@ -354,16 +355,16 @@ def _conv_wgrad(
         values = dense_values(backend, g, wanted_g)
         matrix = None if isinstance(wanted_x, str) else _pixels_last(values, groups, xp)
     else:
-        matrix = operands.values(backend, _pixels_last(g, groups, xp), context, "wgrad.g", -1)
+        matrix = operands.slot_values(backend, _pixels_last(g, groups, xp), context, "wgrad.g", -1)
         values = g
     if isinstance(wanted_x, str):
         a = dense_values(backend, x, wanted_x)
         if matrix is not None:
             values = xp.swapaxes(matrix.reshape(shape[0], n, ho, wo), 0, 1)
         return _scaled(backend.conv2d_grad_w(values, a, shape, window, groups), gemm, xp)
-    spec, stream = operands.placed(context, "wgrad.x", wanted_x, -1, 2 if groups == 1 else 3)
+    spec, stream = operands.slot_spec(context, "wgrad.x", wanted_x, -1, 2 if groups == 1 else 3)
     assert matrix is not None
-    out, stats = backend.operand_conv2d_grad_w(matrix, x, spec, stream, shape, window)
+    out, stats = backend.quantized_conv2d_grad_w(matrix, x, spec, stream, shape, window)
     context.record("wgrad.x", stats)
     return _scaled(out, gemm, xp)
 

@@ -1,15 +1,13 @@
 """Optimizers, learning-rate schedules, gradient clipping and loss scaling."""
 
-from extensor.optim.adagrad import Adagrad
-from extensor.optim.adam import Adam
-from extensor.optim.adamw import AdamW
+from extensor.optim.adam import Adam, AdamW
 from extensor.optim.clip import clip_grad_norm, clip_grad_value
 from extensor.optim.grad_scale import GradScaleReport, MXGradScaler
-from extensor.optim.lars import LARS
 from extensor.optim.lion import Lion
 from extensor.optim.muon import Muon
-from extensor.optim.optimizer import Optimizer, ParamGroup
-from extensor.optim.rmsprop import RMSprop
+from extensor.optim.optimizer import Optimizer
+from extensor.optim.params import ParamGroup
+from extensor.optim.rmsprop import Adagrad, RMSprop
 from extensor.optim.schedule import (
     WSD,
     Cosine,
@@ -23,7 +21,7 @@ from extensor.optim.schedule import (
     Warmup,
     WarmupCosine,
 )
-from extensor.optim.sgd import SGD
+from extensor.optim.sgd import LARS, SGD
 
 __all__ = [
     "LARS",

@@ -1,15 +1,17 @@
-"""Adam."""
+"""Adam, and AdamW with decoupled weight decay."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from extensor.backends.protocol import Finite
-from extensor.optim.optimizer import Array, Optimizer, Option, check_betas, check_range
+from extensor.backends.protocol import FiniteQuery
+from extensor.optim.optimizer import FRACTION, POSITIVE, Array, Optimizer, l2_gradient
+from extensor.optim.params import Option, Segment, check_betas
 
-__all__ = ["Adam"]
+__all__ = ["Adam", "AdamW"]
 
 
 class Adam(Optimizer):
@@ -30,8 +32,11 @@ class Adam(Optimizer):
         ValueError: for an option out of range.
     """
 
-    decoupled = False
-    fused = True
+    ranges = MappingProxyType(
+        {**Optimizer.ranges, "beta1": FRACTION, "beta2": FRACTION, "eps": POSITIVE}
+    )
+    decoupled = False  # whether weight decay acts on the weight itself
+    multi_tensor = True
 
     def __init__(
         self,
@@ -54,59 +59,33 @@ class Adam(Optimizer):
             weight_decay=weight_decay,
         )
 
-    def _check_options(self, options: Mapping[str, Option]) -> None:
-        super()._check_options(options)
-        check_range("beta1", options["beta1"], 0.0, 1.0)
-        check_range("beta2", options["beta2"], 0.0, 1.0)
-        check_range("eps", options["eps"], math.ulp(0.0))
-
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
         """The averages of the gradient and of its square."""
         return ("mean", "square")
 
-    def update(
-        self,
-        backend: Any,
-        weight: Array,
-        grad: Array,
-        state: Mapping[str, Array],
-        scratch: tuple[Array, Array],
-        options: Mapping[str, Any],
-        step: int,
-    ) -> None:
-        """Move one stretch, in place."""
-        _, two = scratch
-        factors = self._factors(options, step)
-        if decay := factors["decay"]:
-            backend.xp.multiply(weight, decay, out=two)
-            two += grad
-            grad = two
-        backend.adam(weight, grad, state["mean"], state["square"], factors)
+    def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
+        """Move one segment, in place."""
+        factors = self.factors(options, step)
+        grad = l2_gradient(backend.xp, part, factors["decay"])
+        backend.adam(part.weight, grad, part.state["mean"], part.state["square"], factors)
 
-    def update_each(
+    def update_multi_tensor(
         self,
         backend: Any,
         parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
         factors: Sequence[Mapping[str, float]],
         **how: Any,
-    ) -> Finite:
-        """Move whole parameters, in place, in one call."""
+    ) -> FiniteQuery:
+        """Update whole parameters, in place, in one call."""
         arrays = [(w, g, state["mean"], state["square"]) for w, g, state in parts]
-        found: Finite = backend.adam_each(arrays, factors, **how)
+        found: FiniteQuery = backend.adam_multi_tensor(arrays, factors, **how)
         return found
 
-    def factors_each(
-        self, steps: Sequence[int], options: Mapping[str, Any]
-    ) -> list[Mapping[str, float]]:
-        """What a backend's kernel multiplies by, for parameters in such steps."""
-        factors = {step: self._factors(options, step) for step in set(steps)}
-        return [factors[step] for step in steps]
+    def factors(self, options: Mapping[str, Any], step: int) -> dict[str, float]:
+        """The numbers that an update multiplies by; ``decay`` is that of an L2 gradient.
 
-    def _factors(self, options: Mapping[str, Any], step: int) -> dict[str, float]:
-        """What a step multiplies by; ``decay`` is that of an L2 gradient.
-
-        ``rate`` and ``keep`` are also given in parts, lr / correct and 1 - lr shrink: what a device
-        computes that reads the learning rate by itself.
+        ``rate`` is lr / correct and ``keep`` 1 - lr shrink. Their parts are given too, for a device
+        that reads the learning rate by itself.
         """
         lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
         decay = options["weight_decay"]
@@ -125,3 +104,25 @@ class Adam(Optimizer):
             "rate": lr / correct,
             "decay": 0.0 if self.decoupled else decay,
         }
+
+
+class AdamW(Adam):
+    """Adam whose weight decay acts on the weight itself: ``w *= 1 - lr * weight_decay`` first.
+
+    Source: arXiv 1711.05101, algorithm 2, with the schedule folded into ``lr``. Arguments and
+    errors as for `Adam`.
+    """
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        states: str = "float32",
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, states=states)

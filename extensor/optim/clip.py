@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
-from extensor.optim.optimizer import check_range
+from extensor.optim.params import check_range
 
 __all__ = ["clip_grad_norm", "clip_grad_value"]
 
@@ -16,7 +16,7 @@ Array = Any
 
 
 def grad_arrays(params: Iterable[ExTensor]) -> list[tuple[Array, Any]]:
-    """(gradient data, backend) of each parameter that has a gradient."""
+    """The gradient's data and backend, for each parameter that has a gradient."""
     if isinstance(params, ExTensor):
         params = [params]
     return [(p.grad.data, p.backend) for p in params if p.grad is not None]
@@ -30,13 +30,13 @@ def clip_grad_norm(
     """Scale all gradients together, in place, so that their joint 2-norm is at most ``max_norm``.
 
     Args:
-        params: tensors; those without a gradient are passed over.
-        max_norm: above 0; infinity only measures.
+        params: tensors; those without a gradient are skipped.
+        max_norm: above 0; infinity measures the norm and scales nothing.
         nonfinite: what to do when the norm is NaN or infinite: ``"raise"``; or ``"return"`` it and
-            leave the gradients alone, for a caller who looks.
+            leave the gradients as they are, for a caller who checks it.
 
     Returns:
-        The norm before clipping, summed in float64; while a step is recorded (`extensor.capture`)
+        The norm before clipping, summed in float64; while a step is captured (`extensor.capture`)
         a tensor of shape ().
 
     Raises:
@@ -45,48 +45,48 @@ def clip_grad_norm(
         FloatingPointError: if the norm is not finite and ``nonfinite`` is ``"raise"``.
     """
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
-        raise TypeError(f"max_norm: wanted a number, got {max_norm!r}")
+        raise TypeError(f"max_norm: expected a number, got {max_norm!r}")
     if math.isnan(max_norm) or max_norm <= 0:
-        raise ValueError(f"max_norm: wanted a number above 0, got {max_norm!r}")
+        raise ValueError(f"max_norm: expected a number above 0, got {max_norm!r}")
     if nonfinite not in ("raise", "return"):
-        raise ValueError(f"nonfinite: wanted 'raise' or 'return', got {nonfinite!r}")
+        raise ValueError(f"nonfinite: expected 'raise' or 'return', got {nonfinite!r}")
     grads = _some(grad_arrays(params))
     backends = {id(backend): backend for _, backend in grads}.values()
     each = [(b, [g for g, backend in grads if backend is b]) for b in backends]
-    sums = [backend.square_sum_each(arrays) for backend, arrays in each]
-    if len(each) == 1 and each[0][0].recording is not None:
-        return _clip_recorded(*each[0], sums[0], max_norm, nonfinite)
+    sums = [backend.square_sum_multi_tensor(arrays) for backend, arrays in each]
+    if len(each) == 1 and each[0][0].capturing is not None:
+        return _clip_captured(*each[0], sums[0], max_norm, nonfinite)
     norm = math.sqrt(sum(float(total) for total in sums))
     if not math.isfinite(norm):
         if nonfinite == "raise":
             raise FloatingPointError(
-                f"clip_grad_norm: wanted finite gradients, got a norm of {norm}; lower the "
+                f"clip_grad_norm: expected finite gradients, got a norm of {norm}; lower the "
                 "learning rate or the loss scale, or pass nonfinite='return' and skip the step"
             )
         return norm
     if norm > max_norm:
         for backend, arrays in each:
-            backend.scale_each(arrays, max_norm / norm)
+            backend.scale_multi_tensor(arrays, max_norm / norm)
     return norm
 
 
-def _clip_recorded(
+def _clip_captured(
     backend: Any, arrays: list[Array], total: Array, max_norm: float, nonfinite: str
 ) -> ExTensor:
-    """The same without waiting: the factor stays on the device, 1 where nothing is to be done."""
+    """Clip without waiting for the device: the factor stays there, 1 if nothing is to be scaled."""
     xp = backend.xp
     norm = xp.sqrt(total)
     if nonfinite == "raise":
         backend.refuse(
             ~xp.isfinite(norm),
             lambda: FloatingPointError(
-                "clip_grad_norm: wanted finite gradients, got a norm that is NaN or infinite; "
+                "clip_grad_norm: expected finite gradients, got a norm that is NaN or infinite; "
                 "lower the learning rate or the loss scale, or pass nonfinite='return'"
             ),
         )
     clips = xp.isfinite(norm) & (norm > max_norm)
     factor = xp.where(clips, max_norm / xp.where(clips, norm, 1.0), 1.0)
-    backend.scale_each(arrays, factor.astype(xp.float32))
+    backend.scale_multi_tensor(arrays, factor.astype(xp.float32))
     return wrap(norm, backend)
 
 
@@ -102,7 +102,7 @@ def clip_grad_value(params: Iterable[ExTensor], max_value: float) -> None:
     grads = _some(grad_arrays(params))
     if not all(backend.all_finite(g) for g, backend in grads):
         raise FloatingPointError(
-            "clip_grad_value: wanted finite gradients, got NaN or infinity; lower the learning "
+            "clip_grad_value: expected finite gradients, got NaN or infinity; lower the learning "
             "rate or the loss scale, or skip the step"
         )
     for g, backend in grads:
@@ -111,5 +111,5 @@ def clip_grad_value(params: Iterable[ExTensor], max_value: float) -> None:
 
 def _some(grads: list[tuple[Array, Any]]) -> list[tuple[Array, Any]]:
     if not grads:
-        raise ValueError("wanted gradients to clip, got none; call loss.backward() first")
+        raise ValueError("expected gradients to clip, got none; call loss.backward() first")
     return grads

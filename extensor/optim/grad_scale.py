@@ -1,11 +1,11 @@
-"""MXGradScaler: a power-of-two loss scale, and the scale rules of tensors that saturate.
+"""MXGradScaler: a power-of-two loss scale, and other scale rules for tensors that saturate.
 
-A power of two multiplies exactly and moves every E8M0 block scale, and NVFP4's tensor
-scale, by the same power, so codes do not change: a loss scale can only help fp16,
-casts without a scale, and the ends of E8M0's range. What can help a saturating
-block-scaled tensor is its scale rule. So the scaler does both: the usual growth
-and back-off on non-finite gradients, and, where the recipe allows it, a change of a
-slot's rule from floor to rceil once too much of it saturates.
+A power of two multiplies exactly. It changes every E8M0 block scale, and NVFP4's tensor scale, by
+the same power, so that codes stay the same. A loss scale can therefore only help float16, casts
+without a scale, and values at the ends of E8M0's range. A block-scaled tensor that saturates is
+helped by another scale rule. So the scaler does both: it grows and backs off on non-finite
+gradients, and where the recipe allows it changes a slot's rule from floor to rceil when too many of
+its values saturate.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 
 from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.recording import Mirror, Mirrors, Recording
+from extensor.backends.capture import HostMirror, HostMirrors, StepCapture
 from extensor.backends.training import rescale
 from extensor.inspect.health import SlotHealth, slot_health
 from extensor.optim.clip import grad_arrays
 from extensor.optim.optimizer import Optimizer
 from extensor.quant.array import QuantStats
-from extensor.quant.context import RecipeState
+from extensor.quant.recipe_state import RecipeState
 from extensor.quant.spec import QuantSpec
 
 __all__ = ["GradScaleReport", "MXGradScaler"]
@@ -36,12 +36,12 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class GradScaleReport:
-    """The scaler's state in numbers.
+    """What the scaler did so far.
 
     Attributes:
         scale: the loss scale now.
         good_steps: steps since the scale last changed.
-        stepped: steps made; skipped: steps left out for non-finite gradients.
+        stepped: steps made; skipped: steps not made because of non-finite gradients.
         slots: one row per layer and slot with telemetry, in model order.
     """
 
@@ -67,7 +67,7 @@ class MXGradScaler:
             share of its values saturated in an interval; in (0, 1). Only where the recipe has
             ``adaptive_scale_rule``. Of normally distributed values 0.8 % saturate under floor in
             mxfp4, 0.6 % in mxfp8_e4m3, 0.2 % in mxfp6_e2m3; under rceil none.
-        saturation_interval: updates between two looks, 1 or more.
+        saturation_interval: updates between two checks of saturation, 1 or more.
 
     Raises:
         ValueError: for a number out of range or no power of two.
@@ -92,10 +92,10 @@ class MXGradScaler:
             ("min_scale", min_scale),
         ):
             if not _is_power_of_two(value):
-                raise ValueError(f"{name}: wanted a power of two, got {value!r}")
+                raise ValueError(f"{name}: expected a power of two, got {value!r}")
         if growth_factor < 1 or backoff_factor > 1 or init_scale < min_scale:
             raise ValueError(
-                "wanted growth_factor >= 1, backoff_factor <= 1 and init_scale >= min_scale, got "
+                "expected growth_factor >= 1, backoff_factor <= 1 and init_scale >= min_scale, got "
                 f"{growth_factor}, {backoff_factor} and {init_scale} with floor {min_scale}"
             )
         for name, count in (
@@ -103,10 +103,10 @@ class MXGradScaler:
             ("saturation_interval", saturation_interval),
         ):
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ValueError(f"{name}: wanted an int, 1 or more, got {count!r}")
+                raise ValueError(f"{name}: expected an int, 1 or more, got {count!r}")
         if not 0.0 < saturation_threshold < 1.0:
             raise ValueError(
-                f"saturation_threshold: wanted a share in (0, 1), got {saturation_threshold!r}"
+                f"saturation_threshold: expected a share in (0, 1), got {saturation_threshold!r}"
             )
         self.recipe_state = recipe_state
         self.growth_factor = float(growth_factor)
@@ -117,8 +117,8 @@ class MXGradScaler:
         self.saturation_interval = saturation_interval
         # The scale, good steps since it changed, steps made and skipped.
         self._state = np.array([init_scale, 0, 0, 0], np.float64)
-        self._mirrors = Mirrors()
-        self._recording: Recording | None = None  # and the state in it, while a step is recorded
+        self._mirrors = HostMirrors()
+        self._capture: StepCapture | None = None  # and the state in it, while a step is captured
         self._device: Array | None = None
         self._updates = 0
         self._switched: set[Key] = set()
@@ -126,19 +126,19 @@ class MXGradScaler:
         self._counts: dict[Key, QuantStats] = {}
         self._seen: dict[Key, QuantStats] = dict(recipe_state.telemetry) if recipe_state else {}
         # Within one step: whether gradients were not finite, by id of the unscaled optimizer; on
-        # the device while the step is recorded.
+        # the device while the step is captured.
         self._bad: dict[int, bool | Array] = {}
         self._done: set[int] = set()
 
     @property
     def current_scale(self) -> float:
-        """The loss scale in force; waits for a device that repeats a captured step."""
+        """The loss scale in force; waits for a device that replays a captured step."""
         self._mirrors.settle()
         return float(self._state[0])
 
     @property
     def skipped(self) -> int:
-        """Steps left out so far; waits for a device that repeats a captured step."""
+        """Steps left out so far; waits for a device that replays a captured step."""
         self._mirrors.settle()
         return int(self._state[3])
 
@@ -148,38 +148,38 @@ class MXGradScaler:
         return self.growth_factor, self.backoff_factor, interval, self.min_scale
 
     def scale(self, loss: ExTensor) -> ExTensor:
-        """The loss times the scale, recorded for backward."""
+        """The loss times the scale, differentiable."""
         if not isinstance(loss, ExTensor):
-            raise TypeError(f"loss: wanted an ExTensor, got {type(loss).__name__}")
-        recording = loss.backend.recording
-        if recording is None:
+            raise TypeError(f"loss: expected an ExTensor, got {type(loss).__name__}")
+        capture = loss.backend.capturing
+        if capture is None:
             return loss * self.current_scale
-        return loss * wrap(self._recorded(recording)[0].astype(np.float32), loss.backend)
+        return loss * wrap(self._captured(capture)[0].astype(np.float32), loss.backend)
 
-    def _recorded(self, recording: Recording) -> Array:
-        """The state on the device, where recorded steps move it."""
+    def _captured(self, capture: StepCapture) -> Array:
+        """The state on the device, where captured steps change it."""
         if self._device is None:
-            recording.at_once(self._mirrors.settle)  # other recordings may have made steps
-            state = recording.persistent(self._state)
-            mirror = Mirror(
-                lambda: recording.write(state, self._state),
-                lambda: np.copyto(self._state, recording.read(state)),
+            capture.in_warm_up(self._mirrors.settle)  # other captures may have made steps
+            state = capture.persistent(self._state)
+            mirror = HostMirror(
+                lambda: capture.write(state, self._state),
+                lambda: np.copyto(self._state, capture.read(state)),
             )
-            recording.mirror(self._mirrors, mirror)
-            recording.on_failure(self._end)
-            self._recording, self._device = recording, state
+            capture.mirror(self._mirrors, mirror)
+            capture.on_failure(self._end)
+            self._capture, self._device = capture, state
         return self._device
 
     def _end(self) -> None:
-        """Forget what belongs to one step alone."""
-        self._recording = self._device = None
+        """Forget the state of one step."""
+        self._capture = self._device = None
         self._bad.clear()
         self._done.clear()
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place; exact above the subnormals.
 
-        Call it before clipping; `step` calls it if nobody did.
+        Call it before clipping; otherwise `step` calls it.
 
         Raises:
             RuntimeError: if it was already called in this step, or there are no gradients.
@@ -189,19 +189,19 @@ class MXGradScaler:
         grads = grad_arrays(optimizer.params)
         if not grads:
             raise RuntimeError(
-                "unscale_: wanted gradients, got none; call scaler.scale(loss).backward() first"
+                "unscale_: expected gradients, got none; call scaler.scale(loss).backward() first"
             )
         backends = {id(backend): backend for _, backend in grads}.values()
         finite = True
         for backend in backends:
             arrays = [grad for grad, where in grads if where is backend]
-            if (recording := backend.recording) is not None:
-                scale = self._recorded(recording)[0]
-                backend.scale_each(arrays, (1.0 / scale).astype(np.float32))
-                self._bad[id(optimizer)] = recording.finite(arrays, None)
+            if (capture := backend.capturing) is not None:
+                scale = self._captured(capture)[0]
+                backend.scale_multi_tensor(arrays, (1.0 / scale).astype(np.float32))
+                self._bad[id(optimizer)] = capture.nonfinite(arrays, None)
                 return
-            backend.scale_each(arrays, 1.0 / self.current_scale)
-            finite = all(backend.all_finite_each(arrays)) and finite
+            backend.scale_multi_tensor(arrays, 1.0 / self.current_scale)
+            finite = all(backend.all_finite_multi_tensor(arrays)) and finite
         self._bad[id(optimizer)] = not finite
 
     def step(self, optimizer: Optimizer) -> bool | None:
@@ -209,7 +209,7 @@ class MXGradScaler:
 
         Returns:
             Whether the step was made; one that was not is counted in `report`. None while a step is
-            recorded (`extensor.capture`): the device will see.
+            captured (`extensor.capture`), since the device decides.
 
         Raises:
             RuntimeError: if it was already called in this step, or there are no gradients.
@@ -225,16 +225,16 @@ class MXGradScaler:
         return not bad if isinstance(bad, bool) else None
 
     def update(self) -> None:
-        """End the step: grow or back off, and look at saturation where the recipe allows it.
+        """End the step: grow or back off, and check saturation if the recipe is adaptive.
 
         Raises:
             RuntimeError: if neither `unscale_` nor `step` was called since the last update.
         """
         if not self._bad:
-            raise RuntimeError("update: wanted a step first; call step(optimizer)")
+            raise RuntimeError("update: expected a step first; call step(optimizer)")
         state = self.recipe_state
         if self._device is not None:
-            self._update_recorded()
+            self._update_captured()
             return
         self._mirrors.settle()
         rescale(self._state, any(self._bad.values()), self._rule)
@@ -243,25 +243,25 @@ class MXGradScaler:
             self._count(state)
             self._updates += 1
             if self._updates == self.saturation_interval:
-                self._look(state)
+                self._switch_saturating(state)
                 self._counts.clear()
                 self._updates = 0
 
-    def _update_recorded(self) -> None:
+    def _update_captured(self) -> None:
         state = self.recipe_state
         if len(self._bad) > 1 or (state is not None and state.recipe.adaptive_scale_rule):
             what = "several optimizers" if len(self._bad) > 1 else "adaptive_scale_rule"
             raise ValueError(
-                f"update: a recorded step cannot decide about {what} on the device; leave "
+                f"update: a captured step cannot decide about {what} on the device; leave "
                 "scaler.update() out of it, or use a recipe without"
             )
         (bad,) = self._bad.values()
-        assert self._recording is not None
-        self._recording.rescale(self._device, bad, self._rule)
-        self._end()  # the next recording makes its own
+        assert self._capture is not None
+        self._capture.rescale(self._device, bad, self._rule)
+        self._end()  # the next capture makes its own
 
     def _count(self, state: RecipeState) -> None:
-        """Add what the telemetry gained since the last update, noticing resets in between."""
+        """Add what the telemetry counted since the last update; it may have been reset."""
         for key, now in state.telemetry.items():
             before = self._seen.get(key)
             if now is before:
@@ -276,7 +276,7 @@ class MXGradScaler:
             self._counts[key] = self._counts.get(key, QuantStats()) + gained
         self._seen = dict(state.telemetry)
 
-    def _look(self, state: RecipeState) -> None:
+    def _switch_saturating(self, state: RecipeState) -> None:
         for (path, slot), stats in self._counts.items():
             spec = state.layers[path].operand(slot)
             share = stats.saturated / stats.count if stats.count else 0.0
@@ -292,7 +292,7 @@ class MXGradScaler:
         self._switched.add(key)
 
     def report(self) -> GradScaleReport:
-        """The scale, the steps, and per layer and slot the shares that saturated and flushed."""
+        """The scale, the steps, and the shares that saturated and flushed by layer and slot."""
         state = self.recipe_state
         slots = slot_health(state, self._switched) if state else ()
         self._mirrors.settle()
@@ -329,13 +329,13 @@ class MXGradScaler:
         """
         mine = self.state_dict()
         if state.keys() != mine.keys():
-            raise ValueError(f"state: wanted {sorted(mine)}, got {sorted(state)}")
+            raise ValueError(f"state: expected {sorted(mine)}, got {sorted(state)}")
         for name, value in mine.items():
             if type(state[name]) is not type(value):
-                raise ValueError(f"{name}: wanted {type(value).__name__}, got {state[name]!r}")
+                raise ValueError(f"{name}: expected {type(value).__name__}, got {state[name]!r}")
         if not _is_power_of_two(state["scale"]) or state["scale"] < self.min_scale:
             raise ValueError(
-                f"scale: wanted a power of two, {self.min_scale} or more, got {state['scale']!r}"
+                f"scale: expected a power of two, {self.min_scale} or more, got {state['scale']!r}"
             )
         switched = {(path, slot) for path, slot in state["switched"]}
         counts = {(row[0], row[1]): QuantStats(*row[2:]) for row in state["counts"]}
@@ -344,7 +344,7 @@ class MXGradScaler:
         for path, slot in [*switched, *counts]:
             if path not in layers:
                 raise ValueError(
-                    f"state: wanted layers of this model, got {path!r}; use its own checkpoint"
+                    f"state: expected layers of this model, got {path!r}; use its own checkpoint"
                 )
             if (path, slot) in switched and not isinstance(layers[path].operand(slot), QuantSpec):
                 raise ValueError(f"state: {path} {slot} is not quantized under this recipe")
@@ -359,7 +359,7 @@ class MXGradScaler:
 
 
 def _may_switch(spec: object) -> bool:
-    """A floor rule that no dialect fixes."""
+    """Whether the spec has a floor rule that its dialect does not require."""
     return (
         isinstance(spec, QuantSpec)
         and spec.is_mx

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from extensor.optim.optimizer import Array, Optimizer, Option, check_betas, check_range
+from extensor.optim.optimizer import FRACTION, Optimizer
+from extensor.optim.params import Option, Segment, check_betas
 
 __all__ = ["Lion"]
 
@@ -26,6 +28,8 @@ class Lion(Optimizer):
         ValueError: for an option out of range.
     """
 
+    ranges = MappingProxyType({**Optimizer.ranges, "beta1": FRACTION, "beta2": FRACTION})
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -40,36 +44,23 @@ class Lion(Optimizer):
             params, states=states, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay
         )
 
-    def _check_options(self, options: Mapping[str, Option]) -> None:
-        super()._check_options(options)
-        check_range("beta1", options["beta1"], 0.0, 1.0)
-        check_range("beta2", options["beta2"], 0.0, 1.0)
-
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
         """The average of the gradient."""
         return ("mean",)
 
-    def update(
-        self,
-        backend: Any,
-        weight: Array,
-        grad: Array,
-        state: Mapping[str, Array],
-        scratch: tuple[Array, Array],
-        options: Mapping[str, Any],
-        step: int,
-    ) -> None:
-        """Move one stretch, in place."""
+    def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
+        """Move one segment, in place."""
         xp = backend.xp
-        one, two = scratch
-        mean, lr = state["mean"], options["lr"]
+        one, two = part.scratch
+        mean, lr = part.state["mean"], options["lr"]
         xp.multiply(mean, options["beta1"], out=one)
-        xp.multiply(grad, 1.0 - options["beta1"], out=two)
+        xp.multiply(part.grad, 1.0 - options["beta1"], out=two)
         one += two
         xp.sign(one, out=one)
         one *= lr
+        weight = part.weight
         weight *= 1.0 - lr * options["weight_decay"]
         weight -= one
         mean *= options["beta2"]
-        xp.multiply(grad, 1.0 - options["beta2"], out=two)
+        xp.multiply(part.grad, 1.0 - options["beta2"], out=two)
         mean += two

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from extensor.optim.optimizer import Array, Optimizer, Option, check_range
+from extensor.optim.optimizer import FRACTION, Array, Optimizer
+from extensor.optim.params import Option, Segment
 
 __all__ = ["Muon", "orthogonalize"]
 
@@ -48,6 +50,8 @@ class Muon(Optimizer):
         ValueError: for an option out of range, or a tensor of fewer than two axes.
     """
 
+    ranges = MappingProxyType({**Optimizer.ranges, "momentum": FRACTION})
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -62,48 +66,30 @@ class Muon(Optimizer):
             for member in group.members:
                 if member.param.ndim < 2:
                     raise ValueError(
-                        f"params: {member.name}: wanted a tensor of two axes or more, got shape "
+                        f"params: {member.name}: expected a tensor of two axes or more, got shape "
                         f"{member.param.shape}; give it to AdamW or SGD"
                     )
-
-    def _check_options(self, options: Mapping[str, Option]) -> None:
-        super()._check_options(options)
-        check_range("momentum", options["momentum"], 0.0, 1.0)
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
         """The momentum buffer."""
         return ("momentum",)
 
     def prepare(
-        self,
-        xp: Any,
-        weight: Array,
-        grad: Array,
-        state: Mapping[str, Array],
-        options: Mapping[str, Any],
+        self, xp: Any, whole: Segment, options: Mapping[str, Any]
     ) -> tuple[Array, Mapping[str, Any]]:
         """The orthogonal update in place of the gradient."""
-        buffer = state["momentum"]
+        buffer = whole.state["momentum"]
         buffer *= options["momentum"]
-        buffer += grad
-        look = grad + options["momentum"] * buffer
-        rows = weight.shape[0]
-        matrix = orthogonalize(look.reshape(rows, -1), xp)
+        buffer += whole.grad
+        ahead = whole.grad + options["momentum"] * buffer
+        rows = ahead.shape[0]
+        matrix = orthogonalize(ahead.reshape(rows, -1), xp)
         scale = math.sqrt(max(1.0, rows / max(matrix.shape[1], 1)))
-        return (matrix * scale).reshape(weight.shape), options
+        return (matrix * scale).reshape(ahead.shape), options
 
-    def update(
-        self,
-        backend: Any,
-        weight: Array,
-        grad: Array,
-        state: Mapping[str, Array],
-        scratch: tuple[Array, Array],
-        options: Mapping[str, Any],
-        step: int,
-    ) -> None:
-        """Move one stretch, in place."""
-        one, _ = scratch
+    def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
+        """Move one segment, in place."""
+        weight, step_by = part.weight, part.scratch[0]
         weight *= 1.0 - options["lr"] * options["weight_decay"]
-        backend.xp.multiply(grad, options["lr"], out=one)
-        weight -= one
+        backend.xp.multiply(part.grad, options["lr"], out=step_by)
+        weight -= step_by

@@ -1,9 +1,9 @@
 """What every optimizer shares: parameter groups, master weights, state, the walk over memory.
 
-An optimizer says two things: which float arrays it keeps per parameter (`slots`) and
-how one stretch of a flat parameter moves (`update`). The base class walks each
-parameter in stretches that fit the cache together with their state, so an update of
-a dozen numpy calls reads main memory once.
+An optimizer says which arrays it keeps for each parameter (`Optimizer.slots`) and how a slice of a
+flat parameter moves (`Optimizer.update`). The base class walks each parameter in segments that fit
+the cache together with their state, so that an update of a dozen numpy calls reads main memory
+once. Where a backend updates many parameters in one call, `extensor.optim.multi_tensor` uses that.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,67 +20,32 @@ import numpy as np
 from extensor.autograd.apply import wrap
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.protocol import Finite
-from extensor.backends.recording import Mirrors
+from extensor.backends.capture import HostMirrors
+from extensor.backends.protocol import FiniteQuery
 from extensor.backends.registry import get as get_backend
 from extensor.dtypes import float32
 from extensor.errors import layout_error, unknown_name
+from extensor.optim.multi_tensor import step_captured, step_multi_tensor
+from extensor.optim.params import Option, ParamGroup, ParamState, Segment, check_param, check_range
 from extensor.optim.states import STATES, Stored, state_stream
-from extensor.optim.together import step_recorded, step_together
 from extensor.quant.array import QuantArray
 
-__all__ = ["Optimizer", "Option", "ParamGroup"]
+__all__ = ["Optimizer"]
 
 Array = Any
-Option = float | bool
 
-STRETCH = 1 << 15
-"""Elements per stretch on the CPU: six float32 arrays of it, 768 KiB, fit a level-2 cache."""
+SEGMENT = 1 << 15
+"""Elements in a segment on the CPU: six float32 arrays of it, 768 KiB, fit a level-2 cache."""
 
-FUSED_STRETCH = 1 << 20
-"""Where a kernel makes the whole update in one pass: enough for its threads."""
+KERNEL_SEGMENT = 1 << 20
+"""Elements where a kernel makes the whole update in one pass: enough for its threads."""
 
 MASTER = "master"
 
-
-@dataclass(eq=False)
-class _Member:
-    """One parameter, its number, and its state: flat arrays of its size as they are stored."""
-
-    name: str
-    param: ExTensor
-    shape: tuple[int, ...]
-    index: int
-    arrays: dict[str, Stored]
-    step: int = 0
-    whole: Array = None
-    """The parameter's array, once it was seen to be contiguous float32 of its shape."""
-    strides: tuple[int, ...] = ()
-    """Of that array, and of most gradients."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"whole": None}
-
-
-@dataclass(eq=False)
-class ParamGroup:
-    """Parameters that share options.
-
-    Attributes:
-        options: the options in force, ``lr`` among them; changes take effect in the next step.
-        base_lr: the learning rate that schedules multiply.
-    """
-
-    options: dict[str, Option]
-    base_lr: float
-    members: list[_Member] = field(default_factory=list)
-    foretell: Callable[[int], float] | None = field(default=None, repr=False)
-    """The learning rate so many steps after this one, as far as a schedule knows it."""
-
-    @property
-    def params(self) -> list[ExTensor]:
-        """The group's parameters."""
-        return [member.param for member in self.members]
+Range = tuple[float, float]
+FRACTION: Range = (0.0, 1.0)
+POSITIVE: Range = (math.ulp(0.0), math.inf)
+NOT_NEGATIVE: Range = (0.0, math.inf)
 
 
 class Optimizer(ABC):
@@ -106,7 +71,13 @@ class Optimizer(ABC):
     squares: ClassVar[tuple[str, ...]] = ("square",)
     """Slots whose values are 0 or more and whose roots divide."""
 
-    fused = False  # whether `update` is one call of a backend's kernel, and `update_each` too
+    ranges: ClassVar[Mapping[str, Range]] = MappingProxyType(
+        {"lr": NOT_NEGATIVE, "weight_decay": NOT_NEGATIVE}
+    )
+    """Options that are numbers: the least value allowed, and the bound below which they stay."""
+
+    multi_tensor: bool = False
+    """True if a backend's kernel makes the whole `update`, and `update_multi_tensor` of many."""
 
     def __init__(
         self, params: Iterable[Any], *, states: str = "float32", **defaults: Option
@@ -114,30 +85,30 @@ class Optimizer(ABC):
         if not isinstance(states, str) or states not in STATES:
             raise ValueError(unknown_name("kind of optimizer state", states, STATES))
         self.states = states
-        self._mirrors = Mirrors()
-        self._memory: dict[str, Any] = {}  # the backend's, of what is updated together
+        self._mirrors = HostMirrors()
+        self._cache: dict[str, Any] = {}  # what the backend derives from multi-tensor updates
         if isinstance(params, ExTensor):
-            raise TypeError("params: wanted a list of tensors, got one tensor; pass [tensor]")
+            raise TypeError("params: expected a list of tensors, got one tensor; pass [tensor]")
         if hasattr(params, "parameters"):
-            raise TypeError("params: wanted tensors, got a module; pass model.parameters()")
+            raise TypeError("params: expected tensors, got a module; pass model.parameters()")
         self.groups: list[ParamGroup] = []
         given = list(params)
         if not given:
             raise ValueError(
-                "params: wanted at least one tensor, got none; was a generator used up?"
+                "params: expected at least one tensor, got none; was a generator used up?"
             )
         groups = given if isinstance(given[0], Mapping) else [{"params": given}]
         for group in groups:
             self._add_group(group, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a backend knows of these arrays' memory: a copy has other memory."""
-        return self.__dict__ | {"_memory": {}}
+        """Without what a backend derived from these arrays: a copy has other arrays."""
+        return self.__dict__ | {"_cache": {}}
 
     def _add_group(self, group: Any, defaults: dict[str, Option]) -> None:
         if not isinstance(group, Mapping) or "params" not in group:
             raise TypeError(
-                f"params: wanted tensors only, or mappings with 'params' only, got {group!r:.80}"
+                f"params: expected tensors only, or mappings with 'params' only, got {group!r:.80}"
             )
         given = {name: value for name, value in group.items() if name != "params"}
         for name in given.keys() - defaults.keys():
@@ -145,20 +116,20 @@ class Optimizer(ABC):
         options = {**defaults, **given}
         self._check_options(options)
         made = ParamGroup(options, float(options["lr"]))
-        taken = {m.name for g in self.groups for m in g.members}
+        names = {m.name for g in self.groups for m in g.members}
         owned = {id(m.param) for g in self.groups for m in g.members}
         params = group["params"]
         for item in [params] if isinstance(params, ExTensor) else params:
-            name, param = item if isinstance(item, tuple) else (str(len(taken)), item)
-            _check_param(name, param)
-            if id(param) in owned or name in taken:
+            name, param = item if isinstance(item, tuple) else (str(len(names)), item)
+            check_param(name, param)
+            if id(param) in owned or name in names:
                 raise ValueError(f"params: {name} is given twice; leave it out of one group")
-            taken.add(name)
+            names.add(name)
             owned.add(id(param))
             fresh = self._fresh(param, len(owned) - 1, options)
-            made.members.append(_Member(name, param, param.shape, len(owned) - 1, fresh))
+            made.members.append(ParamState(name, param, param.shape, len(owned) - 1, fresh))
         if not made.members:
-            raise ValueError("params: wanted at least one tensor in each group, got none")
+            raise ValueError("params: expected at least one tensor in each group, got none")
         self.groups.append(made)
 
     def _fresh(
@@ -185,66 +156,51 @@ class Optimizer(ABC):
         """Names of the arrays kept for each parameter under these options."""
 
     @abstractmethod
-    def update(
-        self,
-        backend: Any,
-        weight: Array,
-        grad: Array,
-        state: Mapping[str, Array],
-        scratch: tuple[Array, Array],
-        options: Mapping[str, Any],
-        step: int,
-    ) -> None:
-        """Move one stretch, in place.
+    def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
+        """Move one flat segment, in place.
 
         Args:
             backend: the backend of the arrays.
-            weight: flat, float32 (float64 for a float64 parameter); written.
-            grad: of the same length and dtype; not written.
-            state: by slot, of the same length and dtype; written.
-            scratch: two arrays of the same length and dtype, of any content.
+            part: the arrays, with two of scratch.
             options: the group's options.
             step: how many updates this parameter has had, this one included.
         """
 
-    def update_each(
+    def factors(self, options: Mapping[str, Any], step: int) -> Mapping[str, float]:
+        """The numbers that a backend's kernel multiplies by in a parameter's numbered update.
+
+        Only optimizers with `multi_tensor` have them; their `update` uses the same ones.
+        """
+        raise TypeError(f"{type(self).__name__} says multi_tensor: expected factors of its own")
+
+    def update_multi_tensor(
         self,
         backend: Any,
         parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
         factors: Sequence[Mapping[str, float]],
         **how: Any,
-    ) -> Finite:
-        """Move whole parameters, in place, in one call of the backend; ``fused`` ones have it.
+    ) -> FiniteQuery:
+        """Update whole parameters, in place, in one call of the backend.
 
         Args:
             backend: the backend of the arrays.
             parts: weight, gradient and state by slot of each: C-contiguous float32 arrays of one
                 size, whatever their shapes; the state as it is stored.
-            factors: of each, from `factors_each`.
-            how: more for the backend: what `Backend.adam_each` takes besides.
+            factors: of each, from `factors`.
+            how: more for the backend: what `Backend.adam_multi_tensor` takes besides.
         """
-        raise TypeError(f"{type(self).__name__} says fused: wanted an update_each of its own")
-
-    def factors_each(
-        self, steps: Sequence[int], options: Mapping[str, Any]
-    ) -> Sequence[Mapping[str, float]]:
-        """What `update_each` gives the backend for parameters in such steps; as that."""
-        raise TypeError(f"{type(self).__name__} says fused: wanted a factors_each of its own")
+        raise TypeError(
+            f"{type(self).__name__} says multi_tensor: expected its update_multi_tensor"
+        )
 
     def prepare(
-        self,
-        xp: Any,
-        weight: Array,
-        grad: Array,
-        state: Mapping[str, Array],
-        options: Mapping[str, Any],
+        self, xp: Any, whole: Segment, options: Mapping[str, Any]
     ) -> tuple[Array, Mapping[str, Any]]:
-        """What needs a whole tensor: the gradient and the options that `update` is given.
+        """Compute what needs a whole tensor: the gradient and the options that `update` gets.
 
-        All arrays have the parameter's shape. ``weight`` and ``grad`` are not written, ``state``
-        may be.
+        The arrays have the parameter's shape. Of them only the state may be written to.
         """
-        return grad, options
+        return whole.grad, options
 
     def step(self) -> None:
         """Update every parameter that has a gradient, in place.
@@ -258,15 +214,17 @@ class Optimizer(ABC):
 
         Nothing is updated after an error.
 
-        While a step is recorded (`extensor.capture`) nothing can wait for the gradients' check:
+        While a step is captured (`extensor.capture`) nothing can wait for the gradients' check:
         updates stop at the first that is not finite, and the error follows.
         """
         self.step_unless(None)
 
     def step_unless(self, bad: Array | bool | None) -> None:
-        """`step`, where somebody else has looked at the gradients: nothing is done if ``bad``.
+        """`step`, where the caller has checked the gradients: nothing is done if ``bad``.
 
-        A bool; while a step is recorded, uint32 of shape () on the device; None: nobody has looked.
+        Args:
+            bad: whether a gradient is not finite; while a step is captured, uint32 of shape () on
+                the device. None: the gradients are checked here.
         """
         if bad is True:
             return
@@ -277,7 +235,7 @@ class Optimizer(ABC):
         parts = [part for _, mine in ready for part in mine]
         if not parts:
             raise RuntimeError(
-                "step: wanted gradients, got none; call loss.backward() first, with a loss "
+                "step: expected gradients, got none; call loss.backward() first, with a loss "
                 "computed from these parameters"
             )
         for group in self.groups:
@@ -292,17 +250,17 @@ class Optimizer(ABC):
             known = grad.dtype is float32 or grad.dtype.is_float
             if not known or grad.data.shape != member.shape:
                 raise ValueError(
-                    f"step: wanted a float gradient of shape {member.shape} for "
+                    f"step: expected a float gradient of shape {member.shape} for "
                     f"{member.name}, got {grad.dtype.name} of shape {grad.shape}"
                 )
-        if (recording := parts[0][0].param.backend.recording) is not None:
-            step_recorded(self, ready, bad, recording)
+        if (capture := parts[0][0].param.backend.capturing) is not None:
+            step_captured(self, ready, bad, capture)
             return
         self._mirrors.settle()
-        for group, member, grad in step_together(self, ready, bad is None):
+        for group, member, grad in step_multi_tensor(self, ready, bad is None):
             self._step_one(member, grad, group.options)
 
-    def _step_one(self, member: _Member, grad: ExTensor, options: Mapping[str, Any]) -> None:
+    def _step_one(self, member: ParamState, grad: ExTensor, options: Mapping[str, Any]) -> None:
         param, xp = member.param, member.param.backend.xp
         member.step += 1
         kind, wide = STATES[self.states], _wide(param.data)
@@ -313,30 +271,26 @@ class Optimizer(ABC):
         }
         master = member.arrays.get(MASTER)
         flat = _flat_view(param.data) if master is None else master
-        whole = {slot: a.reshape(param.shape) for slot, a in state.items()}
-        g, options = self.prepare(
-            xp,
+        whole = Segment(
             flat.reshape(param.shape),
             grad.data.astype(flat.dtype, copy=False),
-            whole,
-            options,
+            {slot: a.reshape(param.shape) for slot, a in state.items()},
         )
+        g, options = self.prepare(xp, whole, options)
         g = g.reshape(-1)
-        most = FUSED_STRETCH if self.fused else STRETCH
-        stretch = min(most, flat.size) if xp is np else flat.size
-        one, two = xp.empty(stretch, flat.dtype), xp.empty(stretch, flat.dtype)
-        for begin in range(0, flat.size, max(stretch, 1)):
-            part = slice(begin, begin + stretch)
+        most = KERNEL_SEGMENT if self.multi_tensor else SEGMENT
+        length = min(most, flat.size) if xp is np else flat.size
+        one, two = xp.empty(length, flat.dtype), xp.empty(length, flat.dtype)
+        for begin in range(0, flat.size, max(length, 1)):
+            part = slice(begin, begin + length)
             weight = flat[part]
-            self.update(
-                param.backend,
+            segment = Segment(
                 weight,
                 g[part],
                 {slot: a[part] for slot, a in state.items()},
                 (one[: weight.size], two[: weight.size]),
-                options,
-                member.step,
             )
+            self.update(param.backend, segment, options, member.step)
         for place, (slot, values) in enumerate(state.items()):
             stream = state_stream(member.step, member.index, place)
             member.arrays[slot] = kind.pack(param.backend, values, stream, slot in self.squares)
@@ -397,11 +351,11 @@ class Optimizer(ABC):
             raise ValueError(message)
         scalars = {k: v for k, v in state.items() if not isinstance(v, stored)}
         for name in sorted(scalars.keys() | (mine.keys() - arrays[0].keys())):
-            came, wanted = scalars.get(name), mine.get(name)
-            if type(came) is not type(wanted) or (name == "optimizer" and came != wanted):
+            got, expected = scalars.get(name), mine.get(name)
+            if type(got) is not type(expected) or (name == "optimizer" and got != expected):
                 raise ValueError(
-                    f"this optimizer state does not fit: {name}: wanted "
-                    f"{wanted if name == 'optimizer' else type(wanted).__name__}, got {came!r}; "
+                    f"this optimizer state does not fit: {name}: expected "
+                    f"{expected if name == 'optimizer' else type(expected).__name__}, got {got!r}; "
                     "use the one this optimizer wrote"
                 )
         options = [
@@ -418,56 +372,28 @@ class Optimizer(ABC):
                     host = state[f"state.{member.name}.{slot}"]
                     flat = host if isinstance(host, QuantArray) else host.reshape(-1)
                     fresh = _moved(flat, get_backend("cpu"), member.param.device)
-                    mine = member.arrays[slot]
                     if member.param.backend.xp is np:
                         member.arrays[slot] = fresh
                         continue
-                    for there, came in zip(_parts(mine), _parts(fresh), strict=True):
-                        there[...] = came  # where a captured step has it
+                    old = member.arrays[slot]
+                    for array, values in zip(_parts(old), _parts(fresh), strict=True):
+                        array[...] = values  # a captured step writes to these arrays
 
     def _check_options(self, options: Mapping[str, Option]) -> None:
-        """Refuse options out of range; subclasses add their own."""
-        check_range("lr", options["lr"], 0.0)
-        if "weight_decay" in options:
-            check_range("weight_decay", options["weight_decay"], 0.0)
+        """Refuse options out of range; subclasses add what `ranges` cannot say."""
+        for name, (low, below) in self.ranges.items():
+            if name in options:
+                check_range(name, options[name], low, below)
 
 
-def check_range(name: str, value: Any, low: float, below: float = math.inf) -> None:
-    """Refuse an option outside [low, below).
-
-    Raises:
-        TypeError: if it is not a number.
-        ValueError: if it is out of range or not finite.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: wanted a number, got {value!r}")
-    if not low <= value < below:
-        raise ValueError(f"{name}: wanted a finite number in [{low}, {below}), got {value!r}")
-
-
-def check_betas(betas: object) -> tuple[Any, Any]:
-    """Two numbers, whose ranges `check_range` looks at.
-
-    Raises:
-        TypeError: for anything else.
-    """
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise TypeError(f"betas: wanted two numbers, got {betas!r}")
-    return betas[0], betas[1]
-
-
-def _check_param(name: object, param: object) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"params: wanted a name and a tensor, got {name!r}")
-    if not isinstance(param, ExTensor):
-        raise TypeError(f"params: {name}: wanted an ExTensor, got {type(param).__name__}")
-    if not param.dtype.is_float:
-        raise TypeError(
-            f"params: {name}: wanted a dense float tensor, got {param.dtype}; keep master weights "
-            "in float32 and quantize in the forward pass"
-        )
-    if not param.requires_grad:
-        raise ValueError(f"params: {name} requires no gradient; set requires_grad, or leave it out")
+def l2_gradient(xp: Any, part: Segment, decay: float) -> Array:
+    """The segment's gradient plus ``decay`` times the weight, in its last scratch array."""
+    if not decay:
+        return part.grad
+    out = part.scratch[-1]
+    xp.multiply(part.weight, decay, out=out)
+    out += part.grad
+    return out
 
 
 def _wide(data: Array) -> Any:

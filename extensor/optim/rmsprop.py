@@ -1,14 +1,63 @@
-"""RMSprop."""
+"""Optimizers that divide by the root of squared gradients: Adagrad sums them, RMSprop averages."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from extensor.optim.optimizer import Array, Optimizer, Option, check_range
+from extensor.optim.optimizer import FRACTION, POSITIVE, Optimizer, l2_gradient
+from extensor.optim.params import Option, Segment
 
-__all__ = ["RMSprop"]
+__all__ = ["Adagrad", "RMSprop"]
+
+
+class Adagrad(Optimizer):
+    """Adagrad (Duchi et al., JMLR 12 (2011)), diagonal form; weight decay as an L2 gradient.
+
+    s += g^2;  w -= lr g / (sqrt(s) + eps).
+
+    Args:
+        params: see `Optimizer`.
+        lr: learning rate, 0 or more.
+        eps: added to the denominator, above 0.
+        weight_decay: 0 or more.
+        states: how the state is stored; see `Optimizer`.
+
+    Raises:
+        ValueError: for an option out of range.
+    """
+
+    ranges = MappingProxyType({**Optimizer.ranges, "eps": POSITIVE})
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        *,
+        states: str = "float32",
+    ) -> None:
+        super().__init__(params, states=states, lr=lr, eps=eps, weight_decay=weight_decay)
+
+    def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
+        """The sum of the squared gradients."""
+        return ("square",)
+
+    def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
+        """Move one segment, in place."""
+        xp = backend.xp
+        one, square = part.scratch[0], part.state["square"]
+        grad = l2_gradient(xp, part, options["weight_decay"])
+        xp.multiply(grad, grad, out=one)
+        square += one
+        xp.sqrt(square, out=one)
+        one += options["eps"]
+        xp.divide(grad, one, out=one)
+        one *= options["lr"]
+        weight = part.weight
+        weight -= one
 
 
 class RMSprop(Optimizer):
@@ -29,6 +78,10 @@ class RMSprop(Optimizer):
     Raises:
         ValueError: for an option out of range.
     """
+
+    ranges = MappingProxyType(
+        {**Optimizer.ranges, "decay": FRACTION, "eps": POSITIVE, "momentum": FRACTION}
+    )
 
     def __init__(
         self,
@@ -51,34 +104,15 @@ class RMSprop(Optimizer):
             weight_decay=weight_decay,
         )
 
-    def _check_options(self, options: Mapping[str, Option]) -> None:
-        super()._check_options(options)
-        check_range("decay", options["decay"], 0.0, 1.0)
-        check_range("eps", options["eps"], math.ulp(0.0))
-        check_range("momentum", options["momentum"], 0.0, 1.0)
-
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
         """The average of squared gradients, and a momentum buffer if there is momentum."""
         return ("square", "momentum") if options["momentum"] else ("square",)
 
-    def update(
-        self,
-        backend: Any,
-        weight: Array,
-        grad: Array,
-        state: Mapping[str, Array],
-        scratch: tuple[Array, Array],
-        options: Mapping[str, Any],
-        step: int,
-    ) -> None:
-        """Move one stretch, in place."""
+    def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
+        """Move one segment, in place."""
         xp = backend.xp
-        one, two = scratch
-        square = state["square"]
-        if options["weight_decay"]:
-            xp.multiply(weight, options["weight_decay"], out=two)
-            two += grad
-            grad = two
+        one, square = part.scratch[0], part.state["square"]
+        grad = l2_gradient(xp, part, options["weight_decay"])
         xp.multiply(grad, grad, out=one)
         one *= 1.0 - options["decay"]
         square *= options["decay"]
@@ -87,10 +121,11 @@ class RMSprop(Optimizer):
         one += options["eps"]
         xp.divide(grad, one, out=one)
         if options["momentum"]:
-            buffer = state["momentum"]
+            buffer = part.state["momentum"]
             buffer *= options["momentum"]
             buffer += one
             xp.multiply(buffer, options["lr"], out=one)
         else:
             one *= options["lr"]
+        weight = part.weight
         weight -= one

@@ -1,9 +1,8 @@
-"""Learning-rate schedules: pure functions of the step.
+"""Learning-rate schedules as functions of the optimizer step.
 
-A schedule is a frozen record; `factor(step)` is what the base learning rate is
-multiplied by in optimizer step ``step`` (from 0), and depends on nothing else, so a
-resumed run needs no schedule state. Past its last step a schedule holds its last
-factor. `ReduceLROnPlateau` is the exception: it reads a metric, and has a state.
+A schedule is a frozen record. Its `factor(step)` multiplies the base learning rate in a step (from
+0) and depends on nothing else, so that a resumed run needs no schedule state. After its last step a
+schedule keeps its last factor. `ReduceLROnPlateau` alone reads a metric and has a state.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = [
 
 
 class Schedule(ABC):
-    """What the learning rate is in each step, relative to each group's base learning rate."""
+    """The learning rate of each step, relative to each group's base learning rate."""
 
     @abstractmethod
     def factor(self, step: int) -> float:
@@ -46,11 +45,11 @@ class Schedule(ABC):
             ValueError: if ``step`` is not an int, 0 or more.
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ValueError(f"step: wanted an int, 0 or more, got {step!r}")
+            raise ValueError(f"step: expected an int, 0 or more, got {step!r}")
         factor = self.factor(step)
         for group in optimizer.groups:
             group.options["lr"] = group.base_lr * factor
-            group.foretell = partial(self._rate, group.base_lr, step)
+            group.lookahead = partial(self._rate, group.base_lr, step)
         return factor
 
     def _rate(self, base: float, step: int, ahead: int) -> float:
@@ -84,7 +83,7 @@ class MultiStep(Schedule):
         for milestone in self.milestones:
             _whole("milestones", milestone, 0)
         if list(self.milestones) != sorted(set(self.milestones)):
-            raise ValueError(f"milestones: wanted increasing steps, got {self.milestones}")
+            raise ValueError(f"milestones: expected increasing steps, got {self.milestones}")
         _within("gamma", self.gamma, 0.0, 1.0)
 
     def factor(self, step: int) -> float:
@@ -183,8 +182,8 @@ class WarmupCosine(Schedule):
 class OneCycle(Schedule):
     """Up from 1 / ``start_divisor`` to 1, then down to far below the start (arXiv 1708.07120).
 
-    The rise takes the share ``warm`` of the ``total`` steps; both ways follow half a cosine; the
-    end is the start over ``final_divisor``.
+    The rise takes the share ``warm`` of the ``total`` steps. Rise and fall follow half a cosine.
+    The last factor is the first one over ``final_divisor``.
     """
 
     total: int
@@ -228,7 +227,7 @@ class WSD(Schedule):
         _whole("total", self.total, self.warmup + self.decay)
         _within("final", self.final, 0.0, 1.0)
         if self.shape not in ("linear", "sqrt"):
-            raise ValueError(f"shape: wanted 'linear' or 'sqrt', got {self.shape!r}")
+            raise ValueError(f"shape: expected 'linear' or 'sqrt', got {self.shape!r}")
 
     def factor(self, step: int) -> float:
         """The multiplier for ``step``."""
@@ -260,7 +259,7 @@ class ReduceLROnPlateau(Schedule):
 
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
-            raise ValueError(f"mode: wanted 'min' or 'max', got {self.mode!r}")
+            raise ValueError(f"mode: expected 'min' or 'max', got {self.mode!r}")
         _within("gamma", self.gamma, 0.0, 1.0)
         _whole("patience", self.patience, 0)
         _within("threshold", self.threshold, 0.0, math.inf)
@@ -275,7 +274,9 @@ class ReduceLROnPlateau(Schedule):
         """
         metric = float(metric)
         if not math.isfinite(metric):
-            raise ValueError(f"metric: wanted a finite number, got {metric}; the run has diverged")
+            raise ValueError(
+                f"metric: expected a finite number, got {metric}; the run has diverged"
+            )
         self.cooling = max(self.cooling - 1, 0)
         if self._improves(metric):
             self.best, self.bad = metric, 0
@@ -283,7 +284,7 @@ class ReduceLROnPlateau(Schedule):
             self.bad += 1
         if self.bad > self.patience:
             self.current = max(self.current * self.gamma, self.minimum)
-            # One more than asked, as the next reading starts by counting down.
+            # One more, since the next reading starts by counting down.
             self.bad, self.cooling = 0, self.cooldown + 1 if self.cooldown else 0
         return self.current
 
@@ -309,7 +310,7 @@ class ReduceLROnPlateau(Schedule):
             ValueError: if the names differ from `state_dict`'s; nothing is changed.
         """
         if state.keys() != self.state_dict().keys():
-            raise ValueError(f"state: wanted {sorted(self.state_dict())}, got {sorted(state)}")
+            raise ValueError(f"state: expected {sorted(self.state_dict())}, got {sorted(state)}")
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -324,9 +325,9 @@ def _line(start: float, end: float, share: float) -> float:
 
 def _whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: wanted an int, {least} or more, got {value!r}")
+        raise ValueError(f"{name}: expected an int, {least} or more, got {value!r}")
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
     if not (low <= value <= high and math.isfinite(value)):
-        raise ValueError(f"{name}: wanted a number in [{low}, {high}], got {value!r}")
+        raise ValueError(f"{name}: expected a number in [{low}, {high}], got {value!r}")

@@ -1,18 +1,20 @@
-"""Stochastic gradient descent."""
+"""Stochastic gradient descent, and LARS, which scales its steps by tensor norms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from extensor.backends.protocol import Finite
-from extensor.optim.optimizer import Array, Optimizer, Option, check_range
+from extensor.backends.protocol import FiniteQuery
+from extensor.optim.optimizer import FRACTION, POSITIVE, Array, Optimizer
+from extensor.optim.params import Option, Segment
 
-__all__ = ["SGD"]
+__all__ = ["LARS", "SGD"]
 
 
 class SGD(Optimizer):
-    """Gradient descent with momentum, Nesterov's look-ahead and L2 weight decay.
+    """Gradient descent with momentum, Nesterov's lookahead and L2 weight decay.
 
     With g' = g + weight_decay w and the buffer b = momentum b + g', the weight moves by -lr d,
     where d = g' + momentum b under ``nesterov``, else d = b (Sutskever et al., ICML 2013, in the
@@ -30,7 +32,8 @@ class SGD(Optimizer):
         ValueError: for an option out of range, or Nesterov without momentum.
     """
 
-    fused = True
+    ranges = MappingProxyType({**Optimizer.ranges, "momentum": FRACTION})
+    multi_tensor = True
 
     def __init__(
         self,
@@ -53,53 +56,94 @@ class SGD(Optimizer):
 
     def _check_options(self, options: Mapping[str, Option]) -> None:
         super()._check_options(options)
-        check_range("momentum", options["momentum"], 0.0, 1.0)
         if options["nesterov"] and not options["momentum"]:
-            raise ValueError("nesterov: wanted momentum above 0 with it, got 0")
+            raise ValueError("nesterov: expected momentum above 0 with it, got 0")
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
         """A momentum buffer, if there is momentum."""
         return ("momentum",) if options["momentum"] else ()
 
-    def update(
-        self,
-        backend: Any,
-        weight: Array,
-        grad: Array,
-        state: Mapping[str, Array],
-        scratch: tuple[Array, Array],
-        options: Mapping[str, Any],
-        step: int,
-    ) -> None:
-        """Move one stretch, in place."""
-        buffer = state["momentum"] if options["momentum"] else None
-        factors = (options["lr"], options["momentum"], options["weight_decay"])
-        backend.sgd(weight, grad, buffer, *factors, options["nesterov"])
+    def update(self, backend: Any, part: Segment, options: Mapping[str, Any], step: int) -> None:
+        """Move one segment, in place."""
+        buffer = part.state["momentum"] if options["momentum"] else None
+        by = self.factors(options, step)
+        numbers = (by["lr"], by["momentum"], by["decay"])
+        backend.sgd(part.weight, part.grad, buffer, *numbers, options["nesterov"])
 
-    def update_each(
+    def update_multi_tensor(
         self,
         backend: Any,
         parts: Sequence[tuple[Array, Array, Mapping[str, Array]]],
         factors: Sequence[Mapping[str, float]],
         **how: Any,
-    ) -> Finite:
-        """Move whole parameters, in place, in one call."""
+    ) -> FiniteQuery:
+        """Update whole parameters, in place, in one call."""
         arrays = [
             (w, g, state["momentum"] if mine["momentum"] else None)
             for (w, g, state), mine in zip(parts, factors, strict=True)
         ]
-        found: Finite = backend.sgd_each(arrays, factors, **how)
+        found: FiniteQuery = backend.sgd_multi_tensor(arrays, factors, **how)
         return found
 
-    def factors_each(
-        self, steps: Sequence[int], options: Mapping[str, Any]
-    ) -> list[Mapping[str, float]]:
-        """What a backend's kernel multiplies by, for parameters in such steps."""
-        fixed = {
+    def factors(self, options: Mapping[str, Any], step: int) -> dict[str, float]:
+        """The numbers that an update multiplies by."""
+        return {
             "lr": options["lr"],
             "momentum": options["momentum"],
             "decay": options["weight_decay"],
             "nesterov": options["nesterov"],
+            "step": step,
         }
-        factors = {step: fixed | {"step": step} for step in set(steps)}
-        return [factors[step] for step in steps]
+
+
+class LARS(SGD):
+    """Momentum SGD whose step in each tensor is proportional to the tensor's norm.
+
+    With g' = g + weight_decay w, the gradient is multiplied by
+    ``trust |w| / (|g| + weight_decay |w|)``, or by 1 where either norm is 0 (arXiv 1708.03888,
+    section 5); then momentum as in `SGD`.
+
+    Args:
+        params: see `Optimizer`; biases and norms are best left to a group with SGD.
+        lr: learning rate, 0 or more.
+        momentum: in [0, 1).
+        weight_decay: 0 or more.
+        trust: the share of a tensor's norm that a step may be, above 0.
+        states: how the state is stored; see `Optimizer`.
+
+    Raises:
+        ValueError: for an option out of range.
+    """
+
+    ranges = MappingProxyType({**SGD.ranges, "trust": POSITIVE})
+    multi_tensor = False  # `prepare` comes first
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        *,
+        states: str = "float32",
+    ) -> None:
+        super(SGD, self).__init__(
+            params,
+            states=states,
+            lr=lr,
+            momentum=momentum,
+            nesterov=False,
+            weight_decay=weight_decay,
+            trust=trust,
+        )
+
+    def prepare(
+        self, xp: Any, whole: Segment, options: Mapping[str, Any]
+    ) -> tuple[Array, Mapping[str, Any]]:
+        """The gradient with its weight decay, scaled to the weight's norm."""
+        decay = options["weight_decay"]
+        size, slope = (float(xp.linalg.norm(a)) for a in (whole.weight, whole.grad))
+        ratio = options["trust"] * size / (slope + decay * size) if size and slope else 1.0
+        scaled = (whole.grad + decay * whole.weight) * ratio
+        return scaled, {**options, "weight_decay": 0.0}

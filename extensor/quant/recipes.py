@@ -1,4 +1,4 @@
-"""The recipes: the field's published ones, the baselines, and one-change ablations.
+"""The table of recipes: published ones, baselines, and ablations that change one thing.
 
 Sources: arXiv 2506.08027 (mxfp8_nvidia), 2502.20586 (mxfp4_tseng), 2509.25149
 (nvfp4_nvidia), 2512.02010 (nvfp4_4over6), 2412.19437 (fp8_block).
@@ -9,24 +9,24 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from extensor.errors import unknown_name
-from extensor.quant.recipe import Dense, Gemm, LayerRecipe, Recipe, Rule
+from extensor.quant.recipe import FloatName, Gemm, LayerRecipe, Recipe, Rule
 from extensor.quant.spec import Hadamard, QuantSpec
 
 __all__ = ["ALIASES", "RECIPES", "get_recipe"]
 
 
-def _dense(dtype: Dense) -> LayerRecipe:
+def _uniform(dtype: FloatName) -> LayerRecipe:
     return LayerRecipe.uniform(dtype)
 
 
-_BF16 = _dense("bfloat16")
+_BF16 = _uniform("bfloat16")
 _FIRST, _LAST = Rule("@first", _BF16), Rule("@last", _BF16)
 _LANGUAGE_ENDS = (Rule("@embedding", _BF16), Rule("@head", _BF16))
 _ENDS = (_FIRST, _LAST, *_LANGUAGE_ENDS)
 
 
 def _layer(x: QuantSpec, w: QuantSpec, g: QuantSpec) -> LayerRecipe:
-    """One spec per tensor kind, the same in each GEMM that uses it."""
+    """One spec for each of x, w and g, the same in every GEMM."""
     return LayerRecipe(Gemm(x, w), Gemm(g, w), Gemm(g, x))
 
 
@@ -76,7 +76,7 @@ def _fp8_block() -> LayerRecipe:
 _INT8 = QuantSpec("int8", tile="channel")
 
 _ROWS = (
-    Recipe("fp32", "float32 everywhere: the baseline", _dense("float32")),
+    Recipe("fp32", "float32 everywhere: the baseline", _uniform("float32")),
     Recipe("bf16", "operands rounded to bfloat16, products summed in float32", _BF16),
     Recipe(
         "mxfp8_nvidia",
@@ -97,9 +97,9 @@ _ROWS = (
         _LANGUAGE_ENDS,
     ),
     Recipe(
-        "mxfp8_near",
-        "mxfp8_nvidia near-exactly: a scale for each 128x128, as FP8 tensor cores multiply it",
-        _mx_layer("mxfp8_e4m3", "mxfp8_e4m3", "rceil").near(),
+        "mxfp8_rebased",
+        "mxfp8_nvidia rebased to one scale for each 128x128 tile, which FP8 tensor cores multiply",
+        _mx_layer("mxfp8_e4m3", "mxfp8_e4m3", "rceil").rebased(),
         _LANGUAGE_ENDS,
     ),
     Recipe(
@@ -164,10 +164,16 @@ _ROWS = (
         adaptive_scale_rule=True,
     ),
     Recipe(
-        "mxfp4_first", "mxfp4 with only the last layer in bf16", _mxfp4(), (_LAST, *_LANGUAGE_ENDS)
+        "mxfp4_last_bf16",
+        "mxfp4 with only the last layer in bf16",
+        _mxfp4(),
+        (_LAST, *_LANGUAGE_ENDS),
     ),
     Recipe(
-        "mxfp4_last", "mxfp4 with only the first layer in bf16", _mxfp4(), (_FIRST, *_LANGUAGE_ENDS)
+        "mxfp4_first_bf16",
+        "mxfp4 with only the first layer in bf16",
+        _mxfp4(),
+        (_FIRST, *_LANGUAGE_ENDS),
     ),
     Recipe("mxfp4_block16", "mxfp4 in blocks of 16", _mxfp4(block=16), _ENDS),
     Recipe("mxfp4_block64", "mxfp4 in blocks of 64", _mxfp4(block=64), _ENDS),
@@ -186,7 +192,7 @@ def get_recipe(name: str) -> Recipe:
     """A recipe by name or alias.
 
     Raises:
-        ValueError: for a name that is neither; the message lists the near ones.
+        ValueError: for a name that is neither; the message lists similar ones.
     """
     full = ALIASES.get(name, name)
     if full not in RECIPES:

@@ -1,10 +1,9 @@
-"""The exact reference: array -> codes and scales -> array, for any array module.
+"""The exact reference for quantizing and dequantizing, on any array module.
 
-Vectorised, every step on integer bits or single float32 operations in a stated
-order, so that C++ and CUDA can give the same bytes. The backends' generic methods
-call these functions; the kernels are compared with them byte for byte; they
-themselves are judged by the scalar oracle in ``tests/oracle``, which shares no
-code with them.
+Every step works on integer bits, or is one float32 operation in a stated order, so that C++ and
+CUDA kernels can give the same bytes. The generic backend calls these functions. Tests compare the
+kernels with them byte for byte, and compare them with the scalar oracle in ``tests/oracle``, which
+shares no code with them.
 """
 
 from __future__ import annotations
@@ -17,21 +16,20 @@ import numpy as np
 
 from extensor.quant import outlier
 from extensor.quant.array import QuantArray, QuantStats, block_grid
-from extensor.quant.blocks import BlockLayout
-from extensor.quant.blockwise import decode_array, quantize_blocks
+from extensor.quant.block_codec import BlockLayout, decode_array, quantize_blocks
 from extensor.quant.hadamard import hadamard, inverse_hadamard
-from extensor.quant.near import settled
+from extensor.quant.rebase import rebase_tiles
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
 __all__ = [
     "FLOATS", "RunningAmax", "check_previous", "dequantize",
-    "narrow", "near", "operand", "quantize",
+    "narrow", "operand", "quantize", "rebase",
 ]  # fmt: skip
 
 Array = Any
 
-FLOATS = ("float32", "bfloat16", "float16")  # what kernels read and decode to
+FLOATS = ("float32", "bfloat16", "float16")  # dtypes that kernels read and write
 
 
 def quantize(
@@ -57,32 +55,35 @@ def quantize(
 
     Raises:
         TypeError: if x is not a float array.
-        ValueError: if the spec does not fit x, the stream is missing or superfluous, or
-            ``previous_amax`` does not fit.
+        ValueError: if the spec or ``previous_amax`` does not fit x, if the stream is missing, or if
+            there is one although nothing is rounded stochastically.
     """
     spec = spec.resolve(x.ndim)
     if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
-        raise TypeError(f"quantize: wanted a float array, got {x.dtype}; convert it first")
+        raise TypeError(f"quantize: expected a float array, got {x.dtype}; convert it first")
     if (stream is None) == (spec.rounding == "stochastic"):
-        wanted = "needs a stream (a seed)" if stream is None else "takes no stream"
-        raise ValueError(f"rounding={spec.rounding!r} {wanted}")
+        problem = "needs a stream (a seed)" if stream is None else "takes no stream"
+        raise ValueError(f"rounding={spec.rounding!r} {problem}")
     if previous_amax is not None:
         check_previous(previous_amax, spec, tuple(x.shape), xp)
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
+    with np.errstate(
+        over="ignore"
+    ):  # float64 beyond float32 becomes Inf, and follows the rule for Inf
         x = xp.asarray(x, dtype=xp.float32)
     if spec.row.outliers:
         return outlier.quantize(x, spec, stream, xp)
-    if spec.near:
-        plain = quantize_blocks(x, spec.replace(near=False), stream, previous_amax, xp)
-        return near(*plain, xp)
+    if spec.rebased:
+        exact = quantize_blocks(x, spec.replace(rebased=False), stream, previous_amax, xp)
+        return rebase(*exact, xp)
     return quantize_blocks(x, spec, stream, previous_amax, xp)
 
 
-def near(q: QuantArray, stats: QuantStats, xp: Any = np) -> tuple[QuantArray, QuantStats]:
-    """What a spec with ``near`` gives, of what it gives without."""
-    q, changed, gone = settled(q, xp)
-    flushed = stats.flushed + int(gone)
-    return q, dataclasses.replace(stats, flushed=flushed, changed=int(changed))
+def rebase(q: QuantArray, stats: QuantStats, xp: Any = np) -> tuple[QuantArray, QuantStats]:
+    """What a spec with ``rebased`` gives, from what the same spec gives without it."""
+    q, changed, flushed = rebase_tiles(q, xp)
+    return q, dataclasses.replace(
+        stats, flushed=stats.flushed + int(flushed), rebase_changed=int(changed)
+    )
 
 
 def check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...], xp: Any) -> None:
@@ -92,21 +93,21 @@ def check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...]
     grid = block_grid(spec, shape)
     if tuple(previous_amax.shape) != grid or previous_amax.dtype != xp.float32:
         raise ValueError(
-            f"previous_amax: wanted float32 of the scales' shape {grid}, "
+            f"previous_amax: expected float32 of the scales' shape {grid}, "
             f"got {previous_amax.dtype} of shape {tuple(previous_amax.shape)}"
         )
     if not bool((xp.isfinite(previous_amax) & (previous_amax >= 0)).all()):
         raise ValueError(
-            "previous_amax: wanted finite magnitudes, got NaN, Inf or a negative one; "
+            "previous_amax: expected finite magnitudes, got NaN, Inf or a negative one; "
             "keep the maxima of the last finite step"
         )
 
 
 def dequantize(q: QuantArray, xp: Any = np) -> Array:
-    """Stored array -> float32 of ``q.shape``; a Hadamard transform is undone."""
+    """Decode a stored array to float32 of ``q.shape``; a Hadamard transform is undone."""
     if q.spec.row.outliers:
         return outlier.dequantize(q, xp)
-    if not math.prod(q.shape):  # no blocks, though a static scale may be there
+    if not math.prod(q.shape):  # no blocks, although there may be a static scale
         return xp.zeros(q.shape, np.float32)
     values = decode_array(q, xp)
     if q.spec.transform:
@@ -115,21 +116,21 @@ def dequantize(q: QuantArray, xp: Any = np) -> Array:
 
 
 def narrow(values: Array, dtype: str) -> Array:
-    """Float32 values in another of `FLOATS`, rounded once to nearest even.
+    """Round float32 values to another dtype of `FLOATS`, to nearest even.
 
     Raises:
         ValueError: for another dtype.
     """
     if dtype not in FLOATS:
-        raise ValueError(f"dequantize: wanted one of {', '.join(FLOATS)}, got {dtype!r}")
-    with np.errstate(over="ignore"):  # beyond float16's range there are infinities
+        raise ValueError(f"dequantize: expected one of {', '.join(FLOATS)}, got {dtype!r}")
+    with np.errstate(over="ignore"):  # values beyond float16 become infinite
         return values if dtype == "float32" else values.astype(dtype)
 
 
 def operand(
     x: Array, spec: QuantSpec, stream: Stream | None = None, xp: Any = np
 ) -> tuple[Array, QuantStats]:
-    """The float32 values that a GEMM multiplies: quantized, decoded, still transformed."""
+    """The float32 values that a GEMM multiplies: quantized and decoded, a transform not undone."""
     q, stats = quantize(x, spec, stream, None, xp)
     if q.spec.row.outliers:
         return outlier.dequantize(q, xp), stats
@@ -137,19 +138,20 @@ def operand(
 
 
 class RunningAmax:
-    """Block maxima kept from call to call: value = max(amax, float32(decay) * previous value).
+    """Running block maxima of one tensor: value = max(amax, float32(decay) * previous value).
 
-    A block with NaN or Inf leaves its maximum as it was (0 before the first finite one): the block
-    itself is NaN, and the steps after it must not be. For tensors whose shape does not change.
-    ``value`` is float32 of the scales' shape, None before the first call; it goes into
-    checkpoints like any array.
+    A block with NaN or Inf leaves its maximum as it was (0 before the first finite one), so that
+    the next steps are not NaN too. The tensor's shape must not change.
+
+    Attributes:
+        value: float32 of the scales' shape, None before the first call; store it in checkpoints.
     """
 
     def __init__(self) -> None:
         self.value: Array | None = None
 
     def update(self, x: Array, spec: QuantSpec, xp: Any = np) -> None:
-        """Take in the block maxima of float array x under a resolved spec.
+        """Update the maxima with those of the float array x, under a resolved spec.
 
         Raises:
             ValueError: if x has other blocks than the calls before.
@@ -157,7 +159,7 @@ class RunningAmax:
         layout = BlockLayout(spec, tuple(x.shape), xp)
         if self.value is not None and self.value.shape != layout.grid:
             raise ValueError(
-                f"running amax: wanted a tensor with blocks {self.value.shape} as before, got "
+                f"running amax: expected a tensor with blocks {self.value.shape} as before, got "
                 f"{layout.grid}; use one RunningAmax per tensor"
             )
         with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf

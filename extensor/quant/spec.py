@@ -1,7 +1,7 @@
-"""QuantSpec: which format, which blocks, which scale, which rounding.
+"""QuantSpec: how a tensor is quantized: its format, blocks, scales and rounding.
 
-A frozen record, checked when it is made, so that a spec that exists is a spec
-that works. `resolve` fixes what depends on the array: the axis and the tile.
+A spec is frozen and checked when it is made. `QuantSpec.resolve` fills in what depends on the
+array: the axis and the tile.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Rounding = Literal["nearest_even", "stochastic"]
 Statistic = Literal["amax", "percentile", "running"]
 
 HADAMARD_SIZES = (16, 32, 64, 128)
-NEAR_SIDE = 128  # of the squares whose blocks share a scale under `QuantSpec.near`
-MAX_EXTENT = 2**31 - 1  # so that places within a tile fit 64 bits
+REBASE_TILE = 128  # rows and columns of a tile that shares a scale under `QuantSpec.rebased`
+MAX_EXTENT = 2**31 - 1  # positions within a tile must fit 64 bits
 TRANSFORMER_ENGINE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The sign vector Transformer Engine fixes for its Hadamard-16."""
 
@@ -44,11 +44,11 @@ class Hadamard:
 
     def __post_init__(self) -> None:
         if self.size not in HADAMARD_SIZES:
-            raise ValueError(f"Hadamard size: wanted one of {HADAMARD_SIZES}, got {self.size!r}")
+            raise ValueError(f"Hadamard size: expected one of {HADAMARD_SIZES}, got {self.size!r}")
         if self.signs not in ("none", "fixed", "random"):
-            raise ValueError(f"Hadamard signs: wanted none, fixed or random, got {self.signs!r}")
+            raise ValueError(f"Hadamard signs: expected none, fixed or random, got {self.signs!r}")
         if not _is_int(self.seed) or not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"Hadamard seed: wanted an int in 0..2**64 - 1, got {self.seed!r}")
+            raise ValueError(f"Hadamard seed: expected an int in 0..2**64 - 1, got {self.seed!r}")
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,22 @@ class QuantSpec:
         rbits: random bits per element under stochastic rounding, 8 or 32.
         transform: a Hadamard transform along ``axis`` before the block maxima are taken.
         dialect: name of a row of `DIALECTS`.
-        statistic: what stands for the block's largest magnitude: ``"amax"``; ``"percentile"``, the
-            nearest-rank percentile of the magnitudes; ``"running"``, max(amax, decay * previous).
+        statistic: the magnitude that a scale is chosen from: ``"amax"``, the block's largest;
+            ``"percentile"``, its nearest-rank percentile; ``"running"``, max(amax, decay *
+            previous).
         percentile: the percentile, in (0, 100].
         decay: the decay of the running maximum, in [0, 1).
-        scale_window: binades below the tensor's largest block exponent that an E8M0 scale may
-            fall; None is pure OCP.
+        scale_window: how many binades an E8M0 scale may be below the tensor's largest; None, as in
+            OCP MX, any number.
         element_scale: factor on the scaled values just before rounding, after the scale was chosen
-            (3/4 in arXiv 2502.20586); the dequantized values carry it.
+            (3/4 in arXiv 2502.20586). Dequantizing does not undo it.
         scale_dtype: for float-scaled formats, ``"float32"`` or ``"float16"``; None elsewhere.
         symmetric: False stores a zero point (int8 and int4 only).
-        outliers: for the outlier codec, how many values a row keeps exactly; None, an eighth of
-            the row and at most the format's number.
-        near: whether the blocks of each 128 x 128 values of a matrix take the largest of their
-            scales, codes that become subnormal rounded once more and counted: near-exact MXFP8,
-            as FP8 tensor cores multiply it (`extensor.quant.near`).
+        outliers: for the outlier codec, how many values of a row are stored exactly; None, an
+            eighth of the row and at most the format's number.
+        rebased: True gives all blocks in each 128 x 128 values of a matrix the largest of their
+            scales, as FP8 tensor cores multiply them. Codes that become subnormal are rounded once
+            more, and those that change are counted (`extensor.quant.rebase`). MXFP8 only.
     """
 
     format: str
@@ -99,7 +100,7 @@ class QuantSpec:
     scale_dtype: Literal["float32", "float16"] | None = None
     symmetric: bool = True
     outliers: int | None = None
-    near: bool = False
+    rebased: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -107,28 +108,28 @@ class QuantSpec:
         if self.dialect not in DIALECTS:
             raise ValueError(unknown_name("dialect", self.dialect, DIALECTS))
         if not _is_int(self.axis):
-            raise TypeError(f"axis: wanted an int, got {self.axis!r}")
+            raise TypeError(f"axis: expected an int, got {self.axis!r}")
         _check_tile(self.tile)
         self._check_rule()
         if self.transform is not None and not isinstance(self.transform, Hadamard):
-            raise TypeError(f"transform: wanted a Hadamard or None, got {self.transform!r}")
+            raise TypeError(f"transform: expected a Hadamard or None, got {self.transform!r}")
         if self.rounding not in ("nearest_even", "stochastic"):
             raise ValueError(
-                f"rounding: wanted 'nearest_even' or 'stochastic', got {self.rounding!r}"
+                f"rounding: expected 'nearest_even' or 'stochastic', got {self.rounding!r}"
             )
         if self.rbits not in (8, 32):
-            raise ValueError(f"rbits: wanted 8 or 32, got {self.rbits!r}")
+            raise ValueError(f"rbits: expected 8 or 32, got {self.rbits!r}")
         if self.statistic not in ("amax", "percentile", "running"):
             raise ValueError(
-                f"statistic: wanted 'amax', 'percentile' or 'running', got {self.statistic!r}"
+                f"statistic: expected 'amax', 'percentile' or 'running', got {self.statistic!r}"
             )
         if not 0.0 < self.percentile <= 100.0:
-            raise ValueError(f"percentile: wanted a number in (0, 100], got {self.percentile!r}")
+            raise ValueError(f"percentile: expected a number in (0, 100], got {self.percentile!r}")
         if not 0.0 <= self.decay < 1.0:
-            raise ValueError(f"decay: wanted a number in [0, 1), got {self.decay!r}")
+            raise ValueError(f"decay: expected a number in [0, 1), got {self.decay!r}")
         if not 0.0 < self.element_scale <= 1.0:
             raise ValueError(
-                f"element_scale: wanted a number in (0, 1], got {self.element_scale!r}"
+                f"element_scale: expected a number in (0, 1], got {self.element_scale!r}"
             )
         self._check_format_options()
 
@@ -151,12 +152,12 @@ class QuantSpec:
             if not self.is_mx:
                 raise ValueError(f"scale_window: only for E8M0 scales, not {self.format}")
             if not _is_int(self.scale_window) or self.scale_window < 0:
-                raise ValueError(f"scale_window: wanted an int >= 0, got {self.scale_window!r}")
+                raise ValueError(f"scale_window: expected an int >= 0, got {self.scale_window!r}")
         if self.scale_dtype is not None and (
             row.scale.name != "float32" or self.scale_dtype not in ("float32", "float16")
         ):
             raise ValueError(
-                f"scale_dtype: wanted None (or, for a float-scaled format, 'float32' or "
+                f"scale_dtype: expected None (or, for a float-scaled format, 'float32' or "
                 f"'float16'), got {self.scale_dtype!r} with {self.format}"
             )
         if not self.symmetric and not row.zero_point:
@@ -170,43 +171,43 @@ class QuantSpec:
             not row.outliers or not _is_int(self.outliers) or not 0 <= self.outliers <= row.outliers
         ):
             raise ValueError(
-                f"outliers: wanted None (or, for the outlier codec, 0..{row.outliers}), "
+                f"outliers: expected None (or, for the outlier codec, 0..{row.outliers}), "
                 f"got {self.outliers!r} with {self.format}"
             )
         if row.outliers and (
             self.transform or self.statistic != "amax" or self.tile not in (None, "channel")
         ):
             raise ValueError(
-                f"{self.format} codes whole rows by their largest value: wanted transform=None, "
+                f"{self.format} codes whole rows by their largest value: expected transform=None, "
                 f"statistic='amax' and the format's tile, got {self.transform!r}, "
                 f"{self.statistic!r} and {self.tile!r}"
             )
 
-        if self.near and not self._takes_near():
+        if self.rebased and not self._can_rebase():
             raise ValueError(
-                f"near: wanted MXFP8 in tiles (1, n), n a divisor of {NEAR_SIDE}, without a "
+                f"rebased: expected MXFP8 in tiles (1, n), n a divisor of {REBASE_TILE}, without a "
                 f"transform, got {self.format} in tiles {self.tile} with {self.transform}; other "
                 "MX formats are exact in FP8 or bfloat16"
             )
 
-    def _takes_near(self) -> bool:
+    def _can_rebase(self) -> bool:
         tile = self.row.tile if self.tile is None else self.tile
-        blocks = isinstance(tile, tuple) and tile[0] == 1 and NEAR_SIDE % tile[1] == 0
+        blocks = isinstance(tile, tuple) and tile[0] == 1 and REBASE_TILE % tile[1] == 0
         return self.is_mxfp8 and blocks and self.transform is None
 
     @property
     def row(self) -> BlockFormat:
-        """The format's row."""
+        """The format's row in `FORMATS`."""
         return FORMATS[self.format]
 
     @property
     def dialect_row(self) -> Dialect:
-        """The dialect's row."""
+        """The dialect's row in `DIALECTS`."""
         return DIALECTS[self.dialect]
 
     @property
     def ties(self) -> Ties:
-        """What rounding to nearest does halfway between two codes."""
+        """How rounding to nearest resolves ties between two codes."""
         return self.dialect_row.ties_in(self.format)
 
     @property
@@ -220,19 +221,24 @@ class QuantSpec:
         return self.row.scale.name == "e8m0"
 
     @property
+    def has_float_scales(self) -> bool:
+        """True if blocks carry a float32 or float16 scale and the tensor carries none."""
+        return self.row.has_float_scales
+
+    @property
     def is_mxfp8(self) -> bool:
-        """Whether elements are FP8 under powers of two."""
+        """True for FP8 elements under E8M0 scales."""
         return self.is_mx and self.row.element.is_float and self.row.element.bits == 8
 
     @property
     def rule(self) -> str:
-        """The scale rule in force."""
+        """The scale rule in force: the spec's, the dialect's or the format's."""
         theirs = self.dialect_row.mx_scale_rule if self.is_mx else None
         return self.scale_rule or theirs or self.row.scale_rule
 
     @property
     def scale_name(self) -> str:
-        """The scale's storage: e8m0, ue4m3, float32 or float16."""
+        """How a scale is stored: e8m0, ue4m3, float32 or float16."""
         return self.scale_dtype or self.row.scale.name
 
     def replace(self, **changes: Any) -> QuantSpec:
@@ -241,10 +247,10 @@ class QuantSpec:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> QuantSpec:
-        """The inverse of `dataclasses.asdict`, also by way of JSON.
+        """Make a spec from `dataclasses.asdict` of one, also after a way through JSON.
 
         Raises:
-            TypeError, ValueError: for other fields, or values that a spec refuses.
+            TypeError, ValueError: for unknown fields and values out of range.
         """
         values = dict(fields)
         if values.get("transform") is not None:
@@ -254,16 +260,17 @@ class QuantSpec:
         return cls(**values)
 
     def resolve(self, ndim: int) -> QuantSpec:
-        """The spec for an array of ``ndim`` axes: axis made non-negative, tile and rule filled in.
+        """The spec for an array of ``ndim`` axes, with axis, tile and scale rule filled in.
 
         Raises:
-            ValueError: if the axis is out of range, or a tile of several rows meets one axis.
+            ValueError: if the axis is out of range, or the tile has several rows and the array one
+                axis.
         """
         if ndim == 0:
             raise ValueError("a scalar has no axis to block; reshape it to (1,) first")
         if not -ndim <= self.axis < ndim:
             raise ValueError(
-                f"axis: wanted {-ndim}..{ndim - 1} for an array of {ndim} axes, got {self.axis}"
+                f"axis: expected {-ndim}..{ndim - 1} for an array of {ndim} axes, got {self.axis}"
             )
         tile = self.row.tile if self.tile is None else self.tile
         if isinstance(tile, tuple) and tile[0] > 1 and ndim == 1:
@@ -279,7 +286,9 @@ def _check_tile(tile: object) -> None:
     if tile is None or tile in ("tensor", "channel"):
         return
     if not (isinstance(tile, tuple) and len(tile) == 2 and all(_is_int(n) for n in tile)):
-        raise TypeError(f"tile: wanted (rows, columns), 'channel', 'tensor' or None, got {tile!r}")
+        raise TypeError(
+            f"tile: expected (rows, columns), 'channel', 'tensor' or None, got {tile!r}"
+        )
     if min(tile) < 1:
         raise ValueError(f"tile and block sizes are 1 or more, got {tile!r}")
     if max(tile) > MAX_EXTENT:

@@ -1,4 +1,4 @@
-"""Equality to the bit, and a message that shows where it fails."""
+"""Bitwise comparison of arrays."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def first_difference(actual: Any, expected: Any) -> str | None:
     """Where two arrays first differ in their bytes, and how; None if they are the same.
 
     Dtype and shape count; -0 differs from 0, and a NaN equals only a NaN of the same bits.
-    Arrays, tensors and anything that numpy understands are taken.
+    Takes arrays, tensors and anything else that numpy converts.
     """
     a, b = np.ascontiguousarray(actual), np.ascontiguousarray(expected)
     if np.shape(actual) != np.shape(expected):
-        return f"shape: wanted {np.shape(expected)}, got {np.shape(actual)}"
+        return f"shape: expected {np.shape(expected)}, got {np.shape(actual)}"
     if a.dtype != b.dtype:
-        return f"dtype: wanted {b.dtype}, got {a.dtype}"
+        return f"dtype: expected {b.dtype}, got {a.dtype}"
     size = a.dtype.itemsize
     left = a.reshape(-1).view(np.uint8).reshape(-1, size)
     right = b.reshape(-1).view(np.uint8).reshape(-1, size)
@@ -29,7 +29,7 @@ def first_difference(actual: Any, expected: Any) -> str | None:
     at = int(different[0])
     place = tuple(int(i) for i in np.unravel_index(at, np.shape(actual))) if np.ndim(actual) else ()
     return (
-        f"{different.size} of {a.size} elements differ, the first at {place}: wanted "
+        f"{different.size} of {a.size} elements differ, the first at {place}: expected "
         f"{b.reshape(-1)[at]} (bytes {right[at].tobytes().hex(' ')}), got "
         f"{a.reshape(-1)[at]} (bytes {left[at].tobytes().hex(' ')}), low byte first"
     )

@@ -25,13 +25,10 @@ class ResNetConfig(VisionConfig):
         super().__post_init__()
         if len(self.blocks) != len(self.channels) or min(*self.blocks, *self.channels) < 1:
             raise ValueError(
-                "ResNet: wanted a number of blocks and of channels, 1 or more, for each stage, "
+                "ResNet: expected a number of blocks and of channels, 1 or more, for each stage, "
                 f"got blocks {self.blocks} and channels {self.channels}"
             )
 
 
-CONFIGS = {
-    "resnet18": ResNetConfig(),
-    "resnet34": ResNetConfig(blocks=(3, 4, 6, 3)),
-}
+CONFIGS = {"resnet18": ResNetConfig(), "resnet34": ResNetConfig(blocks=(3, 4, 6, 3))}
 """The variants; the first is the default."""

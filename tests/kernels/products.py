@@ -5,6 +5,8 @@ Blocked products have tests of their own for bounds, variants and special blocks
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from extensor.backends import cpu
@@ -18,8 +20,8 @@ def check_product(name: str) -> Check:
         for spec in (QuantSpec("mxfp4"), QuantSpec("nvfp4"), QuantSpec("mxfp8_e4m3")):
             x = plain((7, 150), 1)
             a, b = (GENERIC.quantize(plain((n, 150), n), spec)[0] for n in (7, 40))
-            left = a if name == "block_matmul" else x
-            dense = GENERIC.dequantize(a) if name == "block_matmul" else x
+            left = a if name == "block_scaled_matmul" else x
+            dense = GENERIC.dequantize(a) if name == "block_scaled_matmul" else x
             weights = GENERIC.dequantize(b)
             got = getattr(backend, name)(left, b)
             gamma = 154 * UNIT / (1 - 154 * UNIT)  # each side adds to the order and decoding
@@ -29,18 +31,17 @@ def check_product(name: str) -> Check:
     return check
 
 
-def check_operand_matmul(backend: cpu.CpuBackend) -> None:
+def check_product_of_operands(backend: cpu.CpuBackend) -> None:
     for m, n, k in ((70, 130, 90), (3, 4, 5)):
         a, b = (
-            GENERIC.operand(plain(s, 1), QuantSpec("mxfp4", axis=1))[0] for s in ((m, k), (n, k))
+            GENERIC.fake_quantize(plain(s, 1), QuantSpec("mxfp4", axis=1))[0]
+            for s in ((m, k), (n, k))
         )
-        down = np.ascontiguousarray(a.T).T, np.ascontiguousarray(b.T)
-        for left, right in ((a, b.T), down, (a, down[1]), (down[0], b.T)):
+        columnwise = [np.ascontiguousarray(x.T).T for x in (a, b)]
+        for left, right in itertools.product((a, columnwise[0]), (b, columnwise[1])):
             gamma = (k + 20) * UNIT / (1 - (k + 20) * UNIT)
-            bound = 2 * gamma * (np.abs(left).astype(np.float64) @ np.abs(right))
-            error = np.abs(
-                backend.operand_matmul(left, right) - GENERIC.operand_matmul(left, right)
-            )
+            bound = 2 * gamma * (np.abs(left).astype(np.float64) @ np.abs(right).T)
+            error = np.abs(backend.product(left, right) - GENERIC.product(left, right))
             assert (error <= bound).all()
 
 

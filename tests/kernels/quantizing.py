@@ -100,7 +100,7 @@ def quant_table() -> list[tuple[Case, Any, Any, Any]]:
     table = []
     for case in quant_cases():
         q, stats = GENERIC.quantize(*case)
-        values, same = GENERIC.operand(*case)
+        values, same = GENERIC.fake_quantize(*case)
         assert same == stats
         table.append((case, (q, stats), values, GENERIC.dequantize(q)))
     return table
@@ -120,8 +120,8 @@ def check_quantize(backend: cpu.CpuBackend) -> None:
 
 def check_operand(backend: cpu.CpuBackend) -> None:
     for case, (_, stats), wanted, _ in quant_table():
-        what = (case[0].shape, case[1], backend.path("operand", *case))
-        values, counts = backend.operand(*case)
+        what = (case[0].shape, case[1], backend.path("fake_quantize", *case))
+        values, counts = backend.fake_quantize(*case)
         got = counts if isinstance(counts, QuantStats) else counts()
         assert got == stats, what
         assert_bytes(values, wanted, what)
@@ -188,14 +188,21 @@ def pair_cases() -> Iterator[Pair]:
 def pair_table() -> list[tuple[Pair, Any, Any]]:
     """Every pair with what two calls of the generic methods make of it."""
     return [
-        (case, GENERIC.quantize_pair(*case), GENERIC.operand_pair(*case)) for case in pair_cases()
+        (
+            case,
+            GENERIC.quantize_rowwise_columnwise(*case),
+            GENERIC.fake_quantize_rowwise_columnwise(*case),
+        )
+        for case in pair_cases()
     ]
 
 
 def check_quantize_pair(backend: cpu.CpuBackend) -> None:
     for case, wanted, _ in pair_table():
-        what = (case[0].shape, case[1], backend.path("quantize_pair", *case))
-        for (q, stats), (q2, stats2) in zip(backend.quantize_pair(*case), wanted, strict=True):
+        what = (case[0].shape, case[1], backend.path("quantize_rowwise_columnwise", *case))
+        for (q, stats), (q2, stats2) in zip(
+            backend.quantize_rowwise_columnwise(*case), wanted, strict=True
+        ):
             assert stats == stats2, what
             assert (q.spec, q.shape) == (q2.spec, q2.shape), what
             assert q.parts.keys() == q2.parts.keys(), what
@@ -205,9 +212,9 @@ def check_quantize_pair(backend: cpu.CpuBackend) -> None:
 
 def check_operand_pair(backend: cpu.CpuBackend) -> None:
     for case, _, wanted in pair_table():
-        what = (case[0].shape, case[1], backend.path("operand_pair", *case))
+        what = (case[0].shape, case[1], backend.path("fake_quantize_rowwise_columnwise", *case))
         for (got, counts), (values, stats2) in zip(
-            backend.operand_pair(*case), wanted, strict=True
+            backend.fake_quantize_rowwise_columnwise(*case), wanted, strict=True
         ):
             stats = counts if isinstance(counts, QuantStats) else counts()
             assert stats == stats2, what

@@ -115,10 +115,10 @@ def operand_convolutions(name: str) -> list[tuple[Case, np.ndarray, QuantStats, 
         w = window_arrays(number)[1]
         stack = (-1,) if groups == 1 else (groups, w.shape[0] // groups)
         for spec in patch_specs() if x.size else ():
-            axis = -2 if name == "operand_conv2d" else -1
+            axis = -2 if name == "quantized_conv2d" else -1
             spec = spec.replace(axis=axis + len(stack) + 1).resolve(len(stack) + 1)
             case: Case
-            if name == "operand_conv2d":
+            if name == "quantized_conv2d":
                 left, terms = w.reshape(*stack, w[0].size), w[0].size + 1
                 bias = (plain((len(w),), number),) if number % 2 else ()
                 case = (x, left, spec, None, w.shape, window, *bias)

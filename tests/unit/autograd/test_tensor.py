@@ -90,7 +90,7 @@ def test_creation_functions() -> None:
     assert et.eye(2, 3).shape == (2, 3)
     assert et.ones_like(et.zeros(3, "int8")).dtype is et.int8
     assert et.full_like(et.zeros(3), 2).tolist() == [2, 2, 2]
-    assert et.ExTensor.rand is et.rand
+    assert et.ExTensor.rand == et.rand
     assert et.empty(3, "bfloat16").dtype is et.bfloat16
     a, b = et.randn(3, 4, seed=5), et.randn((3, 4), seed=5)
     np.testing.assert_array_equal(a.numpy(), b.numpy())

@@ -72,7 +72,7 @@ def test_decoding_here_is_what_dequantize_rounds() -> None:
 def test_within_the_bound(variant: str, a: QuantSpec, b: QuantSpec) -> None:
     for shape in SHAPES:
         qa, qb, xa, xb = case(a, b, shape)
-        path = BACKEND.path("block_matmul", qa, qb)
+        path = BACKEND.path("block_scaled_matmul", qa, qb)
         terms = shape[2]
         if CORE is not None:
             step = products.block_step(qa, qb)
@@ -93,7 +93,7 @@ def test_within_the_bound(variant: str, a: QuantSpec, b: QuantSpec) -> None:
             terms = math.ceil(shape[2] / step) if step else shape[2]
             if kind == "bf16":
                 terms = math.ceil(shape[2] / 32) + 14
-        check(BACKEND.block_matmul(qa, qb), xa, xb, terms, (shape, path))
+        check(BACKEND.block_scaled_matmul(qa, qb), xa, xb, terms, (shape, path))
 
 
 @pytest.mark.parametrize(("a", "b"), INTEGER, ids=short)
@@ -106,10 +106,10 @@ def test_integer_products_have_the_same_bits_everywhere(a: QuantSpec, b: QuantSp
         results = set()
         for name in VARIANTS:
             CORE.set_gemm_level(name)
-            if "bf16" in BACKEND.path("block_matmul", qa, qb).partition(":")[0]:
+            if "bf16" in BACKEND.path("block_scaled_matmul", qa, qb).partition(":")[0]:
                 assert name == "amx"  # sums in another order
                 continue
-            results.add(BACKEND.block_matmul(qa, qb).tobytes())
+            results.add(BACKEND.block_scaled_matmul(qa, qb).tobytes())
         assert len(results) == 1, shape
     CORE.set_gemm_level(before)
 
@@ -125,7 +125,7 @@ def test_the_sum_of_one_block_is_exact(variant: str) -> None:
         for pattern in (codes, every[:, None].repeat(q.codes.shape[1], axis=1)):
             q = QuantArray(pattern, np.full((256, 1), 127, np.uint8), q.spec, q.shape)
             wanted = exact(q) @ exact(q).T
-            assert np.array_equal(BACKEND.block_matmul(q, q), wanted), spec
+            assert np.array_equal(BACKEND.block_scaled_matmul(q, q), wanted), spec
     q = quantized((256, 256), ZEROS, 0)
     for code, zero in ((-128, 127), (127, -128)):
         q = QuantArray(
@@ -135,7 +135,7 @@ def test_the_sum_of_one_block_is_exact(variant: str) -> None:
             q.shape,
             zero_points=np.full((256, 1), zero, np.int8),
         )
-        assert (BACKEND.block_matmul(q, q) == 255.0 * 255 * 256).all()
+        assert (BACKEND.block_scaled_matmul(q, q) == 255.0 * 255 * 256).all()
 
 
 def test_a_row_under_one_scale_is_summed_exactly(variant: str) -> None:
@@ -153,7 +153,7 @@ def test_a_row_under_one_scale_is_summed_exactly(variant: str) -> None:
             for at in range(0, k, 8192):
                 part = exactly[:, at : at + 8192]
                 wanted += (part @ part.T).astype(np.float32) * (scales * scales.T)
-            assert np.array_equal(BACKEND.block_matmul(q, q), wanted) or CORE is None, k
+            assert np.array_equal(BACKEND.block_scaled_matmul(q, q), wanted) or CORE is None, k
 
 
 @pytest.mark.parametrize(("a", "b"), [(MXFP4, MXFP4), (ZEROS, ZEROS), FLOAT[0]], ids=short)
@@ -164,7 +164,7 @@ def test_threads_do_not_change_a_bit(variant: str, a: QuantSpec, b: QuantSpec) -
     for threads in (1, 2, 3, 8, 2):
         if CORE is not None:
             CORE.set_threads(threads)
-        both = BACKEND.block_matmul(qa, qb), BACKEND.weight_matmul(x, qb)
+        both = BACKEND.block_scaled_matmul(qa, qb), BACKEND.weight_only_matmul(x, qb)
         results.append(b"".join(y.tobytes() for y in both))
     if CORE is not None:
         CORE.set_threads(et.config.num_threads())
@@ -186,9 +186,9 @@ def test_any_shape(
     b = quantized((n, k), QuantSpec(name, tile=(1, lengths[1])), m)
     if CORE is not None:
         CORE.set_gemm_level(level)
-    check(BACKEND.block_matmul(a, b), exact(a), exact(b), k, shape)
+    check(BACKEND.block_scaled_matmul(a, b), exact(a), exact(b), k, shape)
     x = np.random.default_rng(n).standard_normal((min(m, 33), k)).astype(np.float32)
-    check(BACKEND.weight_matmul(x, b), x.astype(np.float64), exact(b), k, shape)
+    check(BACKEND.weight_only_matmul(x, b), x.astype(np.float64), exact(b), k, shape)
     if CORE is not None:
         CORE.set_gemm_level(VARIANTS[-1])
 
@@ -205,11 +205,11 @@ def test_nan_stays_in_its_row_and_column(variant: str, name: str) -> None:
     x[:, :32] = 0.0  # zero blocks: no number comes of NaN times zero either
     spec = QuantSpec(name, tile=(1, 16 if name == "nvfp4" else 32)).resolve(2)
     a, b = BACKEND.quantize(x, spec)[0], BACKEND.quantize(y, spec)[0]
-    got = BACKEND.block_matmul(a, b)
+    got = BACKEND.block_scaled_matmul(a, b)
     wanted = np.zeros((40, 50), bool)
     wanted[7], wanted[:, 13] = True, True
     assert np.array_equal(np.isnan(got), wanted)
-    got = BACKEND.weight_matmul(np.ones((1, 96), np.float32), b)
+    got = BACKEND.weight_only_matmul(np.ones((1, 96), np.float32), b)
     assert np.array_equal(np.isnan(got[0]), wanted[0])
 
 
@@ -219,8 +219,8 @@ def test_nan_codes(variant: str, name: str) -> None:
     q.codes[4, 99], q.codes[5, 3] = 0x7F, 0xFF
     x = np.zeros((2, 100), np.float32)
     for got in (
-        BACKEND.weight_matmul(x, q)[0],
-        BACKEND.block_matmul(quantized((3, 100), MXFP4, 1), q)[0],
+        BACKEND.weight_only_matmul(x, q)[0],
+        BACKEND.block_scaled_matmul(quantized((3, 100), MXFP4, 1), q)[0],
     ):
         assert np.flatnonzero(np.isnan(got)).tolist() == [4, 5]
 
@@ -232,16 +232,16 @@ def test_what_an_earlier_call_left_does_not_show(variant: str, spec: QuantSpec) 
     wide.scales[:] = 255 if wide.scales.dtype == np.uint8 else np.nan
     x = np.random.default_rng(2).standard_normal((8, 4096)).astype(np.float32)
     for rows in (1, 2, 4, 8):
-        assert np.isnan(BACKEND.weight_matmul(x[:rows], wide)).all()
-        assert np.isfinite(BACKEND.weight_matmul(x[:rows, :33].copy(), small)).all()
+        assert np.isnan(BACKEND.weight_only_matmul(x[:rows], wide)).all()
+        assert np.isfinite(BACKEND.weight_only_matmul(x[:rows, :33].copy(), small)).all()
 
 
 def test_zeros_give_zero(variant: str) -> None:
     a = BACKEND.quantize(np.zeros((9, 70), np.float32), MXFP4.resolve(2))[0]
     b = quantized((8, 70), MXFP4, 1)
-    assert not BACKEND.block_matmul(a, b).any()
-    assert not BACKEND.block_matmul(b, a).any()
-    assert not BACKEND.weight_matmul(np.zeros((2, 70), np.float32), b).any()
+    assert not BACKEND.block_scaled_matmul(a, b).any()
+    assert not BACKEND.block_scaled_matmul(b, a).any()
+    assert not BACKEND.weight_only_matmul(np.zeros((2, 70), np.float32), b).any()
 
 
 def test_scales_at_the_ends_of_their_range(variant: str) -> None:
@@ -254,8 +254,8 @@ def test_scales_at_the_ends_of_their_range(variant: str) -> None:
         if CORE is not None:
             if variant == "amx" and low == high:
                 kind = "bf16"
-            assert f", {kind}" in BACKEND.path("block_matmul", a, b)
-        got = BACKEND.block_matmul(a, b)
+            assert f", {kind}" in BACKEND.path("block_scaled_matmul", a, b)
+        got = BACKEND.block_scaled_matmul(a, b)
         assert not got[0].any()
         check(got[1:], exact(a)[1:], exact(b), 64, (low, high))
 
@@ -274,17 +274,17 @@ def test_path_names_the_reason() -> None:
     deep = GENERIC.quantize(np.ones((2, 2, 64), np.float32), MXFP4)[0]
     six = quantized((4, 64), QuantSpec("mxfp6_e2m3"), 0)
     for reason, method, *args in (
-        ("along axis 0", "block_matmul", down, good),
-        ("Hadamard", "block_matmul", good, turned),
-        ("outlier", "block_matmul", rows, rows),
-        ("zero points with blocks that meet in steps of 6", "block_matmul", zeros, uneven),
-        ("3 axes", "block_matmul", deep, good),
-        ("float64", "weight_matmul", x.astype(np.float64), good),
-        ("33 rows", "weight_matmul", np.ones((33, 64), np.float32), good),
-        ("6 bits", "weight_matmul", x, six),
-        ("blocks of 6", "weight_matmul", x, uneven),
-        ("not finite", "weight_matmul", x * np.float32(np.nan), good),
-        ("beyond 1.15e+18", "weight_matmul", x * np.float32(2.0**61), good),
+        ("along axis 0", "block_scaled_matmul", down, good),
+        ("Hadamard", "block_scaled_matmul", good, turned),
+        ("outlier", "block_scaled_matmul", rows, rows),
+        ("zero points with blocks that meet in steps of 6", "block_scaled_matmul", zeros, uneven),
+        ("3 axes", "block_scaled_matmul", deep, good),
+        ("float64", "weight_only_matmul", x.astype(np.float64), good),
+        ("33 rows", "weight_only_matmul", np.ones((33, 64), np.float32), good),
+        ("6 bits", "weight_only_matmul", x, six),
+        ("blocks of 6", "weight_only_matmul", x, uneven),
+        ("not finite", "weight_only_matmul", x * np.float32(np.nan), good),
+        ("beyond 1.15e+18", "weight_only_matmul", x * np.float32(2.0**61), good),
     ):
         path = BACKEND.path(method, *args)
         assert path.startswith("generic: "), (reason, path)
@@ -327,7 +327,7 @@ def test_matmul_of_tensors_goes_through_it(monkeypatch: pytest.MonkeyPatch) -> N
     qa, qb = a.to_mxfp4(), b.to_nvfp4()
     used = []
     backend = type(a.backend)
-    for name in ("block_matmul", "weight_matmul"):
+    for name in ("block_scaled_matmul", "weight_only_matmul"):
         method = getattr(backend, name)
 
         def spy(self: Any, *args: Any, method: Any = method, name: str = name) -> Any:
@@ -335,13 +335,15 @@ def test_matmul_of_tensors_goes_through_it(monkeypatch: pytest.MonkeyPatch) -> N
             return method(self, *args)
 
         monkeypatch.setattr(backend, name, spy)
-    assert np.array_equal((qa @ qb.T).numpy(), BACKEND.block_matmul(qa.data, qb.data))
-    assert np.array_equal((a @ qb.T).numpy(), BACKEND.weight_matmul(a.data, qb.data))
-    assert used == ["block_matmul"] * 2 + ["weight_matmul"] * 2  # tensors first, then by hand
+    assert np.array_equal((qa @ qb.T).numpy(), BACKEND.block_scaled_matmul(qa.data, qb.data))
+    assert np.array_equal((a @ qb.T).numpy(), BACKEND.weight_only_matmul(a.data, qb.data))
+    assert (
+        used == ["block_scaled_matmul"] * 2 + ["weight_only_matmul"] * 2
+    )  # tensors first, then by hand
     assert (a.to("float64") @ qb.T).dtype is et.float64
     assert (a.reshape((1, 5, 96)) @ qb.T).shape == (1, 5, 7)
     assert (a.to("bfloat16") @ qb.T).dtype is et.float32
-    assert used[4:] == ["weight_matmul"] * 2
+    assert used[4:] == ["weight_only_matmul"] * 2
 
 
 def test_gradients_are_those_of_the_dequantized_product() -> None:

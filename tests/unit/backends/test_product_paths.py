@@ -58,18 +58,18 @@ def test_every_format_takes_the_path_that_the_table_says(name: str, spec: QuantS
     rng = np.random.default_rng(0)
     x, y = (rng.standard_normal((128, 256)).astype(np.float32) for _ in range(2))
     a, b = (BACKEND.quantize(v, spec.resolve(2))[0] for v in (x, y))
-    values = [BACKEND.operand(v, spec.resolve(2))[0] for v in (x, y)]
+    values = [BACKEND.fake_quantize(v, spec.resolve(2))[0] for v in (x, y)]
     before = CORE.gemm_level()
     try:
         for level in CORE.gemm_levels():
             CORE.set_gemm_level(level)
             tiles = CORE.gemm_has_amx()
             wanted = BLOCKED[name][0 if tiles else 1]
-            assert kind(BACKEND.path("block_matmul", a, b)) == wanted, level
-            path = BACKEND.path("weight_matmul", x[:4], b)
+            assert kind(BACKEND.path("block_scaled_matmul", a, b)) == wanted, level
+            path = BACKEND.path("weight_only_matmul", x[:4], b)
             assert path.startswith(WEIGHTS[name]), level
             operands = OPERANDS[name] if tiles else "generic"
-            assert kind(BACKEND.path("operand_matmul", values[0], values[1].T)) == operands, level
+            assert kind(BACKEND.path("product", *values)) == operands, level
     finally:
         CORE.set_gemm_level(before)
 

@@ -37,8 +37,8 @@ def on_tiles(a: QuantArray, b: QuantArray) -> np.ndarray | None:
         return None
     CORE.set_gemm_level("amx")
     try:
-        assert BACKEND.path("block_matmul", a, b) == "core (amx, bf16)"
-        return BACKEND.block_matmul(a, b)
+        assert BACKEND.path("block_scaled_matmul", a, b) == "core (amx, bf16)"
+        return BACKEND.block_scaled_matmul(a, b)
     finally:
         CORE.set_gemm_level(VARIANTS[-1])
 
@@ -97,7 +97,7 @@ def test_where_tiles_would_flush_or_overflow_another_kernel_runs() -> None:
                 assert (np.abs(got - exact(a) @ exact(b).T) <= bound).all()
         else:
             assert "down to" in str(reason)
-            check(BACKEND.block_matmul(a, b), exact(a), exact(b), k, (low, other))
+            check(BACKEND.block_scaled_matmul(a, b), exact(a), exact(b), k, (low, other))
     a.scales[:], b.scales[:] = 240, 140  # 2**9 2**113 2**9 2**13 40 > 2**128
     assert "up to" in str(products.bf16_reason(a, b))
 
@@ -116,7 +116,7 @@ def test_zero_blocks_of_any_scale_stay_on_tiles(name: str) -> None:
         check(got, exact(q), exact(b), 18, name)
     q.codes[3, q.codes.shape[1] // 4] = 1  # no longer zero, in the second block
     assert "down to 2**-1" in str(products.bf16_reason(q, b))
-    check(BACKEND.block_matmul(q, b), exact(q), exact(b), 100, name)
+    check(BACKEND.block_scaled_matmul(q, b), exact(q), exact(b), 100, name)
 
 
 def test_what_tiles_cannot_hold() -> None:
@@ -144,7 +144,7 @@ def test_what_tiles_cannot_hold() -> None:
 
 def operand(shape: tuple[int, int], spec: QuantSpec | None, seed: int) -> np.ndarray:
     x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    return x if spec is None else BACKEND.operand(x, spec.resolve(2))[0]
+    return x if spec is None else BACKEND.fake_quantize(x, spec.resolve(2))[0]
 
 
 SCALED = [
@@ -166,9 +166,9 @@ def test_products_of_scaled_operands(spec: QuantSpec) -> None:
         for left, right, spoken in ((a, b, 32), (operand((m, k), MXFP4, 3), b, 23)):
             terms = k
             if "amx" in VARIANTS:
-                assert BACKEND.path("operand_matmul", left, right.T) == "core (amx, bf16)"
+                assert BACKEND.path("product", left, right) == "core (amx, bf16)"
                 terms = math.ceil(k / 32) + spoken
-            got = BACKEND.operand_matmul(left, right.T)
+            got = BACKEND.product(left, right)
             check(got, left.astype(np.float64), right.astype(np.float64), terms, (spec, m))
 
 
@@ -182,13 +182,13 @@ def test_products_of_operands(down_a: bool, down_b: bool) -> None:
         for m, n, k in ((64, 96, 128), (33, 150, 160), (257, 35, 1056)):
             a, b = operand((m, k), spec, 1), operand((n, k), spec, 2)
             left = np.ascontiguousarray(a.T).T if down_a else a
-            right = np.ascontiguousarray(b.T) if down_b else b.T
+            right = np.ascontiguousarray(b.T).T if down_b else b
             if "amx" in VARIANTS:
-                assert BACKEND.path("operand_matmul", left, right) == "core (amx, bf16)"
+                assert BACKEND.path("product", left, right) == "core (amx, bf16)"
                 terms = math.ceil(k / 32) + 14
             else:
                 terms = k
-            got = BACKEND.operand_matmul(left, right)
+            got = BACKEND.product(left, right)
             check(got, a.astype(np.float64), b.astype(np.float64), terms, (spec, m))
 
 
@@ -213,22 +213,22 @@ def test_operands_that_stay_dense() -> None:
         ("not (M, K)", good, good),
         ("float64", good.astype(np.float64), good.T),
     ):
-        path = BACKEND.path("operand_matmul", a, b)
+        path = BACKEND.path("product", a, b.T)
         assert path.startswith("generic: ")
         if "amx" in VARIANTS and reason != "small":
             assert reason in path
         if reason != "not (M, K)":
             with np.errstate(over="ignore", invalid="ignore"):
                 wanted = BACKEND.matmul(a, b)  # BLAS, or the core's where that is as quick
-                assert np.array_equal(BACKEND.operand_matmul(a, b), wanted, equal_nan=True)
-    got = BACKEND.operand_matmul(broken, good.T)
+                assert np.array_equal(BACKEND.product(a, b.T), wanted, equal_nan=True)
+    got = BACKEND.product(broken, good)
     assert np.isnan(got[3]).all()
     assert np.isnan(got).sum() == 64
     results = set()
     for threads in (1, 8):
         if CORE is not None:
             CORE.set_threads(threads)
-        results.add(BACKEND.operand_matmul(good, good.T).tobytes())
+        results.add(BACKEND.product(good, good).tobytes())
     if CORE is not None:
         CORE.set_threads(et.config.num_threads())
     assert len(results) == 1

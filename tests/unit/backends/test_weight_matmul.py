@@ -35,16 +35,16 @@ def test_weight_only(variant: str, spec: QuantSpec) -> None:
     for m, n, k in (*shapes, (1, 5, 8200), (2, 65, 4100), (17, 3, 2500), (32, 6, 256)):
         w = quantized((n, k), spec, k)
         x = (rng.standard_normal((m, k)) * np.exp2(rng.integers(-6, 7, (m, k)))).astype(np.float32)
-        path = BACKEND.path("weight_matmul", x, w)
+        path = BACKEND.path("weight_only_matmul", x, w)
         kernels = variant if variant != "amx" else "avx512_vnni"  # tiles take no float32 rows
         assert path.startswith(f"core ({kernels})" if CORE else "generic: ")
-        check(BACKEND.weight_matmul(x, w), x.astype(np.float64), exact(w), k, (m, n, k))
+        check(BACKEND.weight_only_matmul(x, w), x.astype(np.float64), exact(w), k, (m, n, k))
         wide = np.repeat(x, 2, axis=1)[:, ::2]
-        assert np.array_equal(BACKEND.weight_matmul(wide, w), BACKEND.weight_matmul(x, w))
+        assert np.array_equal(BACKEND.weight_only_matmul(wide, w), BACKEND.weight_only_matmul(x, w))
         half = x.astype(ml_dtypes.bfloat16)
-        assert BACKEND.path("weight_matmul", half, w) == path
-        same = BACKEND.weight_matmul(half.astype(np.float32), w)
-        assert BACKEND.weight_matmul(half, w).tobytes() == same.tobytes()
+        assert BACKEND.path("weight_only_matmul", half, w) == path
+        same = BACKEND.weight_only_matmul(half.astype(np.float32), w)
+        assert BACKEND.weight_only_matmul(half, w).tobytes() == same.tobytes()
 
 
 def test_weights_ignore_what_is_left_in_memory(variant: str) -> None:
@@ -53,8 +53,8 @@ def test_weights_ignore_what_is_left_in_memory(variant: str) -> None:
         before, w = quantized((9, 2000), spec, 0), quantized((9, 33), spec, 1)
         for scales in (before.scales, w.scales[4:5]):
             scales[:] = np.nan if scales.dtype.kind == "f" else 255 if spec.is_mx else 0x7F
-        assert np.isnan(BACKEND.weight_matmul(np.ones((1, 2000), np.float32), before)).all()
-        got = BACKEND.weight_matmul(np.ones((5, 33), np.float32), w)
+        assert np.isnan(BACKEND.weight_only_matmul(np.ones((1, 2000), np.float32), before)).all()
+        got = BACKEND.weight_only_matmul(np.ones((5, 33), np.float32), w)
         assert np.isnan(got[:, 4]).all(), spec
         assert not np.isnan(np.delete(got, 4, axis=1)).any(), spec
 
@@ -67,14 +67,14 @@ def test_weights_at_the_ends_of_the_scales(variant: str) -> None:
         for low, high, x in ((0, 5, 2.0**58), (230, 240, 2.0**-60)):
             w.scales[:] = np.random.default_rng(1).integers(low, high, w.scales.shape)
             a = np.full((2, k), x, np.float32)
-            check(BACKEND.weight_matmul(a, w), a.astype(np.float64), exact(w), k, (name, low))
+            check(BACKEND.weight_only_matmul(a, w), a.astype(np.float64), exact(w), k, (name, low))
     w = quantized((6, k), NVFP4, 0)
     a = np.ones((3, k), np.float32)
     w.scales[:] = np.arange(w.scales.size).reshape(w.scales.shape) % 0x7F
-    check(BACKEND.weight_matmul(a, w), a.astype(np.float64), exact(w), k, "ue4m3")
+    check(BACKEND.weight_only_matmul(a, w), a.astype(np.float64), exact(w), k, "ue4m3")
     for spec, nan in ((NVFP4, 0x7F), (MXFP4, 255)):
         w = quantized((6, k), spec, 0)
         w.codes[:] = 0x22  # ones: infinite scales would show
         w.scales[4, 5], w.scales[5, -1] = nan, nan
-        got = BACKEND.weight_matmul(a, w)
+        got = BACKEND.weight_only_matmul(a, w)
         assert np.array_equal(np.isnan(got), np.arange(6) >= np.full((3, 1), 4)), spec

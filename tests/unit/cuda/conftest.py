@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from extensor.backends import registry
-from extensor_cuda.kernels import hopper
+from extensor_cuda.runtime import driver
 from tests.unit.cuda import fake, fake_backend
 from tests.unit.cuda.emulator import COMPILER, Cupy, Emulated, Emulator
 
@@ -51,7 +51,7 @@ def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return request.getfixturevalue("cuda")
     for module in fake_backend.TRAINING:
         monkeypatch.setattr(module, "launch", request.getfixturevalue("emulator"))
-    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 2)
     return Emulated("emulated", Cupy())
 
 

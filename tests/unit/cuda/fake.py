@@ -336,7 +336,7 @@ class FakeCupy:
 
 
 class FakeLaunch(Emulator):
-    """`extensor_cuda.jit.launch`, which a capture lists."""
+    """`extensor_cuda.runtime.launch.launch`, which a capture lists."""
 
     def __call__(
         self, source: Any, kernel: str, blocks: int, threads: int, *arguments: Any, **options: Any

@@ -10,28 +10,38 @@ import pytest
 
 from extensor.backends import registry
 from extensor.quant import reference
-from extensor_cuda import blas, near, recording
+from extensor_cuda import quantize
 from extensor_cuda.backend import CudaBackend
-from extensor_cuda.counts import Counters, Counts
-from extensor_cuda.kernels import (
+from extensor_cuda.kernels.nn import (
+    conv_pool,
     cross_entropy,
-    dequantize,
     dropout,
     elementwise,
     norm,
-    optimizer,
-    pair,
-    scatter,
+    scatter_add,
     softmax,
     sums,
-    window,
 )
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.quantize import dequantize, rowwise_columnwise
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.runtime import blas, capture
+from extensor_cuda.runtime.counters import Counters, OperandCounts
 from tests.unit.cuda import fake
 
 __all__ = ["TRAINING", "FakeBlas", "install"]
 
-TRAINING = (cross_entropy, dropout, elementwise, norm, optimizer, scatter, softmax, sums, window)
+TRAINING = (
+    cross_entropy,
+    dropout,
+    elementwise,
+    norm,
+    optimizer,
+    scatter_add,
+    softmax,
+    sums,
+    conv_pool,
+)
 """Modules whose ``launch`` an emulator replaces."""
 SLOTS = 2 * kernels.SLOTS
 
@@ -69,12 +79,12 @@ def counted(
     x: Any, spec: Any, stream: Any, counters: Counters, part: tuple[int, int], xp: Any
 ) -> Any:
     """A quantizer's launch: the reference, with the step that the device has."""
-    clock = recording.clock_of([stream])
+    clock = capture.clock_of([stream])
     values = fake.plain(x)
     decoded, stats = reference.operand(values, spec, stream)
     out, adds = fake.made(decoded), fake.plain(counters.array)
     memory = fake.plain(out)
-    lost = Counters(2, xp) if spec.near else None
+    lost = Counters(2, xp) if spec.rebased else None
     changed = None if lost is None else fake.plain(lost.array)
 
     def again() -> None:
@@ -85,24 +95,24 @@ def counted(
         memory[...] = made
         adds[part[0] : part[0] + 2] += np.array([found.saturated, found.flushed], np.uint64)
         if changed is not None:
-            changed[0] += np.uint64(found.changed)
+            changed[0] += np.uint64(found.rebase_changed)
 
     fake.TAPE.launch(again)
     near = None if lost is None else (lost, (0, 2))
-    return out, Counts(counters, part, stats.count, near=near)
+    return out, OperandCounts(counters, part, stats.count, rebased=near)
 
 
 def fake_operand(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
     return counted(x, plan.spec, stream, Counters(SLOTS, xp), (0, SLOTS), xp)
 
 
-def fake_near(x: Any, spec: Any, stream: Any, xp: Any) -> Any:
-    return counted(x, spec, stream, Counters(SLOTS, xp), (0, SLOTS), xp)
+def fake_near(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
+    return counted(x, plan.spec.replace(rebased=True), stream, Counters(SLOTS, xp), (0, SLOTS), xp)
 
 
 def fake_quantize(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
-    """What is stored; of what is recorded, nothing yet."""
-    recording.clock_of([stream])
+    """What is stored; of what is captured, nothing yet."""
+    capture.clock_of([stream])
     q, stats = reference.quantize(fake.plain(x), plan.spec, stream)
     return replace(q, **{name: fake.made(part) for name, part in q.parts.items()}), stats
 
@@ -119,17 +129,16 @@ def fake_pair(x: Any, plan: Any, streams: Any, xp: Any) -> Any:
 
 def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBackend:
     """Device "cuda" on numpy."""
-    for module in (*TRAINING, recording):
+    for module in (*TRAINING, capture):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(kernels, "operand", fake_operand)
+    monkeypatch.setattr(kernels, "fake_quantize", fake_operand)
     monkeypatch.setattr(kernels, "quantize", fake_quantize)
     for module in (kernels, dequantize):
         monkeypatch.setattr(module, "launch", lambda *arguments: None)  # of what is stored
-    monkeypatch.setattr(near, "operand", fake_near)
-    monkeypatch.setattr(pair, "operand", fake_pair)
-    monkeypatch.setattr("extensor_cuda.kernels.hopper.multiprocessors", lambda device: 2)
-    for name in ("backend._capability", "kernels.hopper.capability"):
-        monkeypatch.setattr(f"extensor_cuda.{name}", lambda device: "80")
+    monkeypatch.setattr(quantize, "_fake_quantize_rebased", fake_near)
+    monkeypatch.setattr(rowwise_columnwise, "fake_quantize", fake_pair)
+    monkeypatch.setattr("extensor_cuda.runtime.driver.multiprocessors", lambda device: 2)
+    monkeypatch.setattr("extensor_cuda.runtime.driver.capability", lambda device: "80")
     xp: Any = fake.FakeCupy()
 
     def matmul(a: Any, b: Any) -> Any:

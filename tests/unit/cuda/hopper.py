@@ -20,8 +20,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor_cuda.jit import Source
-from extensor_cuda.kernels import block_scales, hopper
+from extensor_cuda.kernels.gemm import block_scales
+from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.compile import Source
 from tests.unit.cuda.emulator import Cupy, Emulator
 
 HEADER = Path(__file__).parent / "hopper.hpp"
@@ -61,6 +62,7 @@ NOTHING = (
     "commit_group",
 )
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?u8 raw_memory\[\];")
+_CLUSTER = re.compile(r"void \w+_CLUSTER_DIMS ")
 KINDS = {"e4m3": 0, "e5m2": 1, "s8": 2, "bf16": 0}
 
 
@@ -127,8 +129,14 @@ def without_products(program: Source) -> Source:
     text = text[:at] + kinds + text[at:]
     text = _without_assembly(_without_device(text) if quantizes < 0 else text)
     text = _DYNAMIC.sub("u8* raw_memory = shared_bytes;", text)
-    usual = {"KIND": "1", "A_DOWN": "0", "B_DOWN": "0", "A_KIND": "0", "B_KIND": "0"}
-    text = text.replace("void CLUSTER_DIMS ", "void ")
+    usual = {
+        "GEMM_KIND": "1",
+        "GEMM_A_MN_MAJOR": "0",
+        "GEMM_B_MN_MAJOR": "0",
+        "A_KIND": "0",
+        "B_KIND": "0",
+    }
+    text = _CLUSTER.sub("void ", text)
     return replace(program, text=text, macros=(*program.macros, *usual.items()))
 
 
@@ -141,9 +149,13 @@ def source_of(program: Source) -> Source:
     start, stop = text.index("__device__ __forceinline__ void wgmma("), text.index("// ---- tiles")
     text = f'{text[:start]}#include "{HEADER}"\n{text[stop:]}'
     text = _DYNAMIC.sub("u8* raw_memory = shared_bytes;", text)
-    text = _without_assembly(_without_device(text)).replace("void CLUSTER_DIMS ", "void ")
+    text = _CLUSTER.sub("void ", _without_assembly(_without_device(text)))
     kinds = (("A_KIND", str(KINDS[found[1]])), ("B_KIND", str(KINDS[found[2]])))
-    usual = {"KIND": "1", "A_DOWN": "0", "B_DOWN": "0"}  # of those that say nothing of it
+    usual = {
+        "GEMM_KIND": "1",
+        "GEMM_A_MN_MAJOR": "0",
+        "GEMM_B_MN_MAJOR": "0",
+    }  # of those that say nothing of it
     missing = [pair for pair in usual.items() if pair[0] not in dict(program.macros)]
     return replace(program, text=text, macros=(*program.macros, *missing, *kinds))
 
@@ -153,9 +165,9 @@ def _map(
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
     box: tuple[int, ...],
-    kind: str = "UINT8",
+    dtype: str = "UINT8",
 ) -> bytes:
-    item = hopper.ITEM[kind]
+    item = driver.ELEMENT_BYTES[dtype]
     assert box[0] * item in (32, 64, 128) and pointer % 16 == 0
     if len(sizes) == 2:
         numbers = pointer, sizes[1], sizes[0], *strides, box[1], item, box[0] * item
@@ -165,13 +177,13 @@ def _map(
 
 
 def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3) -> Cupy:
-    """Make `extensor_cuda.kernels.hopper` load and launch here, on so many multiprocessors.
+    """Make `extensor_cuda.runtime.driver` load and launch here, on so many multiprocessors.
 
     So does what lays scales out for the programs.
     """
 
     def load(source: Source, kernel: str, shared: int, device: int) -> tuple[Any, None]:
-        assert shared <= hopper.SHARED
+        assert shared <= driver.SHARED_BYTES
         program = source_of(source)
         return (emulator, program, f"run_{kernel}"), None
 
@@ -182,14 +194,14 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
         shared: int,
         maps: list[bytes],
         structure: Any,
-        together: bool = False,
-        early: bool = False,
+        cooperative: bool = False,
+        pdl: bool = False,
     ) -> None:
         emulator, program, name = function
         buffers = [ctypes.create_string_buffer(text, 128) for text in maps]
         addresses = [*map(ctypes.addressof, buffers), ctypes.addressof(structure)]
         given = (ctypes.c_void_p * len(addresses))(*addresses)
-        if not together:
+        if not cooperative:
             getattr(emulator.library(program), name)(given, grid, threads)
             return
         with ThreadPoolExecutor(grid) as pool:  # blocks at a time, each in a copy of the program
@@ -205,10 +217,10 @@ def install(monkeypatch: pytest.MonkeyPatch, emulator: Emulator, blocks: int = 3
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(block_scales, "launch", emulator)
-    monkeypatch.setattr(hopper, "capability", lambda device: "90")
-    monkeypatch.setattr(hopper, "load", load)
-    monkeypatch.setattr(hopper, "launch", launch)
-    monkeypatch.setattr(hopper, "tensor_map", _map)
-    monkeypatch.setattr(hopper, "multiprocessors", lambda device: blocks)
-    monkeypatch.setattr(hopper, "clusters", lambda *launched: blocks)
+    monkeypatch.setattr(driver, "capability", lambda device: "90")
+    monkeypatch.setattr(driver, "load", load)
+    monkeypatch.setattr(driver, "launch", launch)
+    monkeypatch.setattr(driver, "tensor_map", _map)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: blocks)
+    monkeypatch.setattr(driver, "active_clusters", lambda *launched: blocks)
     return Cupy()

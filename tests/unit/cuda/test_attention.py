@@ -14,8 +14,8 @@ import pytest
 import extensor as et
 from extensor.autograd.apply import wrap
 from extensor.backends import dense
-from extensor_cuda import jit
-from extensor_cuda.kernels import attention as kernels
+from extensor_cuda.kernels.attention import attention as kernels
+from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda import hopper as emulated
 from tests.unit.cuda.emulator import Cupy, Emulated
 from tests.unit.cuda.fields import check_fields
@@ -69,7 +69,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(("kernel", "d"), PROGRAMS)
 def test_no_kernel_spills_or_serialises(kernel: str, d: int) -> None:
-    code, log = jit.compile_cubin(kernels.source(kernel, d), "sm_90a")
+    code, log = compile_cubin(kernels.source(kernel, d), "sm_90a")
     assert "warning" not in log.lower() and "C75" not in log, log
     assert all(numbers["stack"] == 0 for numbers in properties(code).values())
 

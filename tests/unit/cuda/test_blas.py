@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from extensor_cuda import blas
+from extensor_cuda.runtime import blas
 from tests.unit.cuda.fake_backend import FakeBlas
 
 UNIT = 2.0**-24
@@ -19,8 +19,8 @@ def layouts(shape: tuple[int, ...], rng: np.random.Generator) -> list[np.ndarray
     """Arrays of a shape that lie in memory in different ways."""
     x = rng.standard_normal(shape).astype(np.float32)
     wide = rng.standard_normal((*shape[:-1], 2 * shape[-1] + 3)).astype(np.float32)
-    turned = np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
-    made = [x, turned, wide[..., : shape[-1]], wide[..., : 2 * shape[-1] : 2], x[..., ::-1, :]]
+    transposed = np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
+    made = [x, transposed, wide[..., : shape[-1]], wide[..., : 2 * shape[-1] : 2], x[..., ::-1, :]]
     if len(shape) > 2:
         made.append(np.ascontiguousarray(x.swapaxes(0, -2)).swapaxes(0, -2))
         made.append(np.broadcast_to(x[:1], shape))
@@ -51,9 +51,9 @@ def test_every_layout_is_read_as_it_lies(case: Any) -> None:
 
 def test_what_lies_well_is_not_copied() -> None:
     x = np.zeros((4, 6, 5), np.float32)
-    for array, turned in ((x, 0), (x.swapaxes(1, 2), 1), (x[:, ::2], 0), (x[:, :3, :2], 0)):
-        read, how, _, stride = blas.placed(array, (4,), np)
-        assert np.shares_memory(read, x) and how == turned and stride == 30
+    for array, transposed in ((x, 0), (x.swapaxes(1, 2), 1), (x[:, ::2], 0), (x[:, :3, :2], 0)):
+        read, how, _, stride = blas.gemm_layout(array, (4,), np)
+        assert np.shares_memory(read, x) and how == transposed and stride == 30
 
 
 def test_streams_have_workspaces_of_their_own() -> None:
@@ -69,10 +69,14 @@ def test_streams_have_workspaces_of_their_own() -> None:
         get_default_memory_pool=lambda: used,
         cuda=types.SimpleNamespace(using_allocator=contextlib.nullcontext),
     )
-    held._recorded, held._workspaces = np.empty(1, np.uint8), {}
+    held._captured_workspace, held._workspaces = np.empty(1, np.uint8), {}
     one, two = held._workspace(stream(1)), held._workspace(stream(2))
     assert one is not two and held._workspace(stream(1)) is one
-    assert held._workspace(stream(1, True)) is held._workspace(stream(3, True)) is held._recorded
+    assert (
+        held._workspace(stream(1, True))
+        is held._workspace(stream(3, True))
+        is held._captured_workspace
+    )
     for number in range(3, 6):
         held._workspace(stream(number))
     assert list(held._workspaces) == [1, 3, 4, 5]  # 2 was used least lately

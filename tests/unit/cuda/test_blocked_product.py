@@ -12,7 +12,13 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import gemm, jit
+from extensor_cuda.kernels.prepare import rebase
+from extensor_cuda.matmul.product import Product
+from extensor_cuda.matmul.stored import (
+    matmul,
+    stored_gap,
+)
+from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda.test_compile import properties
 
 FORMATS = (
@@ -31,7 +37,7 @@ SHAPES = ((1, 7, 16), (300, 200, 1000), (129, 193, 2050))
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_rebasing_compiles_without_spills(block: int) -> None:
-    code, log = jit.compile_cubin(gemm.rebase_source(block), "sm_90a")
+    code, log = compile_cubin(rebase.mxfp4_source(block), "sm_90a")
     assert "warning" not in log.lower(), log
     assert all(numbers["stack"] == 0 for numbers in properties(code).values())
 
@@ -42,13 +48,13 @@ def test_what_the_kernel_does_not_cover_is_named() -> None:
         reference.quantize(x, QuantSpec("mxfp4", axis=i).resolve(2))[0] for i in (1, 0)
     )
     plain = reference.quantize(x, QuantSpec("int8", axis=1).resolve(2))[0]
-    assert gemm.reason(rows, rows, "90") is None
+    assert stored_gap(rows, rows, "90") is None
     for q, capability, words in (
         (rows, "80", "compute capability 80"),
         (columns, "90", "axis 0"),
         (plain, "90", "scales"),
     ):
-        assert words in str(gemm.reason(rows, q, capability))
+        assert words in str(stored_gap(rows, q, capability))
 
 
 def made(rng: Any, shape: tuple[int, int], spread: int, name: str) -> QuantArray:
@@ -91,15 +97,15 @@ def test_products_are_within_the_bound(
     a, b = made(rng, (m, k), spread, name), made(rng, (n, k), spread, name)
     va, vb = (reference.dequantize(q, np).astype(np.float64) for q in (a, b))
     sides = sent(a, hopper_gpu.xp), sent(b, hopper_gpu.xp)
-    path = hopper_gpu.path("block_matmul", *sides)
+    path = hopper_gpu.path("block_scaled_matmul", *sides)
     if name not in WINDOWS:
         assert path.startswith("bf16")
     elif max(binades(q) for q in (a, b)) <= WINDOWS[name]:
         assert path.startswith("FP8")
-    got = hopper_gpu.block_matmul(*sides).get()
+    got = hopper_gpu.block_scaled_matmul(*sides).get()
     assert (np.abs(got - va @ vb.T) <= bound(va, vb, path)).all()
-    wide = gemm.matmul(*sides, hopper_gpu.xp, accumulate="bf16", out_dtype="bfloat16")
-    assert isinstance(wide, gemm.Product)
+    wide = matmul(*sides, hopper_gpu.xp, accumulate="bf16", out_dtype="bfloat16")
+    assert isinstance(wide, Product)
     error = np.abs(wide.out.get().astype(np.float64) - va @ vb.T)
     assert (error <= bound(va, vb, "bf16") * 2 + 2.0**-8 * np.abs(va @ vb.T)).all()
 
@@ -112,9 +118,9 @@ def test_nan_blocks_zero_blocks_and_wide_rows(hopper_gpu: Any) -> None:
     a.codes[4], b.scales[5, 2] = 0, 255
     want = reference.dequantize(a, np).astype(float) @ reference.dequantize(b, np).astype(float).T
     sides = sent(a, hopper_gpu.xp), sent(b, hopper_gpu.xp)
-    assert hopper_gpu.path("block_matmul", *sides) == "FP8 tensor cores"
+    assert hopper_gpu.path("block_scaled_matmul", *sides) == "FP8 tensor cores"
     np.testing.assert_allclose(
-        hopper_gpu.block_matmul(*sides).get(), want, rtol=2**-12, atol=2**-12
+        hopper_gpu.block_scaled_matmul(*sides).get(), want, rtol=2**-12, atol=2**-12
     )
     a.scales[3, 1] = 1  # bfloat16 has a window of its own, below the largest scale of all
     for span, path in ((28, "FP8"), (29, "bf16 tensor cores: a row's scales span")):
@@ -123,8 +129,8 @@ def test_nan_blocks_zero_blocks_and_wide_rows(hopper_gpu: Any) -> None:
         a.scales[7, 1] = 120 - span
         va, vb = (reference.dequantize(q, np).astype(float) for q in (a, b))
         sides = sent(a, hopper_gpu.xp), sent(b, hopper_gpu.xp)
-        assert hopper_gpu.path("block_matmul", *sides).startswith(path)
-        got, live = hopper_gpu.block_matmul(*sides).get(), np.arange(50) != 5
+        assert hopper_gpu.path("block_scaled_matmul", *sides).startswith(path)
+        got, live = hopper_gpu.block_scaled_matmul(*sides).get(), np.arange(50) != 5
         assert np.isnan(got[:, 5]).all()
         error = np.abs(got - va @ vb.T)[:, live]
         assert (error <= bound(va, vb[live], path)).all()
@@ -143,11 +149,11 @@ def test_every_scale_of_the_window_is_exact(hopper_gpu: Any) -> None:
         pick = np.zeros((1, 64), dtype=np.float32)
         pick[0, 32] = 1
         b = reference.quantize(pick, QuantSpec("mxfp4", axis=1).resolve(2))[0]
-        got = hopper_gpu.block_matmul(sent(a, xp), sent(b, xp)).get()[:, 0]
+        got = hopper_gpu.block_scaled_matmul(sent(a, xp), sent(b, xp)).get()[:, 0]
         np.testing.assert_array_equal(got, reference.dequantize(a, np)[:, 32])
 
 
 def test_bad_options_are_refused(hopper_gpu: Any) -> None:
     q = sent(made(np.random.default_rng(0), (4, 32), 0, "mxfp4"), hopper_gpu.xp)
     with pytest.raises(ValueError, match="accumulate"):
-        gemm.matmul(q, q, hopper_gpu.xp, accumulate="other")
+        matmul(q, q, hopper_gpu.xp, accumulate="other")

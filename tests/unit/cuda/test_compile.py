@@ -9,9 +9,9 @@ import pytest
 
 from extensor.formats import FORMATS
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda import jit
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.dequantize import dequantize_source
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.quantize.dequantize import dequantize_source
+from extensor_cuda.runtime.compile import Source, cache_folder, compile_cubin, cubin
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 
@@ -32,7 +32,7 @@ SPECIAL = (
 FORMATS_OF = {"sm_90a": COVERED, "sm_80": ["mxfp8_e4m3", "mxfp4"], "sm_89": ["mxfp8_e5m2", "nvfp4"]}
 
 
-def sources(name: str, arch: str) -> list[jit.Source]:
+def sources(name: str, arch: str) -> list[Source]:
     made = []
     for rows, columns, axis in SHAPES:
         for rounding, rbits in ROUNDINGS if arch == "sm_90a" else ROUNDINGS[::2]:
@@ -54,7 +54,7 @@ def test_special_kernels_do_not_spill(spec: QuantSpec) -> None:
             for out in ("codes", "values"):
                 whole = kernels.is_whole(plan, 0, "bfloat16")
                 source = kernels.quantize_source(plan, "bfloat16", out, whole, True)
-                code, log = jit.compile_cubin(source, "sm_90a")
+                code, log = compile_cubin(source, "sm_90a")
                 assert "warning" not in log, log
                 for numbers in properties(code).values():
                     assert numbers["stack"] == 0, f"{source.macros}: {numbers}"
@@ -93,10 +93,10 @@ def code_header(code: bytes) -> tuple[int, int, int]:
     return struct.unpack_from("<HHH", code, 58)
 
 
-def check_compiles(source: jit.Source, *architectures: str) -> None:
+def check_compiles(source: Source, *architectures: str) -> None:
     """No warning and no spill on any of them."""
     for arch in architectures:
-        code, log = jit.compile_cubin(source, arch)
+        code, log = compile_cubin(source, arch)
         assert "warning" not in log.lower() and "C75" not in log, log
         for numbers in properties(code).values():
             assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
@@ -109,14 +109,14 @@ def test_a_spill_is_noticed() -> None:
         for (int k = 0; k < 96; ++k) for (int i = 0; i < 96; ++i) v[i] += v[(i + k) % 96] * v[i];
         for (int i = 0; i < 96; ++i) x[i * 1024 + threadIdx.x] = v[i];
     }"""
-    (numbers,) = properties(jit.compile_cubin(jit.Source("spills", text), "sm_90a")[0]).values()
+    (numbers,) = properties(compile_cubin(Source("spills", text), "sm_90a")[0]).values()
     assert numbers["stack"] > 0 and numbers["registers"] <= 64
 
 
 @pytest.mark.parametrize(("arch", "name"), [(a, n) for a in ARCHITECTURES for n in FORMATS_OF[a]])
 def test_no_kernel_spills(arch: str, name: str) -> None:
     for source in sources(name, arch):
-        code, log = jit.compile_cubin(source, arch)
+        code, log = compile_cubin(source, arch)
         assert code[:4] == b"\x7fELF"
         assert "warning" not in log, log
         found = properties(code)
@@ -125,35 +125,35 @@ def test_no_kernel_spills(arch: str, name: str) -> None:
             assert numbers["stack"] == 0, f"{source.macros} for {arch}: {numbers}"
 
 
-def small_source() -> jit.Source:
-    return jit.Source(
+def small_source() -> Source:
+    return Source(
         "probe", 'extern "C" __global__ void probe(int* x) { *x = VALUE; }\n', (("VALUE", "7"),)
     )
 
 
 def test_a_cubin_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = jit.cubin(small_source(), "sm_80")
-    files = list(jit.cache_folder().iterdir())
+    first = cubin(small_source(), "sm_80")
+    files = list(cache_folder().iterdir())
     assert len(files) == 1 and files[0].suffix == ".cubin"
 
-    def refuse(source: jit.Source, arch: str) -> tuple[bytes, str]:
+    def refuse(source: Source, arch: str) -> tuple[bytes, str]:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(jit, "compile_cubin", refuse)
-    assert jit.cubin(small_source(), "sm_80") == first
+    monkeypatch.setattr("extensor_cuda.runtime.compile.compile_cubin", refuse)
+    assert cubin(small_source(), "sm_80") == first
     with pytest.raises(AssertionError, match="compiled again"):
-        jit.cubin(small_source(), "sm_90a")
+        cubin(small_source(), "sm_90a")
 
 
 def test_a_damaged_file_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = jit.cubin(small_source(), "sm_80")
-    (file,) = jit.cache_folder().iterdir()
+    first = cubin(small_source(), "sm_80")
+    (file,) = cache_folder().iterdir()
     for damage in (b"", file.read_bytes()[:-1], b"x" * 100):
         file.write_bytes(damage)
-        assert jit.cubin(small_source(), "sm_80") == first
-    assert list(jit.cache_folder().iterdir()) == [file]
+        assert cubin(small_source(), "sm_80") == first
+    assert list(cache_folder().iterdir()) == [file]
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(
@@ -161,10 +161,10 @@ def test_a_folder_that_cannot_be_written_costs_time_only(
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert jit.cubin(small_source(), "sm_80")[:4] == b"\x7fELF"
+    assert cubin(small_source(), "sm_80")[:4] == b"\x7fELF"
 
 
 def test_an_error_holds_the_compilers_log() -> None:
-    bad = jit.Source("bad", "__global__ void f() { undeclared = VALUE; }", (("VALUE", "1"),))
+    bad = Source("bad", "__global__ void f() { undeclared = VALUE; }", (("VALUE", "1"),))
     with pytest.raises(RuntimeError, match=r"(?s)bad for sm_80.*-DVALUE=1.*undeclared"):
-        jit.compile_cubin(bad, "sm_80")
+        compile_cubin(bad, "sm_80")

@@ -34,7 +34,7 @@ class Made:
         parts = {name: part.copy().view(Device) for name, part in q.parts.items()}
         return self.spoils(replace(q, **parts), counts)
 
-    def quantize_pair(self, x: Any, specs: Any, streams: Any) -> list[Stored]:
+    def quantize_rowwise_columnwise(self, x: Any, specs: Any, streams: Any) -> list[Stored]:
         return [self.quantize(x, *both) for both in zip(specs, streams, strict=True)]
 
     def dequantize(self, q: QuantArray) -> Any:

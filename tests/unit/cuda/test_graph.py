@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 import extensor as et
-from extensor.nn.quantize import apply_recipe
+from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW, Lion, MXGradScaler, WarmupCosine, clip_grad_norm
 from extensor.quant.array import QuantArray
 from models.gpt.configs import GPTConfig
@@ -119,7 +119,7 @@ def same(ours: Any, theirs: Any, where: str = "") -> None:
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
-@pytest.mark.parametrize("recipe", ["fp32", "mxfp4", "mxfp8_near"])
+@pytest.mark.parametrize("recipe", ["fp32", "mxfp4", "mxfp8_rebased"])
 @pytest.mark.parametrize("make", [lenet, gpt])
 def test_captured_steps_are_the_eager_ones_bit_for_bit(
     gpu: Any, make: Any, recipe: str, scaled: bool
@@ -209,7 +209,7 @@ def test_what_a_graph_cannot_hold_is_named_and_changes_nothing(
     for _ in range(2):
         train(*batch)
     before = weights(layer)
-    with pytest.raises(RuntimeError, match="cannot be recorded.*move that out of the step") as got:
+    with pytest.raises(RuntimeError, match="cannot be captured.*move that out of the step") as got:
         train(*batch)
     assert line in str(got.value)
     assert weights(layer) == before
@@ -277,11 +277,11 @@ def test_an_option_that_changes_is_an_error_and_a_learning_rate_is_not(gpu: Any)
     train(*batch)
     assert weights(layer) == before
     by.groups[0].options["momentum"] = 0.25
-    with pytest.raises(RuntimeError, match="options of parameter group 0 was.*record it again"):
+    with pytest.raises(RuntimeError, match="options of parameter group 0 was.*capture it again"):
         train(*batch)
 
 
-def test_learning_rates_that_nobody_foretold_are_taken(gpu: Any) -> None:
+def test_learning_rates_that_nobody_predicted_are_taken(gpu: Any) -> None:
     found = []
     for captured in (False, True):
         layer, (by, train), batch = small(lambda layer, c=captured: plain_step(layer, None, c))
@@ -302,8 +302,8 @@ def test_rows_are_written_ahead_where_they_are_known(gpu: Any) -> None:
         WarmupCosine(3, 40).apply(by, number)
         train(*batch)
     (repeated,) = train._graphs.values()
-    recording = repeated.graph._recording
-    assert recording.replays == 10 and len(recording._foretold) == 8  # 1, 2, 4 and 8
+    capture = repeated.graph._capture
+    assert capture.replays == 10 and len(capture._predicted) == 8  # 1, 2, 4 and 8
 
 
 def test_what_lasts_lies_apart_from_what_a_step_drops(gpu: Any) -> None:
@@ -311,12 +311,12 @@ def test_what_lasts_lies_apart_from_what_a_step_drops(gpu: Any) -> None:
     for _ in range(3):
         train(*batch)
     (repeated,) = train._graphs.values()
-    recording, pool = repeated.graph._recording, repeated.graph._pool
-    if isinstance(recording._kept[0], fake.Device):
-        assert {array.home for array in recording._kept} == {recording._apart}
+    capture, pool = repeated.graph._capture, repeated.graph._pool
+    if isinstance(capture._kept[0], fake.Device):
+        assert {array.home for array in capture._kept} == {capture._apart}
     else:
-        lasting, dropped = recording._apart.args[1], pool
-        assert lasting.used_bytes() >= sum(array.nbytes for array in recording._kept)
+        lasting, dropped = capture._apart.args[1], pool
+        assert lasting.used_bytes() >= sum(array.nbytes for array in capture._kept)
         assert dropped is not lasting
 
 
@@ -362,7 +362,7 @@ def test_other_shapes_and_eager_steps_in_between_count_on(gpu: Any, states: str)
 
         train = et.capture(step) if captured else step
         for number in range(14):
-            # a third shape is rehearsed after others were repeated
+            # a third shape is warmed up after replays of others
             rows = 7 if number in (8, 10, 12) else 3 if number % 3 else 5
             inputs = et.randn((rows, 8), seed=number).to("cuda")
             (step if number == 11 else train)(inputs)
@@ -499,7 +499,7 @@ def test_dropout_draws_anew_in_each_repetition(gpu: Any) -> None:
     [
         "mxfp4_all",
         "mxfp8_nvidia",
-        "mxfp8_near",
+        "mxfp8_rebased",
         "bf16",
         "mxfp6",
         "mxfp4_tseng",

@@ -87,15 +87,15 @@ def test_what_a_broken_recording_made_is_not_used(gpu: Any) -> None:
     with et.no_grad():
         wanted = model(batch(0)).numpy().copy()
         train = et.capture(step)
-        with pytest.raises(RuntimeError, match="cannot be recorded"):
+        with pytest.raises(RuntimeError, match="cannot be captured"):
             for _ in range(3):
                 train(batch(0))
-        gc.collect()  # the recording, but not what it made
+        gc.collect()  # the capture, but not what it made
         np.testing.assert_array_equal(model(batch(0)).numpy(), wanted)
 
 
 def test_gradients_from_before_a_step_are_not_added_to(gpu: Any) -> None:
-    """Each repetition would add to what was there when it was recorded."""
+    """Each replay would add to what was there in the capture."""
     model, _ = build("fp32")
 
     def backward(x: et.ExTensor) -> None:

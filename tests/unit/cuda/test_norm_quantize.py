@@ -13,9 +13,9 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import norm_quantize as fused
-from extensor_cuda.counts import Counts
-from extensor_cuda.kernels import pair
-from extensor_cuda.kernels.quantize import SLOTS
+from extensor_cuda.kernels.quantize import rowwise_columnwise
+from extensor_cuda.kernels.quantize.quantize import SLOTS
+from extensor_cuda.runtime.counters import OperandCounts
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.fields import check_fields
@@ -38,10 +38,10 @@ CASES = (
 EPS = 1e-5
 
 
-def plan_of(name: str, shape: tuple[int, ...], **options: Any) -> pair.PairPlan:
+def plan_of(name: str, shape: tuple[int, ...], **options: Any) -> rowwise_columnwise.PairPlan:
     specs = (QuantSpec(name, axis=axis, **options).resolve(2) for axis in (1, 0))
-    plan = pair.pair_plan(tuple(specs), shape)  # type: ignore[arg-type]
-    assert isinstance(plan, pair.PairPlan)
+    plan = rowwise_columnwise.pair_plan(tuple(specs), shape)  # type: ignore[arg-type]
+    assert isinstance(plan, rowwise_columnwise.PairPlan)
     return plan
 
 
@@ -113,7 +113,7 @@ def test_bytes_are_those_of_the_rounded_norm(
                 context = f"{name} of {dtype.__name__} {shape}, axis {side.spec.axis}"
                 same_bytes(part, q.parts[part].get(), want.parts[part], context)
             half = (2 * SLOTS * start, 2 * SLOTS * (start + 1))
-            assert Counts(counters, half, side.count)() == stats
+            assert OperandCounts(counters, half, side.count)() == stats
 
 
 def test_what_has_no_kernel_has_a_reason() -> None:

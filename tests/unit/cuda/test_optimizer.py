@@ -16,7 +16,7 @@ from extensor.backends.generic import GenericBackend
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.optim import SGD, Adam, AdamW
 from extensor.quant.array import QuantArray
-from extensor_cuda import recording
+from extensor_cuda.runtime import capture
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda import emulator as emulation
 from tests.unit.cuda.test_graph import same
@@ -43,7 +43,7 @@ def adam_factors(number: int, decay: float) -> Any:
     p = et.ones(1, requires_grad=True)
     options = {"lr": 0.0137 * (number + 1), "weight_decay": decay or 0.1}
     optimizer = (Adam if decay else AdamW)([p], **options)
-    return optimizer.factors_each([3 + number], optimizer.groups[0].options)[0]
+    return optimizer.factors(optimizer.groups[0].options, 3 + number)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -56,8 +56,8 @@ def test_adam_of_many_has_the_cpus_bits(trainer: Any, special: bool, offset: int
         factors = [adam_factors(i, decay) for i in range(len(parts))]
         mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
         for _ in range(3):
-            CPU.adam_each([tuple(part) for part in parts], factors)
-            trainer.adam_each(mine, factors)
+            CPU.adam_multi_tensor([tuple(part) for part in parts], factors)
+            trainer.adam_multi_tensor(mine, factors)
         for ours, theirs in zip(mine, parts, strict=True):
             for got, wanted in zip(ours, theirs, strict=True):
                 same_bytes("adam", got.get(), wanted, str(wanted.shape))
@@ -71,8 +71,8 @@ def test_sgd_of_many_has_the_cpus_bits(trainer: Any, changes: dict[str, Any], of
         factors = [SGD_FACTORS | (changes if keeps else {})] * len(parts)
         mine = [tuple(shifted(trainer.xp, a, offset) for a in part) for part in parts]
         for _ in range(3):
-            CPU.sgd_each([(*p[:2], p[2] if keeps else None) for p in parts], factors)
-            trainer.sgd_each([(*p[:2], p[2] if keeps else None) for p in mine], factors)
+            CPU.sgd_multi_tensor([(*p[:2], p[2] if keeps else None) for p in parts], factors)
+            trainer.sgd_multi_tensor([(*p[:2], p[2] if keeps else None) for p in mine], factors)
         for ours, theirs in zip(mine, parts, strict=True):
             for got, wanted in zip(ours, theirs, strict=True):
                 same_bytes("sgd", got.get(), wanted, str(wanted.shape))
@@ -241,9 +241,9 @@ def shifted(xp: Any, a: np.ndarray, offset: int) -> Any:
 def test_gradients_that_are_not_finite_are_found(trainer: Any) -> None:
     rng = np.random.default_rng(0)
     arrays = [trainer.xp.asarray(rng.standard_normal(n).astype(np.float32)) for n in LENGTHS]
-    assert trainer.all_finite_each(arrays) == [True] * len(arrays)
+    assert trainer.all_finite_multi_tensor(arrays) == [True] * len(arrays)
     arrays[1][0], arrays[4][40_000] = np.inf, np.nan
-    assert trainer.all_finite_each(arrays) == [True, False, True, True, False]
+    assert trainer.all_finite_multi_tensor(arrays) == [True, False, True, True, False]
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -251,12 +251,12 @@ def test_gradients_are_scaled_and_summed_up(trainer: Any, offset: int) -> None:
     parts = [part[0] for part in vectors(1, True)]
     mine = [shifted(trainer.xp, a, offset) for a in parts]
     exact = sum(float((a.astype(np.float64) ** 2).sum()) for a in parts)
-    total = float(np.asarray(trainer.square_sum_each(mine).get()))
+    total = float(np.asarray(trainer.square_sum_multi_tensor(mine).get()))
     assert total == pytest.approx(exact, rel=sum(LENGTHS) * 2.0**-52)
-    again = trainer.square_sum_each([a.copy() for a in mine])
+    again = trainer.square_sum_multi_tensor([a.copy() for a in mine])
     assert total == float(np.asarray(again.get()))  # one order, wherever the arrays lie
-    trainer.scale_each(mine, 0.3)
-    trainer.scale_each(mine, trainer.xp.asarray(np.float32(-1.7)).reshape(()))
+    trainer.scale_multi_tensor(mine, 0.3)
+    trainer.scale_multi_tensor(mine, trainer.xp.asarray(np.float32(-1.7)).reshape(()))
     for ours, theirs in zip(mine, parts, strict=True):
         same_bytes("scale", ours.get(), theirs * np.float32(0.3) * np.float32(-1.7))
 
@@ -269,12 +269,12 @@ def test_the_loss_scale_moves_as_on_the_host(emulator: emulation.Emulator) -> No
     for bad in rng.random(200) < 0.4:
         training.rescale(host, bool(bad), rule)
         emulator(
-            recording.source(), "rescale", 1, 1, device, np.array(bad, np.uint32), stop,
+            capture.source(), "rescale", 1, 1, device, np.array(bad, np.uint32), stop,
             *map(np.float64, rule),
         )  # fmt: skip
         same_bytes("state", device, host)
     emulator(
-        recording.source(), "rescale", 1, 1, device, np.array(1, np.uint32),
+        capture.source(), "rescale", 1, 1, device, np.array(1, np.uint32),
         np.array(1, np.uint32), *map(np.float64, rule),
     )  # fmt: skip
     same_bytes("stopped", device, host)
@@ -311,7 +311,7 @@ def test_a_bad_gradient_stops_the_update_that_was_launched_behind_it(
     mine, theirs = [there(a) for a in initial], [et.ExTensor(a.copy()) for a in initial]
     ours, cpu = grouped(mine), grouped(theirs)
     launched: list[str] = []
-    name = "adam_each" if kind is Adam else "sgd_each"
+    name = "adam_multi_tensor" if kind is Adam else "sgd_multi_tensor"
     each = getattr(type(trainer), name)
 
     def seen(backend: Any, *args: Any, **more: Any) -> Any:
@@ -341,6 +341,6 @@ def test_a_bad_gradient_stops_the_update_that_was_launched_behind_it(
             same_bytes(name, p.data.get(), q.numpy())
     states = ours.groups[1].members[0], cpu.groups[1].members[0]
     assert states[0].step == states[1].step == 4
-    assert ours._memory["arrays"][0] is mine[0].data and states[0].whole is mine[1].data
+    assert ours._cache["arrays"][0] is mine[0].data and states[0].whole is mine[1].data
     twin = copy.copy(ours)
-    assert not twin._memory and copy.copy(states[0]).whole is None  # a copy's memory is its own
+    assert not twin._cache and copy.copy(states[0]).whole is None  # a copy's memory is its own

@@ -4,8 +4,8 @@ import pytest
 
 from extensor.inspect import SlotHealth, Table, health_table, slot_health
 from extensor.quant.array import QuantStats
-from extensor.quant.context import LayerContext, RecipeState
 from extensor.quant.recipe import LayerRecipe, Recipe
+from extensor.quant.recipe_state import LayerContext, RecipeState
 from extensor.quant.spec import QuantSpec
 
 
@@ -33,7 +33,7 @@ def test_rows_follow_the_model_whatever_ran_first():
         SlotHealth("second", "wgrad.g", "mxfp4", "floor", 10, 0.0, 0.2, False, 0.2),
         SlotHealth("second", "wgrad.x", None, None, 0, 0.0, 0.0),
     )
-    verdicts = ["ok", "saturates", "saturates and flushes", "is not near", "ok"]
+    verdicts = ["ok", "saturates", "saturates and flushes", "changes when rebased", "ok"]
     assert [row.verdict for row in rows] == verdicts
 
 
@@ -43,7 +43,7 @@ def test_the_table_as_text():
     made.layers["second"].record("wgrad.x", QuantStats(3, 0, 0))
     text = str(health_table(slot_health(made, {("first", "fprop.x")})))
     assert text.splitlines() == [
-        "layer      slot  format              rule  values  saturated  flushed  changed    verdict",
+        "layer      slot  format              rule  values  saturated  flushed  rebased    verdict",
         "first   fprop.x   mxfp4  floor (switched)   2,000     5.000%   0.000%   0.000%  saturates",
         "second  wgrad.x       -                 -       3     0.000%   0.000%   0.000%         ok",
     ]
@@ -51,5 +51,5 @@ def test_the_table_as_text():
 
 
 def test_rows_of_another_length_are_refused():
-    with pytest.raises(ValueError, match="wanted 2 cells"):
+    with pytest.raises(ValueError, match="expected 2 cells"):
         Table(("a", "b"), (("1",),))

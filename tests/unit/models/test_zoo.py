@@ -11,10 +11,11 @@ import pytest
 import extensor as et
 import models
 from extensor.io import load_checkpoint, save_checkpoint
-from extensor.nn import apply_recipe, gemm_layers
+from extensor.nn import apply_recipe, gemm_layers, init
 from extensor.optim import Adam
 from models.googlenet.configs import STAGES
 from models.googlenet.model import InceptionModule
+from models.vision import ConvUnits
 
 ZOO = ("alexnet", "vgg", "resnet", "mobilenet", "googlenet")
 VARIANTS = [
@@ -85,7 +86,7 @@ def test_inception_modules_have_the_sizes_of_the_papers_table() -> None:
     """Column "params" of table 1 (arXiv 1409.4842), in units of 1,024, without biases."""
     rng, width = np.random.default_rng(0), 192
     for name, widths in [pair for stage in STAGES for pair in stage.items()]:
-        module = InceptionModule(width, widths, False, rng)
+        module = InceptionModule(width, widths, ConvUnits(init.xavier_uniform, rng, norm=False))
         kernels = sum(p.size for p in module.parameters() if p.ndim == 4)
         assert abs(kernels / 1024 - PAPER_KILO.get(name, kernels / 1024)) <= 1, name
         width = widths.one + widths.three + widths.five + widths.pool
@@ -167,12 +168,12 @@ def test_initial_weights_are_those_of_the_papers() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("alexnet", {"image_size": 8}, "image_size: wanted 16 or more, got 8"),
-        ("alexnet", {"dropout": 1.0}, r"p: wanted a number in \[0, 1\)"),
+        ("alexnet", {"image_size": 8}, "image_size: expected 16 or more, got 8"),
+        ("alexnet", {"dropout": 1.0}, r"p: \w+ a number in \[0, 1\)"),
         ("resnet", {"width": 0.0}, "a width above 0"),
         ("resnet", {"blocks": (2, 2)}, "for each stage"),
-        ("vgg", {"stages": ()}, "stages: wanted"),
-        ("vgg", {"hidden": (0,)}, "hidden: wanted"),
+        ("vgg", {"stages": ()}, "stages: expected"),
+        ("vgg", {"hidden": (0,)}, "hidden: expected"),
         ("mobilenet", {"stem": 0}, "channels and strides of 1 or more"),
         ("googlenet", {"classes": 0}, "classes of 1 or more"),
     ],

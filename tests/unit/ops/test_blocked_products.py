@@ -15,7 +15,7 @@ import extensor as et
 from extensor.autograd.primitive import PRIMITIVES
 
 K = 96
-PRODUCTS = ("block_matmul", "block_matmul_batch", "weight_matmul")
+PRODUCTS = ("block_scaled_matmul", "weight_only_matmul")
 Made = Callable[[et.ExTensor], et.ExTensor]
 FORMATS: dict[str, Made] = {
     "mxfp4": lambda x: x.to_mxfp4(),
@@ -97,7 +97,7 @@ def test_dense_rows_of_any_axes_are_one_product(lead: tuple[int, ...], dtype: st
     kind = "bfloat16" if dtype == "bfloat16" else "float32"
     rows = int(np.prod(lead))
     assert [(name, a.dtype.name, a.shape) for name, a in used] == [
-        ("weight_matmul", kind, (rows, K))
+        ("weight_only_matmul", kind, (rows, K))
     ] * 3
     for y in results:
         check(y, values(x), values(w).T)
@@ -115,13 +115,15 @@ def test_blocked_rows_of_any_axes_are_one_product(name: str, lead: tuple[int, ..
     with packed() as used:
         results = x @ w.T, et.linear(x, w)
     rows = int(np.prod(lead))
-    assert [(method, a.shape) for method, a in used] == [("block_matmul", (rows, K))] * 2
+    assert [(method, a.shape) for method, a in used] == [("block_scaled_matmul", (rows, K))] * 2
     for y in results:
         check(y, values(x), values(w).T)
 
 
 @pytest.mark.parametrize(
-    ("rows", "calls"), [(32, ["block_matmul"]), (20, ["block_matmul"] * 3)], ids=["whole", "cut"]
+    ("rows", "calls"),
+    [(32, ["block_scaled_matmul"]), (20, ["block_scaled_matmul"] * 3)],
+    ids=["whole", "cut"],
 )
 def test_tiles_of_several_rows_are_not_decoded(rows: int, calls: list[str]) -> None:
     """One product where the tiles of one matrix end with it, else one for each matrix."""
@@ -138,7 +140,7 @@ def test_a_batch_of_blocked_matrices(name: str, lead: tuple[int, ...]) -> None:
     turned = b.swapaxes(-1, -2)
     with packed() as used:
         y = a @ turned
-    assert [method for method, _ in used] == ["block_matmul_batch"]
+    assert [method for method, _ in used] == ["block_scaled_matmul"]
     check(y, values(a), values(turned))
 
 
@@ -155,7 +157,7 @@ def test_leading_axes_broadcast(
     with packed() as used:
         y = a @ b
     count = int(np.prod(np.broadcast_shapes(left, right)))
-    method = "block_matmul" if dense is None else "weight_matmul"
+    method = "block_scaled_matmul" if dense is None else "weight_only_matmul"
     assert [name for name, _ in used] == [method] * count
     assert dense is None or {a.dtype.name for _, a in used} == {dense}
     check(y, values(a), values(b))
@@ -165,7 +167,7 @@ def test_a_batch_of_dense_matrices_meets_one_of_weights() -> None:
     a, b = tensor(3, 5, K), tensor(3, 7, K).to_mxfp4().swapaxes(-1, -2)
     with packed() as used:
         y = a @ b
-    assert [name for name, _ in used] == ["weight_matmul"] * 3
+    assert [name for name, _ in used] == ["weight_only_matmul"] * 3
     check(y, values(a), values(b))
 
 
@@ -173,7 +175,11 @@ def test_vectors_on_either_side() -> None:
     vector, w, x = tensor(K).to_mxfp4(), tensor(7, K).to_mxfp4(), tensor(2, 5, K)
     with packed() as used:
         results = vector @ w.T, x @ vector, vector @ vector
-    assert [name for name, _ in used] == ["block_matmul", "weight_matmul", "block_matmul"]
+    assert [name for name, _ in used] == [
+        "block_scaled_matmul",
+        "weight_only_matmul",
+        "block_scaled_matmul",
+    ]
     check(results[0], values(vector), values(w).T)
     check(results[1], values(x), values(vector))
     check(results[2], values(vector), values(vector))

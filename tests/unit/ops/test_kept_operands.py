@@ -13,8 +13,8 @@ import pytest
 import extensor as et
 from extensor import nn, optim
 from extensor.backends import registry
-from extensor.backends.generic import GenericBackend
-from extensor.ops import operands
+from extensor.backends.preparation import FloatPreparation
+from extensor.ops import recipe_operands
 from extensor.ops.quantized import quantized_matmul
 from extensor.quant.recipe import LayerRecipe
 from extensor.quant.spec import QuantSpec
@@ -44,14 +44,13 @@ class Made(list[Any]):
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     found = Made()
-    for name in ("product_operands", "dense_operands"):
-        honest = getattr(GenericBackend, name)
+    honest = FloatPreparation.run
 
-        def counted(self: Any, x: Any, *more: Any, honest: Any = honest) -> Any:
-            found.append(x.shape)
-            return honest(self, x, *more)
+    def counted(self: Any) -> Any:
+        found.append(self.x.shape)
+        return honest(self)
 
-        monkeypatch.setattr(type(registry.get("cpu")), name, counted)
+    monkeypatch.setattr(FloatPreparation, "run", counted)
     return found
 
 
@@ -59,7 +58,7 @@ def accumulate(recipe: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> list
     """Two steps of three micro-batches, an evaluation between them."""
     with monkeypatch.context() as patch:
         if not kept:
-            patch.setattr(operands.Version, "of", classmethod(lambda cls, tensor: None))
+            patch.setattr(recipe_operands, "version_of", lambda tensor: None)
         model, state = build(recipe)
         by = optim.SGD(model.named_parameters(), lr=0.1)
         found: list[Any] = []
@@ -148,7 +147,7 @@ def test_whatever_changes_a_weight_makes_them_anew(
     _rewrite(model)[way]()
     ours = model(batch(1))
     assert made.of(model[0]) == 1
-    monkeypatch.setattr(operands.Version, "of", classmethod(lambda cls, tensor: None))
+    monkeypatch.setattr(recipe_operands, "version_of", lambda tensor: None)
     np.testing.assert_array_equal(ours.numpy(), model(batch(1)).numpy())
 
 
@@ -174,7 +173,7 @@ def test_weights_that_are_results_are_not_kept(made: Made) -> None:
     for _ in range(2):
         quantized_matmul(batch(0), layer.weight * 2.0, layer.quant)
     assert made.of(layer) == 2
-    assert not state._operands
+    assert not state.weight_cache
 
 
 def test_memory_that_others_write_to_is_asked_each_time() -> None:
@@ -199,7 +198,7 @@ def test_what_another_thread_forgets_meanwhile_is_not_missed() -> None:
     model, state = build("mxfp4_all")
     with et.no_grad():
         wanted = model(batch(0)).numpy()
-        state._operands = Forgetful()
+        state.weight_cache._operands = Forgetful()
         np.testing.assert_array_equal(model(batch(0)).numpy(), wanted)
 
 
@@ -229,10 +228,10 @@ def test_copies_begin_without_them(made: Made) -> None:
     model, state = build("mxfp4_all")
     with et.no_grad():
         wanted = model(batch(0)).numpy()
-        assert state._operands
+        assert state.weight_cache
         made.clear()
         for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert not again[0].quant.state._operands
+            assert not again[0].quant.state.weight_cache
             assert np.array_equal(again(batch(0)).numpy(), wanted)
     assert len(made) == 2 * 4
 
@@ -243,14 +242,13 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     calls: list[list[Any]] = []
     kind = type(registry.get("cpu"))
 
-    def each(self: Any, xs: Any, specs: Any, memories: Any) -> Any:
-        calls.append([x.shape for x in xs])
-        assert len({id(memory) for memory in memories}) == len(xs)
-        return [list(self.product_operands(x, specs, [None] * len(specs), 0)) for x in xs]
+    def run_batch(self: Any, preparations: Any) -> Any:
+        calls.append([one.x.shape for one in preparations])
+        return [one.run() for one in preparations]
 
-    monkeypatch.setattr(kind, "product_operands_each", each)
-    monkeypatch.setattr(kind, "joins_operands", lambda self, specs: True)
-    monkeypatch.setattr(kind, "keeps_operands", lambda self, *given: given[0].ndim == 2)
+    monkeypatch.setattr(kind, "run_batch", run_batch)
+    monkeypatch.setattr(FloatPreparation, "batch_key", property(lambda self: tuple(self.specs)))
+    monkeypatch.setattr(FloatPreparation, "compact", True)
     return calls
 
 

@@ -14,10 +14,12 @@ import pytest
 import extensor as et
 from extensor.backends import windows
 from extensor.backends.generic import GenericBackend
+from extensor.backends.preparation import FloatPreparation
 from extensor.backends.protocol import Window
+from extensor.ops import recipe_operands
 from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
-from extensor.quant.context import LayerContext
 from extensor.quant.recipe import SLOTS, Gemm, LayerRecipe
+from extensor.quant.recipe_state import LayerContext
 from extensor.quant.recipes import RECIPES
 from extensor.quant.reference import operand
 from extensor.quant.spec import QuantSpec
@@ -89,11 +91,11 @@ def test_large_products_take_the_tiles(monkeypatch: pytest.MonkeyPatch, conv: bo
 
     paths = []
 
-    def spy(self: CpuBackend, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        paths.append(self.path("operand_matmul", a, b))
-        return np.matmul(a, b)
+    def spy(self: CpuBackend, a: np.ndarray, b: np.ndarray, *more: object) -> np.ndarray:
+        paths.append(self.path("product", a, b))
+        return np.matmul(a, b.T)
 
-    monkeypatch.setattr(CpuBackend, "operand_matmul", spy)
+    monkeypatch.setattr(CpuBackend, "product", spy)
     for name in ("mxfp4", "mxfp8_nvidia", "nvfp4_nvidia", "bf16", "fp32"):
         context = layer_context(RECIPES[name].layers, seed=3)
         paths.clear()
@@ -117,7 +119,7 @@ def test_large_products_take_the_tiles(monkeypatch: pytest.MonkeyPatch, conv: bo
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
-    "name", ["bf16", "mxfp4", "mxfp4_tseng", "nvfp4_nvidia", "mxfp8_nvidia", "mxfp8_near"]
+    "name", ["bf16", "mxfp4", "mxfp4_tseng", "nvfp4_nvidia", "mxfp8_nvidia", "mxfp8_rebased"]
 )
 def test_conv2d_is_three_gemms_of_patches(name: str, groups: int) -> None:
     context = layer_context(RECIPES[name].layers, seed=5)
@@ -286,16 +288,14 @@ def test_transforms_must_match() -> None:
 
 def test_planted_wrong_axis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantizing wgrad's operands along rows, a classic mistake, fails the oracle above."""
-    from extensor.ops import operands
-
-    honest = operands.of_products
+    honest = recipe_operands.make_operands
 
     def planted(backend: Any, x: Any, context: Any, slots: Any, *more: Any) -> list[Any]:
         if slots == [("wgrad.x", -2)]:
             return [honest(backend, x, context, [("wgrad.x", -1)], *more)[0].T]
         return honest(backend, x, context, slots, *more)
 
-    monkeypatch.setattr(operands, "of_products", planted)
+    monkeypatch.setattr(recipe_operands, "make_operands", planted)
     with pytest.raises(AssertionError):
         test_matmul_is_three_gemms_of_dequantized_operands("mxfp4", 42, 20, 70)
 
@@ -314,26 +314,26 @@ def test_bfloat16_slots_round_a_gradient_once_for_both_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = []
-    whole = GenericBackend.dense_operands
+    whole = FloatPreparation.run
 
-    def counted(self: Any, x: Any, axes: Any, dtype: str, work: int) -> list[Any]:
-        seen.append((x.shape, tuple(axes)))
-        return whole(self, x, axes, dtype, work)
+    def counted(self: Any) -> list[Any]:
+        seen.append((self.x.shape, tuple(spec.axis for spec in self.specs)))
+        return whole(self)
 
-    monkeypatch.setattr(GenericBackend, "dense_operands", counted)
+    monkeypatch.setattr(FloatPreparation, "run", counted)
     x, w = et.ones((6, 4), requires_grad=True), et.ones((5, 4), requires_grad=True)
     quantized_matmul(x, w, layer_context(RECIPES["bf16"].layers)).sum().backward()
     assert seen.count(((6, 5), (1, 0))) == 1  # g, along and down
     assert len(seen) == 5  # x and w twice: float32 values are not kept for the backward pass
 
 
-def test_near_exact_operands_are_both_or_none() -> None:
+def test_rebased_operands_are_both_or_none() -> None:
     plain = QuantSpec("mxfp8_e4m3", scale_rule="rceil")
-    near = plain.replace(near=True)
+    near = plain.replace(rebased=True)
     for pair in ((near, plain), ("bfloat16", near)):
-        with pytest.raises(ValueError, match="both operands near-exactly or none"):
+        with pytest.raises(ValueError, match="both operands of a GEMM are rebased or none"):
             Gemm(*pair)
-    assert LayerRecipe.uniform(plain).near() == LayerRecipe.uniform(near)
-    assert LayerRecipe.uniform("bfloat16").near() == LayerRecipe.uniform("bfloat16")
-    with pytest.raises(ValueError, match="wanted MXFP8"):
-        LayerRecipe.uniform(QuantSpec("mxfp4")).near()
+    assert LayerRecipe.uniform(plain).rebased() == LayerRecipe.uniform(near)
+    assert LayerRecipe.uniform("bfloat16").rebased() == LayerRecipe.uniform("bfloat16")
+    with pytest.raises(ValueError, match="expected MXFP8"):
+        LayerRecipe.uniform(QuantSpec("mxfp4")).rebased()

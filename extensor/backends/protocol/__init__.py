@@ -1,0 +1,41 @@
+"""What a backend provides beyond its array module.
+
+Ordinary operations use only the array module (numpy or cupy). The methods here are the ones worth
+a kernel, one module for each family: matmul, quantize, conv_pool, nn, optim. `GenericBackend`
+implements all of them on the array module. A backend overrides the hot ones, and
+`tests/test_every_kernel.py` finds each override and compares it with the generic method.
+"""
+
+from typing import Protocol
+
+from extensor.backends.protocol.conv_pool import ConvPoolMethods
+from extensor.backends.protocol.core import Array, CoreMethods, Window
+from extensor.backends.protocol.matmul import (
+    CastSpec,
+    MatmulMethods,
+    OperandSpec,
+    Preparation,
+    Prepared,
+)
+from extensor.backends.protocol.nn import NnMethods
+from extensor.backends.protocol.optim import FiniteQuery, OptimMethods
+from extensor.backends.protocol.quantize import QuantizeMethods, SpecPair, StreamPair
+
+__all__ = [
+    "Array",
+    "Backend",
+    "CastSpec",
+    "FiniteQuery",
+    "OperandSpec",
+    "Preparation",
+    "Prepared",
+    "SpecPair",
+    "StreamPair",
+    "Window",
+]
+
+
+class Backend(
+    MatmulMethods, QuantizeMethods, ConvPoolMethods, NnMethods, OptimMethods, CoreMethods, Protocol
+):
+    """One device's arrays and kernels."""

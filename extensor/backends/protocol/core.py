@@ -1,0 +1,77 @@
+"""What a backend is called, its array module, and the services every family of methods uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from extensor.backends.capture import Graph, StepCapture
+
+__all__ = ["Array", "CoreMethods", "Window"]
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sliding window: kernel, stride, padding, dilation, each (height, width)."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+
+    def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width of the output for an input of ``size``; below 1 if it does not fit."""
+        out = [
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(
+                size, self.kernel, self.stride, self.padding, self.dilation, strict=True
+            )
+        ]
+        return out[0], out[1]
+
+
+class CoreMethods(Protocol):
+    """A backend's name and array module, and what all of its families share."""
+
+    name: str
+    xp: Any
+    bfloat16: Collection[str]
+    """Primitives whose methods here take bfloat16, beside float32, as it is.
+
+    They compute in float32. What they give is that, or rounded once to what the arrays promote to.
+    """
+    accumulating_vjps: Collection[str]
+    """Primitives whose gradients' methods here take ``addend``, to be added to the first of them.
+
+    It is float32, of the input's shape: a gradient that was there before.
+    """
+
+    @property
+    def capturing(self) -> StepCapture | None:
+        """The step that is being recorded, None while nothing is; see `extensor.capture`."""
+        ...
+
+    def new_graph(self) -> Graph | None:
+        """What repeats a step without Python; None where Python is all there is."""
+        ...
+
+    def raising(self) -> AbstractContextManager[Any]:
+        """A context in which the array module's ``linalg`` raises LinAlgError, as numpy's does."""
+        ...
+
+    def refuse(self, bad: Array, error: Callable[[], Exception]) -> None:
+        """Raise ``error()`` if an element of a bool array is true; waits for a device.
+
+        While recording, nothing waits: updates stop then, and the error is raised afterwards.
+        """
+        ...
+
+    def cast(self, x: Array, dtype: np.dtype[Any]) -> Array:
+        """The values in another dtype, rounded to nearest even; x itself where it has that."""
+        ...

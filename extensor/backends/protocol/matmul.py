@@ -1,0 +1,112 @@
+"""Matrix products: of float arrays, of block-scaled arrays, and of a recipe's operands."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from extensor.backends.protocol.core import Array
+from extensor.quant.array import QuantArray
+from extensor.quant.recipe_state import Counts
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+
+__all__ = ["CastSpec", "MatmulMethods", "OperandSpec", "Preparation", "Prepared"]
+
+
+@dataclass(frozen=True)
+class CastSpec:
+    """How a GEMM operand that is not quantized is made: its values are rounded to a dtype, once.
+
+    Attributes:
+        dtype: "bfloat16" or "float32".
+        axis: of the matrix, 0 or 1: the axis that the GEMM contracts.
+    """
+
+    dtype: str
+    axis: int
+
+
+OperandSpec = QuantSpec | CastSpec
+"""How a matrix becomes a GEMM operand: quantized in blocks, or rounded to a float dtype."""
+
+Prepared = list[tuple[Any, Counts | None]]
+"""Operands, each with what quantizing counted; None for an operand that is not quantized."""
+
+
+class Preparation(Protocol):
+    """How a backend has decided to make GEMM operands from one matrix; nothing has run yet."""
+
+    @property
+    def compact(self) -> bool:
+        """Whether one launch makes all operands from one reading, in 16 bits a value or fewer.
+
+        Such operands are worth keeping from the forward pass for the backward GEMM.
+        """
+        ...
+
+    @property
+    def batch_key(self) -> Hashable | None:
+        """Preparations with equal keys can run in one launch; None: this one runs alone."""
+        ...
+
+    def run(self) -> Prepared:
+        """Make the operands, in the order of the specs."""
+        ...
+
+
+class MatmulMethods(Protocol):
+    """Products with float32 sums."""
+
+    def prepare(
+        self,
+        x: Array,
+        specs: Sequence[OperandSpec],
+        streams: Sequence[Stream | None],
+        work: int,
+        amax_state: dict[str, Any] | None = None,
+    ) -> Preparation:
+        """Decide how a matrix becomes operands of `product`, one for each spec.
+
+        Args:
+            x: (rows, columns), of floats.
+            specs: one, or one contracted along the rows and one along the columns; all resolved
+                `QuantSpec`, or all `CastSpec` of one dtype.
+            streams: one per spec; None unless the spec rounds stochastically.
+            work: multiplications of the product, M N K; 0 where its other operand is of another
+                kind.
+            amax_state: kept for this tensor from call to call. A kernel may note there what it
+                wants to know beforehand, such as the largest magnitude; it changes no value.
+        """
+        ...
+
+    def run_batch(self, preparations: Sequence[Preparation]) -> list[Prepared]:
+        """Run several preparations with one ``batch_key`` at once."""
+        ...
+
+    def product(self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None) -> Array:
+        """A b^T + bias of operands (M, K) and (N, K) from `prepare`: (M, N), summed in float32.
+
+        The bias, float32 (N,), is added to that sum. In float32, or rounded to ``dtype``, where a
+        kernel writes that.
+        """
+        ...
+
+    def matmul(self, a: Array, b: Array, bias: Array | None = None) -> Array:
+        """A b of (..., M, K) and (..., K, N), leading axes broadcasting, plus a bias (N,)."""
+        ...
+
+    def block_scaled_matmul(self, a: QuantArray, b: QuantArray) -> Array:
+        """Float32 a b^T of (M, K) and (N, K), both blocked along the last axis: (M, N).
+
+        Of stacks (B, M, K) and (B, N, K) the product of each two matrices: (B, M, N).
+        """
+        ...
+
+    def weight_only_matmul(self, x: Array, w: QuantArray) -> Array:
+        """Float32 x w^T of a dense (M, K) and (N, K) blocked along the last axis: (M, N).
+
+        x is float32 or bfloat16, which is multiplied as it is or widened, exactly.
+        """
+        ...

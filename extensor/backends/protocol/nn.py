@@ -1,0 +1,154 @@
+"""Activations, normalizations, attention, losses and the sums that their gradients need."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from extensor.backends.protocol.core import Array
+
+__all__ = ["NnMethods"]
+
+
+class NnMethods(Protocol):
+    """What layers of a network compute besides products and convolutions."""
+
+    def add(self, a: Array, b: Array) -> Array:
+        """A + b, broadcasting, in float32 rounded once where both are bfloat16."""
+        ...
+
+    def add_rows(self, out: Array, index: Array, rows: Array) -> None:
+        """out[index] += rows along the first axis, in place; positions that repeat add up.
+
+        ``index`` is of whole numbers in -len(out)..len(out) - 1, (...), and rows (..., *rest).
+        """
+        ...
+
+    def leading_sum(self, x: Array, axes: int) -> Array:
+        """Sums over the first ``axes`` axes, in float32 for 16-bit floats: of a bias's gradient."""
+        ...
+
+    def channel_sum(self, x: Array) -> Array:
+        """Sums over all but the second axis, (N, C, ...) -> (C,)."""
+        ...
+
+    def relu(self, x: Array) -> Array:
+        """max(x, 0), NaN for NaN."""
+        ...
+
+    def relu_grad(self, g: Array, out: Array) -> Array:
+        """G where relu's output is positive, 0 elsewhere."""
+        ...
+
+    def gelu(self, x: Array) -> tuple[Array, Array | None]:
+        """X Phi(x), with the normal distribution function Phi, and Phi(x) where that is kept."""
+        ...
+
+    def gelu_grad(self, g: Array, x: Array, phi: Array | None) -> Array:
+        """Gradient of gelu; phi is what gelu gave beside its result."""
+        ...
+
+    def softmax(self, x: Array, axis: int) -> Array:
+        """exp(x) over its sum along ``axis``, which is not empty."""
+        ...
+
+    def softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """Gradient of softmax, whose output is ``out``."""
+        ...
+
+    def log_softmax(self, x: Array, axis: int) -> Array:
+        """The logarithm of softmax, without underflow."""
+        ...
+
+    def log_softmax_grad(self, g: Array, out: Array, axis: int) -> Array:
+        """Gradient of log_softmax, whose output is ``out``."""
+        ...
+
+    def cross_entropy(self, x: Array, labels: Array, smoothing: float) -> tuple[Array, Array]:
+        """-log softmax(x)[label] of rows (N, C), labels (N,) in 0..C - 1; what its gradient needs.
+
+        The target is 1 - smoothing at the label plus smoothing / C everywhere.
+        """
+        ...
+
+    def cross_entropy_grad(
+        self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float
+    ) -> Array:
+        """Gradient of cross_entropy in x times ``weight``, () or (N, 1); it gave ``kept``."""
+        ...
+
+    def attention(
+        self, q: Array, k: Array, v: Array, causal: bool, scale: float
+    ) -> tuple[Array, Array]:
+        """softmax(scale q k^T) v, (B, H, T, dv), and what the gradient needs of it, (B, H, T, 2).
+
+        q is (B, H, T, d), k (B, Hkv, S, d) and v (B, Hkv, S, dv); nothing is empty, H is a
+        multiple of Hkv. If ``causal`` query t sees the keys up to t + S - T, and S >= T.
+        """
+        ...
+
+    def attention_grad(
+        self,
+        g: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        stats: Array,
+        causal: bool,
+        scale: float,
+        into: tuple[Array, Array, Array],
+    ) -> None:
+        """Gradients of attention, whose results are ``out`` and ``stats``, in q, k and v.
+
+        They are written to ``into``, arrays of the inputs' shapes that may be strided.
+        """
+        ...
+
+    def layer_norm(
+        self, x: Array, weight: Array, bias: Array, eps: float, narrow: bool = False
+    ) -> tuple[Array, Array, Array]:
+        """LayerNorm over the last axes, those of the weight; each mean and 1 / sqrt(var + eps).
+
+        ``narrow``: the first is rounded to bfloat16.
+        """
+        ...
+
+    def layer_norm_grad(
+        self, g: Array, x: Array, weight: Array, mean: Array, rstd: Array
+    ) -> tuple[Array, Array, Array]:
+        """Gradients of layer_norm in x, weight and bias; g may be bfloat16."""
+        ...
+
+    def rms_norm(
+        self, x: Array, weight: Array, eps: float, narrow: bool = False
+    ) -> tuple[Array, Array]:
+        """RMSNorm over the last axes, those of the weight; 1 / sqrt(mean(x^2) + eps) of each.
+
+        ``narrow``: the first is rounded to bfloat16.
+        """
+        ...
+
+    def rms_norm_grad(self, g: Array, x: Array, weight: Array, rstd: Array) -> tuple[Array, Array]:
+        """Gradients of rms_norm in x and weight; g may be bfloat16."""
+        ...
+
+    def batch_norm(
+        self, x: Array, weight: Array, bias: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """BatchNorm of (N, C, ...); each channel's mean and variance over count, (C,)."""
+        ...
+
+    def batch_norm_grad(
+        self, g: Array, x: Array, weight: Array, mean: Array, var: Array, eps: float
+    ) -> tuple[Array, Array, Array]:
+        """Gradients of batch_norm in x, weight and bias."""
+        ...
+
+    def dropout_mask(self, draws: Array, shape: tuple[int, ...], p: float) -> Array:
+        """Float32 of a shape: 0 with probability p, else 1 / (1 - p); the same on every device.
+
+        ``draws`` is int64 (2,): the seed, and how often it was drawn from before. Value i is kept
+        where the i-th word of 32 bits is p 2^32 or more, of those that numpy.random.Philox gives,
+        low half first, from the key (seed, 0) and the counter (0, calls, 0, 0).
+        """
+        ...

@@ -1,0 +1,72 @@
+"""Quantizing arrays to codes and scales, and decoding them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from extensor.backends.protocol.core import Array
+from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.recipe_state import Counts
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+
+__all__ = ["QuantizeMethods", "SpecPair", "StreamPair"]
+
+SpecPair = tuple[QuantSpec, QuantSpec]
+StreamPair = tuple[Stream | None, Stream | None]
+
+
+class QuantizeMethods(Protocol):
+    """Quantizers and decoders."""
+
+    def quantize(
+        self,
+        x: Array,
+        spec: QuantSpec,
+        stream: Stream | None = None,
+        previous_amax: Array | None = None,
+    ) -> tuple[QuantArray, QuantStats]:
+        """Float array -> codes and scales. ``spec`` is resolved; ``stream`` iff stochastic."""
+        ...
+
+    def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
+        """Codes and scales -> values of ``q.shape``, any Hadamard transform undone.
+
+        ``dtype``: float32, or bfloat16 or float16, to which the float32 values are rounded once.
+        """
+        ...
+
+    def fake_quantize(
+        self, x: Array, spec: QuantSpec, stream: Stream | None = None
+    ) -> tuple[Array, Counts]:
+        """The float32 values a GEMM multiplies: quantized and decoded, still transformed.
+
+        Same values, bit for bit, as decoding what `quantize` gives. Along the axis the result has
+        the length the transform padded it to. It carries ``spec.element_scale``.
+        """
+        ...
+
+    def quantize_rowwise_columnwise(
+        self,
+        x: Array,
+        specs: SpecPair,
+        streams: StreamPair = (None, None),
+    ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+        """Quantize one array by two specs, as for two GEMMs: bit for bit two calls of `quantize`.
+
+        A backend may read a matrix once for a spec rowwise and one columnwise.
+        """
+        ...
+
+    def fake_quantize_rowwise_columnwise(
+        self,
+        x: Array,
+        specs: SpecPair,
+        streams: StreamPair = (None, None),
+    ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
+        """The same for `fake_quantize`."""
+        ...
+
+    def bfloat16_values(self, x: Array) -> Array:
+        """Float32 values rounded to the nearest bfloat16, ties to even, as float32."""
+        ...

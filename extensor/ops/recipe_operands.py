@@ -1,0 +1,263 @@
+"""What the GEMMs of a quantized layer multiply: operands as the layer's recipe asks for them.
+
+A matrix is contracted along its rows (axis -1) or its columns (axis -2); a stack of matrices, one
+for each group of a convolution, likewise. Every function counts what it quantized in the context.
+
+A weight's operands are kept in the recipe state's `WeightCache`. Each use of a kept operand is
+counted as if it were made anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from extensor.autograd.mode import MODE
+from extensor.autograd.tensor import ExTensor
+from extensor.backends.layers import dense_values
+from extensor.backends.protocol import (
+    Array,
+    Backend,
+    CastSpec,
+    OperandSpec,
+    Preparation,
+    Prepared,
+)
+from extensor.quant.recipe import Gemm
+from extensor.quant.recipe_state import Counts, LayerContext
+from extensor.quant.spec import QuantSpec
+from extensor.quant.weight_cache import CachedOperand, WeightSource, WeightVersion
+from extensor.random import Stream
+
+__all__ = ["Slots", "forward_operands", "make_operands", "slot_spec", "slot_values", "version_of"]
+
+Slots = Sequence[tuple[str, int]]
+"""Slots of a recipe, each with the axis along which its GEMM contracts the matrix."""
+
+Sizes = tuple[int, int, int]
+"""M, N and K of a layer's products."""
+
+
+@lru_cache(maxsize=1024)
+def _along(spec: QuantSpec, axis: int, ndim: int) -> QuantSpec:
+    """The spec along one axis, counted from the last, of ``ndim``."""
+    return spec.replace(axis=axis + ndim).resolve(ndim)
+
+
+def slot_spec(
+    context: LayerContext, slot: str, spec: QuantSpec, axis: int, ndim: int
+) -> tuple[QuantSpec, Stream | None]:
+    """The slot's spec along ``axis`` (-1: rows, -2: columns); its stream if it is stochastic."""
+    along = _along(spec, axis, ndim)
+    stream = context.stream(slot, axis == -2) if along.rounding == "stochastic" else None
+    return along, stream
+
+
+def slot_values(backend: Backend, x: Array, context: LayerContext, slot: str, axis: int) -> Array:
+    """The float32 values of a matrix, or of each group's, that GEMM ``slot`` contracts."""
+    asked = context.operand(slot)
+    if isinstance(asked, str):
+        return dense_values(backend, x, asked)
+    values, counts = backend.fake_quantize(x, *slot_spec(context, slot, asked, axis, x.ndim))
+    context.record(slot, counts)
+    return values
+
+
+def version_of(tensor: ExTensor) -> WeightVersion | None:
+    """A leaf's version; None for a result, used once, and for memory that others may write."""
+    cell = tensor._version
+    return None if tensor.node or len(cell) > 1 else WeightVersion(cell, cell[0])
+
+
+def make_operands(
+    backend: Backend,
+    x: Array,
+    context: LayerContext,
+    slots: Slots,
+    sizes: Sizes,
+    version: WeightVersion | None = None,
+    preparation: Preparation | None = None,
+) -> list[Any]:
+    """Operands of `Backend.product` made from matrix x, one per slot.
+
+    Args:
+        backend: the device's.
+        x: the matrix.
+        context: the layer's.
+        slots: which GEMMs the operands are for; a backend may read x once for rows and columns.
+        sizes: M, N and K of the layer's products.
+        version: of a weight, whose operands may be those that were made before; None: no weight.
+        preparation: what `Backend.prepare` decided about these slots, where the caller has it.
+    """
+    if version is None or any(context.operand(slot) == "float32" for slot, _ in slots):
+        made = _made(backend, x, context, slots, sizes, preparation)
+    else:
+        made = _of_weight(_Weight(backend, x, context, sizes, version), slots, preparation)
+    for (slot, _), (_, counts) in zip(slots, made, strict=True):
+        if counts is not None:
+            context.record(slot, counts)
+    return [operand for operand, _ in made]
+
+
+def forward_operands(
+    backend: Backend,
+    x: Array,
+    context: LayerContext,
+    slots: Slots,
+    sizes: Sizes,
+    version: WeightVersion | None = None,
+) -> tuple[Any, Any]:
+    """The operand of a forward GEMM and that of a backward GEMM, or None to make that later.
+
+    Both are made now where that takes one reading of x and what is kept is compact.
+    ``version``: as for `make_operands`.
+    """
+    if MODE.enabled:
+        both = _prepare(backend, x, context, slots, sizes)
+        if both is not None and both.compact:
+            first, second = make_operands(backend, x, context, slots, sizes, version, both)
+            return first, second
+    return make_operands(backend, x, context, slots[:1], sizes, version)[0], None
+
+
+def _prepare(
+    backend: Backend, x: Array, context: LayerContext, slots: Slots, sizes: Sizes
+) -> Preparation | None:
+    """How the backend makes all operands at once; None where slots differ in kind."""
+    specs: list[OperandSpec] = []
+    streams: list[Stream | None] = []
+    kinds: set[str] = set()
+    pure: set[bool] = set()
+    for slot, axis in slots:
+        gemm: Gemm = getattr(context.layer, slot.partition(".")[0])
+        asked, stream = context.operand(slot), None
+        if isinstance(asked, str):
+            specs.append(CastSpec(asked, axis % 2))
+            kinds.add(asked)
+            pure.add(gemm.a == gemm.b)
+        else:
+            spec, stream = slot_spec(context, slot, asked, axis, 2)
+            specs.append(spec)
+            kinds.add("quantized")
+            pure.add(not isinstance(gemm.a, str) and not isinstance(gemm.b, str))
+        streams.append(stream)
+    if len(kinds) > 1 or (len(pure) > 1 and "quantized" not in kinds):
+        return None
+    work = math.prod(sizes) if all(pure) else 0
+    amax_state = context.amax_state(slots[0][0]) if "quantized" in kinds else None
+    return backend.prepare(x, specs, streams, work, amax_state)
+
+
+def _made(
+    backend: Backend,
+    x: Array,
+    context: LayerContext,
+    slots: Slots,
+    sizes: Sizes,
+    preparation: Preparation | None,
+) -> Prepared:
+    """The operands and their counts; one after the other where the slots differ in kind."""
+    if not slots:
+        return []
+    preparation = preparation or _prepare(backend, x, context, slots, sizes)
+    if preparation is None:
+        return [_made(backend, x, context, [slot], sizes, None)[0] for slot in slots]
+    return preparation.run()
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """A weight in a layer, and the sizes of the products that it takes part in."""
+
+    backend: Backend
+    x: Array
+    context: LayerContext
+    sizes: Sizes
+    version: WeightVersion
+
+    @property
+    def source(self) -> WeightSource:
+        """What its operands are made from."""
+        return WeightSource(self.x, self.version, self.sizes, self.backend.capturing)
+
+    def recipes(self, slots: Slots) -> dict[str, Any]:
+        """What decides the operands beside the values: the layer's recipe and random streams."""
+        return {slot: (self.context.layer, self._stream(slot, axis)) for slot, axis in slots}
+
+    def _stream(self, slot: str, axis: int) -> Stream | None:
+        asked = self.context.operand(slot)
+        return None if isinstance(asked, str) else slot_spec(self.context, slot, asked, axis, 2)[1]
+
+    def find(self, slots: Slots) -> list[CachedOperand] | None:
+        """The kept operands, if all are right."""
+        context = self.context
+        return context.state.weight_cache.find(context.path, self.source, self.recipes(slots))
+
+    def prepare(self, slots: Slots) -> Preparation | None:
+        """See `_prepare`."""
+        return _prepare(self.backend, self.x, self.context, slots, self.sizes)
+
+
+def _of_weight(weight: _Weight, slots: Slots, preparation: Preparation | None) -> Prepared:
+    """Operands that were made before, or are made now, with those of other outdated weights."""
+    found = weight.find(slots)
+    if found is None:
+        found = _remade(weight, slots, preparation)
+    return [(one.operand, _counted_again(one.counts)) for one in found]
+
+
+def _counted_again(counts: Counts | None) -> Counts | None:
+    """Counts for one more use of an operand; replays of a captured step count by themselves."""
+    again = getattr(counts, "again", None)
+    return counts if again is None else again()
+
+
+def _remade(weight: _Weight, slots: Slots, preparation: Preparation | None) -> list[CachedOperand]:
+    """A weight's operands made anew and kept, with those of other weights where one launch can."""
+    cache = weight.context.state.weight_cache
+    preparation = preparation or weight.prepare(slots)
+    weights, preparations = [weight], [preparation]
+    for other, its in _outdated(weight, slots, preparation):
+        weights.append(other)
+        preparations.append(its)
+    for one in weights:  # before the new ones are made, so that they may lie in the same memory
+        cache.drop(one.context.path, (slot for slot, _ in slots))
+    if preparation is not None and len(weights) > 1:
+        made = weight.backend.run_batch([its for its in preparations if its is not None])
+    else:
+        made = [_made(weight.backend, weight.x, weight.context, slots, weight.sizes, preparation)]
+    kept = [
+        cache.store(one.context.path, one.source, one.recipes(slots), operands)
+        for one, operands in zip(weights, made, strict=True)
+    ]
+    return kept[0]
+
+
+def _outdated(
+    weight: _Weight, slots: Slots, preparation: Preparation | None
+) -> Iterator[tuple[_Weight, Preparation]]:
+    """Other layers' weights that were written since, if one launch makes their operands too.
+
+    Their layers will ask for the operands, as they did before.
+    """
+    if preparation is None or preparation.batch_key is None:
+        return
+    state, path = weight.context.state, weight.context.path
+    for name, context in state.layers.items():
+        kept = state.weight_cache.get(name, slots[0][0])
+        if kept is None or name == path or context.layer != weight.context.layer:
+            continue
+        x, cell = kept.x(), kept.version.cell
+        if x is None:
+            continue
+        other = _Weight(weight.backend, x, context, kept.sizes, WeightVersion(cell, cell[0]))
+        if other.find(slots) is None:
+            its = other.prepare(slots)
+            if its is not None and its.batch_key == preparation.batch_key:
+                yield other, its

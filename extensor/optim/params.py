@@ -1,0 +1,130 @@
+"""Parameters as optimizers hold them: groups that share options, state, and the checks of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from extensor.autograd.tensor import ExTensor
+from extensor.dtypes import float32
+from extensor.optim.states import Stored
+
+__all__ = ["Option", "ParamGroup", "ParamState", "Segment", "check_betas", "check_range"]
+
+Array = Any
+Option = float | bool
+
+
+class Segment(NamedTuple):
+    """What one call of `Optimizer.update` moves: a slice of a parameter, or all of it.
+
+    Attributes:
+        weight: float32 (float64 for a float64 parameter); updates write to it.
+        grad: of the same shape and dtype; nobody writes to it.
+        state: arrays by slot, of the same shape and dtype; updates write to them.
+        scratch: two arrays of the same shape and dtype, of any content.
+    """
+
+    weight: Array
+    grad: Array
+    state: Mapping[str, Array]
+    scratch: tuple[Array, ...] = ()
+
+
+@dataclass(eq=False)
+class ParamState:
+    """One parameter, its number in the optimizer, and its state: flat arrays as they are stored."""
+
+    name: str
+    param: ExTensor
+    shape: tuple[int, ...]
+    index: int
+    arrays: dict[str, Stored]
+    step: int = 0
+    whole: Array = None
+    """The parameter's array, once it is known to be contiguous float32 of its shape."""
+    strides: tuple[int, ...] = ()
+    """The strides of `whole`, and of most gradients."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"whole": None}
+
+    def takes_multi_tensor(self, grad: ExTensor) -> bool:
+        """Whether a multi-tensor update can use the parameter's and the gradient's own arrays."""
+        data = self.param.data
+        if data is not self.whole:  # checked once: each look at an array costs what a launch does
+            if self.param.dtype is not float32 or data.shape != self.shape:
+                return False
+            if not data.flags.c_contiguous:
+                return False
+            self.whole, self.strides = data, data.strides
+        if grad.dtype is not float32:
+            return False
+        return bool(grad.data.strides == self.strides or grad.data.flags.c_contiguous)
+
+
+@dataclass(eq=False)
+class ParamGroup:
+    """Parameters that share options.
+
+    Attributes:
+        options: the options in force, ``lr`` among them; changes take effect in the next step.
+        base_lr: the learning rate that schedules multiply.
+    """
+
+    options: dict[str, Option]
+    base_lr: float
+    members: list[ParamState] = field(default_factory=list)
+    lookahead: Callable[[int], float] | None = field(default=None, repr=False)
+    """The learning rate a number of steps after this one, as far as a schedule knows it."""
+
+    @property
+    def params(self) -> list[ExTensor]:
+        """The group's parameters."""
+        return [member.param for member in self.members]
+
+
+def check_range(name: str, value: Any, low: float, below: float = math.inf) -> None:
+    """Refuse an option outside [low, below).
+
+    Raises:
+        TypeError: if it is not a number.
+        ValueError: if it is out of range or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not low <= value < below:
+        raise ValueError(f"{name}: expected a finite number in [{low}, {below}), got {value!r}")
+
+
+def check_betas(betas: object) -> tuple[Any, Any]:
+    """Split a pair of decay rates; `check_range` checks their values.
+
+    Raises:
+        TypeError: for anything but two values.
+    """
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas: expected two numbers, got {betas!r}")
+    return betas[0], betas[1]
+
+
+def check_param(name: object, param: object) -> None:
+    """Refuse what an optimizer cannot update.
+
+    Raises:
+        TypeError: for a name that is no string, and for what is no dense float tensor.
+        ValueError: for a tensor that requires no gradient.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"params: expected a name and a tensor, got {name!r}")
+    if not isinstance(param, ExTensor):
+        raise TypeError(f"params: {name}: expected an ExTensor, got {type(param).__name__}")
+    if not param.dtype.is_float:
+        raise TypeError(
+            f"params: {name}: expected a dense float tensor, got {param.dtype}; keep master "
+            "weights in float32 and quantize in the forward pass"
+        )
+    if not param.requires_grad:
+        raise ValueError(f"params: {name} requires no gradient; set requires_grad, or leave it out")

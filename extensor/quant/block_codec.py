@@ -1,0 +1,135 @@
+"""The block quantizer that all formats share: split into blocks, encode, pack; and back.
+
+`BlockLayout` moves the block axis last, pads with zeros and gives a matrix with one block per row,
+positions running in C order of the moved axes. A block's random bits are numbered by its position
+in the scales array, so that the result does not depend on the order of the rows here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.array import QuantArray, QuantStats, coded_length, tile_extent
+from extensor.quant.hadamard import hadamard
+from extensor.quant.rounding import pack, unpack
+from extensor.quant.scale_encoders import decode_blocks, encode_blocks
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream, random_words
+
+__all__ = ["BlockLayout", "decode_array", "quantize_blocks"]
+
+Array = Any
+
+
+class BlockLayout:
+    """How an array of one shape is cut into blocks under a resolved spec, and joined again.
+
+    Attributes:
+        coded: the array's shape with the block axis padded to the Hadamard size.
+        grid: the shape of the scales.
+    """
+
+    def __init__(self, spec: QuantSpec, shape: tuple[int, ...], xp: Any = np) -> None:
+        self.xp = xp
+        coded = list(shape)
+        coded[spec.axis] = coded_length(spec, shape)
+        self.coded = tuple(coded)
+        extent = tile_extent(spec, self.coded)
+        self.grid = tuple(-(-n // e) for n, e in zip(self.coded, extent, strict=True))
+        # The order of axes while blocked: the others as they are, then the block axis.
+        self._order = (*(a for a in range(len(shape)) if a != spec.axis), spec.axis)
+        self._extent = tuple(extent[a] for a in self._order)
+        self._grid = tuple(self.grid[a] for a in self._order)
+        self._padded = tuple(g * e for g, e in zip(self._grid, self._extent, strict=True))
+        self.blocks = math.prod(self.grid)
+        self.block_size = math.prod(extent)
+
+    def split(self, x: Array) -> Array:
+        """(coded shape) -> (blocks, block_size), padding filled with zeros (False)."""
+        xp = self.xp
+        moved = xp.transpose(x, self._order)
+        pads = [(0, p - n) for p, n in zip(self._padded, moved.shape, strict=True)]
+        moved = xp.pad(moved, pads) if any(after for _, after in pads) else moved
+        fine = [n for pair in zip(self._grid, self._extent, strict=True) for n in pair]
+        ndim = len(self._order)
+        order = [2 * i for i in range(ndim)] + [2 * i + 1 for i in range(ndim)]
+        return xp.transpose(moved.reshape(fine), order).reshape(self.blocks, self.block_size)
+
+    def join(self, blocks: Array) -> Array:
+        """(blocks, block_size) -> the coded shape, block axis last, padding kept on it."""
+        xp = self.xp
+        ndim = len(self._order)
+        fine = blocks.reshape(self._grid + self._extent)
+        order = [i for pair in zip(range(ndim), range(ndim, 2 * ndim), strict=True) for i in pair]
+        whole = xp.transpose(fine, order).reshape(self._padded)
+        keep = tuple(slice(self.coded[a]) for a in self._order[:-1])
+        return whole[keep]
+
+    def join_scales(self, per_block: Array) -> Array:
+        """(blocks,) -> the scales' shape."""
+        inverse = np.argsort(self._order)
+        return self.xp.transpose(per_block.reshape(self._grid), tuple(int(i) for i in inverse))
+
+    def split_scales(self, scales: Array) -> Array:
+        """The scales' shape -> (blocks,)."""
+        return self.xp.transpose(scales, self._order).reshape(self.blocks)
+
+    @property
+    def index(self) -> Array:
+        """Each block's C-order position in the scales array, in the order of `split`'s rows."""
+        numbers = self.xp.arange(self.blocks, dtype=self.xp.uint64).reshape(self.grid)
+        return self.split_scales(numbers)
+
+
+def quantize_blocks(
+    x: Array, spec: QuantSpec, stream: Stream | None, previous_amax: Array | None, xp: Any
+) -> tuple[QuantArray, QuantStats]:
+    """Quantize float32 x under a resolved spec. The caller has checked the arguments."""
+    shape = tuple(x.shape)
+    layout = BlockLayout(spec, shape, xp)
+    if spec.transform:
+        rotated = hadamard(xp.moveaxis(x, spec.axis, -1), spec.transform, xp)
+        x = xp.moveaxis(rotated, -1, spec.axis)
+    blocks = layout.split(x)
+    words = None
+    if stream is not None:
+        words = random_words(stream, layout.index, layout.block_size, spec.rbits, xp)
+    real = layout.split(xp.ones(layout.coded, dtype=bool))
+    before = None if previous_amax is None else layout.split_scales(previous_amax)
+    encoded = encode_blocks(blocks, real, spec, words, before, xp)
+    codes = pack(layout.join(encoded.codes), spec.row.element.bits, xp)
+    q = QuantArray(
+        codes=xp.ascontiguousarray(xp.moveaxis(codes, -1, spec.axis)),
+        scales=xp.ascontiguousarray(layout.join_scales(encoded.scales)),
+        spec=spec,
+        shape=shape,
+        tensor_scale=encoded.tensor_scale,
+        zero_points=None
+        if encoded.zero_points is None
+        else xp.ascontiguousarray(layout.join_scales(encoded.zero_points)),
+    )
+    values = decode_blocks(
+        encoded.codes, encoded.scales, spec, encoded.tensor_scale, encoded.zero_points, xp
+    )
+    flushed = real & (blocks != 0) & (values == 0)
+    return q, QuantStats(int(real.sum()), int((encoded.saturated & real).sum()), int(flushed.sum()))
+
+
+def decode_array(q: QuantArray, xp: Any) -> Array:
+    """Decode a stored array to float32, with the block axis last.
+
+    A Hadamard transform is not undone, and its padding stays.
+    """
+    spec = q.spec
+    layout = BlockLayout(spec, q.shape, xp)
+    length = layout.coded[spec.axis]
+    codes = unpack(xp.moveaxis(q.codes, spec.axis, -1), spec.row.element.bits, length, xp)
+    blocks = layout.split(xp.moveaxis(codes, -1, spec.axis))
+    zero_points = None if q.zero_points is None else layout.split_scales(q.zero_points)
+    values = decode_blocks(
+        blocks, layout.split_scales(q.scales), spec, q.tensor_scale, zero_points, xp
+    )
+    return layout.join(values)[..., :length]

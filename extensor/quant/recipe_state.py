@@ -1,0 +1,139 @@
+"""The running state of a recipe: each layer's operand specs, random streams and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from extensor.quant.array import QuantStats
+from extensor.quant.recipe import SLOTS, LayerRecipe, OperandSpec, Recipe
+from extensor.quant.static_scale import StaticScale
+from extensor.quant.weight_cache import WeightCache
+from extensor.random import Stream
+
+__all__ = ["Counts", "LayerContext", "RecipeState"]
+
+Counts = QuantStats | Callable[[], QuantStats]
+"""Counts of quantizing, or a function that waits for a GPU and returns them.
+
+A function with a true attribute ``replayed`` belongs to a step that the GPU replays: each call
+returns what was counted since the last call.
+"""
+
+_MOST_PENDING = 4096
+
+CALL_SHIFT = 12
+"""Streams number tensors with 24 bits: 4096 layers, each used up to 4096 times in a step."""
+
+
+@dataclass
+class RecipeState:
+    """A recipe applied to one model.
+
+    Attributes:
+        recipe: the recipe.
+        seed: seed of all stochastic rounding.
+        step: the optimizer step, which the training loop sets. Random bits are a function of
+            (seed, step, layer, slot), so that a resumed run repeats an uninterrupted one.
+        layers: every layer with GEMMs, by path.
+        weight_cache: the GEMM operands of their weights.
+    """
+
+    recipe: Recipe
+    seed: int = 0
+    step: int = 0
+    layers: dict[str, LayerContext] = field(default_factory=dict)
+    _counts: dict[tuple[str, str], QuantStats] = field(default_factory=dict)
+    _amax_states: dict[tuple[str, int, str], dict[str, Any]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    weight_cache: WeightCache = field(default_factory=WeightCache, repr=False, compare=False)
+    _pending: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
+    _standing: list[tuple[tuple[str, str], Callable[[], QuantStats]]] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has other weights, so it does not take the weight cache over."""
+        return {**self.__dict__, "weight_cache": WeightCache()}
+
+    @property
+    def telemetry(self) -> Mapping[tuple[str, str], QuantStats]:
+        """Counts by (layer path, slot) since the last reset; waits for the GPU."""
+        self._settle()
+        return self._counts
+
+    def reset_telemetry(self) -> None:
+        """Set all counts to zero."""
+        self._pending.clear()
+        for _, counts in self._standing:
+            counts()
+        self._counts.clear()
+
+    def record(self, key: tuple[str, str], counts: Counts) -> None:
+        """Add to the counts of a (layer path, slot), without waiting for a GPU."""
+        if isinstance(counts, QuantStats):
+            self._add(key, counts)
+            return
+        if getattr(counts, "replayed", False):
+            self._standing.append((key, counts))
+            return
+        self._pending.append((key, counts))
+        if len(self._pending) >= _MOST_PENDING:
+            self._settle()
+
+    def _settle(self) -> None:
+        for key, counts in self._pending:
+            self._add(key, counts())
+        self._pending.clear()
+        for key, counts in self._standing:
+            if (gained := counts()).count:
+                self._add(key, gained)
+
+    def _add(self, key: tuple[str, str], stats: QuantStats) -> None:
+        self._counts[key] = self._counts.get(key, QuantStats()) + stats
+
+
+@dataclass
+class LayerContext:
+    """One layer under a recipe: its specs, and its share of the recipe's state.
+
+    Attributes:
+        path: the layer's path in the model.
+        index: the layer's number, which names its random streams.
+        layer: the layer's recipe; the gradient scaler may replace it.
+        state: the state of the whole model.
+        call: which use of the layer in this step, for layers that are used several times.
+        static_scale: the scale of the forward input, where calibration chose one beforehand.
+    """
+
+    path: str
+    index: int
+    layer: LayerRecipe
+    state: RecipeState
+    call: int = 0
+    static_scale: StaticScale | None = None
+
+    def at(self, call: int) -> LayerContext:
+        """The same layer in another of its uses."""
+        return self if call == self.call else replace(self, call=call)
+
+    def operand(self, slot: str) -> OperandSpec:
+        """The operand spec in a slot."""
+        return self.layer.slot(slot)
+
+    def stream(self, slot: str, column: bool) -> Stream:
+        """The random stream of a slot in this use and step."""
+        tensor = self.index + (self.call << CALL_SHIFT)
+        state = self.state
+        return Stream(state.seed, state.step, tensor, SLOTS.index(slot), column, state)
+
+    def amax_state(self, slot: str) -> dict[str, Any]:
+        """Past largest magnitudes of the slot's tensor, for a backend's delayed scaling.
+
+        They decide which kernel runs first, never a value.
+        """
+        return self.state._amax_states.setdefault((self.path, self.call, slot), {})
+
+    def record(self, slot: str, counts: Counts) -> None:
+        """Add to the counts of a slot."""
+        self.state.record((self.path, slot), counts)

@@ -1,0 +1,42 @@
+"""The mask of dropout, drawn on the GPU: the CPU's bits, anew in each repetition of a step."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.backends.training import dropout_factor, dropout_least
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
+
+__all__ = ["dropout_mask", "source"]
+
+Array = Any
+_THREADS, _WORDS = 256, 8  # as in dropout.cu
+
+
+@cache
+def source() -> Source:
+    """The program."""
+    return Source.read(Path(__file__).parent / "dropout.cu", {})
+
+
+def dropout_mask(draws: Array, shape: tuple[int, ...], p: float, xp: Any) -> Array:
+    """Float32 of a shape: 0 with probability p, else 1 / (1 - p); does not wait.
+
+    Args:
+        draws: int64 (2,): the seed, and how often it was drawn from before.
+        shape: of the mask.
+        p: in [0, 1).
+        xp: cupy.
+    """
+    mask = xp.empty(shape, dtype=np.float32)
+    if size := math.prod(shape):
+        blocks = -(-size // (_WORDS * _THREADS))
+        numbers = np.int64(size), np.uint32(dropout_least(p)), dropout_factor(p)
+        launch(source(), "dropout_mask", blocks, _THREADS, draws, mask, *numbers)
+    return mask

@@ -1,0 +1,1 @@
+"""What kernels run on: compiling, launching, memory, graph capture. Knows no kernel."""
