@@ -122,12 +122,12 @@ class CpuBackend(CpuQuantize, CpuDense, CpuTraining, CpuWindows, CpuLayers):
             return self.core.bf16_matmul(*sides)
         if kind == "int8":
             return self.core.int8_matmul(*sides)
-        return self.core.block_matmul(*sides, products.block_step(a, b))
+        return self.core.block_scaled_matmul(*sides, products.block_step(a, b))
 
     def _product_kind(self, a: QuantArray, b: QuantArray) -> str:
         """Which of the core's products: "bf16", "int8", "integer", "float"; why not on tiles."""
         other = "integer" if products.block_step(a, b) else "float"
-        if not self.core.gemm_has_tiles():
+        if not self.core.gemm_has_amx():
             return other
         if other == "integer" and products.on_int8_tiles(a, b):
             return "int8"
@@ -145,7 +145,7 @@ class CpuBackend(CpuQuantize, CpuDense, CpuTraining, CpuWindows, CpuLayers):
         x = self._wide(x)
         if self._weight_matmul_reason(x, w):
             return super().weight_only_matmul(x, w)
-        return self.core.weight_matmul(ready(x), products.matrix(self.core, w))
+        return self.core.weight_only_matmul(ready(x), products.matrix(self.core, w))
 
     def _weight_matmul_reason(self, x: Array, w: QuantArray) -> str | None:
         return self.core_missing if self.core is None else products.weight_reason(self._wide(x), w)

@@ -44,7 +44,7 @@ class CpuDense(CoreBackend):
         if self._matmul_reason(a, b, bias):
             return super().matmul(a, b, bias)
         sides = (a, b)
-        if not self.core.takes_matrices(a, b):  # no neighbours in memory along a matrix's axis
+        if not self.core.supports_matmul(a, b):  # no neighbours in memory along a matrix's axis
             sides = (ready(a), ready(b))
         return self.core.matmul(*sides, None if bias is None else ready(bias))
 
@@ -84,7 +84,7 @@ class CpuDense(CoreBackend):
             super().attention_grad(g, q, k, v, out, stats, causal, scale, into)
             return
         arrays = (_rows(a) for a in (g, q, k, v, out))
-        self.core.attention_grad(*arrays, ready(stats), causal, scale, *into)
+        self.core.attention_grad(tuple(arrays), ready(stats), causal, scale, into)
 
     def _attention_grad_reason(
         self,

@@ -124,7 +124,7 @@ class CpuQuantize(CoreBackend):
             q, stats = cpu_outliers.quantize(self, x, spec.resolve(x.ndim), stream)
             return cpu_outliers.dequantize(self, q), stats
         placed = covered(self.core, spec, x.shape)
-        values, *lost = self.core.operand(
+        values, *lost = self.core.fake_quantize(
             placed.plan, _as_input(x), placed.layout, placed.coded, _stream_words(stream)
         )
         return values, QuantStats(placed.count, *lost)
@@ -153,7 +153,7 @@ class CpuQuantize(CoreBackend):
         if self._quantize_pair_reason(x, specs, streams):
             return super().quantize_rowwise_columnwise(x, specs, streams)
         placed = _covered_pair(self.core, specs, x.shape)
-        results = self.core.quantize_pair(
+        results = self.core.quantize_rowwise_columnwise(
             tuple(p.plan for p in placed),
             _as_input(x),
             tuple(p.layout for p in placed),
@@ -187,7 +187,7 @@ class CpuQuantize(CoreBackend):
         if self._operand_pair_reason(x, specs, streams):
             return super().fake_quantize_rowwise_columnwise(x, specs, streams)
         placed = _covered_pair(self.core, specs, x.shape)
-        results = self.core.operand_pair(
+        results = self.core.fake_quantize_rowwise_columnwise(
             tuple(p.plan for p in placed),
             _as_input(x),
             tuple(p.layout for p in placed),
@@ -229,7 +229,7 @@ def _stream_words(stream: Stream | None) -> tuple[int, int, int, int]:
 
 
 class _Placed:
-    """A spec resolved for one shape, as the core takes it (see QuantJob in kernels.hpp)."""
+    """A spec resolved for one shape, as the core reads it (QuantJob in quantize/kernels.hpp)."""
 
     def __init__(self, core: Any, spec: QuantSpec, shape: tuple[int, ...], layout: list[int]):
         self.spec = spec

@@ -101,7 +101,7 @@ class CpuTraining(CoreBackend):
         """See the protocol. Kept are each row's largest score and its sum of exponentials."""
         if self._losses_reason(x, labels, smoothing):
             return super().cross_entropy(x, labels, smoothing)
-        losses, kept = self.core.losses(ready(x), _numbers(labels), smoothing)
+        losses, kept = self.core.cross_entropy(ready(x), _numbers(labels), smoothing)
         return losses, kept
 
     def _losses_reason(self, x: Array, labels: Array, smoothing: float) -> str | None:
@@ -114,7 +114,9 @@ class CpuTraining(CoreBackend):
         if self._losses_grad_reason(weight, x, labels, kept, smoothing):
             return super().cross_entropy_grad(weight, x, labels, kept, smoothing)
         weight = ready(weight.astype(np.float32, copy=False))
-        return self.core.losses_grad(weight, ready(x), _numbers(labels), ready(kept), smoothing)
+        return self.core.cross_entropy_grad(
+            weight, ready(x), _numbers(labels), ready(kept), smoothing
+        )
 
     def _losses_grad_reason(
         self, weight: Array, x: Array, labels: Array, kept: Array, smoothing: float

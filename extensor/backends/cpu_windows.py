@@ -50,9 +50,9 @@ class CpuWindows(CoreBackend):
         if self._operand_conv2d_reason(x, w, spec, stream, shape, window, bias):
             return super().quantized_conv2d(x, w, spec, stream, shape, window, bias)
         plan, length, count = self._patch_plan(x, spec, shape, window)
-        where = (shape, *_placement(window), x.shape[1] // shape[1])
+        where = (shape, _placement(window), x.shape[1] // shape[1])
         start = None if bias is None else ready(bias)
-        y, *lost = self.core.operand_conv2d(plan, length, ready(x), ready(w), *where, start)
+        y, *lost = self.core.quantized_conv2d(plan, length, ready(x), ready(w), *where, start)
         return y, QuantStats(count, *lost)
 
     def _operand_conv2d_reason(
@@ -81,8 +81,8 @@ class CpuWindows(CoreBackend):
         if self._operand_conv2d_grad_w_reason(g, x, spec, stream, shape, window):
             return super().quantized_conv2d_grad_w(g, x, spec, stream, shape, window)
         plan, length, count = self._patch_plan(x, spec, shape, window)
-        where = (shape, *_placement(window), x.shape[1] // shape[1])
-        gw, *lost = self.core.operand_conv2d_grad_w(plan, length, ready(g), ready(x), *where)
+        where = (shape, _placement(window), x.shape[1] // shape[1])
+        gw, *lost = self.core.quantized_conv2d_grad_w(plan, length, ready(g), ready(x), *where)
         return gw, QuantStats(count, *lost)
 
     def _operand_conv2d_grad_w_reason(
@@ -118,7 +118,7 @@ class CpuWindows(CoreBackend):
         if self._conv2d_reason(x, w, window, groups, bias):
             return super().conv2d(x, w, window, groups, bias)
         start = None if bias is None else ready(bias)
-        return self.core.conv2d(ready(x), ready(w), *_placement(window), groups, start)
+        return self.core.conv2d(ready(x), ready(w), _placement(window), groups, start)
 
     def _conv2d_reason(
         self, x: Array, w: Array, window: Window, groups: int, bias: Array | None = None
@@ -131,7 +131,7 @@ class CpuWindows(CoreBackend):
         """See the protocol."""
         if self._conv2d_grad_x_reason(g, w, shape, window, groups):
             return super().conv2d_grad_x(g, w, shape, window, groups)
-        return self.core.conv2d_grad_x(ready(g), ready(w), shape, *_placement(window), groups)
+        return self.core.conv2d_grad_x(ready(g), ready(w), shape, _placement(window), groups)
 
     def _conv2d_grad_x_reason(
         self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
@@ -144,7 +144,7 @@ class CpuWindows(CoreBackend):
         """See the protocol."""
         if self._conv2d_grad_w_reason(g, x, shape, window, groups):
             return super().conv2d_grad_w(g, x, shape, window, groups)
-        return self.core.conv2d_grad_w(ready(g), ready(x), shape, *_placement(window), groups)
+        return self.core.conv2d_grad_w(ready(g), ready(x), shape, _placement(window), groups)
 
     def _conv2d_grad_w_reason(
         self, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
@@ -156,7 +156,7 @@ class CpuWindows(CoreBackend):
         if self._arrays_reason(x):
             return super().max_pool2d(x, window)
         windows.check_max_windows(window, x.shape[2:])
-        values, index = self.core.max_pool2d(ready(x), window.kernel, *_placement(window))
+        values, index = self.core.max_pool2d(ready(x), window.kernel, _placement(window))
         return values, index
 
     def max_pool2d_grad(

@@ -136,7 +136,7 @@ def operand_factors(core: Any, a: Any, b: Any) -> tuple[float, float] | Unsuppor
     rounded ones; NVFP4's and those with one float32 scale are within a relative 2**-21 of bfloat16
     times a factor, which comes of their largest value; those with many float32 scales are not.
     """
-    if not core.gemm_has_tiles():
+    if not core.gemm_has_amx():
         return Unsupported(f"no tiles of bfloat16 at {core.gemm_level()}; BLAS")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         return Unsupported("not (M, K) and (K, N)")

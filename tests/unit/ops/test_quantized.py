@@ -111,7 +111,7 @@ def test_large_products_take_the_tiles(monkeypatch: pytest.MonkeyPatch, conv: bo
             continue
         assert len(paths) == 3 or conv  # some are quantized and multiplied patch by patch
         core = x.backend.core
-        if core is None or not core.gemm_has_tiles():
+        if core is None or not core.gemm_has_amx():
             assert all(path.startswith("generic: ") for path in paths)
         else:
             assert all(path == "core (amx, bf16)" for path in paths), (name, paths)
