@@ -28,7 +28,7 @@ def _running(
     dtype: DTypeLike | None,
     include_initial: bool,
 ) -> ExTensor:
-    """``function`` along the axis in the dtype asked for; after ``first``, if so wished."""
+    """``function`` along the axis in ``dtype``, after ``first`` if ``include_initial``."""
     tensors_only(name, x)
     if axis is None and x.ndim != 1:
         raise ValueError(f"{name}: wanted an axis for a tensor of {x.ndim} axes, got None")

@@ -1,4 +1,4 @@
-"""What the Python Array API standard (2025.12) asks of the namespace: dtypes and capabilities."""
+"""The standard's inspection functions (Python Array API 2025.12): dtypes, limits, capabilities."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def asarray(
         obj: what to convert.
         dtype: of the result; as `ExTensor` chooses if None.
         device: of the result; a tensor's own, or the default one, if None.
-        copy: True for memory of its own, False to refuse one, None to copy only if it must.
+        copy: True always copies, False never does, None copies only where it is needed.
 
     Raises:
         TypeError: for data or a dtype that is not understood.

@@ -20,7 +20,7 @@ __all__ = [
 
 
 class UniqueAll(NamedTuple):
-    """The different values, where each is first, which each element is, how often each occurs."""
+    """The unique values, their first positions, the value of each element, and counts."""
 
     values: ExTensor
     indices: ExTensor
@@ -29,14 +29,14 @@ class UniqueAll(NamedTuple):
 
 
 class UniqueCounts(NamedTuple):
-    """The different values, and how often each occurs."""
+    """The unique values, and how often each occurs."""
 
     values: ExTensor
     counts: ExTensor
 
 
 class UniqueInverse(NamedTuple):
-    """The different values, and which of them each element is."""
+    """The unique values, and the index into them of each element."""
 
     values: ExTensor
     inverse_indices: ExTensor
@@ -52,7 +52,7 @@ def _dense(name: str, *tensors: Any) -> None:
 
 
 def unique_all(x: ExTensor, /) -> UniqueAll:
-    """The different values of x, ascending; every NaN is one of its own.
+    """The unique values of x, ascending; each NaN counts as a value of its own.
 
     Raises:
         TypeError: for a blocked tensor.

@@ -32,7 +32,7 @@ __all__ = ["CreationMethods", "Seed", "ShapeLike", "as_data", "as_shape"]
 
 ShapeLike = int | tuple[int, ...] | list[int]
 Seed = int | np.random.Generator | None
-"""Where random values come from: a seed, a generator that goes on, or None for fresh entropy."""
+"""The source of random values: a seed, a generator to continue, or None for fresh entropy."""
 
 
 def as_shape(shape: ShapeLike, what: str = "shape") -> tuple[int, ...]:
@@ -133,9 +133,9 @@ class CreationMethods(Generic[Tensor]):
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        """Filled with a number or what a tensor of no axes holds.
+        """Filled with a number, or with the value of a tensor of no axes.
 
-        If not told, float32, int64, bool or complex64 for such a number, the tensor's own dtype.
+        The default dtype is the tensor's; of a number it is float32, int64, bool or complex64.
         """
         number = fill_value
         if getattr(fill_value, "shape", None) == ():  # numpy's scalars, too
@@ -191,7 +191,7 @@ class CreationMethods(Generic[Tensor]):
         device: str | None = None,
         requires_grad: bool = False,
     ) -> Tensor:
-        """Memory of a shape, whatever it holds; a blocked dtype gets zeros."""
+        """Uninitialized memory of a shape; zeros for a blocked dtype."""
         kind = as_dtype(float32 if dtype is None else dtype)
         xp = registry.get(device).xp
         make = xp.zeros if kind.is_blocked else xp.empty
@@ -212,7 +212,7 @@ class CreationMethods(Generic[Tensor]):
     ) -> Tensor:
         """Ones on diagonal k (above the main one if positive) of a (rows, columns) matrix.
 
-        Square if not told.
+        Square without ``columns``.
         """
         kind = as_dtype(float32 if dtype is None else dtype)
         shape = as_shape((rows, rows if columns is None else columns))
@@ -232,7 +232,7 @@ class CreationMethods(Generic[Tensor]):
     ) -> Tensor:
         """start, start + step, ... up to but not including stop; 0 to start with one argument.
 
-        int64 for integers, float32 otherwise, if not told.
+        The default dtype is int64 for integers, else float32.
         """
         if step == 0:
             raise ValueError("arange: wanted a step other than 0, got 0")
@@ -336,7 +336,7 @@ class CreationMethods(Generic[Tensor]):
         Args:
             x: anything with ``__dlpack__`` and ``__dlpack_device__``.
             device: where the tensor is to be; None is the default device.
-            copy: True for memory of its own, False to refuse one, None to copy only if it must.
+            copy: True always copies, False never does, None copies only where it is needed.
 
         Raises:
             TypeError: if the object has no ``__dlpack__`` method, or an unknown dtype.
@@ -348,28 +348,28 @@ class CreationMethods(Generic[Tensor]):
             )
         backend = registry.get(device)
         options = {} if copy is None else {"copy": copy}
-        tensor = cls._wrap(dlpack.take(x, backend.xp, **options), backend)
+        tensor = cls._wrap(dlpack.from_exporter(x, backend.xp, **options), backend)
         return tensor if copy else share_writes(tensor)
 
     @classmethod
     def zeros_like(
         cls, x: Tensor, dtype: DTypeLike | None = None, *, device: str | None = None
     ) -> Tensor:
-        """Zeros of another tensor's shape, device and (if not told) dtype."""
+        """Zeros of another tensor's shape, device and by default dtype."""
         return cls.zeros(x.shape, dtype or x.dtype, device=device or x.device)
 
     @classmethod
     def ones_like(
         cls, x: Tensor, dtype: DTypeLike | None = None, *, device: str | None = None
     ) -> Tensor:
-        """Ones of another tensor's shape, device and (if not told) dtype."""
+        """Ones of another tensor's shape, device and by default dtype."""
         return cls.ones(x.shape, dtype or x.dtype, device=device or x.device)
 
     @classmethod
     def empty_like(
         cls, x: Tensor, dtype: DTypeLike | None = None, *, device: str | None = None
     ) -> Tensor:
-        """Memory of another tensor's shape, device and (if not told) dtype."""
+        """Uninitialized, with another tensor's shape, device and by default dtype."""
         return cls.empty(x.shape, dtype or x.dtype, device=device or x.device)
 
     @classmethod
@@ -381,17 +381,17 @@ class CreationMethods(Generic[Tensor]):
         *,
         device: str | None = None,
     ) -> Tensor:
-        """``fill_value`` in another tensor's shape, device and (if not told) dtype."""
+        """``fill_value`` in another tensor's shape, device and by default dtype."""
         return cls.full(x.shape, fill_value, dtype or x.dtype, device=device or x.device)
 
     @classmethod
     def randn_like(cls, x: Tensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> Tensor:
-        """Standard normal values in another tensor's shape, device and (if not told) dtype."""
+        """Standard normal values in another tensor's shape, device and by default dtype."""
         return cls.randn(x.shape, seed=seed, dtype=dtype or x.dtype, device=x.device)
 
     @classmethod
     def rand_like(cls, x: Tensor, dtype: DTypeLike | None = None, *, seed: Seed = None) -> Tensor:
-        """Values uniform in [0, 1) in another tensor's shape, device and (if not told) dtype."""
+        """Values uniform in [0, 1) in another tensor's shape, device and by default dtype."""
         return cls.rand(x.shape, seed=seed, dtype=dtype or x.dtype, device=x.device)
 
 

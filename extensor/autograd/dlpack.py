@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["export", "take"]
+__all__ = ["export", "from_exporter"]
 
 _UINT, _BFLOAT = 1, 4  # DLDataTypeCode
 _KNOWN = {
@@ -94,7 +94,7 @@ def export(array: Any, **options: Any) -> Any:
     return capsule
 
 
-def take(other: Any, xp: Any, **options: Any) -> Any:
+def from_exporter(other: Any, xp: Any, **options: Any) -> Any:
     """A raw array of the module ``xp`` on the memory of any exporter; see `export`."""
     source = _Relabelled(other)
     array = xp.from_dlpack(source, **options)

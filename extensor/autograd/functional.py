@@ -54,11 +54,11 @@ def grad(
     if inputs is None:
         raise TypeError("grad: wanted the inputs to differentiate by: grad(y, x)")
     single = isinstance(inputs, ExTensor)
-    wanted = [inputs] if single else list(inputs)
-    found = tape.gradients([(output, gradient)], wanted, retain_graph, create_graph)
+    targets = [inputs] if single else list(inputs)
+    found = tape.gradients([(output, gradient)], targets, retain_graph, create_graph)
     filled = [
         ExTensor.zeros(x.shape, x.dtype, device=x.device) if g is None else g
-        for x, g in zip(wanted, found, strict=True)
+        for x, g in zip(targets, found, strict=True)
     ]
     return filled[0] if single else tuple(filled)
 
@@ -158,8 +158,8 @@ def hvp(function: Callable[..., ExTensor], inputs: Any, vectors: Any) -> Any:
     leaves = [_leaf("hvp", x, False) for x in points]
     with enable_grad():
         slopes = grad(function(*leaves), leaves, create_graph=True)
-        along = [(s * d).sum() for s, d in zip(slopes, directions, strict=True)]
-        total = sum(along[1:], along[0])
+        dots = [(s * d).sum() for s, d in zip(slopes, directions, strict=True)]
+        total = sum(dots[1:], dots[0])
         if not total.requires_grad:  # a linear function
             products = tuple(ExTensor.zeros(x.shape, x.dtype, device=x.device) for x in leaves)
         else:

@@ -13,7 +13,7 @@ import numpy as np
 from extensor.autograd.node import TensorState
 from extensor.backends.protocol import Backend
 
-__all__ = ["check_inside", "check_positions", "raw_key"]
+__all__ = ["check_bounds", "check_positions", "raw_key"]
 
 
 def raw_key(key: Any) -> Any:
@@ -57,10 +57,10 @@ def check_positions(backend: Backend, shape: tuple[int, ...], key: Any) -> None:
         elif kind in ("i", "u") and axis < len(shape):
             found.append((part, shape[axis], axis))
         axis += axes
-    check_inside(backend, found)
+    check_bounds(backend, found)
 
 
-def check_inside(backend: Backend, parts: Sequence[tuple[Any, int, int]], name: str = "") -> None:
+def check_bounds(backend: Backend, parts: Sequence[tuple[Any, int, int]], name: str = "") -> None:
     """Refuse integer arrays with positions beyond an axis; waits for a device once.
 
     Args:

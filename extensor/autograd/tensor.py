@@ -85,16 +85,16 @@ class ExTensor(OpMethods["ExTensor"], CreationMethods["ExTensor"], BlockedMethod
         self._version = [0]
         if isinstance(data, ExTensor):
             raise TypeError("ExTensor(data): got an ExTensor; use x.clone() or x.to(...)")
-        wanted = None if dtype is None else as_dtype(dtype)
-        if wanted is not None and wanted.is_blocked and not isinstance(data, QuantArray):
+        target = None if dtype is None else as_dtype(dtype)
+        if target is not None and target.is_blocked and not isinstance(data, QuantArray):
             made = self.backend.xp.asarray(as_data(data, None), dtype=np.float32)
             self.data, self.dtype = made, dtype_of(made)
-            self.data = self.to(wanted).data
+            self.data = self.to(target).data
         else:
-            self.data = as_data(data, wanted, self.backend.xp)
+            self.data = as_data(data, target, self.backend.xp)
         self.dtype = dtype_of(self.data)
-        if wanted is not None and wanted is not self.dtype:
-            raise TypeError(f"ExTensor(data): the data is {self.dtype.name}, not {wanted.name}")
+        if target is not None and target is not self.dtype:
+            raise TypeError(f"ExTensor(data): the data is {self.dtype.name}, not {target.name}")
         if requires_grad:
             self.requires_grad = True
 

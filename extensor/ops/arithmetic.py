@@ -320,7 +320,7 @@ def astype(
     Args:
         x: any shape.
         dtype: dense or blocked.
-        copy: give memory of its own even where x has the dtype; ``x.astype`` gives x there.
+        copy: copy even if x has the dtype already; the method ``x.astype`` gives x itself.
         device: of the result; x's own if None.
 
     Raises:

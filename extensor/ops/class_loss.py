@@ -1,4 +1,4 @@
-"""Losses of class scores: `cross_entropy` and `nll`; as those of `extensor.ops.loss` otherwise."""
+"""Classification losses, `cross_entropy` and `nll`; dtypes as in `extensor.ops.loss`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _flat(xp: Any, x: Any) -> Any:
 def _cross_entropy(
     backend: Any, x: Any, labels: Any, smoothing: float, ignore: int | None, reduction: str
 ) -> Any:
-    """The losses, and what the gradient is made of: the backend's part, labels, which count."""
+    """The losses, and for the gradient: probabilities, labels, counted rows, their number."""
     xp = backend.xp
     rows, flat = _flat(xp, x), labels.reshape(-1)
     classes = rows.shape[1]
@@ -94,7 +94,7 @@ def _mean(backend: Any, total: Any, count: Any, labels: int) -> Any:
 
 
 def _row_weights(xp: Any, g: Any, kept: Any, count: int, reduction: str) -> Any:
-    """What each row's gradient is multiplied by: () or (rows, 1)."""
+    """The factor of each row's gradient: () or (rows, 1)."""
     weight = g.reshape(-1, 1) if reduction == "none" else g
     if reduction == "mean":
         one = 1 / count

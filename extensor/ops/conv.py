@@ -51,7 +51,7 @@ def conv_window(
     """The window of a convolution, after checking everything about it.
 
     Raises:
-        TypeError, ValueError: saying what was wanted, what came, and the way out.
+        TypeError, ValueError: for arguments that do not go together.
     """
     xs, ws = x.shape, w.shape
     if len(xs) != 4 or len(ws) != 4:
@@ -151,7 +151,7 @@ def conv2d(
     dilation: Pair = 1,
     groups: int = 1,
 ) -> ExTensor:
-    """Cross-correlation of images with kernels: what networks call convolution.
+    """2-D convolution, which in networks means cross-correlation of images with kernels.
 
     Args:
         x: images (N, C, H, W).
@@ -160,7 +160,7 @@ def conv2d(
         stride: steps of the window, one number or (height, width).
         padding: zeros on each side, likewise.
         dilation: steps between the kernel's pixels, likewise.
-        groups: channels are split into so many groups that do not see each other.
+        groups: number of channel groups, which are convolved separately.
 
     Returns:
         (N, O, Ho, Wo), Ho = (H + 2 padding - dilation (kh - 1) - 1) // stride + 1.

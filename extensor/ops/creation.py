@@ -1,4 +1,4 @@
-"""Making tensors. The functions are ExTensor's static methods; see there."""
+"""Creation functions: those of ExTensor under their names, triangles and grids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Indexing, and picking values by position."""
+"""Indexing, gathering and scattering by position."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from extensor.autograd.apply import apply
-from extensor.autograd.positions import check_inside, check_positions, raw_key
+from extensor.autograd.positions import check_bounds, check_positions, raw_key
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import as_tensor, axis_index, tensors_only
@@ -99,7 +99,7 @@ def _positions(name: str, indices: Any, x: ExTensor) -> ExTensor:
 
 
 def _take(backend: Any, x: Any, index: Any, axis: int) -> Any:
-    check_inside(backend, [(index, x.shape[axis], axis)], "take: ")
+    check_bounds(backend, [(index, x.shape[axis], axis)], "take: ")
     return backend.xp.take(x, index, axis=axis)
 
 
@@ -155,7 +155,7 @@ def _check_gather(name: str, x: ExTensor, index: ExTensor, at: int) -> None:
             f"{name}: wanted indices of {x.ndim} axes, none longer than in {x.shape} but axis "
             f"{at}, got shape {index.shape}"
         )
-    check_inside(x.backend, [(index.data, x.shape[at], at)], f"{name}: ")
+    check_bounds(x.backend, [(index.data, x.shape[at], at)], f"{name}: ")
 
 
 def _grid(xp: Any, index: Any, axis: int) -> Any:

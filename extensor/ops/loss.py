@@ -48,12 +48,12 @@ def reduced(name: str, losses: ExTensor, reduction: str) -> ExTensor:
 
 
 def wide(x: ExTensor) -> ExTensor:
-    """In float32, if it is of 16-bit floats."""
+    """16-bit floats widened to float32; other tensors as they are."""
     return x.astype(float32) if x.dtype.level == LEVEL_HALF else x
 
 
 def _pair(name: str, prediction: Any, target: Any) -> tuple[ExTensor, ExTensor]:
-    """Both as the loss computes on them; refuses what is not of one shape."""
+    """Both as `wide` gives them; refuses tensors of different shapes."""
     tensors_only(name, prediction, target)
     if prediction.shape != target.shape:
         raise ValueError(
@@ -68,7 +68,7 @@ def _raw(x: ExTensor) -> Any:
 
 
 def _within(name: str, what: str, x: ExTensor, hint: str) -> None:
-    """Refuse values outside 0..1; NaN passes, and is seen in the loss."""
+    """Refuse values outside 0..1; NaN passes and shows in the loss."""
     data = _raw(x)
     if bool(((data < 0) | (data > 1)).any()):  # one wait for a GPU
         got = f"{float(data.min())!r}..{float(data.max())!r}"

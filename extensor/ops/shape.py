@@ -1,4 +1,4 @@
-"""Shapes: looking at the same values another way, and putting tensors together."""
+"""Shapes: reshaping, moving and repeating axes, joining and splitting tensors."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ __all__ = [
     ),
 )
 def reshape(x: ExTensor, shape: int | Sequence[int], *, copy: bool | None = None) -> ExTensor:
-    """Give x with another shape of as many elements, in row-major order; one axis may be -1.
+    """Reshape x to a shape of as many elements, in row-major order; one axis may be -1.
 
     Args:
         x: any shape.
         shape: an int or ints.
-        copy: True for memory of its own, False to refuse one, None to copy only if it must.
+        copy: True always copies, False never does, None copies only where a view is impossible.
 
     Raises:
         TypeError, ValueError: for a shape that is no ints, or of another number of elements, and
-            for ``copy=False`` where the order of x in memory takes a copy.
+            for ``copy=False`` where the order of x in memory makes a view impossible.
     """
     tensors_only("reshape", x)
     wanted = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
@@ -67,12 +67,12 @@ def reshape(x: ExTensor, shape: int | Sequence[int], *, copy: bool | None = None
             wanted = _resolved(x, wanted)
         return apply("reshape", x, shape=wanted)
     except (TypeError, ValueError):
-        _resolved(x, wanted)  # says what is wrong
+        _resolved(x, wanted)  # raises a clearer error
         raise
 
 
 def _resolved(x: ExTensor, wanted: tuple[Any, ...]) -> tuple[int, ...]:
-    """The shape meant, without -1, of as many elements as x has."""
+    """The requested shape with its -1 filled in, checked against x's number of elements."""
     unknown = [i for i, n in enumerate(wanted) if isinstance(n, (int, np.integer)) and n == -1]
     if len(unknown) > 1:
         raise ValueError(f"reshape: wanted at most one -1, got {wanted}")
@@ -101,7 +101,7 @@ def _resolved(x: ExTensor, wanted: tuple[Any, ...]) -> tuple[int, ...]:
     errors=(BadInput((np.zeros((2, 3)), 1, 0), ValueError, "start <= end"),),
 )
 def flatten(x: ExTensor, start: int = 0, end: int = -1) -> ExTensor:
-    """Axes start to end (both included) merged into one."""
+    """Merge the axes start to end, both included, into one."""
     tensors_only("flatten", x)
     if x.ndim == 0:
         return reshape(x, (1,))
@@ -146,7 +146,7 @@ def squeeze(x: ExTensor, axis: Axis = None) -> ExTensor:
     errors=(BadInput((np.zeros((2, 3)), 3), ValueError, "wanted -3..2"),),
 )
 def expand_dims(x: ExTensor, axis: int) -> ExTensor:
-    """Give x with an axis of length 1 put in at ``axis`` of the result."""
+    """Insert an axis of length 1 at ``axis`` of the result."""
     tensors_only("expand_dims", x)
     at = axis_index("expand_dims", axis, x.ndim + 1)
     return reshape(x, (*x.shape[:at], 1, *x.shape[at:]))
@@ -295,7 +295,7 @@ def _concatenate_vjp(index: int, g: ExTensor, out: None, *inputs: ExTensor, axis
     ),
 )
 def concatenate(tensors: Sequence[ExTensor], axis: int | None = 0) -> ExTensor:
-    """Tensors one after the other along ``axis``; all their values, flattened, if None.
+    """Join tensors along ``axis``; if None, join their flattened values.
 
     Raises:
         ValueError: for no tensors, or shapes that differ off the axis.
@@ -318,7 +318,7 @@ def concatenate(tensors: Sequence[ExTensor], axis: int | None = 0) -> ExTensor:
     errors=(BadInput(([np.zeros(2), np.zeros(3)],), ValueError, "equal shapes"),),
 )
 def stack(tensors: Sequence[ExTensor], axis: int = 0) -> ExTensor:
-    """Tensors of one shape along a new axis."""
+    """Join tensors of one shape along a new axis."""
     parts = _parts("stack", tensors)
     if len({p.shape for p in parts}) > 1:
         raise ValueError(
@@ -338,10 +338,10 @@ def stack(tensors: Sequence[ExTensor], axis: int = 0) -> ExTensor:
     ),
 )  # fmt: skip
 def split(x: ExTensor, sections: ShapeLike, axis: int = 0) -> list[ExTensor]:
-    """Give x in pieces along ``axis``: so many equal ones, or cut at the given positions.
+    """Split x along ``axis`` into a number of equal parts, or at the given positions.
 
     Raises:
-        ValueError: if a number of pieces does not divide the axis, or positions do not ascend.
+        ValueError: if a number of parts does not divide the axis, or positions do not ascend.
     """
     tensors_only("split", x)
     at = axis_index("split", axis, x.ndim)
@@ -369,7 +369,7 @@ def split(x: ExTensor, sections: ShapeLike, axis: int = 0) -> list[ExTensor]:
     errors=(BadInput((np.zeros(3), -1), ValueError, "0 or more"),),
 )
 def tile(x: ExTensor, repeats: int | Sequence[int]) -> ExTensor:
-    """Give x laid side by side ``repeats`` times along each axis, counted from the last."""
+    """Repeat x ``repeats`` times along each axis, axes counted from the last."""
     tensors_only("tile", x)
     times = as_shape(repeats if isinstance(repeats, int) else tuple(repeats), "tile")
     ndim = max(len(times), x.ndim)
@@ -393,7 +393,7 @@ def tile(x: ExTensor, repeats: int | Sequence[int]) -> ExTensor:
     ),
 )
 def repeat(x: ExTensor, repeats: int | ExTensor, axis: int | None = None) -> ExTensor:
-    """Each value ``repeats`` times in place along ``axis``; of x.ravel() if None.
+    """Repeat each value ``repeats`` times along ``axis``; values of x.ravel() if None.
 
     Raises:
         TypeError, ValueError: for counts that are no integers, negative, or (a vector of them)
@@ -430,7 +430,7 @@ def repeat(x: ExTensor, repeats: int | ExTensor, axis: int | None = None) -> ExT
 def roll(
     x: ExTensor, shift: int | Sequence[int], axis: int | Sequence[int] | None = None
 ) -> ExTensor:
-    """Give x moved by ``shift`` along ``axis``, what leaves coming in at the other end.
+    """Shift x by ``shift`` along ``axis``; values that leave one end enter at the other.
 
     Args:
         x: any shape.
@@ -480,7 +480,7 @@ def roll(
     ),
 )
 def pad(x: ExTensor, widths: int | Sequence[Sequence[int]], value: float = 0.0) -> ExTensor:
-    """Give x with ``value`` around it: (before, after) for each axis, or one width for all.
+    """Pad x with ``value``: (before, after) for each axis, or one width for all.
 
     Raises:
         ValueError: for another number of pairs, or negative widths.

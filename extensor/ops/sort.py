@@ -1,4 +1,4 @@
-"""Sorting, and statistics that need it."""
+"""Sorting, and statistics of sorted values."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ def _wide(name: str, x: ExTensor) -> tuple[ExTensor, DType | None]:
     tensors_only(name, x)
     if x.dtype.is_blocked:
         return x, None
-    asked = x.dtype if x.dtype.is_inexact else float32
-    compute = compute_dtype(asked)
-    return x.astype(compute), None if compute is asked else asked
+    requested = x.dtype if x.dtype.is_inexact else float32
+    compute = compute_dtype(requested)
+    return x.astype(compute), None if compute is requested else requested
 
 
 def _root(squares: ExTensor) -> ExTensor:
@@ -82,10 +82,10 @@ def matrix_norm(
         math.inf: lambda: largest(total(magnitude(x), -1), -1),
         -math.inf: lambda: smallest(total(magnitude(x), -1), -1),
     }
-    asked = "fro" if ord is None else ord
-    if asked not in norms:
+    requested = "fro" if ord is None else ord
+    if requested not in norms:
         raise ValueError(f"matrix_norm: ord: wanted one of {list(norms)}, got {ord!r}")
-    norm = norms[asked]()
+    norm = norms[requested]()
     norm = norm if rounded is None else norm.astype(rounded)
     return reshape(norm, (*norm.shape, 1, 1)) if keepdims else norm
 
