@@ -253,7 +253,7 @@ def _option_rows() -> str:
     """Every optimizer and schedule, with its options."""
     return "\n\n".join(
         _rows(
-            f"{kind}s (--{kind}) and their further options (--{kind}-options NAME=VALUE,...):",
+            f"{kind}s (--{kind}), and [options] (--{kind}-options NAME=VALUE,...):",
             {name: describe(cls, kind) for name, cls in table.items()},
         )
         for kind, table in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES))
