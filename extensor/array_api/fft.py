@@ -33,9 +33,11 @@ def _input(name: str, x: ExTensor, norm: str) -> Any:
     """The values as an array to transform."""
     tensors_only(name, x)
     if norm not in _NORMS:
-        raise ValueError(f"{name}: norm: wanted one of {', '.join(_NORMS)}, got {norm!r}")
+        raise ValueError(f"{name}: norm: expected one of {', '.join(_NORMS)}, got {norm!r}")
     if x.dtype.is_complex and name in _REAL_INPUT:
-        raise TypeError(f"{name}: wanted real numbers, got {x.dtype.name}; use {_REAL_INPUT[name]}")
+        raise TypeError(
+            f"{name}: expected real numbers, got {x.dtype.name}; use {_REAL_INPUT[name]}"
+        )
     return non_differentiable_input(name, x, "x.detach()")[0]
 
 
@@ -44,7 +46,7 @@ def _transform_1d(name: str, x: ExTensor, n: int | None, axis: int, norm: str) -
     array = _input(name, x, norm)
     at = axis_index(name, axis, x.ndim)
     if n is not None and n < 1:
-        raise ValueError(f"{name}: n: wanted 1 or more, got {n}")
+        raise ValueError(f"{name}: n: expected 1 or more, got {n}")
     made = getattr(x.backend.xp.fft, name)(array, n=n, axis=at, norm=norm)
     return wrap(made, x.backend)
 
@@ -58,7 +60,7 @@ def _transform_nd(
         axes = range(x.ndim) if s is None else range(x.ndim - len(s), x.ndim)
     positions = [axis_index(name, a, x.ndim) for a in axes]
     if s is not None and len(s) != len(positions):
-        raise ValueError(f"{name}: wanted as many sizes as axes, got {tuple(s)}, {tuple(axes)}")
+        raise ValueError(f"{name}: expected as many sizes as axes, got {tuple(s)}, {tuple(axes)}")
     sizes = None if s is None else tuple(s)
     made = getattr(x.backend.xp.fft, name)(array, s=sizes, axes=positions, norm=norm)
     return wrap(made, x.backend)
@@ -148,7 +150,7 @@ def _frequencies(
     kind = as_dtype(float32 if dtype is None else dtype)
     if not kind.is_float or n < 1 or d == 0:
         raise ValueError(
-            f"{name}: wanted n of 1 or more, d other than 0 and a float dtype, got {n}, {d}, "
+            f"{name}: expected n of 1 or more, d other than 0 and a float dtype, got {n}, {d}, "
             f"{kind.name}"
         )
     backend = registry.get(device)

@@ -68,7 +68,7 @@ def finfo(type: DTypeLike | ExTensor, /) -> FloatLimits:
     """
     dtype = _dtype(type)
     if not dtype.is_inexact:
-        raise TypeError(f"finfo: wanted a float dtype, got {dtype.name}")
+        raise TypeError(f"finfo: expected a float dtype, got {dtype.name}")
     dtype = {complex64: float32, complex128: float64}.get(dtype, dtype)
     limits: Any = ml_dtypes.finfo
     f = limits(dtype.numpy)
@@ -84,7 +84,7 @@ def iinfo(type: DTypeLike | ExTensor, /) -> IntegerLimits:
     """
     dtype = _dtype(type)
     if not dtype.is_integer:
-        raise TypeError(f"iinfo: wanted an integer dtype, got {dtype.name}")
+        raise TypeError(f"iinfo: expected an integer dtype, got {dtype.name}")
     i = np.iinfo(dtype.numpy)
     return IntegerLimits(i.bits, int(i.max), int(i.min), dtype)
 
@@ -124,7 +124,7 @@ def result_type(*arrays_and_dtypes: Any) -> DType:
     numbers = [v for v in arrays_and_dtypes if isinstance(v, (int, float, complex))]
     rows = [_dtype(v) for v in arrays_and_dtypes if not isinstance(v, (int, float, complex))]
     if not rows:
-        raise ValueError("result_type: wanted a tensor or dtype among the arguments, got none")
+        raise ValueError("result_type: expected a tensor or dtype among the arguments, got none")
     common = reduce(promote, rows)
     return reduce(promote, (scalar_dtype(v, common) for v in numbers), common)
 

@@ -47,7 +47,7 @@ def _dense(name: str, *tensors: Any) -> None:
     for x in tensors:
         if x.dtype.is_blocked:
             raise TypeError(
-                f"{name}: wanted a dense tensor, got {x.dtype.name}; use x.dequantize()"
+                f"{name}: expected a dense tensor, got {x.dtype.name}; use x.dequantize()"
             )
 
 
@@ -97,7 +97,7 @@ def nonzero(x: ExTensor, /) -> tuple[ExTensor, ...]:
     """
     _dense("nonzero", x)
     if x.ndim == 0:
-        raise ValueError("nonzero: wanted a tensor of one axis or more, got shape ()")
+        raise ValueError("nonzero: expected a tensor of one axis or more, got shape ()")
     return tuple(wrap(part, x.backend) for part in x.backend.xp.nonzero(x.data))
 
 
@@ -136,7 +136,7 @@ def searchsorted(
     _dense("searchsorted", a, b)
     if a.ndim != 1 or side not in ("left", "right"):
         raise ValueError(
-            f"searchsorted: wanted a vector and side 'left' or 'right', got {a.shape}, {side!r}"
+            f"searchsorted: expected a vector and side 'left' or 'right', got {a.shape}, {side!r}"
         )
     order = None if sorter is None else sorter.data
     return wrap(a.backend.xp.searchsorted(a.data, b.data, side=side, sorter=order), a.backend)

@@ -45,9 +45,9 @@ def as_shape(shape: ShapeLike, what: str = "shape") -> tuple[int, ...]:
         axes = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
         sizes = tuple(operator.index(n) for n in axes)
     except TypeError:
-        raise TypeError(f"{what}: wanted an int or a tuple of ints, got {shape!r}") from None
+        raise TypeError(f"{what}: expected an int or a tuple of ints, got {shape!r}") from None
     if any(n < 0 for n in sizes):
-        raise ValueError(f"{what}: wanted sizes of 0 or more, got {shape!r}")
+        raise ValueError(f"{what}: expected sizes of 0 or more, got {shape!r}")
     return sizes
 
 
@@ -67,11 +67,11 @@ def as_data(data: Any, dtype: DType | None, xp: Any = np) -> Any:
             numbers = np.array(data).dtype.kind in "biufc"
         except ValueError:
             raise ValueError(
-                f"ExTensor(data): wanted nested lists of equal lengths, got {data!r:.80}"
+                f"ExTensor(data): expected nested lists of equal lengths, got {data!r:.80}"
             ) from None
         if not numbers:
             raise TypeError(
-                f"ExTensor(data): wanted numbers, nested lists of them or an array, got "
+                f"ExTensor(data): expected numbers, nested lists of them or an array, got "
                 f"{data!r:.80}"
             )
     if dtype is None and not hasattr(data, "dtype"):
@@ -142,14 +142,14 @@ class CreationMethods(Generic[Tensor]):
             number = fill_value.item()
             dtype = dtype or (None if isinstance(fill_value, np.generic) else fill_value.dtype)
         if not isinstance(number, (int, float, complex)):
-            raise TypeError(f"full: wanted a number, got {fill_value!r}")
+            raise TypeError(f"full: expected a number, got {fill_value!r}")
         kind = as_dtype(type(number) if dtype is None else dtype)
         xp = registry.get(device).xp
         try:
             fill = np.asarray(number, dtype=_made_in(kind))
         except (ValueError, TypeError, OverflowError):  # NaN, Inf, too large, or complex
             raise ValueError(
-                f"full: wanted a number that {kind.name} can hold, got {fill_value!r}"
+                f"full: expected a number that {kind.name} can hold, got {fill_value!r}"
             ) from None
         data = xp.full(as_shape(shape), fill, dtype=fill.dtype)
         return cls._from_array(data, kind, device, requires_grad)
@@ -235,7 +235,7 @@ class CreationMethods(Generic[Tensor]):
         The default dtype is int64 for integers, else float32.
         """
         if step == 0:
-            raise ValueError("arange: wanted a step other than 0, got 0")
+            raise ValueError("arange: expected a step other than 0, got 0")
         if stop is None:
             start, stop = 0, start
         whole = all(isinstance(v, (int, np.integer)) for v in (start, stop, step))
@@ -244,7 +244,7 @@ class CreationMethods(Generic[Tensor]):
             data = registry.get(device).xp.arange(start, stop, step, dtype=_made_in(kind))
         except (ValueError, TypeError, OverflowError) as error:
             raise type(error)(
-                f"arange: wanted finite numbers that {kind.name} can hold, got {start!r}, "
+                f"arange: expected finite numbers that {kind.name} can hold, got {start!r}, "
                 f"{stop!r}, {step!r} ({error})"
             ) from None
         return cls._from_array(data, kind, device, requires_grad)
@@ -316,7 +316,7 @@ class CreationMethods(Generic[Tensor]):
         """
         if not isinstance(array, np.ndarray):
             raise TypeError(
-                f"from_numpy: wanted a numpy array, got {type(array).__name__}; use et.ExTensor"
+                f"from_numpy: expected a numpy array, got {type(array).__name__}; use et.ExTensor"
             )
         backend = registry.get(device)
         dtype_of(array)  # a GPU's copy would change the byte order
@@ -344,7 +344,7 @@ class CreationMethods(Generic[Tensor]):
         """
         if not hasattr(x, "__dlpack__"):
             raise TypeError(
-                f"from_dlpack: wanted an object with __dlpack__, got {type(x).__name__}"
+                f"from_dlpack: expected an object with __dlpack__, got {type(x).__name__}"
             )
         backend = registry.get(device)
         options = {} if copy is None else {"copy": copy}
@@ -404,7 +404,7 @@ def _draw_type(dtype: DType) -> Any:
     made = _made_in(dtype)
     if made not in (np.float32, np.float64):
         raise TypeError(
-            f"random values: wanted a floating-point or blocked dtype, got {dtype.name}"
+            f"random values: expected a floating-point or blocked dtype, got {dtype.name}"
         )
     return made
 
@@ -417,7 +417,7 @@ def _generator(seed: Seed) -> np.random.Generator:
             good = False
         if not good:
             raise ValueError(
-                f"seed: wanted an int of 0 or more, a numpy Generator or None, got {seed!r}"
+                f"seed: expected an int of 0 or more, a numpy Generator or None, got {seed!r}"
             )
     return np.random.default_rng(seed)
 

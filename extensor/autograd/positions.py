@@ -31,7 +31,7 @@ def raw_key(key: Any) -> Any:
     kind = getattr(getattr(key, "dtype", None), "kind", "i")
     if kind not in "iub":
         raise TypeError(
-            f"index: wanted integers, slices, None, ... or integer or bool tensors, got {key!r}"
+            f"index: expected integers, slices, None, ... or integer or bool tensors, got {key!r}"
         )
     return key
 
@@ -77,7 +77,7 @@ def check_bounds(backend: Backend, parts: Sequence[tuple[Any, int, int]], name: 
         outside = (h for h in held if h[0] < -h[2] or h[1] >= h[2])
         low, high, n, axis = next(outside, held[-1])
         return IndexError(
-            f"{name}wanted positions in {-n}..{n - 1} along axis {axis}, got {low}..{high}"
+            f"{name}expected positions in {-n}..{n - 1} along axis {axis}, got {low}..{high}"
         )
 
     there = []

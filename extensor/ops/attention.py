@@ -153,21 +153,23 @@ def _check(q: ExTensor, k: ExTensor, v: ExTensor, causal: bool, scale: float | N
     tensors_only(name, q, k, v)
     shapes = f"got q {q.shape}, k {k.shape} and v {v.shape}"
     if min(q.ndim, k.ndim, v.ndim) < 3:
-        raise ValueError(f"{name}: wanted (..., heads, length, d) of three axes or more, {shapes}")
+        raise ValueError(
+            f"{name}: expected (..., heads, length, d) of three axes or more, {shapes}"
+        )
     if q.shape[-1] != k.shape[-1] or q.shape[-1] < 1:
-        raise ValueError(f"{name}: wanted queries and keys of the same length d, {shapes}")
+        raise ValueError(f"{name}: expected queries and keys of the same length d, {shapes}")
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"{name}: wanted as many values as keys, and heads as many, {shapes}")
+        raise ValueError(f"{name}: expected as many values as keys, and heads as many, {shapes}")
     if q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(f"{name}: wanted equal leading axes, {shapes}")
+        raise ValueError(f"{name}: expected equal leading axes, {shapes}")
     if not k.shape[-3] or q.shape[-3] % k.shape[-3]:
-        raise ValueError(f"{name}: wanted query heads a multiple of the key heads, {shapes}")
+        raise ValueError(f"{name}: expected query heads a multiple of the key heads, {shapes}")
     if not k.shape[-2]:
-        raise ValueError(f"{name}: wanted at least one key, {shapes}")
+        raise ValueError(f"{name}: expected at least one key, {shapes}")
     if causal and k.shape[-2] < q.shape[-2]:
-        raise ValueError(f"{name}: causal: wanted at least as many keys as queries, {shapes}")
+        raise ValueError(f"{name}: causal: expected at least as many keys as queries, {shapes}")
     if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"{name}: scale: wanted a finite number, got {scale!r}")
+        raise ValueError(f"{name}: scale: expected a finite number, got {scale!r}")
 
 
 def _split_heads(x: Any, heads: int, groups: int) -> Any:
@@ -283,18 +285,18 @@ def packed_attention(
     groups = heads if kv_heads is None else kv_heads
     if min(heads, groups) < 1 or heads % groups:
         raise ValueError(
-            f"{name}: wanted 1 head or more, and a multiple of the key heads, got {heads} and "
+            f"{name}: expected 1 head or more, and a multiple of the key heads, got {heads} and "
             f"{groups}"
         )
     if x.ndim < 2 or not x.shape[-2]:
         raise ValueError(
-            f"{name}: wanted (..., T, a multiple of {heads + 2 * groups}) with T of 1 or more, got "
-            f"shape {x.shape}"
+            f"{name}: expected (..., T, a multiple of {heads + 2 * groups}) with T of 1 or more, "
+            f"got shape {x.shape}"
         )
     total = heads + 2 * groups
     if not x.shape[-1] or x.shape[-1] % total:
-        raise ValueError(f"{name}: wanted (..., T, a multiple of {total}), got shape {x.shape}")
+        raise ValueError(f"{name}: expected (..., T, a multiple of {total}), got shape {x.shape}")
     if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"{name}: scale: wanted a finite number, got {scale!r}")
+        raise ValueError(f"{name}: scale: expected a finite number, got {scale!r}")
     scale = math.sqrt(total / x.shape[-1]) if scale is None else float(scale)
     return apply(name, x, heads=heads, groups=groups, causal=causal, scale=scale)

@@ -20,16 +20,16 @@ def _check_labels(name: str, x: ExTensor, labels: Any) -> None:
     tensors_only(name, x, labels)
     if not labels.dtype.is_integer:
         raise TypeError(
-            f"{name}: labels: wanted integer class numbers, got {labels.dtype.name}; "
+            f"{name}: labels: expected integer class numbers, got {labels.dtype.name}; "
             "labels.astype('int64')"
         )
     if x.ndim < 2 or labels.shape != (x.shape[0], *x.shape[2:]):
         raise ValueError(
-            f"{name}: wanted scores (N, C, ...) and labels (N, ...), got shapes {x.shape} and "
+            f"{name}: expected scores (N, C, ...) and labels (N, ...), got shapes {x.shape} and "
             f"{labels.shape}"
         )
     if not x.shape[1]:
-        raise ValueError(f"{name}: wanted scores of one class or more, got shape {x.shape}")
+        raise ValueError(f"{name}: expected scores of one class or more, got shape {x.shape}")
 
 
 def _check_classes(backend: Any, name: str, labels: Any, classes: int, hint: str) -> None:
@@ -37,7 +37,7 @@ def _check_classes(backend: Any, name: str, labels: Any, classes: int, hint: str
 
     def error() -> ValueError:
         return ValueError(
-            f"{name}: labels: wanted 0..{classes - 1} for {classes} classes, got "
+            f"{name}: labels: expected 0..{classes - 1} for {classes} classes, got "
             f"{int(labels.min())}..{int(labels.max())}{hint}"
         )
 
@@ -159,7 +159,7 @@ def _class_samples(rng: np.random.Generator) -> list[Sample]:
     totals=True,
     samples=_class_samples,
     errors=(
-        BadInput((_LOGITS, np.array([0, 3])), ValueError, "wanted 0..2"),
+        BadInput((_LOGITS, np.array([0, 3])), ValueError, "expected 0..2"),
         BadInput((_LOGITS, np.array([0.0, 1.0])), TypeError, "integer class numbers"),
         BadInput((_LOGITS, np.array([0])), ValueError, "labels (N"),
         BadInput((_LOGITS, _LABELS, 1.5), ValueError, "label_smoothing"),
@@ -189,7 +189,7 @@ def cross_entropy(
     _check_labels("cross_entropy", scores, labels)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(
-            f"cross_entropy: label_smoothing: wanted a number in 0..1, got {label_smoothing!r}"
+            f"cross_entropy: label_smoothing: expected a number in 0..1, got {label_smoothing!r}"
         )
     if reduction not in ("mean", "sum", "none"):
         reduced("cross_entropy", scores, reduction)
@@ -209,7 +209,9 @@ def cross_entropy(
         Sample((np.log(rng.uniform(0.1, 1, (4, 3))), np.array([0, 2, 1, 1]), "none")),
     ],
     errors=(
-        BadInput((_LOGITS, np.array([0, 3])), ValueError, "nll: labels: wanted 0..2 for 3 classes"),
+        BadInput(
+            (_LOGITS, np.array([0, 3])), ValueError, "nll: labels: expected 0..2 for 3 classes"
+        ),
         BadInput((_LOGITS, np.array([0, -1])), ValueError, "got -1..0"),
         BadInput((_LOGITS, np.array([0.0, 1.0])), TypeError, "integer class numbers"),
     ),

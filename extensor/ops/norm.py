@@ -40,11 +40,13 @@ def _check(name: str, eps: float, x: ExTensor, weight: ExTensor, *bias: ExTensor
     if not shape or x.shape[-len(shape) :] != shape or any(b.shape != shape for b in bias):
         others = ", ".join(str(t.shape) for t in (weight, *bias))
         raise ValueError(
-            f"{name}: wanted an input whose last axes are those of the weights, got {x.shape} and "
-            f"{others}"
+            f"{name}: expected an input whose last axes are those of the weights, got {x.shape} "
+            f"and {others}"
         )
     if 0 in shape or not 0.0 < eps < math.inf:
-        raise ValueError(f"{name}: wanted values to normalize and eps above 0, got {shape}, {eps}")
+        raise ValueError(
+            f"{name}: expected values to normalize and eps above 0, got {shape}, {eps}"
+        )
 
 
 def _normalized(x: ExTensor, weight: ExTensor, eps: float, centred: bool) -> tuple[Any, ...]:
@@ -223,7 +225,7 @@ def _batch_samples(rng: np.random.Generator) -> Iterator[Sample]:
     to_float=True,
     samples=_batch_samples,
     errors=(
-        BadInput((np.zeros(3), np.zeros(3), np.zeros(3)), ValueError, "wanted an input (N, C"),
+        BadInput((np.zeros(3), np.zeros(3), np.zeros(3)), ValueError, "expected an input (N, C"),
         BadInput((np.zeros((2, 3)), np.zeros(2), np.zeros(3)), ValueError, "per channel"),
         BadInput((np.zeros((2, 3)), np.zeros(3), np.zeros(3), 0.0), ValueError, "eps above 0"),
         BadInput((np.zeros((0, 3)), np.zeros(3), np.zeros(3)), ValueError, "to normalize"),
@@ -256,13 +258,13 @@ def batch_norm(
     tensors_only("batch_norm", x, weight, bias)
     if x.ndim < 2 or x.size == 0:
         raise ValueError(
-            f"batch_norm: wanted an input (N, C, ...) with values to normalize, got {x.shape}"
+            f"batch_norm: expected an input (N, C, ...) with values to normalize, got {x.shape}"
         )
     if weight.shape != x.shape[1:2] or bias.shape != x.shape[1:2]:
         raise ValueError(
-            f"batch_norm: wanted one weight and bias per channel, ({x.shape[1]},), got "
+            f"batch_norm: expected one weight and bias per channel, ({x.shape[1]},), got "
             f"{weight.shape} and {bias.shape}"
         )
     if not 0.0 < eps < math.inf:
-        raise ValueError(f"batch_norm: wanted eps above 0, got {eps}")
+        raise ValueError(f"batch_norm: expected eps above 0, got {eps}")
     return apply("batch_norm", x, weight, bias, eps=eps, moments=moments)

@@ -47,9 +47,9 @@ def _samples(
 
 
 _ERRORS = (
-    BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),
+    BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),
     BadInput((np.zeros((2, 3)), (0, 0)), ValueError, "each axis once"),
-    BadInput((np.zeros((2, 3)), "rows"), TypeError, "wanted an int"),
+    BadInput((np.zeros((2, 3)), "rows"), TypeError, "expected an int"),
 )
 
 
@@ -86,10 +86,10 @@ def in_dtype(
     """
     if dtype is None:
         return function(x)
-    wanted = as_dtype(dtype)
-    if not wanted.is_integer or x.dtype.is_inexact or x.dtype.is_blocked:
-        return function(x.astype(wanted)).astype(wanted)
-    return wrap(function(x).data.astype(wanted.numpy), x.backend)
+    target = as_dtype(dtype)
+    if not target.is_integer or x.dtype.is_inexact or x.dtype.is_blocked:
+        return function(x.astype(target)).astype(target)
+    return wrap(function(x).data.astype(target.numpy), x.backend)
 
 
 @primitive(
@@ -140,7 +140,7 @@ def sum_to(x: ExTensor, shape: tuple[int, ...]) -> ExTensor:
     """
     tensors_only("sum_to", x)
     if not broadcasts(shape, x.shape):
-        raise ValueError(f"sum_to: wanted a shape that broadcasts to {x.shape}, got {shape}")
+        raise ValueError(f"sum_to: expected a shape that broadcasts to {x.shape}, got {shape}")
     return apply("sum_to", x, shape=tuple(shape))
 
 
@@ -204,7 +204,7 @@ def _prod_vjp(
 def prod(
     x: ExTensor, axis: Axis = None, keepdims: bool = False, *, dtype: DTypeLike | None = None
 ) -> ExTensor:
-    """The product over ``axis``; its gradient is right where factors are zero. Arguments as `sum`."""
+    """The product over ``axis``; its gradient holds where factors are zero. Arguments as `sum`."""
     if dtype is not None:
         tensors_only("prod", x)
         return in_dtype(x, dtype, lambda t: prod(t, axis, keepdims))
@@ -288,7 +288,7 @@ def _arg_samples(rng: np.random.Generator) -> list[Sample]:
 
 _POSITIONS = "gives positions"
 _ARG_ERRORS = (
-    BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),
+    BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),
     BadInput((np.zeros((0, 3)), 0), ValueError, "no values"),
 )
 
@@ -392,7 +392,7 @@ def logsumexp(x: ExTensor, axis: Axis = None, keepdims: bool = False) -> ExTenso
     vjps=(lambda g, out, x, axis: g.flip(axis).cumsum(axis).flip(axis),),
     reads="nothing",
     samples=lambda rng: [Sample((rng.normal(size=(3, 4)), axis)) for axis in (0, -1)],
-    errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "wanted -2..1"),),
+    errors=(BadInput((np.zeros((2, 3)), 2), ValueError, "expected -2..1"),),
 )
 def cumsum(x: ExTensor, axis: int) -> ExTensor:
     """Running sums along ``axis``."""

@@ -88,7 +88,7 @@ def qr(x: ExTensor, /, *, mode: str = "reduced") -> QRResult:
     """
     matrices("qr", x, square=False)
     if mode not in ("reduced", "complete"):
-        raise ValueError(f"qr: mode: wanted 'reduced' or 'complete', got {mode!r}")
+        raise ValueError(f"qr: mode: expected 'reduced' or 'complete', got {mode!r}")
     return QRResult(*decompose("qr", x, mode=mode))
 
 

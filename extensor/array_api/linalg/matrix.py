@@ -36,8 +36,8 @@ class SlogdetResult(NamedTuple):
     logabsdet: ExTensor
 
 
-NO_MATRIX = (BadInput((np.zeros(3),), ValueError, "wanted matrices"),)
-_NOT_SQUARE = (*NO_MATRIX, BadInput((np.zeros((2, 3)),), ValueError, "wanted square matrices"))
+NO_MATRIX = (BadInput((np.zeros(3),), ValueError, "expected matrices"),)
+_NOT_SQUARE = (*NO_MATRIX, BadInput((np.zeros((2, 3)),), ValueError, "expected square matrices"))
 
 
 def matrices(name: str, x: ExTensor, square: bool = True) -> ExTensor:
@@ -48,9 +48,9 @@ def matrices(name: str, x: ExTensor, square: bool = True) -> ExTensor:
     """
     tensors_only(name, x)
     if x.ndim < 2:
-        raise ValueError(f"{name}: wanted matrices (two axes or more), got shape {x.shape}")
+        raise ValueError(f"{name}: expected matrices (two axes or more), got shape {x.shape}")
     if square and x.shape[-1] != x.shape[-2]:
-        raise ValueError(f"{name}: wanted square matrices, got shape {x.shape}")
+        raise ValueError(f"{name}: expected square matrices, got shape {x.shape}")
     return x
 
 
@@ -185,8 +185,8 @@ def _solve_left_vjp(g: ExTensor, out: ExTensor, a: ExTensor, b: ExTensor) -> ExT
         Sample((_well_conditioned(rng, 2, 2), rng.normal(size=(3, 2, 1)))),
     ],
     errors=(
-        BadInput((np.zeros((2, 3)), np.zeros(2)), ValueError, "wanted square matrices"),
-        BadInput((np.eye(2), np.zeros(3)), ValueError, "wanted 2 rows on the right"),
+        BadInput((np.zeros((2, 3)), np.zeros(2)), ValueError, "expected square matrices"),
+        BadInput((np.eye(2), np.zeros(3)), ValueError, "expected 2 rows on the right"),
         BadInput((np.zeros((2, 2)), np.zeros(2)), ValueError, "Singular"),
     ),
 )
@@ -202,7 +202,7 @@ def solve(x1: ExTensor, x2: ExTensor, /) -> ExTensor:
     rows = x2.shape[0 if vector else -2] if x2.ndim else None
     if rows != x1.shape[-1]:
         raise ValueError(
-            f"solve: wanted {x1.shape[-1]} rows on the right for shape {x1.shape}, got {x2.shape}"
+            f"solve: expected {x1.shape[-1]} rows on the right for shape {x1.shape}, got {x2.shape}"
         )
     right = reshape(x2, (*x2.shape, 1)) if vector else x2
     found = apply("solve", x1, right)
@@ -318,8 +318,8 @@ def trace(x: ExTensor, /, *, offset: int = 0, dtype: DTypeLike | None = None) ->
         Sample((rng.normal(size=(3, 2)), rng.normal(size=(3, 2))), {"axis": -2}),
     ],
     errors=(
-        BadInput((np.zeros((2, 3)), np.zeros(2)), ValueError, "wanted 3 values"),
-        BadInput((np.zeros(3), np.zeros(3)), ValueError, "wanted a negative one", {"axis": 0}),
+        BadInput((np.zeros((2, 3)), np.zeros(2)), ValueError, "expected 3 values"),
+        BadInput((np.zeros(3), np.zeros(3)), ValueError, "expected a negative one", {"axis": 0}),
     ),
 )
 def cross(x1: ExTensor, x2: ExTensor, /, *, axis: int = -1) -> ExTensor:
@@ -330,9 +330,9 @@ def cross(x1: ExTensor, x2: ExTensor, /, *, axis: int = -1) -> ExTensor:
     """
     tensors_only("cross", x1, x2)
     if axis >= 0:
-        raise ValueError(f"cross: axis: wanted a negative one, got {axis}")
+        raise ValueError(f"cross: axis: expected a negative one, got {axis}")
     if any(-axis > x.ndim or x.shape[axis] != 3 for x in (x1, x2)):
-        raise ValueError(f"cross: wanted 3 values along {axis}, got {x1.shape} and {x2.shape}")
+        raise ValueError(f"cross: expected 3 values along {axis}, got {x1.shape} and {x2.shape}")
     a, b = (moveaxis(x, axis, -1) for x in (x1, x2))
     parts = [a[..., i] * b[..., j] - a[..., j] * b[..., i] for i, j in ((1, 2), (2, 0), (0, 1))]
     return moveaxis(stack(parts, -1), -1, axis)

@@ -53,7 +53,7 @@ def _root(squares: ExTensor) -> ExTensor:
     ],
     errors=(
         *NO_MATRIX,
-        BadInput((np.eye(2),), ValueError, "ord: wanted", {"ord": 3}),
+        BadInput((np.eye(2),), ValueError, "ord: expected", {"ord": 3}),
     ),
 )
 def matrix_norm(
@@ -84,7 +84,7 @@ def matrix_norm(
     }
     requested = "fro" if ord is None else ord
     if requested not in norms:
-        raise ValueError(f"matrix_norm: ord: wanted one of {list(norms)}, got {ord!r}")
+        raise ValueError(f"matrix_norm: ord: expected one of {list(norms)}, got {ord!r}")
     norm = norms[requested]()
     norm = norm if rounded is None else norm.astype(rounded)
     return reshape(norm, (*norm.shape, 1, 1)) if keepdims else norm
@@ -95,7 +95,7 @@ def matrix_norm(
         [Sample((rng.normal(size=(2, 3)),), {"ord": order, "axis": 1}) for order in (2, 1, 3, -1)]
         + [Sample((rng.normal(size=(2, 3)),))]
     ),
-    errors=(BadInput((np.zeros(3),), ValueError, "wanted -1..0", {"axis": 1}),),
+    errors=(BadInput((np.zeros(3),), ValueError, "expected -1..0", {"axis": 1}),),
 )
 def vector_norm(
     x: ExTensor,
