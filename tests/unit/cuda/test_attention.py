@@ -181,7 +181,7 @@ def check(case: Case, xp: Any) -> None:
         if len(bad):
             failed.append(
                 f"{text}: {len(bad)} of {ratio.size} beyond, first {bad[0]}, last {bad[-1]}, "
-                f"got {got[worst]}, wanted {wanted[worst]} within {bound[worst]}"
+                f"got {got[worst]}, expected {wanted[worst]} within {bound[worst]}"
             )
     assert not failed, f"{case}: " + "; ".join(failed)
 
