@@ -16,7 +16,7 @@ class Batch:
     Attributes:
         index: its place in the epoch.
         inputs: what the model is called with: images (B, C, H, W) float32, or tokens (B, T) int64.
-        labels: (B,) or (B, T), int64; below 0 where nothing is asked for.
+        labels: (B,) or (B, T), int64; below 0 where there is no label.
     """
 
     index: int

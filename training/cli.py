@@ -26,7 +26,7 @@ from training.comparison import CompareArgs, CompareFlags
 from training.config import RunConfig, Settings
 from training.data import DATASETS, DataError
 from training.flags import parse, parse_settings, resolve
-from training.generate import GenerateArgs, write
+from training.generate import GenerateArgs, generate_text
 from training.loop import Interrupted
 from training.page import ReportArgs, write_page
 from training.ptq import PtqArgs, ptq
@@ -192,7 +192,7 @@ def generate_command(argv: Sequence[str]) -> int:
         "--tokens 300"
     )
     args = parse(GenerateArgs, f"{PROGRAM} generate", argv, text)
-    print(args.prompt + write(args))
+    print(args.prompt + generate_text(args))
     return 0
 
 

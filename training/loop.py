@@ -29,10 +29,10 @@ from training.batch import Batch
 from training.callbacks import Callback
 from training.config import ACTIVATIONS, RunConfig
 from training.data import prefetch
-from training.finish import health_of, result_of
 from training.metrics import Scores, top_k_hits
 from training.optimizers import make_optimizer, make_schedule
 from training.records import EpochReport, Position, StepReport, finite, share
+from training.result import build_result, slot_healths
 from training.rundir import LAST, RESULT, UsageError, write_json
 from training.runs import RUNS
 from training.signals import on_signals
@@ -128,7 +128,7 @@ class Trainer:
                 while self.position.epoch <= self.config.epochs and not self.stop_reason:
                     self._train_epoch()
                     self._end_epoch()
-            result = result_of(self)
+            result = build_result(self)
             write_json(self.out / RESULT, result)
         finally:
             for callback in self.callbacks:
@@ -228,7 +228,7 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         position = self.position
-        self.health, shares = health_of(self), self._shares()  # evaluation would count, too
+        self.health, shares = slot_healths(self), self._shares()  # evaluation would count, too
         self.scores = scores = self.evaluate()
         held = self.evaluate("validation") if self.task.validates else None
         report = EpochReport(

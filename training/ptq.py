@@ -92,7 +92,7 @@ def ptq(args: PtqArgs, console: Console) -> None:
         CheckpointError: if the checkpoint is damaged.
         DataError: if the data set is missing or damaged.
     """
-    trainer = restored(args.run)
+    trainer = load_run(args.run)
     float_model = trainer.fresh_model()
     float_model.load_state_dict(trainer.model.state_dict())
     metric, config = trainer.task.metric, trainer.config
@@ -117,7 +117,7 @@ def ptq(args: PtqArgs, console: Console) -> None:
     write_results(args.folder, config, metric, [dense, *rows], settings, console)
 
 
-def restored(folder: Path) -> Trainer:
+def load_run(folder: Path) -> Trainer:
     """The run in a folder as its last checkpoint left it.
 
     Raises:

@@ -116,7 +116,7 @@ RUNS: dict[str, Run] = {
     },
     "encoder": Run(
         model="encoder",
-        doc="encoder that fills in hidden letters: 4 blocks of width 128, 0.8 million weights",
+        doc="encoder that fills in masked letters: 4 blocks of width 128, 0.8 million weights",
         task="masked",
         dataset="shakespeare",
         settings={"variant": "nano", **TEXT},

@@ -56,7 +56,7 @@ class Telemetry(Callback):
         self._buffers: list[tuple[Any, Any]] = []
         self._gradients: dict[str, dict[str, float | None]] = {}
         self._codes: dict[str, Any] = {}
-        self._turns: dict[str, Any] = {}
+        self._directions: dict[str, Any] = {}
 
     def on_start(self, run: RunView) -> None:
         path, done = run.out / TELEMETRY, run.position.step
@@ -184,8 +184,8 @@ class Telemetry(Callback):
         if before is None:
             return {}
         turn = xp.sign(codes - before).astype(xp.int8)
-        last = self._turns.get(path, xp.zeros_like(turn))
-        self._turns[path] = xp.where(turn != 0, turn, last)
+        last = self._directions.get(path, xp.zeros_like(turn))
+        self._directions[path] = xp.where(turn != 0, turn, last)
         return {
             "changed": float((turn != 0).mean()),
             "turned": float(((turn != 0) & (turn == -last)).mean()),

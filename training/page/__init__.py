@@ -57,7 +57,7 @@ def write_page(args: ReportArgs) -> Path:
         said=facts.answers,
         missing=facts.missing or "",
         curves=charts.curves(facts),
-        operands=charts.operands(facts.seen),
+        operands=charts.operands(facts.histograms),
         telemetry=charts.telemetry(facts.telemetry),
         recipe=recipe,
         activations=ACTIVATIONS[facts.config.activations] or recipe.activations,

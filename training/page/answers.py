@@ -11,12 +11,12 @@ from PIL import Image
 
 from extensor import no_grad
 from extensor.nn.module import evaluating
-from training.generate import Draw, go_on
+from training.generate import Sampling, sample_tokens
 from training.loop import Trainer
 from training.rundir import UsageError
 from training.tasks.classification import Classification
 from training.tasks.language import Causal, Masked
-from training.text.masking import NOT_ASKED
+from training.text.masking import IGNORE_LABEL
 
 __all__ = ["answers"]
 
@@ -50,8 +50,8 @@ def _text(trainer: Trainer, task: Causal) -> tuple[str, str]:
     """The beginning of the test text, and what the model writes after it."""
     context = trainer.config.context
     prompt = [int(token) for token in task.test_tokens[:context]]
-    draw = Draw(count=TOKENS, temperature=0.8, top_k=200, seed=0)
-    text = go_on(trainer.model, prompt, context, draw, trainer.config.device)
+    how = Sampling(count=TOKENS, temperature=0.8, top_k=200, seed=0)
+    text = sample_tokens(trainer.model, prompt, context, how, trainer.config.device)
     return task.tokenizer.decode(prompt), task.tokenizer.decode(text)
 
 
@@ -62,7 +62,7 @@ def _filled(trainer: Trainer, task: Masked) -> list[list[tuple[str, str | None]]
     guesses = iter(_finite(scores.to("cpu").numpy()).argmax(-1))
 
     def token(label: int, given: int) -> tuple[str, str | None]:
-        if label == NOT_ASKED:
+        if label == IGNORE_LABEL:
             return task.tokenizer.decode([given]), None
         return task.tokenizer.decode([int(next(guesses))]), task.tokenizer.decode([label])
 

@@ -21,7 +21,7 @@ from training.callbacks.progress import percent
 from training.rundir import BEST, LAST, METRICS, RESULT
 from training.tables import known_mean
 
-__all__ = ["health_of", "peak_rss_mb", "result_of", "show_end"]
+__all__ = ["build_result", "peak_rss_mb", "print_summary", "slot_healths"]
 
 HEALTH_BATCH = 200
 
@@ -32,7 +32,7 @@ def peak_rss_mb() -> float:
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
-def result_of(run: RunView) -> dict[str, Any]:
+def build_result(run: RunView) -> dict[str, Any]:
     """Everything result.json says: plain JSON, None for what is not finite.
 
     ``loss`` and ``accuracy`` are of the test data after the last epoch; ``best_accuracy`` is of the
@@ -90,7 +90,7 @@ def result_of(run: RunView) -> dict[str, Any]:
     }
 
 
-def health_of(run: RunView) -> tuple[SlotHealth, ...]:
+def slot_healths(run: RunView) -> tuple[SlotHealth, ...]:
     """What quantizing did to each operand of each layer since the epoch began."""
     switched = {(row.layer, row.slot) for row in run.scaler.report().slots if row.switched}
     return slot_health(run.quant, switched)
@@ -103,7 +103,7 @@ def _version(name: str) -> str:
         return "not installed (used from its source)"
 
 
-def show_end(run: RunView, result: dict[str, Any], console: Console) -> None:
+def print_summary(run: RunView, result: dict[str, Any], console: Console) -> None:
     """Test loss and accuracy, how each layer bears its formats, and where everything lies."""
     loss = "not finite" if result["loss"] is None else f"{result['loss']:.4f}"
     if result.get("perplexity") is not None:
