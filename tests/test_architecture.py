@@ -6,8 +6,10 @@ Every check reads the repository's own files, so a new file is covered the day i
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -18,8 +20,8 @@ import numpy as np
 import pytest
 
 import extensor
-import extensor.ops.prequantized  # layers import it; the registry is complete with it
 from extensor import config
+from extensor.autograd.methods import OpMethods
 from extensor.autograd.primitive import OPS
 from extensor.dtypes import BLOCKED, DENSE
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS, SCALES
@@ -228,6 +230,10 @@ def test_every_format_is_a_public_dtype() -> None:
         assert getattr(extensor, public) is dtype
 
 
+for _room in ("extensor.ops", "extensor.array_api"):  # the registry is complete with them
+    for _module in pkgutil.walk_packages(importlib.import_module(_room).__path__, f"{_room}."):
+        importlib.import_module(_module.name)
+
 METHODS = {"quantize", "dequantize", "getitem", "sum_to"}
 """Operations called through ExTensor (`x.quantize`, `x[...]`) or by the engine."""
 
@@ -241,6 +247,18 @@ def test_public_names_are_complete() -> None:
     assert public >= METHODS
     named = {*extensor.__all__, *extensor.linalg.__all__}
     assert sorted(public - METHODS - named) == []
+
+
+def test_what_is_imported_when_asked_for_is_what_type_checkers_see() -> None:
+    block = next(n for n in tree_of(LIBRARY / "__init__.py").body if isinstance(n, ast.If))
+    typed = {alias.name for node in block.body for alias in node.names}
+    assert typed == extensor._MODULES.keys() | extensor._LAZY.keys()
+
+
+def test_methods_bear_the_names_of_operations() -> None:
+    names = {name for name in vars(OpMethods) if not name.startswith("_")}
+    assert len(names) > 60
+    assert names - OPS.keys() == {"T", "mT", "unsqueeze"}
 
 
 def test_every_operation_is_checked() -> None:

@@ -138,8 +138,7 @@ def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBac
     monkeypatch.setattr(quantize, "_fake_quantize_rebased", fake_near)
     monkeypatch.setattr(rowwise_columnwise, "fake_quantize", fake_pair)
     monkeypatch.setattr("extensor_cuda.runtime.driver.multiprocessors", lambda device: 2)
-    for name in ("backend._capability", "runtime.driver.capability"):
-        monkeypatch.setattr(f"extensor_cuda.{name}", lambda device: "80")
+    monkeypatch.setattr("extensor_cuda.runtime.driver.capability", lambda device: "80")
     xp: Any = fake.FakeCupy()
 
     def matmul(a: Any, b: Any) -> Any:

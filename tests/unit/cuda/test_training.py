@@ -446,7 +446,7 @@ def test_the_tape_has_a_norms_gradient_added_where_it_meets_another(
     )
     found = []
     for adding in (type(trainer).accumulating_vjps, ()):
-        monkeypatch.setattr(type(trainer), "adding", adding)
+        monkeypatch.setattr(type(trainer), "accumulating_vjps", adding)
         x = wrap(trainer.xp.asarray(given), trainer)
         weight, bias = (wrap(trainer.xp.asarray(factor[i]), trainer) for i in range(2))
         x.requires_grad = weight.requires_grad = True
