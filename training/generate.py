@@ -1,4 +1,4 @@
-"""Text from a trained language model: one token after the other, each drawn from the scores.
+"""Generate text with a trained language model, one sampled token after the other.
 
 Top-k sampling is Fan et al., arXiv 1805.04833, section 4.
 """
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateArgs:
-    """What to write, and with which model."""
+    """Flags of `generate`: the text to write, and the model that writes it."""
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
     """A checkpoint of a language model's run, such as runs/gpt/checkpoint.safetensors, or the run's

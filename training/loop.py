@@ -51,7 +51,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Trainer:
-    """One run in memory.
+    """Trains one run, evaluates it, and saves and loads its checkpoints.
 
     Args:
         config: what to run.
@@ -182,7 +182,7 @@ class Trainer:
     def _device_step(
         self, inputs: ExTensor, labels: ExTensor, *places: ExTensor
     ) -> tuple[ExTensor, ExTensor]:
-        """What a step computes, none of which is read here: (scores, loss)."""
+        """Forward, backward and update; nothing is read back to the host: (scores, loss)."""
         self.optimizer.zero_grad()
         rows, loss = self._forward(inputs, labels, *places, smoothing=self.config.label_smoothing)
         self.scaler.scale(loss).backward()
@@ -271,7 +271,7 @@ class Trainer:
         return scores
 
     def _observe(self, report: EpochReport) -> None:
-        """Show the schedule the loss of an epoch, if it reads one: never that of the test data."""
+        """Pass an epoch's loss to a schedule that reads one; never the loss of the test data."""
         schedule = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule
         loss = report.val_loss if self.task.validates else report.train_loss
         if isinstance(schedule, ReduceLROnPlateau) and loss is not None:
@@ -309,7 +309,7 @@ class Trainer:
     # --- checkpoints ----------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, all or nothing."""
+        """Write a checkpoint atomically."""
         optimizer = self.optimizer.state_dict()
         arrays = {k: v for k, v in optimizer.items() if isinstance(v, (np.ndarray, QuantArray))}
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}

@@ -21,7 +21,7 @@ def _check_classes(what: str, numbers: np.ndarray, classes: int) -> None:
 
 
 def top_k_hits(scores: np.ndarray, labels: np.ndarray, k: int) -> int:
-    """How many rows have their label among the k largest scores.
+    """The number of rows whose label is among the k largest scores.
 
     Scores are (N, C), labels (N,) whole numbers in 0..C-1, k in 1..C. Ties go to the lower class,
     as in argmax, so k = 1 is the confusion matrix's diagonal.

@@ -1,4 +1,4 @@
-"""How a run ends: its result as JSON, and what is said on the screen."""
+"""The result of a run: as JSON, and as a summary on the terminal."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _version(name: str) -> str:
 
 
 def print_summary(run: RunView, result: dict[str, Any], console: Console) -> None:
-    """Test loss and accuracy, how each layer bears its formats, and where everything lies."""
+    """Print test loss and accuracy, each layer's quantization error, and the files' paths."""
     loss = "not finite" if result["loss"] is None else f"{result['loss']:.4f}"
     if result.get("perplexity") is not None:
         loss += f" (perplexity {result['perplexity']:.3f})"
@@ -143,7 +143,7 @@ def print_summary(run: RunView, result: dict[str, Any], console: Console) -> Non
 
 
 def _show_health(run: RunView, console: Console) -> None:
-    """Each layer beside float32 with the same weights, and each operand in the last epoch."""
+    """Print each layer's error against float32, and each operand's health in the last epoch."""
     if not run.health:
         return  # nothing is quantized to blocks
     reference = run.fresh_model()

@@ -20,7 +20,7 @@ __all__ = ["RUNS", "Run", "defaults"]
 
 @dataclass(frozen=True)
 class Run:
-    """How one model is trained.
+    """How one model is trained by default.
 
     Attributes:
         model: the folder in ``models/``.

@@ -52,7 +52,7 @@ def number(value: float) -> str:
 
 
 class _Axes:
-    """From data to pixels, with the frame's ticks."""
+    """Maps data to pixels, and draws the frame with its ticks."""
 
     def __init__(
         self, x: tuple[float, float], y: tuple[float, float], log: bool, height: int = HEIGHT
@@ -70,7 +70,7 @@ class _Axes:
         return self.base - share * (self.base - TOP)
 
     def level(self, kind: str, at: float) -> str:
-        """A line across."""
+        """A horizontal line."""
         return _tag("line", kind, x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at)
 
     def frame(self, x_label: str, x_ticks: Sequence[float] | None = None, y: bool = True) -> str:
@@ -109,7 +109,7 @@ def _text(text: str, x: float, y: float, anchor: str = "middle") -> str:
 
 
 def _dot(x: float, y: float, r: float, title: str, **look: str) -> str:
-    """A point that says what it is when it is pointed at."""
+    """A point with a tooltip."""
     kind = look.pop("kind", "")
     title = f"<title>{escape(title)}</title>"
     return _tag("circle", kind, title, cx=x, cy=y, r=str(r), **look)
@@ -161,10 +161,10 @@ def lines(
     parts = [axes.frame(x_label)]
     for place, (line, _) in enumerate(good):
         color = COLORS[place % len(COLORS)]
-        for piece in _pieces(line, log):
+        for piece in _segments(line, log):
             path = " ".join(f"{axes.across(x):.1f},{axes.up(y):.1f}" for x, y in piece)
             parts.append(_tag("polyline", points=path, fill="none", stroke=color))
-        dots = [p for piece in _pieces(line, log) for p in piece]
+        dots = [p for piece in _segments(line, log) for p in piece]
         for x, y in dots if len(dots) <= DOTS else []:
             what = f"{line.name}, {x_label} {number(x)}: {y:.5g}"
             parts.append(_dot(axes.across(x), axes.up(y), 2.6, what, fill=color))
@@ -184,8 +184,8 @@ def _drawn(y: float | None, log: bool) -> bool:
     return y is not None and math.isfinite(y) and (y > 0 or not log)
 
 
-def _pieces(line: Line, log: bool) -> list[list[tuple[float, float]]]:
-    """Runs of points without a gap."""
+def _segments(line: Line, log: bool) -> list[list[tuple[float, float]]]:
+    """Split a line into segments without gaps."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(line.x, line.y, strict=True):
         if y is not None and _drawn(y, log):

@@ -30,7 +30,7 @@ class Transform(ABC):
     slot: ClassVar[int | None] = None
 
     def __call__(self, images: np.ndarray, draws: Draws) -> np.ndarray:
-        """Apply it.
+        """Check the arguments, then `apply`.
 
         Raises:
             ValueError: for other shapes, or draws for another number of images.
@@ -42,7 +42,7 @@ class Transform(ABC):
 
     @abstractmethod
     def apply(self, images: np.ndarray, draws: Draws) -> np.ndarray:
-        """What it does to one image or more."""
+        """Transform one image or more."""
 
     def _require(self, good: bool, expected: str) -> None:
         if not good:
@@ -130,7 +130,7 @@ class CenterCrop(Transform):
 
 @dataclass(frozen=True)
 class RandomCrop(Transform):
-    """Zeros around the image, then a cut of its old size anywhere: a shift by up to ``padding``."""
+    """Random crop of the zero-padded image: a shift by up to ``padding`` pixels."""
 
     padding: int = 4
     slot: ClassVar[int | None] = SHIFT_SLOT
@@ -166,7 +166,7 @@ class RandomFlip(Transform):
 
 @dataclass(frozen=True)
 class RandomRotate(Transform):
-    """Turned about the middle by up to ``degrees`` each way; bilinear, zeros come in."""
+    """Rotation about the middle by up to ``degrees`` each way, bilinear, with zeros outside."""
 
     degrees: float = 15.0
     slot: ClassVar[int | None] = ROTATE_SLOT
@@ -265,7 +265,7 @@ class Compose(Transform):
 
 
 def _like(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Values in an image's dtype; uint8 by rounding, which a weighted mean of uint8 allows."""
+    """Convert values to an image's dtype; to uint8 by rounding."""
     return np.rint(values).astype(dtype) if dtype == np.uint8 else values.astype(dtype)
 
 

@@ -28,7 +28,7 @@ __all__ = ["ReportArgs", "write_page"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReportArgs:
-    """Which run."""
+    """Flags of `report`: the run."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, finished or not."""

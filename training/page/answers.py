@@ -47,7 +47,7 @@ def answers(trainer: Trainer, result: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _text(trainer: Trainer, task: Causal) -> tuple[str, str]:
-    """The beginning of the test text, and what the model writes after it."""
+    """The beginning of the test text, and the model's continuation."""
     context = trainer.config.context
     prompt = [int(token) for token in task.test_tokens[:context]]
     how = Sampling(count=TOKENS, temperature=0.8, top_k=200, seed=0)
@@ -56,7 +56,7 @@ def _text(trainer: Trainer, task: Causal) -> tuple[str, str]:
 
 
 def _filled(trainer: Trainer, task: Masked) -> list[list[tuple[str, str | None]]]:
-    """Test windows as texts: each beside the truth where a token was hidden, else beside None."""
+    """Test windows as texts: each with the truth where a token was masked, else with None."""
     batch = next(task.test(WINDOWS))
     scores, _, _ = trainer.forward(batch)
     guesses = iter(_finite(scores.to("cpu").numpy()).argmax(-1))
@@ -73,7 +73,7 @@ def _filled(trainer: Trainer, task: Masked) -> list[list[tuple[str, str | None]]
 
 
 def _mistakes(trainer: Trainer, task: Classification) -> tuple[list[dict[str, Any]], int, int]:
-    """The worst mistakes, how many there are, and among how many images."""
+    """The worst mistakes, the number of all mistakes, and the number of images."""
     found: list[tuple[float, np.ndarray, int, int, float]] = []
     seen = 0
     for batch in task.test(task.eval_batch):

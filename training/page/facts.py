@@ -26,7 +26,7 @@ LAYER_BATCH = 200
 
 @dataclass(frozen=True)
 class Facts:
-    """What the folder says.
+    """Everything the page shows of a run.
 
     ``rows`` compares the layers with float32, ``histograms`` holds their operands, ``answers`` is
     what the model says on test data; all are empty, and ``missing`` says why, where there is no
@@ -44,7 +44,7 @@ class Facts:
 
 
 def read_facts(folder: Path) -> Facts:
-    """All that the folder of a run says.
+    """Read the folder of a run.
 
     Raises:
         UsageError: if the folder holds no run, or its files cannot be read.
@@ -70,7 +70,7 @@ def read_facts(folder: Path) -> Facts:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; a last line that is being written does not count yet."""
+    """The records of a file, without a last line that is still being written."""
     if not path.is_file():
         return []
     found = []

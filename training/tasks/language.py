@@ -110,7 +110,7 @@ class Causal(Task):
     def _cut(
         self, tokens: np.ndarray, starts: np.ndarray, size: int, first: int
     ) -> Iterator[Batch]:
-        """Batches of ``size`` windows, from one on."""
+        """Batches of ``size`` windows, from batch number ``first`` on."""
         for index in range(first, -(-len(starts) // size)):
             chosen = starts[index * size : (index + 1) * size]
             yield Batch(index, *window(tokens, chosen, self.config.context))
@@ -120,7 +120,7 @@ class Causal(Task):
         return TokenScores(self.tokenizer.size)
 
     def stuck(self, scores: Scores) -> str | None:
-        """No better than knowing how frequent each token is."""
+        """A loss no better than that of the tokens' frequencies alone."""
         counts = np.bincount(self.test_tokens)
         shares = counts[counts > 0] / counts.sum()
         entropy = float(-(shares * np.log(shares)).sum())

@@ -1,4 +1,4 @@
-"""BERT's mselected language modelling: which tokens a model must fill in."""
+"""BERT's masked language modelling: which tokens a model must fill in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARE = 0.15
 def mask_tokens(
     tokens: np.ndarray, which: np.ndarray, other: np.ndarray, vocab: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Select 15% of the tokens, at least one: 80% of them are mselected, 10% replaced, 10% left.
+    """Select 15% of the tokens, at least one: 80% of them are masked, 10% replaced, 10% left.
 
     Args:
         tokens: (B, T), whole numbers in 0..vocab - 1.
