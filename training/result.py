@@ -1,4 +1,4 @@
-"""How a run ends: its result as JSON, and what is said on the screen."""
+"""The result of a run: as JSON, and as a summary on the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from training.callbacks.progress import percent
 from training.rundir import BEST, LAST, METRICS, RESULT
 from training.tables import known_mean
 
-__all__ = ["health_of", "peak_rss_mb", "result_of", "show_end"]
+__all__ = ["build_result", "peak_rss_mb", "print_summary", "slot_healths"]
 
 HEALTH_BATCH = 200
 
@@ -32,7 +32,7 @@ def peak_rss_mb() -> float:
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
-def result_of(run: RunView) -> dict[str, Any]:
+def build_result(run: RunView) -> dict[str, Any]:
     """Everything result.json says: plain JSON, None for what is not finite.
 
     ``loss`` and ``accuracy`` are of the test data after the last epoch; ``best_accuracy`` is of the
@@ -90,7 +90,7 @@ def result_of(run: RunView) -> dict[str, Any]:
     }
 
 
-def health_of(run: RunView) -> tuple[SlotHealth, ...]:
+def slot_healths(run: RunView) -> tuple[SlotHealth, ...]:
     """What quantizing did to each operand of each layer since the epoch began."""
     switched = {(row.layer, row.slot) for row in run.scaler.report().slots if row.switched}
     return slot_health(run.quant, switched)
@@ -103,8 +103,8 @@ def _version(name: str) -> str:
         return "not installed (used from its source)"
 
 
-def show_end(run: RunView, result: dict[str, Any], console: Console) -> None:
-    """Test loss and accuracy, how each layer bears its formats, and where everything lies."""
+def print_summary(run: RunView, result: dict[str, Any], console: Console) -> None:
+    """Print test loss and accuracy, each layer's quantization error, and the files' paths."""
     loss = "not finite" if result["loss"] is None else f"{result['loss']:.4f}"
     if result.get("perplexity") is not None:
         loss += f" (perplexity {result['perplexity']:.3f})"
@@ -143,7 +143,7 @@ def show_end(run: RunView, result: dict[str, Any], console: Console) -> None:
 
 
 def _show_health(run: RunView, console: Console) -> None:
-    """Each layer beside float32 with the same weights, and each operand in the last epoch."""
+    """Print each layer's error against float32, and each operand's health in the last epoch."""
     if not run.health:
         return  # nothing is quantized to blocks
     reference = run.fresh_model()

@@ -26,7 +26,7 @@ from extensor.quant.rounding import pack, unpack
 from extensor.quant.spec import QuantSpec
 from training.loop import Trainer
 
-__all__ = ["Operands", "Seen", "on_grid", "operands"]
+__all__ = ["Histograms", "OperandHistogram", "histogram_on_grid", "operand_histograms"]
 
 BATCH = 64
 VALUES = 400_000
@@ -36,7 +36,7 @@ INSIDE = 0.998
 
 
 @dataclass(frozen=True)
-class Seen:
+class OperandHistogram:
     """One operand on its grid.
 
     Attributes:
@@ -59,13 +59,13 @@ class Seen:
     zeros: float
 
 
-Operands = dict[str, dict[str, Seen]]
+Histograms = dict[str, dict[str, OperandHistogram]]
 """By layer and slot."""
 
 SLOTS = ("fprop.w", "fprop.x", "dgrad.g")
 
 
-def operands(trainer: Trainer) -> Operands:
+def operand_histograms(trainer: Trainer) -> Histograms:
     """The operands of every layer on the first training batch, by the run's recipe."""
     batch = next(trainer.task.training(1, 0))
     batch = dataclasses.replace(batch, inputs=batch.inputs[:BATCH], labels=batch.labels[:BATCH])
@@ -74,7 +74,7 @@ def operands(trainer: Trainer) -> Operands:
     probes: dict[str, ExTensor] = {}
     with _probed(layers, inputs, probes):
         trainer.forward(batch)[2].backward()
-    found: Operands = {}
+    found: Histograms = {}
     for path, layer in layers.items():
         if path not in probes or probes[path].grad is None:
             continue
@@ -85,7 +85,9 @@ def operands(trainer: Trainer) -> Operands:
             "fprop.x": _rows(layer, inputs[path]),
             "dgrad.g": _gradient_rows(_host(probes[path].grad)),
         }
-        found[path] = {slot: on_grid(arrays[slot], context.operand(slot)) for slot in SLOTS}
+        found[path] = {
+            slot: histogram_on_grid(arrays[slot], context.operand(slot)) for slot in SLOTS
+        }
     return found
 
 
@@ -136,7 +138,7 @@ def _gradient_rows(g: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return last.reshape(-1, last.shape[-1])
 
 
-def on_grid(x: np.ndarray[Any, Any], operand: OperandSpec) -> Seen:
+def histogram_on_grid(x: np.ndarray[Any, Any], operand: OperandSpec) -> OperandHistogram:
     """A matrix blocked along its rows, beside the grid it is rounded to."""
     x = np.ascontiguousarray(x[: max(1, VALUES // max(x.shape[1], 1))])
     if not isinstance(operand, QuantSpec):
@@ -144,7 +146,7 @@ def on_grid(x: np.ndarray[Any, Any], operand: OperandSpec) -> Seen:
         end = float(np.quantile(np.abs(values), INSIDE)) if values.size else 1.0
         low = -end if (values < 0).any() else 0.0
         edges, counts = _histogram(values, (low, end))
-        return Seen(operand, "value", edges, counts, [], [], _zeros(x))
+        return OperandHistogram(operand, "value", edges, counts, [], [], _zeros(x))
     if operand.transform is not None:
         x = np.asarray(hadamard(x, operand.transform))
     spec = operand.replace(
@@ -174,14 +176,16 @@ def on_grid(x: np.ndarray[Any, Any], operand: OperandSpec) -> Seen:
         grid = sorted(shares.items())
     marks = [] if grid else [(sign * element.max, f"{sign * element.max:g}") for sign in (-1, 1)]
     marks = [mark for mark in marks if mark[0] >= edges[0]]
-    return Seen(spec.format, "value / block scale", edges, counts, grid, marks, _zeros(x))
+    return OperandHistogram(
+        spec.format, "value / block scale", edges, counts, grid, marks, _zeros(x)
+    )
 
 
 def _zeros(x: np.ndarray[Any, Any]) -> float:
     return float((x == 0).mean()) if x.size else 0.0
 
 
-def _logarithmic(spec: QuantSpec, scaled: np.ndarray[Any, Any], zeros: float) -> Seen:
+def _logarithmic(spec: QuantSpec, scaled: np.ndarray[Any, Any], zeros: float) -> OperandHistogram:
     """A grid of many binades: magnitudes by their logarithm, with where it ends."""
     element = spec.row.element
     least, largest = float(np.log2(element.min_positive)), float(np.log2(element.max))
@@ -192,7 +196,9 @@ def _logarithmic(spec: QuantSpec, scaled: np.ndarray[Any, Any], zeros: float) ->
         (float(element.min_exponent), "normal from"),
         (largest, "top"),
     ]
-    return Seen(spec.format, "log2(|value| / block scale)", edges, counts, [], marks, zeros)
+    return OperandHistogram(
+        spec.format, "log2(|value| / block scale)", edges, counts, [], marks, zeros
+    )
 
 
 def _histogram(
