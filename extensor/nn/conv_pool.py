@@ -15,8 +15,8 @@ from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
 from extensor.ops.conv import Pair, conv2d, int_pair
 from extensor.ops.pool import avg_pool2d, max_pool2d
+from extensor.ops.prequantized import prequantized_conv2d
 from extensor.ops.quantized import quantized_conv2d
-from extensor.ops.stored import stored_conv2d
 
 __all__ = [
     "AvgPool2d",
@@ -91,7 +91,7 @@ class Conv2d(GemmLayer):
         if self.quant is None:
             return conv2d(x, self.weight, self.bias, *options)
         if self.weight.is_blocked:
-            y = stored_conv2d(x, self.weight, self.quant, self.kernel_size, *options)
+            y = prequantized_conv2d(x, self.weight, self.quant, self.kernel_size, *options)
             return y if self.bias is None else y + self.bias.reshape((1, -1, 1, 1))
         return quantized_conv2d(x, self.weight, self.quant, *options, self.bias)
 

@@ -10,9 +10,9 @@ from extensor.nn import init
 from extensor.nn.checks import check_last_axes, check_size
 from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
-from extensor.ops.linalg import linear
+from extensor.ops.matmul import linear
+from extensor.ops.prequantized import prequantized_matmul
 from extensor.ops.quantized import quantized_matmul
-from extensor.ops.stored import stored_matmul
 from extensor.quant.recipe_state import LayerContext
 
 __all__ = ["GemmLayer", "Linear"]
@@ -69,7 +69,7 @@ class Linear(GemmLayer):
         if self.quant is None:
             return linear(x, self.weight, self.bias)
         if self.weight.is_blocked:
-            y = stored_matmul(x, self.weight, self.quant)
+            y = prequantized_matmul(x, self.weight, self.quant)
             return y if self.bias is None else y + self.bias
         return quantized_matmul(x, self.weight, self.quant.at(call), self.bias)
 

@@ -11,7 +11,7 @@ import pytest
 
 from extensor.backends import training
 from extensor.backends.generic import GenericBackend
-from extensor_cuda.kernels import softmax
+from extensor_cuda.kernels.nn import softmax
 from tests.kernels import training as cases
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.test_optimizer import shifted
