@@ -21,10 +21,7 @@ F = np.float32
 MX = [name for name, row in FORMATS.items() if row.scale.name == "e8m0"]
 SIGNED = [n for n, row in FORMATS.items() if not row.outliers]
 CALM = settings(
-    max_examples=120,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=40).filter(
     lambda shape: np.prod(shape) <= 600
