@@ -15,7 +15,7 @@ from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats, block_grid, coded_length, packed_length
 from extensor.quant.hadamard import hadamard_signs
 from extensor.quant.recipe_state import Counts
-from extensor.quant.reference import FLOATS, check_previous, narrow, rebase
+from extensor.quant.reference import FLOATS, check_previous, rebase, round_to
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -88,7 +88,7 @@ class CpuQuantize(CoreBackend):
         if self._dequantize_reason(q, dtype):
             return super().dequantize(q, dtype)
         if q.spec.row.outliers:
-            return narrow(cpu_outliers.dequantize(self, q), dtype)
+            return round_to(cpu_outliers.dequantize(self, q), dtype)
         return self.decode(q, dtype)
 
     def decode(self, q: QuantArray, dtype: str = "float32") -> Array:

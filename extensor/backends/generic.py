@@ -85,7 +85,7 @@ class GenericBackend:
 
     def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
-        return reference.narrow(reference.dequantize(q, self.xp), dtype)
+        return reference.round_to(reference.dequantize(q, self.xp), dtype)
 
     @staticmethod
     def _input_reason(x: Array, spec: QuantSpec, stream: Stream | None) -> str | None:
@@ -100,7 +100,7 @@ class GenericBackend:
         self, x: Array, spec: QuantSpec, stream: Stream | None = None
     ) -> tuple[Array, Counts]:
         """See the protocol."""
-        return reference.operand(x, spec, stream, self.xp)
+        return reference.fake_quantize(x, spec, stream, self.xp)
 
     def quantize_rowwise_columnwise(
         self,
