@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from extensor.backends import windows
 from extensor.backends.capture import UpdateGuard
-from extensor.backends.generic import GenericBackend
+from extensor.backends.generic import GenericBackend, conv_pool
 from extensor.backends.protocol import FiniteQuery, Window
 from extensor.optim.states import STATES, Stored
 from extensor_cuda.kernels import (
@@ -245,14 +244,14 @@ class CudaTraining(GenericBackend):
         """See the protocol: a product, and a launch that sums its patches."""
         if self._floats_reason(g, w):
             return super().conv2d_grad_x(g, w, shape, window, groups)
-        patches = windows.patches_grad(g, w, shape, window, groups, self.xp)
+        patches = conv_pool.patches_grad(g, w, shape, window, groups, self.xp)
         return kernels.fold(self._whole(patches), shape, window, self.xp)
 
     def max_pool2d(self, x: Array, window: Window) -> tuple[Array, Array]:
         """See the protocol; the same bits as on the CPU."""
         if self._floats_reason(x):
             return super().max_pool2d(x, window)
-        out = windows.check_max_windows(window, x.shape[2:])
+        out = conv_pool.check_max_windows(window, x.shape[2:])
         return kernels.max_pool(self._whole(x), window, out, self.xp)
 
     def max_pool2d_grad(

@@ -198,7 +198,7 @@ Floats int8_matmul(const Matrix& a, const Matrix& b) {
 }
 
 // a b^T on tiles of bfloat16; that every value is one, and no sum leaves float32's normal range, is
-// the caller's to know (`bf16_reason` in extensor/backends/products.py).
+// the caller's to know (`bf16_reason` in extensor/backends/cpu/product_paths.py).
 Floats bf16_matmul(const Matrix& a, const Matrix& b) {
     require(current.tiles != nullptr, "bf16_matmul: this level has no tiles of bfloat16");
     require(a.k == b.k, "bf16_matmul: the matrices differ in k");

@@ -1,7 +1,7 @@
 // What a float32 training step repeats: gelu, softmax and losses, LayerNorm and RMSNorm, Adam.
 //
 // Every output depends on shapes and values only, never on threads. Sums and functions are compared
-// within the bounds of extensor.backends.cpu_training, which hold with and without `madd` fusing;
+// within the bounds of extensor.backends.cpu.nn, which hold with and without `madd` fusing;
 // Adam is compared by bytes, so the compiler may not fuse by itself (CMakeLists.txt).
 
 #include "floats.hpp"

@@ -33,7 +33,7 @@ import numpy as np
 from extensor.autograd.apply import apply, wrap
 from extensor.autograd.primitive import BadInput, Sample, blocked_rule, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.layers import weight_activations
+from extensor.backends.generic.quantize import weight_activations
 from extensor.backends.protocol import Array, Backend
 from extensor.dtypes import float32, promote
 from extensor.ops.linalg import as_rows

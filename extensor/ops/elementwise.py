@@ -11,7 +11,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.erf import erf_array
+from extensor.backends.generic.erf import erf_array
 from extensor.ops.arguments import NO_TENSOR, quiet, tensors_only, unary_samples
 
 __all__ = [

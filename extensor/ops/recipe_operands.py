@@ -17,7 +17,7 @@ from typing import Any
 
 from extensor.autograd.mode import MODE
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.layers import dense_values
+from extensor.backends.generic.quantize import dense_values
 from extensor.backends.protocol import (
     Array,
     Backend,
@@ -26,8 +26,8 @@ from extensor.backends.protocol import (
     Preparation,
     Prepared,
 )
-from extensor.quant.recipe_state import Counts, LayerContext
 from extensor.quant.recipe import Gemm
+from extensor.quant.recipe_state import Counts, LayerContext
 from extensor.quant.spec import QuantSpec
 from extensor.quant.weight_cache import CachedOperand, WeightSource, WeightVersion
 from extensor.random import Stream

@@ -3,8 +3,8 @@
 The weight is codes and scales (N, K), blocked along K once and for all. The layer's context says
 what becomes of the activations: multiplied as they are (weight only), quantized by their own
 blocks, or under the scale that calibration found (`LayerContext.static_scale`). Both sides
-blocked, the product is the backend's `block_scaled_matmul`; else its `weight_only_matmul`, which takes bfloat16
-activations as bfloat16.
+blocked, the product is the backend's `block_scaled_matmul`; else its `weight_only_matmul`, which
+takes bfloat16 activations as bfloat16.
 
 A convolution multiplies x's patches by the flattened kernels (O, C kh kw), as in
 `extensor.ops.quantized`. Under a fixed scale x is quantized once and patches are taken of the
@@ -22,8 +22,8 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.backends import windows
-from extensor.backends.layers import dense_values, weight_activations
+from extensor.backends.generic import conv_pool
+from extensor.backends.generic.quantize import dense_values, weight_activations
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.ops.arguments import tensors_only
 from extensor.ops.conv import Pair, int_pair
@@ -168,7 +168,7 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
 
 def _rows(x: Array, window: Window, xp: Any) -> Array:
     """The patches of x as rows, (N * Ho * Wo, C * kh * kw)."""
-    return xp.ascontiguousarray(windows.patch_matrix(x, window, 1, xp)[0].T)
+    return xp.ascontiguousarray(conv_pool.patch_matrix(x, window, 1, xp)[0].T)
 
 
 def _patches(

@@ -134,7 +134,7 @@ def step_multi_tensor(
             _arrays(chosen),
             factors,
             check_finite=check_finite,
-            memory=optimizer._cache,
+            cache=optimizer._cache,
             numbers=_stream_numbers(chosen),
         )
         if check_finite:

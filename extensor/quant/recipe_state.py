@@ -9,6 +9,7 @@ from typing import Any
 from extensor.quant.array import QuantStats
 from extensor.quant.recipe import SLOTS, LayerRecipe, OperandSpec, Recipe
 from extensor.quant.static_scale import StaticScale
+from extensor.quant.weight_cache import WeightCache
 from extensor.random import Stream
 
 __all__ = ["Counts", "LayerContext", "RecipeState"]

@@ -213,7 +213,7 @@ def adam(
     cache: dict[str, Any] | None = None,
     numbers: Sequence[int] | int = 0,
 ) -> FiniteQuery:
-    """`extensor.backends.training.adam` on each (weight, grad, mean, square).
+    """`extensor.backends.generic.optim.GenericOptim.adam` on each (weight, grad, mean, square).
 
     Args:
         parts: arrays that `takes` accepts, of one size in each part; states of any kind, of one
@@ -239,7 +239,7 @@ def sgd(
     cache: dict[str, Any] | None = None,
     numbers: Sequence[int] | int = 0,
 ) -> FiniteQuery:
-    """`extensor.backends.layers.sgd` on each (weight, grad, buffer or None), as `adam`.
+    """``sgd`` of `extensor.backends.generic.optim` on each (weight, grad, buffer or None).
 
     ``factors``: lr, momentum, decay, nesterov and step of each.
     """

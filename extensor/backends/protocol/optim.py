@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from extensor.backends.protocol.core import Array
 from extensor.backends.capture import UpdateGuard
+from extensor.backends.protocol.core import Array
 
 __all__ = ["FiniteQuery", "OptimMethods"]
 

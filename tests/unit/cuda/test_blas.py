@@ -72,7 +72,11 @@ def test_streams_have_workspaces_of_their_own() -> None:
     held._captured_workspace, held._workspaces = np.empty(1, np.uint8), {}
     one, two = held._workspace(stream(1)), held._workspace(stream(2))
     assert one is not two and held._workspace(stream(1)) is one
-    assert held._workspace(stream(1, True)) is held._workspace(stream(3, True)) is held._captured_workspace
+    assert (
+        held._workspace(stream(1, True))
+        is held._workspace(stream(3, True))
+        is held._captured_workspace
+    )
     for number in range(3, 6):
         held._workspace(stream(number))
     assert list(held._workspaces) == [1, 3, 4, 5]  # 2 was used least lately
