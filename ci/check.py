@@ -91,6 +91,7 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
     listed = [
         Step("ruff check", "lint", (*python, "ruff", "check", ".")),
         Step("ruff format", "lint", (*python, "ruff", "format", "--check", ".")),
+        Step("clang-format", "lint", (*CLANG_FORMAT, "--dry-run", "--Werror", *cpp_sources())),
         Step("mypy", "types", (*python, "mypy")),
         Step("lint-imports", "imports", (sys.executable, "-c", LINT_IMPORTS)),
     ]
@@ -105,6 +106,17 @@ def steps(pytest_arguments: Sequence[str]) -> list[Step]:
         listed.append(Step("mutants, a sample", "mutants", sample, ONE_THREAD))
     listed.append(pytest_step("pytest", pytest_arguments, {"EXTENSOR_REQUIRE_CORE": "1"}))
     return listed
+
+
+CLANG_FORMAT = (sys.executable, "-c", "from clang_format import clang_format; clang_format()")
+
+
+def cpp_sources() -> list[str]:
+    """C++ and CUDA C++ that clang-format holds to the repository's `.clang-format`."""
+    folders = (ROOT / name for name in ("extensor/_core", "extensor_cuda", "tests/unit/cuda"))
+    suffixes = (".cpp", ".hpp", ".cu", ".cuh")
+    found = (path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes)
+    return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
 # The console script may not be on the PATH of a virtual environment that is not activated.

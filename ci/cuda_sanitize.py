@@ -86,15 +86,15 @@ def pairs(backend: Any, rng: Any) -> int:
 
 def activations(backend: Any, rng: Any) -> int:
     """Activations that are quantized as they are read."""
-    from extensor_cuda.kernels import pair, quantize
+    from extensor_cuda.kernels.quantize import quantize, rowwise_columnwise
 
     xp, count = backend.xp, 0
     for name, shape in (("mxfp4", (64, 2048)), ("mxfp8_e4m3", (37, 1032))):
         specs = QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2)
         x = xp.asarray(rng.standard_normal(shape).astype("float32")).astype("bfloat16")
-        plan = pair.pair_plan(specs, shape, "gelu")
-        assert isinstance(plan, pair.PairPlan)
-        pair.quantize_raw(x, plan, (None, None), xp)
+        plan = rowwise_columnwise.pair_plan(specs, shape, "gelu")
+        assert isinstance(plan, rowwise_columnwise.PairPlan)
+        rowwise_columnwise.quantize_raw(x, plan, (None, None), xp)
         for spec in specs:
             side = quantize.plan_of(spec, shape, False, "relu")
             assert isinstance(side, quantize.Plan)
@@ -105,15 +105,18 @@ def activations(backend: Any, rng: Any) -> int:
 
 def norms(backend: Any, rng: Any) -> int:
     """Norms that are quantized as they are made."""
-    from extensor_cuda.kernels import pair
+    from extensor_cuda.kernels.quantize import rowwise_columnwise
     from extensor_cuda.norm_quantize import norm_quantize
 
     xp, count = backend.xp, 0
     for name, shape in (("mxfp4", (64, 2048)), ("mxfp8_e4m3", (37, 1032))):
         specs = QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2)
         x = xp.asarray(rng.standard_normal(shape).astype("float32"))
-        plan, weight = pair.pair_plan(specs, shape), xp.ones(shape[1], dtype="float32")
-        assert isinstance(plan, pair.PairPlan)
+        plan, weight = (
+            rowwise_columnwise.pair_plan(specs, shape),
+            xp.ones(shape[1], dtype="float32"),
+        )
+        assert isinstance(plan, rowwise_columnwise.PairPlan)
         for centred, only_rows in ((False, True), (True, False)):
             given = {"centred": centred, "only_rows": only_rows}
             for a in (x, x.astype("bfloat16")):
@@ -353,9 +356,9 @@ def zero_results() -> None:
 
     That every result is written is tested elsewhere, on memory full of NaN.
     """
-    from extensor_cuda.kernels import gemm
+    from extensor_cuda.kernels.gemm import gemm_sm90
 
-    empty = gemm.empty_rows
+    empty = gemm_sm90.empty_rows
 
     def cleared(xp: Any, rows: int, columns: int, dtype: Any) -> Any:
         made = empty(xp, rows, columns, dtype)

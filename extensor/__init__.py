@@ -6,8 +6,8 @@
     q = x.to_mxfp4()            # packed codes and scales
     q.dequantize()              # float32 again
 
-Only names live here. Operations are imported with the package; layers,
-optimizers, recipes, reports and tests when they are first asked for.
+Only names live here. Operations are imported with the package: a family's `__all__` names them.
+Layers, optimizers, recipes, reports and tests are imported when they are first asked for.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import importlib
 import math
 from typing import TYPE_CHECKING, Any
 
+from extensor import _public
+from extensor._public import *
+from extensor.array_api.namespace import __array_api_version__, __array_namespace_info__
 from extensor.autograd.capture import capture
-from extensor.autograd.functional import grad, hvp, value_and_grad, vjp
 from extensor.autograd.mode import enable_grad, is_grad_enabled, no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import (
@@ -41,25 +43,14 @@ from extensor.dtypes import (
     uint64,
 )
 from extensor.formats import DIALECTS, ELEMENTS, FORMATS
-from extensor.namespace import (
-    __array_api_version__,
-    __array_namespace_info__,
-    asarray,
-    can_cast,
-    finfo,
-    iinfo,
-    isdtype,
-    result_type,
-)
-from extensor.ops import public as _public
-from extensor.ops.public import *
 
 if TYPE_CHECKING:
-    from extensor import fft, inspect, io, linalg, nn, optim, testing
+    from extensor import inspect, io, nn, optim, testing
+    from extensor.array_api import fft, linalg
     from extensor.inspect import compare_layers
-    from extensor.nn.stored import load_quantized, quantize_model, save_quantized
+    from extensor.nn.ptq import load_quantized, quantize_model, save_quantized
+    from extensor.ops.prequantized import prequantized_conv2d, prequantized_matmul
     from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
-    from extensor.ops.stored import stored_conv2d, stored_matmul
     from extensor.quant.recipe import Recipe
     from extensor.quant.recipes import RECIPES
     from extensor.quant.reference import RunningAmax
@@ -67,120 +58,55 @@ if TYPE_CHECKING:
     from extensor.quant.spec import Hadamard, QuantSpec
 
 __all__ = [
-    "BLOCKED",
-    "DIALECTS",
-    "ELEMENTS",
-    "FORMATS",
-    "RECIPES",
-    "SCHEMES",
-    "DType",
-    "ExTensor",
-    "Hadamard",
-    "QuantSpec",
-    "Recipe",
-    "RunningAmax",
-    "Scheme",
-    "__array_api_version__",
-    "__array_namespace_info__",
-    "__version__",
-    "asarray",
-    "bfloat16",
-    "bool",
-    "bool_",
-    "can_cast",
-    "capture",
-    "compare_layers",
-    "complex64",
-    "complex128",
-    "e",
-    "enable_grad",
-    "fft",
-    "finfo",
-    "float16",
-    "float32",
-    "float64",
-    "grad",
-    "hvp",
-    "iinfo",
-    "inf",
-    "inspect",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "io",
-    "is_grad_enabled",
-    "isdtype",
-    "layer_context",
-    "linalg",
-    "load_quantized",
-    "nan",
-    "newaxis",
-    "nn",
-    "no_grad",
-    "optim",
-    "pi",
-    "promote",
-    "quantize_model",
-    "quantized_conv2d",
-    "quantized_matmul",
-    "result_type",
-    "save_quantized",
-    "stored_conv2d",
-    "stored_matmul",
-    "testing",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "value_and_grad",
-    "vjp",
+    "BLOCKED", "DIALECTS", "ELEMENTS", "FORMATS", "RECIPES", "SCHEMES", "DType", "ExTensor",
+    "Hadamard", "QuantSpec", "Recipe", "RunningAmax", "Scheme", "__array_api_version__",
+    "__array_namespace_info__", "__version__", "bfloat16", "bool", "bool_", "capture",
+    "compare_layers", "complex64", "complex128", "e", "enable_grad", "fft", "float16", "float32",
+    "float64", "inf", "inspect", "int8", "int16", "int32", "int64", "io", "is_grad_enabled",
+    "layer_context", "linalg", "load_quantized", "nan", "newaxis", "nn", "no_grad", "optim", "pi",
+    "prequantized_conv2d", "prequantized_matmul", "promote", "quantize_model", "quantized_conv2d",
+    "quantized_matmul", "save_quantized", "testing", "uint8", "uint16", "uint32", "uint64",
 ]  # fmt: skip
-__all__ += _public.__all__
+__all__ += [name for name in vars(_public) if not name.startswith("_")]
 
 __version__ = "0.1.0"
 
 bool = bool_
 e, inf, nan, pi, newaxis = math.e, math.inf, math.nan, math.pi, None
 
-_LAZY = {
-    "fft": "extensor.fft",
-    "linalg": "extensor.linalg",
-    "inspect": "extensor.inspect",
-    "io": "extensor.io",
-    "nn": "extensor.nn",
-    "optim": "extensor.optim",
-    "testing": "extensor.testing",
-    "compare_layers": "extensor.inspect:compare_layers",
-    "Hadamard": "extensor.quant.spec:Hadamard",
-    "QuantSpec": "extensor.quant.spec:QuantSpec",
-    "Recipe": "extensor.quant.recipe:Recipe",
-    "RECIPES": "extensor.quant.recipes:RECIPES",
-    "SCHEMES": "extensor.quant.schemes:SCHEMES",
-    "Scheme": "extensor.quant.schemes:Scheme",
-    "load_quantized": "extensor.nn.stored:load_quantized",
-    "quantize_model": "extensor.nn.stored:quantize_model",
-    "save_quantized": "extensor.nn.stored:save_quantized",
-    "stored_conv2d": "extensor.ops.stored:stored_conv2d",
-    "stored_matmul": "extensor.ops.stored:stored_matmul",
-    "RunningAmax": "extensor.quant.reference:RunningAmax",
-    "layer_context": "extensor.ops.quantized:layer_context",
-    "quantized_conv2d": "extensor.ops.quantized:quantized_conv2d",
-    "quantized_matmul": "extensor.ops.quantized:quantized_matmul",
+_MODULES = {
+    name: f"extensor.{'array_api.' if name in ('fft', 'linalg') else ''}{name}"
+    for name in ("fft", "inspect", "io", "linalg", "nn", "optim", "testing")
 }
+_NAMES = {
+    "extensor.inspect": "compare_layers",
+    "extensor.nn.ptq": "load_quantized quantize_model save_quantized",
+    "extensor.ops.prequantized": "prequantized_conv2d prequantized_matmul",
+    "extensor.ops.quantized": "layer_context quantized_conv2d quantized_matmul",
+    "extensor.quant.recipe": "Recipe",
+    "extensor.quant.recipes": "RECIPES",
+    "extensor.quant.reference": "RunningAmax",
+    "extensor.quant.schemes": "SCHEMES Scheme",
+    "extensor.quant.spec": "Hadamard QuantSpec",
+}
+_LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}
+"""Which module has a name that is imported when it is first asked for, as `_MODULES` are."""
 
 
 def __getattr__(name: str) -> Any:
     """Blocked dtypes, from the table of formats, and what is imported when it is asked for."""
     if name in BLOCKED:
         return BLOCKED[name]
-    if name not in _LAZY:
+    found: Any
+    if name in _MODULES:
+        found = importlib.import_module(_MODULES[name])
+    elif name in _LAZY:
+        found = getattr(importlib.import_module(_LAZY[name]), name)
+    else:
         raise AttributeError(f"module 'extensor' has no attribute {name!r}")
-    module, _, attribute = _LAZY[name].partition(":")
-    found: Any = importlib.import_module(module)
-    globals()[name] = found = getattr(found, attribute) if attribute else found
+    globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *BLOCKED, *_LAZY})
+    return sorted({*globals(), *BLOCKED, *_MODULES, *_LAZY})

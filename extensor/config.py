@@ -43,7 +43,7 @@ def _switch(flag: Flag) -> bool:
     """
     text = flag.read()
     if text not in ("0", "1"):
-        raise ValueError(f"{flag.name}: wanted 0 or 1, got {text!r}")
+        raise ValueError(f"{flag.name}: expected 0 or 1, got {text!r}")
     return text == "1"
 
 
@@ -71,5 +71,5 @@ def num_threads() -> int:
     flag = FLAGS["threads"]
     text = flag.read()
     if not text.isdigit():
-        raise ValueError(f"{flag.name}: wanted a whole number (0: one per CPU), got {text!r}")
+        raise ValueError(f"{flag.name}: expected a whole number (0: one per CPU), got {text!r}")
     return int(text) or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [0])

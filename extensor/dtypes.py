@@ -222,7 +222,7 @@ def as_dtype(dtype: DTypeLike) -> DType:
         row = np.dtype(dtype)
     except TypeError:
         raise TypeError(
-            f"dtype: wanted an extensor dtype, a name or a numpy dtype, got {dtype!r}"
+            f"dtype: expected an extensor dtype, a name or a numpy dtype, got {dtype!r}"
         ) from None
     if row in _OF_NUMPY:
         return _OF_NUMPY[row]

@@ -1,4 +1,4 @@
-"""Error messages that say what was wanted, what came, and the way out."""
+"""Error messages that say what was expected, what was given, and what to do instead."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ class AxisError(ValueError, IndexError):
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> str:
     """Message for a name that is not in a table, with the nearest names first."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
+    close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(repr(n) for n in close)}? " if close else ""
     return f"no {kind} named {name!r}; {hint}known: {', '.join(names)}"
 
 
-def layout_error(source: str, wanted: Mapping[str, Any], came: Mapping[str, Any]) -> str | None:
-    """Message for named arrays that differ from what is wanted, or None where all agree.
+def layout_error(source: str, expected: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+    """Message for named arrays that differ from the expected ones; None if all agree.
 
     Compares names, shapes and dtypes (for a blocked array: its spec).
 
     Args:
         source: what the arrays came in, for the message, such as ``"this checkpoint"``.
-        wanted: arrays with the names, shapes and dtypes that are needed.
-        came: the arrays that were given.
+        expected: arrays with the names, shapes and dtypes that are needed.
+        given: the arrays to compare with them.
     """
     lines = []
-    for name in sorted(wanted.keys() | came.keys()):
-        want = _layout(wanted[name]) if name in wanted else "nothing"
-        got = _layout(came[name]) if name in came else "nothing"
+    for name in sorted(expected.keys() | given.keys()):
+        want = _layout(expected[name]) if name in expected else "nothing"
+        got = _layout(given[name]) if name in given else "nothing"
         if want != got:
-            lines.append(f"{name}: wanted {want}, got {got}")
+            lines.append(f"{name}: expected {want}, got {got}")
     if not lines:
         return None
     shown = lines[:8]

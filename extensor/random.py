@@ -49,7 +49,7 @@ class Stream:
         for name, bits in (("seed", 64), ("step", 32), ("tensor", 24), ("slot", 7)):
             value = getattr(self, name)
             if not isinstance(value, (int, np.integer)) or not 0 <= value < 1 << bits:
-                raise ValueError(f"{name}: wanted an int in 0..2**{bits} - 1, got {value!r}")
+                raise ValueError(f"{name}: expected an int in 0..2**{bits} - 1, got {value!r}")
 
     @property
     def key(self) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def random_words(
     """
     block = xp.asarray(block_index, dtype=xp.uint64)[:, None]
     if block.size and int(block.max()) >= 1 << 32:
-        raise ValueError(f"random_words: wanted fewer than 2**32 blocks, got {int(block.max())}")
+        raise ValueError(f"random_words: expected fewer than 2**32 blocks, got {int(block.max())}")
     calls = -(-block_size // (128 // rbits))
     call = xp.arange(calls, dtype=xp.uint64)[None, :]
     words = xp.stack(philox4x32((call, block, *stream.counter_high), stream.key, xp), axis=-1)

@@ -4,7 +4,7 @@ A group of blocks shares some rows, each with its columns in shared memory: sums
 the cluster that it is, or in both directions through global memory, since clusters leave
 multiprocessors idle. What is normalized, rounded once to bfloat16, is encoded along its rows and
 down its columns without having been written. The norm's sums have orders of their own: those of
-rows alone, of both directions and of `extensor_cuda.kernels.norm` may differ in the last bits.
+rows alone, of both directions and of `extensor_cuda.kernels.nn.norm` may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from extensor.quant.array import QuantArray
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.pair import PairPlan
-from extensor_cuda.kernels.quantize import SLOTS
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.quantize.quantize import SLOTS
+from extensor_cuda.kernels.quantize.rowwise_columnwise import PairPlan
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters
@@ -36,7 +36,7 @@ _COLUMN_THREADS, _LEAD = 256, 3  # tiles that sums are ahead
 
 
 class _Norm(ctypes.Structure):
-    """As in normed.cuh."""
+    """As in norm.cuh."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -115,21 +115,21 @@ def norm_quantize_source(
     rows, columns = plan.along.shape
     tall, wide, group = _tile(columns, dtype, only_rows)
     extra = {
-        "BOTH": 1,
-        "TALL": tall,
-        "WIDE": wide,
-        "COLUMNS": 4,
-        "THREADS": _threads(only_rows),
-        "ROW_THREADS": _ROW_THREADS[only_rows],
-        "COLUMN_THREADS": _COLUMN_THREADS,
-        "STAGES": _STAGES[only_rows],
-        "LEAD": _LEAD,
-        "NORM": 2 if centred else 1,
-        "BIAS": int(biased),
-        "XIN": list(_INPUTS).index(dtype),
-        "ONLY_ROWS": int(only_rows),
-        "GROUP": group,
-        "CLUSTER_DIMS": f"__cluster_dims__({group}, 1, 1)" if only_rows and group > 1 else "",
+        "QUANT_ROWWISE_COLUMNWISE": 1,
+        "QUANT_CTA_ROWS": tall,
+        "QUANT_CTA_COLUMNS": wide,
+        "QUANT_THREAD_COLUMNS": 4,
+        "CODEC_THREADS": _threads(only_rows),
+        "QUANT_ROW_THREADS": _ROW_THREADS[only_rows],
+        "QUANT_COLUMN_THREADS": _COLUMN_THREADS,
+        "QUANT_STAGES": _STAGES[only_rows],
+        "QUANT_NORM_LEAD": _LEAD,
+        "QUANT_NORM": 2 if centred else 1,
+        "QUANT_NORM_BIAS": int(biased),
+        "QUANT_NORM_IN": list(_INPUTS).index(dtype),
+        "QUANT_ONLY_ROWWISE": int(only_rows),
+        "QUANT_GROUP": group,
+        "QUANT_CLUSTER_DIMS": f"__cluster_dims__({group}, 1, 1)" if only_rows and group > 1 else "",
     }
     whole = rows % tall == 0 and columns % wide == 0
     return kernels.quantize_source(
@@ -156,7 +156,7 @@ def norm_quantize(
         weight: float32 (columns,).
         bias: likewise, or None.
         eps: added to the variance.
-        plan: from `extensor_cuda.kernels.pair.pair_plan`.
+        plan: from `extensor_cuda.kernels.quantize.rowwise_columnwise.pair_plan`.
         xp: cupy.
         centred: LayerNorm, else RMSNorm.
         only_rows: leave the columns out.
@@ -173,7 +173,7 @@ def norm_quantize(
     tall, wide, group = _tile(columns, x.dtype.name, only_rows)
     device, together = xp.cuda.runtime.getDevice(), group > 1 and not only_rows
     groups, posted = min(-(-rows // tall), driver.multiprocessors(device) // group), None
-    # As in normed_rows.cuh and normed_both.cuh.
+    # As in norm_rowwise.cuh and norm_rowwise_columnwise.cuh.
     shared = _STAGES[only_rows] * (_TILE[only_rows] + 24)
     if only_rows:
         terms = -(-group * wide // _SLICE // 32) * 32

@@ -53,10 +53,10 @@ def build(model: str, config: Any, rng: np.random.Generator) -> Module:
     """
     if model not in names():
         raise ValueError(unknown_name("model", model, names()))
-    wanted = type(next(iter(import_module(f"models.{model}.configs").CONFIGS.values())))
-    if not isinstance(config, wanted):
+    expected = type(next(iter(import_module(f"models.{model}.configs").CONFIGS.values())))
+    if not isinstance(config, expected):
         raise TypeError(
-            f"build: wanted a {wanted.__name__} for {model}, got {type(config).__name__}; "
+            f"build: expected a {expected.__name__} for {model}, got {type(config).__name__}; "
             f"models.config({model!r}) makes one"
         )
     made: Module = import_module(f"models.{model}.model").build(config, rng)

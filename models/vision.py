@@ -42,11 +42,11 @@ class VisionConfig:
     def __post_init__(self) -> None:
         if min(self.in_channels, self.classes) < 1 or not 0.0 < self.width < math.inf:
             raise ValueError(
-                f"wanted in_channels and classes of 1 or more and a width above 0, got {self}"
+                f"expected in_channels and classes of 1 or more and a width above 0, got {self}"
             )
         if self.image_size < 16:
             raise ValueError(
-                f"image_size: wanted 16 or more, got {self.image_size}; resize the images"
+                f"image_size: expected 16 or more, got {self.image_size}; resize the images"
             )
 
     def wide(self, channels: int) -> int:

@@ -349,12 +349,12 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 }
 
 ELSEWHERE: dict[str, str] = {
-    "block_matmul": "tests/unit/backends/test_block_scaled_matmul.py: exact integer products",
+    "block_scaled_matmul": "tests/unit/backends/test_block_scaled_matmul.py: integer products",
     "dequantize": "tests/test_every_format.py: the scalar oracle",
     "quantize": "tests/test_every_format.py and test_every_spec.py: the scalar oracle",
     "quantized_conv2d": "tests/unit/ops/test_quantized.py: three GEMMs of dequantized patches",
     "quantized_matmul": "tests/unit/ops/test_quantized.py: three GEMMs of dequantized operands",
-    "stored_conv2d": "tests/unit/ops/test_stored.py: the decoded operands' convolution",
-    "stored_matmul": "tests/unit/ops/test_stored.py: the decoded operands' product",
+    "prequantized_conv2d": "tests/unit/ops/test_prequantized.py: the decoded operands' convolution",
+    "prequantized_matmul": "tests/unit/ops/test_prequantized.py: the decoded operands' product",
 }
 """Operations on codes: which file compares each with a reference, and with which."""

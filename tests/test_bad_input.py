@@ -150,12 +150,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "predictions of no class": (
         lambda: metrics.confusion_matrix(np.array([0, 5]), np.array([0, 1]), 3),
         ValueError,
-        "predictions: wanted 0..2 for 3 classes, got 0..5",
+        "predictions: expected 0..2 for 3 classes, got 0..5",
     ),
     "labels of no class": (
         lambda: metrics.top_k_hits(np.zeros((2, 3)), np.array([0, 7]), 2),
         ValueError,
-        "labels: wanted 0..2 for 3 classes, got 0..7",
+        "labels: expected 0..2 for 3 classes, got 0..7",
     ),
     "another count of labels": (
         lambda: metrics.top_k_hits(np.zeros((2, 3)), np.array([0, 1, 1]), 1),
@@ -183,7 +183,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "another model's settings": (
         lambda: models.build("gpt", models.config("mlp"), np.random.default_rng(0)),
         TypeError,
-        "wanted a GPTConfig for gpt, got MLPConfig; models.config('gpt') makes one",
+        "expected a GPTConfig for gpt, got MLPConfig; models.config('gpt') makes one",
     ),
     "setting": (lambda: built("gpt", widht=4), ValueError, "'widht'; did you mean 'width'"),
     "recipe": (
@@ -216,7 +216,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "tokenizer cut off": (
         lambda: from_state({"kind": "char"}),
         TokenizerError,
-        "wanted text under 'letters', got None",
+        "expected text under 'letters', got None",
     ),
     # training
     "gradient of another shape": (
@@ -237,7 +237,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "images of no batch": (
         lambda: next(batches(load_dataset("digits"), load_dataset("digits").train, 0)),
         ValueError,
-        "batch_size: wanted 1 or more, got 0",
+        "batch_size: expected 1 or more, got 0",
     ),
     "order of no images": (
         lambda: next(
@@ -246,9 +246,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             )
         ),
         ValueError,
-        "order: wanted indices in 0..1436, got 0..9999",
+        "order: expected indices in 0..1436, got 0..9999",
     ),
-    "transforms": (lambda: Compose(3), TypeError, "wanted a list of transforms, got 3"),
+    "transforms": (lambda: Compose(3), TypeError, "expected a list of transforms, got 3"),
     "nothing to compare": (
         lambda: et.compare_layers(nn.Linear(2, 2), nn.Linear(2, 2), zeros(0, 2)),
         ValueError,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import extensor as et
-import extensor.ops.stored  # the registry is complete once its declarations are imported
+import extensor.ops.prequantized  # the registry is complete once its declarations are imported
 from extensor.autograd import tape
 from extensor.autograd.primitive import FUNCTIONS, OPS, Op, Primitive, Sample
 from extensor.autograd.pullback import node_gradients
@@ -97,9 +97,9 @@ def test_only_what_has_no_slope_is_without_gradient() -> None:
         "floor_divide": "steps",
         "nextafter": "the next float of the dtype is no function of real numbers",
         **dict.fromkeys(("imag", "real_part"), "of complex numbers"),
-        **dict.fromkeys(("block_matmul", "dequantize"), "of codes"),
+        **dict.fromkeys(("block_scaled_matmul", "dequantize"), "of codes"),
         **dict.fromkeys(("quantize", "quantized_matmul", "quantized_conv2d"), "straight-through"),
-        **dict.fromkeys(("stored_matmul", "stored_conv2d"), "straight-through"),
+        **dict.fromkeys(("prequantized_matmul", "prequantized_conv2d"), "straight-through"),
     }
     found = set()
     for name, op in OPS.items():

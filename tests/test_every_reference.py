@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import extensor as et
-import extensor.ops.stored  # the registry is complete once its declarations are imported
+import extensor.ops.prequantized  # the registry is complete once its declarations are imported
 from extensor.autograd.primitive import OPS, Op, Sample
 from tests.references import ELSEWHERE, REFERENCES
 

@@ -1,8 +1,9 @@
-"""What one run is: a frozen record, checked when it is made, that TOML can hold.
+"""What one run is: a frozen record that checks itself when it is made, and that TOML can hold.
 
-`Settings` are shared by a run and a comparison of runs; `RunConfig` adds which model, recipe and
-seed. Default values are not here but in `training.runs.RUNS`, one row per model. Where a run
-lies (`--out`) is not part of what it is, so a finished run may be moved.
+`Settings` are shared by a run and a comparison of runs; `RunConfig` adds the model, the recipe and
+the seed. A field's metadata holds its help text and its check. A field without a default gets its
+value from the model's row in `training.runs`. Where a run lies (`--out`) is no part of what it is,
+so a finished run may be moved.
 """
 
 from __future__ import annotations
@@ -11,200 +12,282 @@ import dataclasses
 import json
 import math
 import tomllib
-import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from extensor.backends.registry import BACKENDS
 from extensor.errors import unknown_name
 from extensor.optim.states import STATES
-from extensor.quant.recipe import FLOAT_NAMES, FloatName
+from extensor.quant.recipe import FLOAT_NAMES, FloatName, Recipe
 from extensor.quant.recipes import get_recipe
-from training.data import DATASETS, SAMPLERS
-from training.optimizers import OPTIMIZERS, SCHEDULES
+from training.choices import OPTIMIZERS, SCHEDULES, parse_options
+from training.data import AUGMENTATIONS, DATASETS, SAMPLERS
 from training.runs import RUNS
-from training.tasks import TASKS
+from training.text.augment import TEXT_AUGMENTATIONS
+from training.text.tokenizers import TOKENIZERS
 
-__all__ = [
-    "ACTIVATIONS",
-    "RunConfig",
-    "Settings",
-    "check_task",
-    "field_types",
-    "read_toml",
-    "write_toml",
-]
+__all__ = ["ACTIVATIONS", "RunConfig", "Settings", "flag_of", "read_toml", "write_toml"]
 
-LOSS_SCALES = ("dynamic", "off")
 ACTIVATIONS: Mapping[str, FloatName | None] = {
     "recipe": None,
     **{name: name for name in FLOAT_NAMES},
 }
-"""What --activations takes, as `apply_recipe` takes it."""
+"""What ``--activations`` takes, as `apply_recipe` takes it."""
+
+AUGMENTATIONS_OF: Mapping[str, Collection[str]] = {
+    "images": AUGMENTATIONS,
+    "text": TEXT_AUGMENTATIONS,
+}
+TEXT_ONLY = ("context", "epoch_steps", "tokenizer", "vocab_size")
+"""Settings that images have no use for: 0 or "" for them."""
+
+Check = tuple[Callable[[Any], bool], str]
+"""Whether a value will do, and what is expected."""
+
+AT_LEAST_1: Check = (lambda v: v >= 1, "a whole number, 1 or more")
+AT_LEAST_0: Check = (lambda v: v >= 0, "a whole number, 0 or more")
+POSITIVE: Check = (lambda v: 0 < v < math.inf, "a positive number")
+NOT_NEGATIVE: Check = (lambda v: 0 <= v < math.inf, "a number, 0 or more")
+SHARE: Check = (lambda v: 0 <= v < 1, "a number in [0, 1)")
+SHARE_OR_ALL: Check = (lambda v: 0 <= v <= 1, "a number in [0, 1]")
+SEED: Check = (lambda v: 0 <= v < 1 << 64, "a whole number in 0..2**64 - 1")
+
+
+def setting(
+    doc: str,
+    default: Any = dataclasses.MISSING,
+    *,
+    check: Check | None = None,
+    among: Collection[str] = (),
+) -> Any:
+    """A field of a record of settings: its help text, and its check or the names it may have."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "check": check, "among": among})
+
+
+def flag_of(name: str) -> str:
+    """The flag that sets a field."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How to train, whatever the recipe and the seed."""
 
-    dataset: str
-    """Data set: images for image models, a corpus for language models (listed below)."""
-    variant: str
-    """Which configuration of the model, a name in models/<model>/configs.py."""
-    epochs: int
-    """Passes over the training images; for texts, rounds of --epoch-steps."""
-    batch_size: int
-    """Images or windows of text per step."""
-    optimizer: str
-    """sgd (with momentum), adam, adamw or lion. Master weights are float32 in every recipe."""
-    lr: float
-    """Peak learning rate. Low precision tolerates less of it than float32: halve it first where a
-    recipe diverges."""
-    momentum: float
-    """Momentum of sgd; the others ignore it."""
-    beta1: float
-    """How slowly adam, adamw and lion forget the gradient; sgd ignores it."""
-    beta2: float
-    """How slowly adam and adamw forget its square, and lion its average; sgd ignores it."""
-    activations: str = "recipe"
-    """What results of layers are rounded to and stored as: float32, bfloat16 (as under torch's
-    autocast), or what the recipe says."""
-    optimizer_states: str
-    """How averages are stored between steps: float32, bfloat16 or mxfp8_e4m3 (blocks of 32)."""
-    weight_decay: float
-    """Weight decay; adamw and lion leave biases, norms and other vectors out."""
-    schedule: str
-    """cosine (warm-up, then half a cosine to --final-lr) or constant (warm-up, then constant)."""
-    final_lr: float
-    """Learning rate at the end of the cosine, as a share of --lr."""
-    warmup_epochs: float
-    """Epochs over which the learning rate rises linearly from 0; fractions are fine."""
-    clip_norm: float
-    """Clip the global gradient norm to this; 0 clips nothing."""
-    label_smoothing: float
-    """Label smoothing of the cross entropy, in [0, 1)."""
-    augment: str
-    """What is done to training items: none; for images shift (by up to 2 pixels), flip (shifts by
-    up to 4 and mirrors) or strong (also rotates and erases); for texts noise (one letter in 50)."""
-    sampler: str
-    """Which images an epoch takes: random (each once), sequential, or weighted (every class
-    equally often, with replacement). Texts take random windows."""
-    val_share: float
-    """Share of the training data held out for validation, which chooses the best checkpoint and
-    decides about --patience; 0 holds nothing out, and nothing is chosen."""
-    loss_scale: str
-    """dynamic (start at 65536, halve on non-finite gradients, double after 2000 good steps) or off
-    (stay at 1). A power of two leaves MX and NVFP4 codes bit-identical; it matters for the
-    ends of the scale range and for unscaled casts, and it is what skips non-finite steps."""
-    patience: int
-    """Stop when the validation loss has not improved for so many epochs; 0 never stops early."""
-    train_limit: int
-    """Train on the first N images or letters only, for a quick try; 0 takes all."""
-    test_limit: int
-    """Test on N images (the first) or windows of text (evenly spaced) only; 0 takes all."""
-    device: str
-    """cpu or cuda."""
-    epoch_steps: int
-    """Texts: optimizer steps between evaluations, as windows have no end. 0 for images."""
-    context: int
-    """Texts: tokens in a window, which is as far back as the model can look. 0 for images."""
-    tokenizer: str
-    """Texts: char (one token per letter) or bpe (byte-pair encoding, trained on the corpus)."""
-    vocab_size: int
-    """Texts: tokens that bpe makes; 0 for char and for images."""
+    dataset: str = setting(
+        "Data set (listed above): images for image models, a corpus for language models.",
+        among=DATASETS,
+    )
+    variant: str = setting("Configuration of the model: a name in models/<model>/configs.py.")
+    epochs: int = setting(
+        "Passes over the training images; for texts, rounds of --epoch-steps.", check=AT_LEAST_1
+    )
+    batch_size: int = setting("Images or windows of text in a step.", check=AT_LEAST_1)
+    optimizer: str = setting(
+        "Optimizer (listed above). Master weights are float32 in every recipe.",
+        "sgd",
+        among=OPTIMIZERS,
+    )
+    optimizer_options: str = setting(
+        "Further options of the optimizer (listed above), such as nesterov=true,eps=1e-6.", ""
+    )
+    lr: float = setting(
+        "Peak learning rate. Low precision tolerates less of it than float32: halve it first where "
+        "a recipe diverges.",
+        check=POSITIVE,
+    )
+    momentum: float = setting("Momentum of sgd, rmsprop, lars and muon.", 0.9, check=SHARE)
+    beta1: float = setting(
+        "Decay of the average of gradients in adam, adamw and lion.", 0.9, check=SHARE
+    )
+    beta2: float = setting(
+        "Decay of the average of squares in adam and adamw; of the momentum in lion.",
+        0.999,
+        check=SHARE,
+    )
+    activations: str = setting(
+        "Format that layers' results are rounded to and stored in: float32, bfloat16 (as under "
+        "torch's autocast), or what the recipe says.",
+        "recipe",
+        among=ACTIVATIONS,
+    )
+    optimizer_states: str = setting(
+        "Format of the optimizer's averages between steps: float32, bfloat16 or mxfp8_e4m3 "
+        "(blocks of 32).",
+        "float32",
+        among=STATES,
+    )
+    weight_decay: float = setting(
+        "Weight decay. adamw, lion, lars and muon leave out biases, norms and other vectors.",
+        0.0,
+        check=NOT_NEGATIVE,
+    )
+    schedule: str = setting(
+        "Learning-rate schedule (listed above), after --warmup-epochs of linear warm-up.",
+        "cosine",
+        among=SCHEDULES,
+    )
+    schedule_options: str = setting(
+        "Options of the schedule (listed above), such as every=3ep,gamma=0.5. Counts are "
+        "optimizer steps; 3ep means three epochs; + joins several: milestones=3ep+6ep.",
+        "",
+    )
+    final_lr: float = setting(
+        "Learning rate at the end of the schedule, as a share of --lr.", 0.0, check=SHARE_OR_ALL
+    )
+    warmup_epochs: float = setting(
+        "Epochs over which the learning rate rises linearly from 0; fractions are fine.",
+        0.5,
+        check=NOT_NEGATIVE,
+    )
+    clip_norm: float = setting(
+        "Clip the global gradient norm to this; 0 clips nothing.", 0.0, check=NOT_NEGATIVE
+    )
+    label_smoothing: float = setting(
+        "Label smoothing of the cross entropy, in [0, 1).", 0.0, check=SHARE
+    )
+    augment: str = setting(
+        "Augmentation of the training data: none; for images shift (by up to 2 pixels), flip "
+        "(shifts by up to 4 and mirrors) or strong (also rotates and erases); for texts noise (one "
+        "letter in 50).",
+        "none",
+    )
+    sampler: str = setting(
+        "Images of an epoch: random (each once), sequential, or weighted (every class equally "
+        "often, with replacement). Texts take random windows.",
+        "random",
+        among=SAMPLERS,
+    )
+    val_share: float = setting(
+        "Share of the training data held out for validation. It chooses the best checkpoint and "
+        "decides about --patience. 0 holds nothing out, and nothing is chosen.",
+        0.0,
+        check=SHARE,
+    )
+    loss_scale: str = setting(
+        "dynamic (starts at 65536, is halved on non-finite gradients, doubled after 2000 good "
+        "steps) or off (stays at 1). A power of two leaves MX and NVFP4 codes bit-identical. It "
+        "matters at the ends of the scale range and for unscaled casts; steps with non-finite "
+        "gradients are skipped.",
+        "dynamic",
+        among=("dynamic", "off"),
+    )
+    patience: int = setting(
+        "Stop when the validation loss has not improved for so many epochs; 0 never stops early.",
+        0,
+        check=AT_LEAST_0,
+    )
+    train_limit: int = setting(
+        "Train on the first N images or letters only, for a quick try; 0 takes all.",
+        0,
+        check=AT_LEAST_0,
+    )
+    test_limit: int = setting(
+        "Test on N images (the first) or windows of text (evenly spaced) only; 0 takes all.",
+        0,
+        check=AT_LEAST_0,
+    )
+    device: str = setting("cpu or cuda.", "cpu", among=BACKENDS)
+    epoch_steps: int = setting(
+        "Texts: optimizer steps between evaluations. 0 for images.", 0, check=AT_LEAST_0
+    )
+    context: int = setting(
+        "Texts: tokens in a window, which is as far back as the model can look. 0 for images.",
+        0,
+        check=AT_LEAST_0,
+    )
+    tokenizer: str = setting(
+        "Texts: char (one token per letter) or bpe (byte-pair encoding, trained on the corpus).", ""
+    )
+    vocab_size: int = setting(
+        "Texts: tokens that bpe makes; 0 for char and for images.", 0, check=AT_LEAST_0
+    )
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for field, table in (
-            ("dataset", DATASETS),
-            ("optimizer", OPTIMIZERS),
-            ("schedule", SCHEDULES),
-            ("sampler", SAMPLERS),
-            ("optimizer_states", STATES),
-            ("activations", ACTIVATIONS),
-            ("loss_scale", LOSS_SCALES),
-            ("device", BACKENDS),
-        ):
-            name = getattr(self, field)
-            if name not in table:
-                raise ValueError(unknown_name(field.replace("_", " "), name, table))
-        for field in ("epochs", "batch_size"):
-            _check(self, field, getattr(self, field) >= 1, "a whole number, 1 or more")
-        whole = ("patience", "train_limit", "test_limit", "epoch_steps", "context", "vocab_size")
-        for field in whole:
-            _check(self, field, getattr(self, field) >= 0, "a whole number, 0 or more")
-        _check(self, "lr", self.lr > 0 and math.isfinite(self.lr), "a positive number")
-        for field in ("weight_decay", "warmup_epochs", "clip_norm"):
-            value = getattr(self, field)
-            _check(self, field, value >= 0 and math.isfinite(value), "a number, 0 or more")
-        _check(self, "final_lr", 0 <= self.final_lr <= 1, "a number in [0, 1]")
-        for field in ("momentum", "beta1", "beta2", "label_smoothing", "val_share"):
-            _check(self, field, 0 <= getattr(self, field) < 1, "a number in [0, 1)")
+        for field in dataclasses.fields(self):
+            value, rules = getattr(self, field.name), field.metadata
+            if rules.get("among") and value not in rules["among"]:
+                raise ValueError(unknown_name(field.name.replace("_", " "), value, rules["among"]))
+            if rules.get("check"):
+                good, expected = rules["check"]
+                self._require(field.name, good(value), expected)
+        for kind in ("optimizer", "schedule"):
+            parse_options(kind, getattr(self, kind), getattr(self, f"{kind}_options"))
         if self.patience and not self.val_share:
             raise ValueError(
                 f"--patience: {self.patience} epochs without a better validation loss, but nothing "
                 "is held out; the way out: add --val-share 0.1, or leave --patience out"
             )
-        _check(
-            self,
-            "warmup_epochs",
-            self.warmup_epochs <= self.epochs,
-            f"at most the {self.epochs} epochs",
-        )
+        most = f"at most the {self.epochs} epochs"
+        self._require("warmup_epochs", self.warmup_epochs <= self.epochs, most)
 
+    def _require(self, name: str, good: bool, expected: str) -> None:
+        if not good:
+            raise ValueError(f"{flag_of(name)}: expected {expected}, got {getattr(self, name)!r}")
 
-def check_task(model: str, settings: Settings) -> None:
-    """Refuse settings that a model's task does not know or cannot use.
+    def check_model(self, model: str) -> None:
+        """Refuse settings that a model's kind of data does not know or cannot use.
 
-    Raises:
-        ValueError: on those, and for an unknown model.
-    """
-    if model not in RUNS:
-        raise ValueError(unknown_name("model", model, RUNS))
-    task = TASKS[RUNS[model].task]
-    kind = DATASETS[settings.dataset].kind
-    if kind != task.kind:
-        fit = [name for name, row in DATASETS.items() if row.kind == task.kind]
-        raise ValueError(
-            f"--dataset: wanted {task.kind} for {model}, got {settings.dataset!r}, which is "
-            f"{kind}; the way out: one of {', '.join(fit)}"
-        )
-    if settings.augment not in task.augmentations:
-        raise ValueError(
-            unknown_name(f"augmentation of {task.kind}", settings.augment, task.augmentations)
-        )
-    foreign = {name for other in TASKS.values() for name in other.own} - set(task.own)
-    for name in sorted(foreign):
-        if getattr(settings, name):
+        Raises:
+            ValueError: on those, and for an unknown model.
+        """
+        if model not in RUNS:
+            raise ValueError(unknown_name("model", model, RUNS))
+        kind, theirs = RUNS[model].kind, DATASETS[self.dataset].kind
+        if kind != theirs:
+            fit = [name for name, row in DATASETS.items() if row.kind == kind]
             raise ValueError(
-                f"--{name.replace('_', '-')}: {model} learns from {task.kind} and has no use for "
-                "it; the way out: leave it out"
+                f"--dataset: expected {kind} for {model}, got {self.dataset!r}, which is {theirs}; "
+                f"the way out: one of {', '.join(fit)}"
             )
-    task.check(settings)
+        known = AUGMENTATIONS_OF[kind]
+        if self.augment not in known:
+            raise ValueError(unknown_name(f"augmentation of {kind}", self.augment, known))
+        if kind == "text":
+            self._check_text()
+            return
+        for name in TEXT_ONLY:
+            if getattr(self, name):
+                raise ValueError(
+                    f"{flag_of(name)}: {model} learns from images and has no use for it; the way "
+                    "out: leave it out"
+                )
+
+    def _check_text(self) -> None:
+        """Refuse what windows of text cannot be made with."""
+        for name in ("epoch_steps", "context"):
+            self._require(name, getattr(self, name) >= 1, "a whole number, 1 or more")
+        self._require("tokenizer", self.tokenizer in TOKENIZERS, f"one of {', '.join(TOKENIZERS)}")
+        if (self.tokenizer == "bpe") != (self.vocab_size > 0):
+            raise ValueError(
+                "--vocab-size: expected with --tokenizer bpe and not without, got "
+                f"{self.vocab_size} with {self.tokenizer}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Settings):
-    """One training run.
-
-    Attributes:
-        model: a row of `RUNS`.
-    """
+    """One training run of a model, a row of `RUNS`."""
 
     model: str
-    recipe: str
-    """Which precision each GEMM operand gets, a name in extensor.RECIPES (listed above)."""
-    seed: int
-    """Seed of the weights, the order of the images and the stochastic rounding."""
+    recipe: str = setting("Recipe (listed above): the precision of each GEMM operand.", "fp32")
+    seed: int = setting(
+        "Seed of the weights, the order of the images and the stochastic rounding.", 0, check=SEED
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_task(self.model, self)
-        get_recipe(self.recipe)
-        _check(self, "seed", 0 <= self.seed < 1 << 64, "a whole number in 0..2**64 - 1")
+        self.check_model(self.model)
+        _ = self.resolved_recipe
+
+    @cached_property
+    def resolved_recipe(self) -> Recipe:
+        """The recipe itself."""
+        return get_recipe(self.recipe)
 
     @property
     def label(self) -> str:
@@ -213,54 +296,32 @@ class RunConfig(Settings):
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(RunConfig)}
-
-
-def _check(config: Settings, field: str, good: bool, wanted: str) -> None:
-    if not good:
-        flag = "--" + field.replace("_", "-")
-        raise ValueError(f"{flag}: wanted {wanted}, got {getattr(config, field)!r}")
-
-
-def field_types(cls: type) -> dict[str, Any]:
-    """Each field's type, Optional unwrapped."""
-    hints = typing.get_type_hints(cls)
-    out = {}
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        if isinstance(hint, types.UnionType):
-            hint = next(t for t in typing.get_args(hint) if t is not type(None))
-        out[field.name] = hint
-    return out
+        return dataclasses.asdict(self)
 
 
 def _check_types(config: Settings) -> None:
     """TOML and scripts can hand over anything; whole numbers serve as floats."""
-    for name, kind in field_types(type(config)).items():
-        value = getattr(config, name)
+    for name, kind in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name, None)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             object.__setattr__(config, name, float(value))
         elif kind in (int, float, str, bool) and type(value) is not kind:
-            raise TypeError(f"{name}: wanted {kind.__name__}, got {value!r}")
+            raise TypeError(f"{name}: expected {kind.__name__}, got {value!r}")
 
 
 def write_toml(values: Mapping[str, Any], header: str = "") -> str:
     """Flat TOML text of strings, numbers and booleans (None is left out)."""
     lines = [f"# {line}" for line in header.splitlines()]
-    for name, value in values.items():
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            text = str(value).lower()
-        elif isinstance(value, str):
-            text = json.dumps(value)  # a JSON string is a TOML basic string
-        else:
-            text = repr(value)
-        lines.append(f"{name} = {text}")
+    # A JSON string or boolean is a TOML one.
+    lines += [
+        f"{name} = {json.dumps(value) if isinstance(value, str | bool) else repr(value)}"
+        for name, value in values.items()
+        if value is not None
+    ]
     return "\n".join(lines) + "\n"
 
 
-def read_toml(path: Path, known: typing.Iterable[str]) -> dict[str, Any]:
+def read_toml(path: Path, known: Iterable[str]) -> dict[str, Any]:
     """Read flat TOML; keys may be written with - or _.
 
     Raises:
@@ -268,14 +329,12 @@ def read_toml(path: Path, known: typing.Iterable[str]) -> dict[str, Any]:
             ones are listed.
     """
     try:
-        with path.open("rb") as file:
-            content = tomllib.load(file)
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--config {path}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: wanted TOML, got: {error}") from error
-    names = set(known)
-    values = {}
+        raise ValueError(f"--config {path}: expected TOML, got: {error}") from error
+    names, values = set(known), {}
     for key, value in content.items():
         name = key.replace("-", "_")
         if name not in names:

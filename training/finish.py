@@ -8,7 +8,7 @@ import resource
 import statistics
 import sys
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -16,12 +16,10 @@ from rich.console import Console
 from extensor import ExTensor
 from extensor.inspect import SlotHealth, compare_layers, health_table, slot_health
 from extensor.nn import apply_recipe
-from training.callbacks import BEST, LAST, METRICS
+from training.callbacks import RunView
 from training.callbacks.progress import percent
-from training.rundir import RESULT
-
-if TYPE_CHECKING:
-    from training.loop import Trainer
+from training.rundir import BEST, LAST, METRICS, RESULT
+from training.tables import known_mean
 
 __all__ = ["health_of", "peak_rss_mb", "result_of", "show_end"]
 
@@ -34,17 +32,17 @@ def peak_rss_mb() -> float:
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 
 
-def result_of(trainer: Trainer) -> dict[str, Any]:
+def result_of(run: RunView) -> dict[str, Any]:
     """Everything result.json says: plain JSON, None for what is not finite.
 
     ``loss`` and ``accuracy`` are of the test data after the last epoch; ``best_accuracy`` is of the
     test data after ``best_epoch``, which the validation data chose (None without). ``diverged`` is
     None, or says why: the loss is not finite, gradients stayed so, or nothing was learnt.
     """
-    config, history, task = trainer.config, trainer.history, trainer.task
-    scores = trainer.scores if trainer.scores is not None else trainer.evaluate()
+    config, history, task = run.config, run.history, run.task
+    scores = run.scores if run.scores is not None else run.evaluate()
     last, best = history[-1], task.metric.best(history) if task.validates else None
-    diverged = trainer.diverged
+    diverged = run.diverged
     if diverged is None and last.test_loss is None:
         diverged = "the test loss is not finite"
     if diverged is None:
@@ -54,7 +52,7 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
         "model": config.model,
         "variant": config.variant,
         "recipe": config.recipe,
-        "recipe_name": trainer.quant.recipe.name,
+        "recipe_name": run.quant.recipe.name,
         "dataset": config.dataset,
         "seed": config.seed,
         "device": config.device,
@@ -68,21 +66,21 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
         "best_accuracy": None if best is None else best.test_accuracy,
         "best_epoch": None if best is None else best.epoch,
         "diverged": diverged,
-        "stopped_early": trainer.stop_reason,
+        "stopped_early": run.stop_reason,
         "epochs": len(history),
-        "steps": trainer.position.step,
-        "skipped_steps": trainer.position.skipped,
-        "saturated": _mean([e.saturated for e in history]),
-        "flushed": _mean([e.flushed for e in history]),
-        "seconds": trainer.position.seconds,
+        "steps": run.position.step,
+        "skipped_steps": run.position.skipped,
+        "saturated": known_mean([e.saturated for e in history]),
+        "flushed": known_mean([e.flushed for e in history]),
+        "seconds": run.position.seconds,
         "seconds_per_epoch": statistics.fmean(seconds),
         "unit": task.unit,
         "per_second": statistics.fmean(e.per_second for e in history),
         "waited": statistics.fmean(e.waited for e in history),
-        "optimizer_bytes": trainer.optimizer.nbytes,
+        "optimizer_bytes": run.optimizer.nbytes,
         "peak_rss_mb": peak_rss_mb(),
-        "health": [{**dataclasses.asdict(row), "verdict": row.verdict} for row in trainer.health],
-        "parameters": sum(int(np.prod(p.shape)) for p in trainer.model.parameters()),
+        "health": [{**dataclasses.asdict(row), "verdict": row.verdict} for row in run.health],
+        "parameters": sum(int(np.prod(p.shape)) for p in run.model.parameters()),
         **scores.details(),
         "versions": {
             "python": platform.python_version(),
@@ -92,15 +90,10 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def health_of(trainer: Trainer) -> tuple[SlotHealth, ...]:
+def health_of(run: RunView) -> tuple[SlotHealth, ...]:
     """What quantizing did to each operand of each layer since the epoch began."""
-    switched = {(row.layer, row.slot) for row in trainer.scaler.report().slots if row.switched}
-    return slot_health(trainer.quant, switched)
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    switched = {(row.layer, row.slot) for row in run.scaler.report().slots if row.switched}
+    return slot_health(run.quant, switched)
 
 
 def _version(name: str) -> str:
@@ -110,7 +103,7 @@ def _version(name: str) -> str:
         return "not installed (used from its source)"
 
 
-def show_end(trainer: Trainer, result: dict[str, Any], console: Console) -> None:
+def show_end(run: RunView, result: dict[str, Any], console: Console) -> None:
     """Test loss and accuracy, how each layer bears its formats, and where everything lies."""
     loss = "not finite" if result["loss"] is None else f"{result['loss']:.4f}"
     if result.get("perplexity") is not None:
@@ -137,7 +130,7 @@ def show_end(trainer: Trainer, result: dict[str, Any], console: Console) -> None
             "and the first and last layer in high precision, such as mxfp4",
             style="bold red",
         )
-    _show_health(trainer, console)
+    _show_health(run, console)
     for name, what in (
         (LAST, "checkpoint"),
         (BEST, "best checkpoint"),
@@ -145,20 +138,20 @@ def show_end(trainer: Trainer, result: dict[str, Any], console: Console) -> None
         (METRICS, "per epoch"),
         ("tensorboard", "events"),
     ):
-        if name != BEST or trainer.task.validates:
-            console.print(f"{what:<16}{trainer.out / name}")
+        if name != BEST or run.task.validates:
+            console.print(f"{what:<16}{run.out / name}")
 
 
-def _show_health(trainer: Trainer, console: Console) -> None:
+def _show_health(run: RunView, console: Console) -> None:
     """Each layer beside float32 with the same weights, and each operand in the last epoch."""
-    if not trainer.health:
+    if not run.health:
         return  # nothing is quantized to blocks
-    reference = trainer.fresh_model()
-    reference.load_state_dict(trainer.model.state_dict())
+    reference = run.fresh_model()
+    reference.load_state_dict(run.model.state_dict())
     apply_recipe(reference, "fp32")
-    drawn = next(trainer.task.test(min(HEALTH_BATCH, trainer.task.eval_batch)))
-    inputs = ExTensor.from_numpy(drawn.inputs).to(trainer.config.device)
-    layers = compare_layers(trainer.model, reference, inputs)
-    seen = f"{drawn.count} test {trainer.task.unit}"
+    drawn = next(run.task.test(min(HEALTH_BATCH, run.task.eval_batch)))
+    inputs = ExTensor.from_numpy(drawn.inputs).to(run.config.device)
+    layers = compare_layers(run.model, reference, inputs)
+    seen = f"{drawn.count} test {run.task.unit}"
     console.print(f"\nlayers beside float32, on {seen}\n{layers}")
-    console.print(f"\noperands in the last epoch\n{health_table(trainer.health)}\n")
+    console.print(f"\noperands in the last epoch\n{health_table(run.health)}\n")

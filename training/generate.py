@@ -17,13 +17,12 @@ import models
 from extensor import ExTensor, no_grad
 from extensor.io import load_checkpoint
 from extensor.nn import Module, apply_recipe
-from training.callbacks import LAST
 from training.config import ACTIVATIONS
-from training.rundir import UsageError
+from training.rundir import LAST, UsageError
 from training.runs import RUNS
 from training.text.tokenizers import Tokenizer, TokenizerError, from_state
 
-__all__ = ["GenerateArgs", "choose", "go_on", "load_language_model", "write"]
+__all__ = ["Draw", "GenerateArgs", "choose", "go_on", "load_language_model", "write"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +48,13 @@ class GenerateArgs:
             if getattr(self, name) < 0:
                 flag = name.replace("_", "-")
                 got = getattr(self, name)
-                raise UsageError(f"--{flag}: wanted a whole number, 0 or more, got {got}")
+                raise UsageError(f"--{flag}: expected a whole number, 0 or more, got {got}")
         if not 0.0 <= self.temperature < math.inf:
-            raise UsageError(f"--temperature: wanted a number, 0 or more, got {self.temperature!r}")
+            raise UsageError(
+                f"--temperature: expected a number, 0 or more, got {self.temperature!r}"
+            )
         if not self.prompt:
-            raise UsageError("--prompt: wanted at least one letter, got an empty text")
+            raise UsageError("--prompt: expected at least one letter, got an empty text")
 
 
 def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
@@ -76,7 +77,7 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
     if run is None or not causal or not isinstance(task, dict):
         held = f"a run of {kind!r}" if kind else "no run"
         raise UsageError(
-            f"{path}: wanted the checkpoint of a language model, got one that holds {held}; the "
+            f"{path}: expected the checkpoint of a language model, got one that holds {held}; the "
             "way out: one that `python -m training gpt` wrote"
         )
     try:
@@ -84,7 +85,7 @@ def load_language_model(path: Path) -> tuple[Module, Tokenizer, int]:
         tokenizer = from_state(task.get("tokenizer"))
         if tokenizer.size != config.vocab:
             raise TokenizerError(
-                f"wanted a tokenizer of the model's {config.vocab} tokens, got one of "
+                f"expected a tokenizer of the model's {config.vocab} tokens, got one of "
                 f"{tokenizer.size}"
             )
         model = models.build(run["model"], config, np.random.default_rng(run["seed"]))
@@ -115,8 +116,8 @@ def choose(scores: np.ndarray, temperature: float, top_k: int, rng: np.random.Ge
     """
     if not np.isfinite(scores).all():
         raise UsageError(
-            "wanted finite scores from the model, got NaN or infinity: its training diverged; the "
-            "way out: checkpoint-best.safetensors, or a run with a lower --lr"
+            "expected finite scores from the model, got NaN or infinity: its training diverged; "
+            "the way out: checkpoint-best.safetensors, or a run with a lower --lr"
         )
     if temperature == 0.0:
         return int(scores.argmax())
@@ -125,6 +126,16 @@ def choose(scores: np.ndarray, temperature: float, top_k: int, rng: np.random.Ge
     weights = np.exp((scores[best] - scores[best[0]]).astype(np.float64) / temperature)
     sums = np.cumsum(weights)
     return int(best[np.searchsorted(sums, rng.random() * sums[-1], side="right")])
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How many tokens to draw, and how; `choose` explains."""
+
+    count: int
+    temperature: float
+    top_k: int
+    seed: int
 
 
 def write(args: GenerateArgs) -> str:
@@ -139,30 +150,22 @@ def write(args: GenerateArgs) -> str:
         tokens: list[Any] = tokenizer.encode(args.prompt).tolist()
     except TokenizerError as error:
         raise UsageError(f"--prompt: {error}") from error
-    rng = np.random.default_rng(args.seed)
-    new = go_on(model, tokens, context, args.tokens, args.temperature, args.top_k, rng)
-    return tokenizer.decode(new)
+    draw = Draw(args.tokens, args.temperature, args.top_k, args.seed)
+    return tokenizer.decode(go_on(model, tokens, context, draw))
 
 
 def go_on(
-    model: Module,
-    tokens: list[int],
-    context: int,
-    count: int,
-    temperature: float,
-    top_k: int,
-    rng: np.random.Generator,
-    device: str = "cpu",
+    model: Module, tokens: list[int], context: int, draw: Draw, device: str = "cpu"
 ) -> list[int]:
-    """The ``count`` tokens that a model draws after others; `choose` says how.
+    """The tokens that a model draws after others.
 
     Raises:
         UsageError: if the model's scores are not finite.
     """
-    tokens, start = list(tokens), len(tokens)
+    tokens, start, rng = list(tokens), len(tokens), np.random.default_rng(draw.seed)
     with no_grad():
-        for _ in range(count):
+        for _ in range(draw.count):
             seen = ExTensor.from_numpy(np.array([tokens[-context:]], np.int64)).to(device)
             scores = model(seen).to("cpu").numpy()[0, -1]
-            tokens.append(choose(scores, temperature, top_k, rng))
+            tokens.append(choose(scores, draw.temperature, draw.top_k, rng))
     return tokens[start:]

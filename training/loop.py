@@ -1,57 +1,44 @@
-"""The loop: forward, loss, scaled backward, step; evaluation; checkpoints that resume exactly.
+"""The training loop: forward, loss, scaled backward, step; evaluation; exactly resumed checkpoints.
 
-What is trained on what is the task's business (`training.tasks`). Everything a step depends on is
-either a pure function of (config, step) - the order of the data,
-the learning rate, the random bits of stochastic rounding - or in the checkpoint: weights, optimizer
-and scaler state, position. So on the CPU a resumed run repeats an uninterrupted one bit for bit.
+The task (`training.tasks`) says what is learnt from which data. Everything that a step depends on
+is a pure function of (config, step), such as the order of the data, the learning rate and the
+random bits of stochastic rounding, or it is in the checkpoint: weights, optimizer and scaler state,
+position, history. So on the CPU a resumed run repeats an uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.console import Console
 
 import models
 from extensor import ExTensor, capture, cross_entropy, no_grad, take
-from extensor.backends.registry import get as get_backend
 from extensor.inspect import SlotHealth
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.nn import apply_recipe
-from extensor.optim import MXGradScaler, clip_grad_norm
+from extensor.optim import MXGradScaler, ReduceLROnPlateau, Warmup, clip_grad_norm
 from extensor.quant import QuantArray, QuantStats
-from extensor.quant.recipes import get_recipe
 from training.batch import Batch
-from training.callbacks import (
-    LAST,
-    Callback,
-    EarlyStopping,
-    JsonLines,
-    SaveCheckpoint,
-    ShowProgress,
-    Telemetry,
-    TensorBoard,
-)
+from training.callbacks import Callback
 from training.config import ACTIVATIONS, RunConfig
 from training.data import prefetch
-from training.finish import health_of, result_of, show_end
-from training.metrics import top_k_hits
+from training.finish import health_of, result_of
+from training.metrics import Scores, top_k_hits
 from training.optimizers import make_optimizer, make_schedule
-from training.reports import EpochReport, Position, StepReport, finite, share
-from training.rundir import RESULT, UsageError, claim, write_json
+from training.records import EpochReport, Position, StepReport, finite, share
+from training.rundir import LAST, RESULT, UsageError, write_json
 from training.runs import RUNS
-from training.tasks import TASKS, Scores
+from training.signals import on_signals
+from training.tasks import TASKS
 
-__all__ = ["Interrupted", "Trainer", "train"]
+__all__ = ["Interrupted", "Trainer"]
 
 PREFETCH = 2
 """Batches that a thread makes ahead, while the step before computes."""
@@ -71,7 +58,7 @@ class Trainer:
         out: its folder; nothing is written before `fit`.
         data: the data; None loads what the config names.
         callbacks: who watches.
-        graph: whether a GPU repeats steps without Python; see `extensor.capture`.
+        graph: whether steps are captured in a CUDA graph and replayed; see `extensor.capture`.
 
     Raises:
         ValueError: if the settings do not fit the data, or a rule of the recipe matches no layer.
@@ -92,15 +79,15 @@ class Trainer:
         self.model_config = models.config(config.model, config.variant, **self.task.shapes())
         self.model = self.fresh_model()
         self.quant = apply_recipe(
-            self.model, config.recipe, config.seed, ACTIVATIONS[config.activations]
+            self.model, config.resolved_recipe, config.seed, ACTIVATIONS[config.activations]
         )
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(config, self.batches)
         dynamic = config.loss_scale == "dynamic"
-        self.scaler = (
-            MXGradScaler(self.quant)
-            if dynamic
-            else MXGradScaler(self.quant, init_scale=1.0, growth_factor=1.0)
+        self.scaler = MXGradScaler(
+            self.quant,
+            init_scale=65536.0 if dynamic else 1.0,
+            growth_factor=2.0 if dynamic else 1.0,
         )
         self.graph = graph
         self._compute = capture(self._device_step) if graph else self._device_step
@@ -137,7 +124,7 @@ class Trainer:
         try:
             for callback in self.callbacks:
                 callback.on_start(self)
-            with self._signals():
+            with on_signals(lambda number, frame: self.interrupt(), once=True):
                 while self.position.epoch <= self.config.epochs and not self.stop_reason:
                     self._train_epoch()
                     self._end_epoch()
@@ -179,8 +166,8 @@ class Trainer:
         self.schedule.apply(self.optimizer, position.step)
         lr = float(self.optimizer.groups[0].options["lr"])
         self._batch, skipped = batch, self.scaler.skipped
-        inputs, labels, asked = self._asked(batch)
-        rows, loss = self._compute(*map(self._tensor, (inputs, labels, *asked)))
+        inputs, labels, places = self._arguments(batch)
+        rows, loss = self._compute(*map(self._tensor, (inputs, labels, *places)))
         good = self.scaler.skipped == skipped
         value, count = float(loss.item()), batch.count
         position.step += 1
@@ -193,11 +180,11 @@ class Trainer:
         return value, lr, good
 
     def _device_step(
-        self, inputs: ExTensor, labels: ExTensor, *asked: ExTensor
+        self, inputs: ExTensor, labels: ExTensor, *places: ExTensor
     ) -> tuple[ExTensor, ExTensor]:
-        """What a step computes, nothing of which is read here: (scores, loss)."""
+        """What a step computes, none of which is read here: (scores, loss)."""
         self.optimizer.zero_grad()
-        rows, loss = self._forward(inputs, labels, *asked, smoothing=self.config.label_smoothing)
+        rows, loss = self._forward(inputs, labels, *places, smoothing=self.config.label_smoothing)
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
         if not self.graph:
@@ -212,37 +199,36 @@ class Trainer:
 
     def forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[ExTensor, Any, ExTensor]:
         """A row of scores for each label, the labels in a row, and the mean loss of the batch."""
-        inputs, labels, asked = self._asked(batch)
-        tensors = map(self._tensor, (inputs, labels, *asked))
+        inputs, labels, places = self._arguments(batch)
+        tensors = map(self._tensor, (inputs, labels, *places))
         rows, loss = self._forward(*tensors, smoothing=smoothing)
         return rows, labels, loss
 
-    def _asked(self, batch: Batch) -> tuple[Any, Any, list[Any]]:
-        """Inputs, the labels in a row, and where these are if not every position has one."""
+    def _arguments(self, batch: Batch) -> tuple[Any, Any, list[Any]]:
+        """Inputs, the labels in a row, and their places where not every position has a label."""
         labels = batch.labels.reshape(-1)
-        asked = np.flatnonzero(labels >= 0)
-        if len(asked) == len(labels):
+        places = np.flatnonzero(labels >= 0)
+        if len(places) == len(labels):
             return batch.inputs, labels, []
         if self.graph:
             raise UsageError(
-                "--graph: this task asks for other positions in each batch, so that no step is "
-                "the repetition of another; the way out: leave --graph out"
+                "--graph: this task has labels at other places in each batch, so that no step is a "
+                "replay of another; the way out: leave --graph out"
             )
-        return batch.inputs, labels[asked], [asked]
+        return batch.inputs, labels[places], [places]
 
     def _forward(
-        self, inputs: ExTensor, labels: ExTensor, *asked: ExTensor, smoothing: float
+        self, inputs: ExTensor, labels: ExTensor, *places: ExTensor, smoothing: float
     ) -> tuple[ExTensor, ExTensor]:
         scores = self.model(inputs)
         rows = scores.reshape(-1, scores.shape[-1])
-        if asked:
-            rows = take(rows, asked[0], axis=0)
+        if places:
+            rows = take(rows, places[0], axis=0)
         return rows, cross_entropy(rows, labels, smoothing)
 
     def _end_epoch(self) -> None:
         position = self.position
-        seen = self._seen()
-        self.health = health_of(self)
+        self.health, shares = health_of(self), self._shares()  # evaluation would count, too
         self.scores = scores = self.evaluate()
         held = self.evaluate("validation") if self.task.validates else None
         report = EpochReport(
@@ -260,13 +246,13 @@ class Trainer:
             lr=float(self.optimizer.groups[0].options["lr"]),
             loss_scale=self.scaler.current_scale,
             seconds=position.epoch_seconds,
-            per_second=position.count / max(position.epoch_seconds, 1e-9),
+            per_second=position.per_second,
             waited=position.epoch_waited / max(position.epoch_seconds, 1e-9),
             skipped_steps=position.skipped,
-            saturated=share(seen.saturated, seen.count),
-            flushed=share(seen.flushed, seen.count),
+            **shares,
         )
         self.history.append(report)
+        self._observe(report)
         position.next_epoch()
         for callback in self.callbacks:
             callback.on_epoch(self, report)
@@ -284,12 +270,23 @@ class Trainer:
         self.model.train()
         return scores
 
-    def _seen(self) -> QuantStats:
-        """What quantizing did, over all layers and slots since the epoch began."""
-        return sum(self.quant.telemetry.values(), QuantStats())
+    def _observe(self, report: EpochReport) -> None:
+        """Show the schedule the loss of an epoch, if it reads one: never that of the test data."""
+        schedule = self.schedule.then if isinstance(self.schedule, Warmup) else self.schedule
+        loss = report.val_loss if self.task.validates else report.train_loss
+        if isinstance(schedule, ReduceLROnPlateau) and loss is not None:
+            schedule.observe(loss)
+
+    def _shares(self) -> dict[str, float | None]:
+        """Shares of the values quantized since the epoch began, over all layers and slots."""
+        stats = sum(self.quant.telemetry.values(), QuantStats())
+        return {
+            "saturated": share(stats.saturated, stats.count),
+            "flushed": share(stats.flushed, stats.count),
+        }
 
     def _step_report(self, loss: float, lr: float, skipped: bool) -> StepReport:
-        position, seen = self.position, self._seen()
+        position = self.position
         return StepReport(
             step=position.step,
             epoch=position.epoch,
@@ -298,13 +295,12 @@ class Trainer:
             loss=finite(loss),
             epoch_loss=finite(position.loss_sum / position.count),
             epoch_accuracy=position.hits / position.count,
-            per_second=position.count / max(position.epoch_seconds, 1e-9),
+            per_second=position.per_second,
             lr=lr,
             loss_scale=self.scaler.current_scale,
             skipped=skipped,
             skipped_steps=position.skipped,
-            saturated=share(seen.saturated, seen.count),
-            flushed=share(seen.flushed, seen.count),
+            **self._shares(),
         )
 
     def _tensor(self, array: np.ndarray) -> ExTensor:
@@ -346,12 +342,12 @@ class Trainer:
         if theirs != mine:
             differ = sorted(k for k in mine if not theirs or theirs.get(k) != mine[k])
             raise ValueError(
-                f"{path}: wanted a checkpoint of this run, got one that differs in "
+                f"{path}: expected a checkpoint of this run, got one that differs in "
                 f"{', '.join(differ)}; the way out: the checkpoint that this run wrote"
             )
         if metadata.get("task") != json.loads(json.dumps(self.task.state())):
             raise ValueError(
-                f"{path}: wanted a checkpoint of this run's data, got one of another tokenizer; "
+                f"{path}: expected a checkpoint of this run's data, got one of another tokenizer; "
                 f"the way out: {self.config.dataset} as it was when the run began (the same "
                 "Python for python_source, the same package tokenizers for bpe)"
             )
@@ -364,105 +360,10 @@ class Trainer:
         self.scaler.load_state_dict(metadata["scaler"])
         self.position = Position.from_dict(metadata["position"])
         self.history = [EpochReport(**values) for values in metadata["history"]]
-
-    # --- interrupts -----------------------------------------------------------------------------
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM set a flag; a second one has its usual effect."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may set handlers
-            return
-        usual = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-
-        def on_signal(number: int, frame: object) -> None:
-            self.interrupt()
-            signal.signal(number, usual[signal.Signals(number)])
-
-        for number in usual:
-            signal.signal(number, on_signal)
-        try:
-            yield
-        finally:
-            for number, handler in usual.items():
-                signal.signal(number, handler)
+        for report in self.history:
+            self._observe(report)
 
     def _stop_if_interrupted(self) -> None:
         if self._interrupted:
             self.save(self.out / LAST)
             raise Interrupted
-
-
-def _check_graph(config: RunConfig, telemetry: int) -> None:
-    """Refuse what a GPU cannot repeat by itself.
-
-    Raises:
-        UsageError: naming it.
-    """
-    for good, what, way_out in (
-        (config.device != "cpu", "a GPU repeats the steps", "add --device cuda"),
-        (config.optimizer != "lion", f"{config.optimizer} is not captured", "sgd, adam or adamw"),
-        (
-            not get_recipe(config.recipe).adaptive_scale_rule,
-            f"{config.recipe} changes its layers' scale rules between steps",
-            "a recipe that does not",
-        ),
-        (
-            not telemetry,
-            "telemetry looks at gradients in the middle of a step",
-            "leave --telemetry out",
-        ),
-    ):
-        if not good:
-            raise UsageError(f"--graph: {what}; the way out: {way_out}, or leave --graph out")
-
-
-def train(
-    config: RunConfig,
-    out: Path,
-    *,
-    resume: bool,
-    console: Console,
-    telemetry: int = 0,
-    graph: bool = False,
-) -> dict[str, Any]:
-    """Run a configuration into a folder, and say how it went.
-
-    Args:
-        config: what to run.
-        out: its folder.
-        resume: whether to go on from its last checkpoint.
-        console: where it reports.
-        telemetry: steps between records of `Telemetry`; 0 records nothing.
-        graph: whether a GPU repeats steps without Python.
-
-    Raises:
-        UsageError: if the folder or the configuration do not allow it.
-        DataError: if the data set is missing or damaged.
-        Interrupted: see `Trainer.fit`.
-    """
-    if graph:
-        _check_graph(config, telemetry)
-    board = TensorBoard()
-    callbacks: list[Callback] = [JsonLines(), board, ShowProgress(console)]
-    if telemetry:
-        callbacks.append(Telemetry(telemetry, board))
-    if config.patience:
-        callbacks.append(EarlyStopping(config.patience))
-    callbacks.append(SaveCheckpoint())
-    try:
-        get_backend(config.device)
-    except RuntimeError as error:
-        raise UsageError(f"--device {config.device}: {error}") from error
-    try:
-        trainer = Trainer(config, out, callbacks=callbacks, graph=graph)
-        claim(out, config, resume=resume)
-        if resume:
-            trainer.load(out / LAST)
-            done = trainer.position
-            console.print(f"resuming in epoch {done.epoch}, after step {done.step}")
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    result = trainer.fit()
-    show_end(trainer, result, console)
-    return result

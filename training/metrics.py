@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,10 @@ __all__ = ["ClassScores", "Scores", "TokenScores", "confusion_matrix", "perplexi
 
 def _check_classes(what: str, numbers: np.ndarray, classes: int) -> None:
     if not np.issubdtype(numbers.dtype, np.integer):
-        raise ValueError(f"{what}: wanted whole numbers, got {numbers.dtype}")
+        raise ValueError(f"{what}: expected whole numbers, got {numbers.dtype}")
     if numbers.size and (numbers.min() < 0 or numbers.max() >= classes):
         raise ValueError(
-            f"{what}: wanted 0..{classes - 1} for {classes} classes, got "
+            f"{what}: expected 0..{classes - 1} for {classes} classes, got "
             f"{int(numbers.min())}..{int(numbers.max())}"
         )
 
@@ -36,12 +35,12 @@ def top_k_hits(scores: np.ndarray, labels: np.ndarray, k: int) -> int:
     """
     if scores.ndim != 2 or labels.shape != scores.shape[:1]:
         raise ValueError(
-            f"top_k_hits: wanted scores (N, C) and labels (N,), got shapes {scores.shape} and "
+            f"top_k_hits: expected scores (N, C) and labels (N,), got shapes {scores.shape} and "
             f"{labels.shape}"
         )
     classes = scores.shape[1]
     if not 1 <= k <= classes:
-        raise ValueError(f"k: wanted 1..{classes}, got {k}")
+        raise ValueError(f"k: expected 1..{classes}, got {k}")
     _check_classes("top_k_hits: labels", labels, classes)
     if k == 1:
         return int((scores.argmax(axis=1) == labels).sum())
@@ -64,7 +63,7 @@ def confusion_matrix(predicted: np.ndarray, labels: np.ndarray, classes: int) ->
     """
     if predicted.shape != labels.shape or labels.ndim != 1:
         raise ValueError(
-            f"confusion_matrix: wanted predictions (N,) and labels (N,), got shapes "
+            f"confusion_matrix: expected predictions (N,) and labels (N,), got shapes "
             f"{predicted.shape} and {labels.shape}"
         )
     _check_classes("confusion_matrix: predictions", predicted, classes)
@@ -73,40 +72,8 @@ def confusion_matrix(predicted: np.ndarray, labels: np.ndarray, classes: int) ->
     return flat.reshape(classes, classes)
 
 
-class Scores(ABC):
-    """Accumulates the metrics of an evaluation over batches."""
-
-    @abstractmethod
-    def add(self, scores: np.ndarray, labels: np.ndarray, mean_loss: float) -> None:
-        """Count rows of scores (R, C) with labels (R,) and their mean loss."""
-
-    @property
-    @abstractmethod
-    def loss(self) -> float:
-        """Mean loss per label."""
-
-    @property
-    @abstractmethod
-    def accuracy(self) -> float:
-        """Top-1 accuracy in 0..1."""
-
-    @property
-    @abstractmethod
-    def accuracy_k(self) -> float:
-        """Top-3 accuracy in 0..1."""
-
-    @property
-    def perplexity(self) -> float | None:
-        """For tokens, exp(loss) where that is finite; None for what is no text."""
-        return None
-
-    def details(self) -> dict[str, Any]:
-        """What result.json says beyond loss and accuracies."""
-        return {}
-
-
-class _Counted(Scores):
-    """Loss, top-1 and top-k over everything added."""
+class Scores:
+    """Loss, top-1 and top-3 accuracy over everything added: the metrics of an evaluation."""
 
     k = 3
 
@@ -115,6 +82,7 @@ class _Counted(Scores):
         self.loss_sum, self.count, self.hits, self.hits_k = 0.0, 0, 0, 0
 
     def add(self, scores: np.ndarray, labels: np.ndarray, mean_loss: float) -> None:
+        """Count rows of scores (R, C) with labels (R,) and their mean loss."""
         self.loss_sum += mean_loss * len(labels)
         self.count += len(labels)
         self.hits += top_k_hits(scores, labels, 1)
@@ -127,14 +95,25 @@ class _Counted(Scores):
 
     @property
     def accuracy(self) -> float:
+        """Top-1 accuracy in 0..1."""
         return self.hits / self.count
 
     @property
     def accuracy_k(self) -> float:
+        """Top-3 accuracy in 0..1."""
         return self.hits_k / self.count
 
+    @property
+    def perplexity(self) -> float | None:
+        """For tokens, exp(loss) where that is finite; None for images."""
+        return None
 
-class ClassScores(_Counted):
+    def details(self) -> dict[str, Any]:
+        """What result.json says beyond loss and accuracies."""
+        return {}
+
+
+class ClassScores(Scores):
     """Metrics of labelled images.
 
     Args:
@@ -169,7 +148,7 @@ class ClassScores(_Counted):
         }
 
 
-class TokenScores(_Counted):
+class TokenScores(Scores):
     """Metrics of predicted tokens."""
 
     @property

@@ -19,13 +19,13 @@ from rich.console import Console
 
 from extensor import ExTensor
 from extensor.inspect import compare_layers
-from extensor.nn import Module, quantize_model, save_quantized, stored_layers
+from extensor.nn import Module, packed_layers, quantize_model, save_quantized
 from extensor.quant.schemes import get_scheme
-from training.callbacks import LAST
 from training.loop import Trainer
 from training.ptq_report import LayerResult, SchemeResult, write_results
-from training.reports import finite
-from training.rundir import CONFIG, UsageError, read_config
+from training.records import finite
+from training.rundir import CONFIG, LAST, UsageError, read_config
+from training.tasks import Metric
 
 __all__ = ["PtqArgs", "ptq"]
 
@@ -59,14 +59,14 @@ class PtqArgs:
 
     def __post_init__(self) -> None:
         if self.calibration < 1:
-            raise UsageError(f"--calibration: wanted 1 or more inputs, got {self.calibration}")
+            raise UsageError(f"--calibration: expected 1 or more inputs, got {self.calibration}")
         try:
             for name in self.names:
                 get_scheme(name)
         except ValueError as error:
             raise UsageError(f"--schemes: {error}") from error
         if not self.names or len(set(self.names)) < len(self.names):
-            raise UsageError(f"--schemes: wanted each scheme once, got {self.schemes!r}")
+            raise UsageError(f"--schemes: expected each scheme once, got {self.schemes!r}")
 
     @property
     def names(self) -> list[str]:
@@ -99,11 +99,7 @@ def ptq(args: PtqArgs, console: Console) -> None:
     calibration = calibration_set(trainer, args.calibration)
     batch = next(trainer.task.test(min(LAYER_BATCH, trainer.task.eval_batch)))
     inputs = ExTensor.from_numpy(batch.inputs).to(config.device)
-    base = _scored(trainer, float_model)
-    dense = SchemeResult(
-        "float32", "the run's weights as they are", base["value"], 0.0, base["loss"],
-        base["perplexity"], nbytes(float_model), 32.0, None, [],
-    )  # fmt: skip
+    dense = _result(trainer, "float32", "the run's weights as they are", float_model)
     rows: list[SchemeResult] = []
     args.folder.mkdir(parents=True, exist_ok=True)
     for name in args.names:
@@ -111,13 +107,14 @@ def ptq(args: PtqArgs, console: Console) -> None:
             made = quantize_model(float_model, name, calibration, args.kept)
         except ValueError as error:
             raise UsageError(f"{args.run}: {name}: {error}") from error
-        rows.append(_row(trainer, name, made, float_model, inputs, dense))
-        console.print(f"{name:<16} {metric.show((rows[-1].value or math.nan) / metric.scale)}")
+        result = _result(trainer, name, get_scheme(name).doc, made)
+        rows.append(_beside(result, made, float_model, inputs, dense, metric))
+        console.print(f"{name:<16} {metric.show((result.value or math.nan) / metric.scale)}")
         if args.save:
             save_quantized(args.folder / f"{name}.safetensors", made, {"run": config.as_dict()})
     seen = f"{sum(len(x) for (x,) in calibration)} training {trainer.task.inputs}"
-    settings = {"run": config.as_dict(), "calibration": args.calibration, "keep": args.kept}
-    write_results(args.folder, config.label, metric, [dense, *rows], seen, settings, console)
+    settings = {"seen": seen, "calibration": args.calibration, "keep": args.kept}
+    write_results(args.folder, config, metric, [dense, *rows], settings, console)
 
 
 def restored(folder: Path) -> Trainer:
@@ -130,13 +127,13 @@ def restored(folder: Path) -> Trainer:
     """
     if not (folder / CONFIG).is_file():
         raise UsageError(
-            f"{folder}: wanted the folder of a run, but {CONFIG} is not there; the way out: the "
+            f"{folder}: expected the folder of a run, but {CONFIG} is not there; the way out: the "
             "--out of a run of `python -m training MODEL`"
         )
     config = read_config(folder)
     if not (folder / LAST).is_file():
         raise UsageError(
-            f"{folder}: wanted a run with {LAST}, but it is not there: its first epoch is not "
+            f"{folder}: expected a run with {LAST}, but it is not there: its first epoch is not "
             f"done; the way out: python -m training {config.model} --out {folder} --resume"
         )
     try:
@@ -163,8 +160,8 @@ def calibration_set(trainer: Trainer, count: int) -> list[tuple[ExTensor, ...]]:
             break
     if left:
         raise UsageError(
-            f"--calibration: wanted at most the {count - left} training {task.inputs} of an epoch, "
-            f"got {count}"
+            f"--calibration: expected at most the {count - left} training {task.inputs} of an "
+            f"epoch, got {count}"
         )
     whole = np.concatenate(parts)
     cuts = range(0, count, CALIBRATION_BATCH)
@@ -179,60 +176,48 @@ def nbytes(model: Module) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def _scored(trainer: Trainer, model: Module) -> dict[str, float | None]:
-    """Loss, perplexity and the task's metric on the test data."""
+def _result(trainer: Trainer, name: str, doc: str, model: Module) -> SchemeResult:
+    """A model's metric, loss and perplexity on the test data, and its bytes."""
     trainer.model = model
-    scores = trainer.evaluate()
-    metric = trainer.task.metric
+    scores, metric = trainer.evaluate(), trainer.task.metric
     value = finite(float(getattr(scores, metric.key)))
-    return {
-        "value": None if value is None else metric.scale * value,
-        "loss": finite(scores.loss),
-        "perplexity": scores.perplexity,
-    }
+    return SchemeResult(
+        scheme=name,
+        doc=doc,
+        value=None if value is None else metric.scale * value,
+        gap=0.0,
+        loss=finite(scores.loss),
+        perplexity=scores.perplexity,
+        nbytes=nbytes(model),
+        bits_per_weight=32.0,
+        sqnr_db=None,
+        layers=[],
+    )
 
 
-def _row(
-    trainer: Trainer,
-    name: str,
+def _beside(
+    result: SchemeResult,
     made: Module,
     reference: Module,
     inputs: ExTensor,
     dense: SchemeResult,
+    metric: Metric,
 ) -> SchemeResult:
-    scored = _scored(trainer, made)
-    compared = compare_layers(made, reference, inputs, isolated=True).rows
-    rows, output = {row.layer: row for row in compared}, compared[-1]
+    """A scheme's result with its gap to the float32 model, and each layer's error beside it."""
+    *rows, output = compare_layers(made, reference, inputs, isolated=True).rows
+    by_path = {row.layer: row for row in rows}
     layers = []
-    for path, layer in stored_layers(made).items():
-        weight, row = vars(layer)["weight"], rows[path]
-        layers.append(
-            LayerResult(
-                path,
-                row.kind,
-                weight.size,
-                weight.nbytes,
-                finite(row.cosine),
-                _decibels(row.sqnr_db),
-                row.clipped,
-                row.flushed,
-            )
-        )
-    value, before = scored["value"], dense.value
-    metric = trainer.task.metric
-    gap = None if value is None or before is None else metric.difference(value, before)
-    bits = 8 * sum(r.nbytes for r in layers) / sum(r.weights for r in layers)
-    return SchemeResult(
-        name,
-        get_scheme(name).doc,
-        value,
-        gap,
-        scored["loss"],
-        scored["perplexity"],
-        nbytes(made),
-        bits,
-        _decibels(output.sqnr_db),
-        layers,
+    for path, layer in packed_layers(made).items():
+        weight, row = vars(layer)["weight"], by_path[path]
+        errors = finite(row.cosine), _decibels(row.sqnr_db), row.clipped, row.flushed
+        layers.append(LayerResult(path, row.kind, weight.size, weight.nbytes, *errors))
+    known = result.value is not None and dense.value is not None
+    return dataclasses.replace(
+        result,
+        gap=metric.difference(result.value, dense.value) if known else None,
+        bits_per_weight=8 * sum(r.nbytes for r in layers) / sum(r.weights for r in layers),
+        sqnr_db=_decibels(output.sqnr_db),
+        layers=layers,
     )
 
 

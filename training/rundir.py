@@ -1,4 +1,4 @@
-"""A run's folder: who may write into it, and what a finished one says.
+"""A run's folder: the files in it, who may write into it, and what a finished one says.
 
 `config.toml` says what the run is, `result.json` that it is finished.
 """
@@ -10,12 +10,18 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from training.callbacks import LAST
 from training.config import RunConfig, write_toml
 
-__all__ = ["CONFIG", "RESULT", "UsageError", "claim", "read_config", "read_result", "write_json"]
+__all__ = [
+    "BEST", "CONFIG", "LAST", "METRICS", "RESULT", "TELEMETRY", "UsageError", "claim",
+    "read_config", "read_result", "write_json",
+]  # fmt: skip
 
 CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+TELEMETRY = "telemetry.jsonl"
+LAST = "checkpoint.safetensors"
+BEST = "checkpoint-best.safetensors"
 RESULT = "result.json"
 OTHER_OUT = "the way out: another --out, or delete that folder"
 
@@ -74,7 +80,8 @@ def claim(folder: Path, config: RunConfig, *, resume: bool) -> None:
         return
     if folder.exists() and not folder.is_dir():
         raise UsageError(
-            f"--out {folder}: wanted a folder, got a file; the way out: another --out, or delete it"
+            f"--out {folder}: expected a folder, got a file; the way out: another --out, or delete "
+            "it"
         )
     if (folder / CONFIG).exists():
         if read_config(folder) != config:

@@ -1,5 +1,6 @@
 """RUNS: one row per model, with the settings that train it well.
 
+What a row does not name is as `training.config` has it by default.
 The learning rates were chosen in float32, by test accuracy, on digits and Fashion-MNIST
 (docs/results; MNIST takes the latter's); GPT's are nanoGPT's, and the encoder takes them too; those
 for photographs are customary ones. A recipe does not get its own, so
@@ -16,35 +17,6 @@ from extensor.errors import unknown_name
 
 __all__ = ["RUNS", "Run", "defaults"]
 
-COMMON: Mapping[str, Any] = {
-    "optimizer": "sgd",
-    "momentum": 0.9,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "activations": "recipe",
-    "optimizer_states": "float32",
-    "weight_decay": 0.0,
-    "schedule": "cosine",
-    "final_lr": 0.0,
-    "warmup_epochs": 0.5,
-    "clip_norm": 0.0,
-    "label_smoothing": 0.0,
-    "augment": "none",
-    "sampler": "random",
-    "val_share": 0.0,
-    "loss_scale": "dynamic",
-    "patience": 0,
-    "train_limit": 0,
-    "test_limit": 0,
-    "device": "cpu",
-    "recipe": "fp32",
-    "seed": 0,
-    "epoch_steps": 0,
-    "context": 0,
-    "tokenizer": "",
-    "vocab_size": 0,
-}
-
 
 @dataclass(frozen=True)
 class Run:
@@ -55,7 +27,7 @@ class Run:
         doc: one line for the command line.
         task: a row of TASKS.
         dataset: the default data set.
-        settings: what differs from `COMMON`, for every data set.
+        settings: the settings for every data set.
         datasets: what differs further, by data set.
     """
 
@@ -65,6 +37,11 @@ class Run:
     dataset: str
     settings: Mapping[str, Any]
     datasets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The kind of data that the task learns from: "images" or "text"."""
+        return "images" if self.task == "classification" else "text"
 
 
 # 1,437 images are few: without shifts LeNet-5 knows them by heart in six epochs (96.7% on the test
@@ -155,7 +132,7 @@ RUNS: dict[str, Run] = {
 
 
 def defaults(model: str, dataset: str | None = None) -> dict[str, Any]:
-    """Every setting of a model's run on a data set.
+    """The settings of a model's run on a data set, apart from those with one default for all.
 
     Raises:
         ValueError: on an unknown model; near ones are listed.
@@ -164,5 +141,9 @@ def defaults(model: str, dataset: str | None = None) -> dict[str, Any]:
         raise ValueError(unknown_name("model", model, RUNS))
     row = RUNS[model]
     dataset = row.dataset if dataset is None else dataset
-    extra = row.datasets.get(dataset, {})
-    return {**COMMON, **row.settings, **extra, "model": model, "dataset": dataset}
+    return {
+        "model": model,
+        "dataset": dataset,
+        **row.settings,
+        **row.datasets.get(dataset, {}),
+    }

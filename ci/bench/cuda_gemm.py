@@ -37,8 +37,8 @@ from extensor.backends import registry
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import dense, operands
 from extensor_cuda import gemm as blocked
-from extensor_cuda.kernels import sums
-from extensor_cuda.kernels.gemm import Config, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.gemm_sm90 import Config, configure, empty_rows, gemm
+from extensor_cuda.kernels.nn import sums
 
 INPUTS, CALLS, WARMUP = 3, 4, 3
 PROMOTED, UNPROMOTED, BF16 = "E5M2, promoted", "E5M2, not promoted", "bf16"

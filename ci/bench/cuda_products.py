@@ -26,6 +26,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from extensor_cuda.bf16 import as_bf16
+from extensor_cuda.expansion import join
 
 from ci.bench.contest import write_gpu
 from ci.bench.cuda_gemm import Call, measure
@@ -34,11 +36,9 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda import decoded, dense, grouped, near, operands, scaling, weights
 from extensor_cuda import gemm as blocked
 from extensor_cuda import scaled as scaled_products
-from extensor_cuda.bf16 import as_bf16
-from extensor_cuda.expansion import join
-from extensor_cuda.kernels import quantize
-from extensor_cuda.kernels.gemm import Config, configure, empty_rows, gemm
-from extensor_cuda.kernels.requantize import requantized
+from extensor_cuda.kernels.gemm.gemm_sm90 import Config, configure, empty_rows, gemm
+from extensor_cuda.kernels.gemm.requantize import requantized
+from extensor_cuda.kernels.quantize import quantize
 
 CACHE = 64 << 20  # bytes that no cache holds
 TOKENS = (1, 4, 16, 32, 64)
@@ -180,7 +180,7 @@ def near_exact(backend: Any, rounds: int) -> Rows:
             "product of operands, every 512": partial(_joined, x, y, out, 4),
         }
         for columns, patches in NEAR_TILES:
-            config = Config("e4m3", "e4m3", columns, 1, patches=patches, out="bfloat16")
+            config = Config.of("e4m3", tile_n=columns, promote=1, epilogue_tiles=patches, out="bfloat16")
             name = f"product of operands, tile {columns}, patches {patches}"
             calls[name] = partial(_placed, x, y, out, config)
         times = measure(calls, rounds)
@@ -198,7 +198,7 @@ def _joined(a: Any, b: Any, out: Any, promote: int, turn: int) -> None:
 
 
 def _placed(a: Any, b: Any, out: Any, config: Config, turn: int) -> None:
-    gemm(a.codes, b.codes, out, config, a.exponent, b.exponent)
+    gemm(a.codes, b.codes, out, config, Epilogue(Scales((a.exponent, b.exponent))))
 
 
 def trained(backend: Any, rounds: int) -> Rows:

@@ -28,8 +28,9 @@ from extensor.backends import registry
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
 from extensor_cuda import operands, scaling
-from extensor_cuda.kernels import dequantize, elementwise, floats, norm, pair
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.nn import elementwise, norm
+from extensor_cuda.kernels.quantize import dequantize, float_scaled, rowwise_columnwise
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.norm_quantize import norm_quantize
 
 SIZE = 16384
@@ -157,20 +158,20 @@ def float_contestants(
         if not wanted(f"{name}, operand; dequantize {name}"):
             continue
         spec = spec.resolve(2)
-        plan = floats.plan_of(spec, (SIZE, SIZE))
-        assert isinstance(plan, floats.FloatPlan), plan
+        plan = float_scaled.plan_of(spec, (SIZE, SIZE))
+        assert isinstance(plan, float_scaled.FloatPlan), plan
         stream = STREAM if spec.rounding == "stochastic" else None
-        example, _ = floats.quantize(data[0][1], plan, stream, xp)
+        example, _ = float_scaled.quantize(data[0][1], plan, stream, xp)
         moved = 2 * SIZE * SIZE + example.nbytes
 
         def call(turn: int, plan: Any = plan, stream: Any = stream) -> Any:
-            return floats.start(data[turn % 2][1], plan, stream, xp)
+            return float_scaled.start(data[turn % 2][1], plan, stream, xp)
 
         def operand(turn: int, spec: Any = spec, stream: Any = stream) -> Any:
             return scaling.make(data[turn % 2][1], [spec], [stream], xp)
 
         def decode(turn: int, q: Any = example, plan: Any = plan) -> Any:
-            return floats.dequantize(q, plan, xp)
+            return float_scaled.dequantize(q, plan, xp)
 
         made[name] = (moved, call)
         if spec.row.element.bits == 8 and spec.symmetric:
@@ -188,21 +189,23 @@ def pair_contestants(
     for name in PAIRS:
         for rounding in ("nearest_even", "stochastic")[: 2 if name == "mxfp4" else 1]:
             rows = QuantSpec(name, 1, rbits=8).replace(rounding=rounding)
-            plan = pair.pair_plan((rows, rows.replace(axis=0)), (SIZE, SIZE))
-            assert isinstance(plan, pair.PairPlan), plan
+            plan = rowwise_columnwise.pair_plan((rows, rows.replace(axis=0)), (SIZE, SIZE))
+            assert isinstance(plan, rowwise_columnwise.PairPlan), plan
             random = rounding == "stochastic"
             streams = (STREAM, STREAM) if random else (None, None)
             title = f"{name} rows + columns" + ", stochastic, 8 bits" * random
             if not wanted(f"{title}, counts; {name} operands of training, stochastic"):
                 continue
-            example = pair.quantize_raw(data[0][1], plan, streams, xp, amax)[0]
+            example = rowwise_columnwise.quantize_raw(data[0][1], plan, streams, xp, amax)[0]
             moved = 2 * count + sum(q.nbytes for q in example)
             for stats in (False, True):
 
                 def call(
                     turn: int, plan: Any = plan, streams: Any = streams, stats: bool = stats
                 ) -> Any:
-                    return pair.quantize_raw(data[turn % 2][1], plan, streams, xp, amax, stats)
+                    return rowwise_columnwise.quantize_raw(
+                        data[turn % 2][1], plan, streams, xp, amax, stats
+                    )
 
                 made[title + ", counts" * stats] = (moved, call)
             if name == "mxfp4" and xp.cuda.Device().compute_capability == "90":
@@ -237,8 +240,8 @@ def norm_contestants(
     made["rms_norm alone"] = (4 * SIZE * SIZE, alone)
     for name in ("mxfp4", "mxfp8_e4m3"):
         spec = QuantSpec(name, 1)
-        plan = pair.pair_plan((spec, spec.replace(axis=0)), (SIZE, SIZE))
-        assert isinstance(plan, pair.PairPlan), plan
+        plan = rowwise_columnwise.pair_plan((spec, spec.replace(axis=0)), (SIZE, SIZE))
+        assert isinstance(plan, rowwise_columnwise.PairPlan), plan
         for only_rows in (True, False):
             title = f"rms_norm + {name} rows" + " + columns" * (not only_rows)
             if not wanted(title):
@@ -254,7 +257,7 @@ def norm_contestants(
                 y = alone(turn)
                 if only_rows:
                     return kernels.quantize_raw(y, plan.along, None, xp, stats=False)
-                return pair.quantize_raw(y, plan, (None, None), xp, stats=False)
+                return rowwise_columnwise.quantize_raw(y, plan, (None, None), xp, stats=False)
 
             made |= {title: (moved, fused), title + ", two kernels": (moved, unfused)}
     return made
@@ -277,9 +280,11 @@ def activation_contestants(
 
         def run(x: Any, activation: str, sides: Any = sides, way: str = way) -> list[Any]:
             if way == "both":
-                plans = pair.pair_plan(sides, (SIZE, SIZE), activation)
-                assert isinstance(plans, pair.PairPlan), plans
-                return list(pair.quantize_raw(x, plans, (None, None), xp, stats=False)[0])
+                plans = rowwise_columnwise.pair_plan(sides, (SIZE, SIZE), activation)
+                assert isinstance(plans, rowwise_columnwise.PairPlan), plans
+                return list(
+                    rowwise_columnwise.quantize_raw(x, plans, (None, None), xp, stats=False)[0]
+                )
             plan = kernels.plan_of(sides[way == "columns"], (SIZE, SIZE), False, activation)
             assert isinstance(plan, kernels.Plan), plan
             return [kernels.quantize_raw(x, plan, None, xp, stats=False).q]

@@ -25,8 +25,8 @@ from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
 from extensor.backends import registry
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels import pair
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.quantize import rowwise_columnwise
 
 FORMATS = ("mxfp8_e4m3", "mxfp4", "nvfp4")
 SIZE, SMALL = 16384, 4096
@@ -86,10 +86,10 @@ def our_calls(x: Any, amax: Any, xp: Any) -> dict[str, Call]:
         assert isinstance(plan, kernels.Plan)
         given = amax if plan.needs_tensor else None
         calls[f"{name} rows"] = partial(kernels.quantize_raw, x, plan, None, xp, given, False)
-        pairs = pair.pair_plan((spec, spec.replace(axis=0)), x.shape)
-        assert isinstance(pairs, pair.PairPlan)
+        pairs = rowwise_columnwise.pair_plan((spec, spec.replace(axis=0)), x.shape)
+        assert isinstance(pairs, rowwise_columnwise.PairPlan)
         calls[f"{name} rows + columns"] = partial(
-            pair.quantize_raw, x, pairs, (None, None), xp, given, False
+            rowwise_columnwise.quantize_raw, x, pairs, (None, None), xp, given, False
         )
     return calls
 

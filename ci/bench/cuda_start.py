@@ -29,7 +29,7 @@ def timed() -> dict[str, float]:
 
     import extensor as et
     from extensor.backends.registry import get
-    from extensor.nn.quantize import apply_recipe
+    from extensor.nn.recipe import apply_recipe
     from extensor.optim import SGD
     from extensor_cuda.runtime import launch
     from models.lenet.configs import LeNetConfig

@@ -40,7 +40,7 @@ import extensor as et
 from ci.bench.contest import GPU_PACKAGES, command, gpu_of, write
 from ci.bench.gpt_torch import torch_gpt
 from extensor.backends import registry
-from extensor.nn.quantize import apply_recipe
+from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW
 from extensor.quant.recipe import FLOAT_NAMES, FloatName
 from models.gpt.configs import GPTConfig

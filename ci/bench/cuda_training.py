@@ -30,8 +30,8 @@ from ci.bench.cuda_quantize import measure
 from extensor import ExTensor
 from extensor.backends import registry
 from extensor.optim import AdamW
-from extensor_cuda.kernels import cross_entropy, norm
-from extensor_cuda.kernels import optimizer as kernels
+from extensor_cuda.kernels.nn import cross_entropy, norm
+from extensor_cuda.kernels.optimizer import optimizer as kernels
 
 LAYERS, WIDTH, VOCAB, CONTEXT = 12, 768, 50257, 1024
 ROWS, LENGTH = 16384, 4096

@@ -19,7 +19,7 @@ import extensor as et
 from ci.bench.contest import arguments, command, measure, write
 from ci.bench.gpt_torch import torch_gpt
 from extensor.config import num_threads
-from extensor.nn.quantize import apply_recipe
+from extensor.nn.recipe import apply_recipe
 from extensor.optim import AdamW, clip_grad_norm
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build

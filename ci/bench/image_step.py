@@ -21,7 +21,7 @@ import extensor as et
 import models
 from ci.bench.contest import arguments, command, measure, write
 from extensor.config import num_threads, use_core
-from extensor.nn.quantize import apply_recipe
+from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD
 
 SHAPES = {"lenet": (1, 28, 28), "resnet": (3, 32, 32)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ ROOMS = {
 
 def public(room: str) -> dict[str, Any]:
     """A room's public names and what they stand for, without modules and plain values."""
-    module = importlib.import_module(room)
+    module = pkgutil.resolve_name(room)
     default = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == room]
     names = [n for n in getattr(module, "__all__", default) if not n.startswith("_")]
     found = {name: getattr(module, name) for name in names}
@@ -73,7 +74,7 @@ def page(room: str, title: str) -> Iterator[str]:
     names = public(room)
     yield f"# {title}"
     yield ""
-    yield f"`{room}`: {inspect.getdoc(importlib.import_module(room)) or ''}".split("\n\n")[0]
+    yield f"`{room}`: {inspect.getdoc(pkgutil.resolve_name(room)) or ''}".split("\n\n")[0]
     yield ""
     groups = grouped(names)
     for module, members in groups.items():

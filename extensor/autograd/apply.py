@@ -1,10 +1,10 @@
 """`apply`: run a primitive on tensors and record it.
 
-The common case (float32 or float64 inputs of one dtype on one device) goes
-straight to the primitive's forward. Everything else is prepared first:
-promotion, blocked operands, and the rule that 16-bit floats compute in float32
-and round once. Where a backend's kernel reads bfloat16 and rounds by itself
-(`Backend.bfloat16`), it is given that.
+The common case, float32 or float64 inputs of one dtype on one device, goes
+straight to the primitive's forward. Other inputs are prepared first: dtypes are
+promoted, blocked operands dequantized, and 16-bit floats widened to float32, so
+that the result rounds once. A kernel that reads bfloat16 and rounds by itself
+(`Backend.bfloat16`) gets bfloat16.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def apply(name: str, *inputs: ExTensor, **params: Any) -> ExTensor:
     result: ExTensor = _new(ExTensor)
     result.data = out
     if direct and getattr(out, "dtype", None) is dtype.numpy:
-        result.dtype = dtype  # the usual case, without a look into the table
+        result.dtype = dtype  # the usual case, without a table lookup
     else:
         result.dtype = dtype_of(out)
     result.backend = backend
@@ -102,7 +102,7 @@ def _shares(out: Any, data: Any) -> bool:
 def _prepare(
     primitive: Primitive, inputs: tuple[ExTensor, ...]
 ) -> tuple[tuple[ExTensor, ...], list[Any], Any, Any]:
-    """Inputs to record, arrays to compute on, the dtype they compute in, the one to round to."""
+    """Inputs to record, arrays to compute on, the dtype to compute in, and the one to round to."""
     name = primitive.name
     devices = {t.backend.name for t in inputs}
     if len(devices) > 1:
@@ -113,7 +113,7 @@ def _prepare(
     if not primitive.takes_blocked and any(t.dtype.is_blocked for t in inputs):
         if primitive.moves:
             raise TypeError(
-                f"{name}: a blocked tensor ({inputs[0].dtype.name}) cannot be moved about without "
+                f"{name}: a blocked tensor ({inputs[0].dtype.name}) cannot be moved without "
                 "breaking its blocks; use x.dequantize() first"
             )
         inputs = tuple(t.dequantize() if t.dtype.is_blocked else t for t in inputs)

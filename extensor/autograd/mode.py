@@ -10,7 +10,7 @@ __all__ = ["MODE", "enable_grad", "is_grad_enabled", "no_grad"]
 
 
 class _Mode(threading.local):
-    enabled: bool = True  # the class attribute is every new thread's start
+    enabled: bool = True  # the class attribute is where each new thread starts
 
 
 MODE = _Mode()

@@ -1,10 +1,10 @@
-"""How an operation is declared: once, with everything that is known about it.
+"""The declaration of an operation, and the registry of all operations.
 
-A *primitive* computes on raw arrays and says how to differentiate itself; a
-*composite* is written in other operations and needs no rule of its own. Both are
-declared by a decorator on the public function, which checks its arguments and
-calls `apply`. The declaration carries sample inputs and bad inputs, so that
-tests enumerate this registry and nobody lists operations by hand.
+A *primitive* computes on raw arrays and has a rule for its gradient. A *composite*
+is written in other operations and needs no rule. A decorator on the public function
+declares either; the function checks its arguments and calls `apply`. A declaration
+holds sample inputs and bad inputs: tests enumerate the registry, and no list of
+operations is written by hand.
 
     @primitive(
         forward=lambda backend, x: backend.xp.exp(x),
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ __all__ = [
     "OPS",
     "PRIMITIVES",
     "BadInput",
+    "Declaration",
     "Op",
     "Primitive",
     "Sample",
@@ -48,6 +49,13 @@ Check = Literal["gradgrad", "forward"]
 Reads = Literal["both", "inputs", "output", "nothing"]
 Vjp = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Declaration(Protocol):
+    """A decorator that registers a function and gives it back."""
+
+    def __call__(self, function: Function, /) -> Function:
+        """Register the function; gives it back."""
 
 
 @dataclass(frozen=True)
@@ -95,20 +103,20 @@ class Primitive:
             sequence with the gradient of each input that ``needs`` names, None elsewhere. Must not
             write to what it is given, but may return ``g`` itself.
         no_vjp: why there is no gradient.
-        once: why the gradient cannot be differentiated again; then ``fused_vjp`` alone will do.
-            Where that of one input can, as of an added bias, ``vjp_at`` gives it, and None else.
+        once: why the gradient cannot be differentiated again; then ``fused_vjp`` alone suffices.
+            ``vjp_at`` may give the gradient of single inputs that can, and None for the others.
         broadcasts: the inputs broadcast against each other, so gradients are summed to the
             inputs' shapes by the engine.
         reads: what the gradient reads of the inputs' and the output's *values*; the rest is not
             kept alive (an input that is not read still shows its shape and dtype).
         saves: forward gives (out, saved); ``saved`` reaches the gradient as a keyword.
         to_float: integers are converted to float32 first.
-        mixed: takes floats as they are, also of several dtypes, and decides its result's dtype.
+        mixed: inputs may have several float dtypes; forward decides the result's dtype.
         totals: 16-bit floats give float32, which is not rounded.
-        moves: only moves data, so every dense dtype is handled as it is; blocked tensors are
-            refused unless a `blocked_rule` says how.
+        moves: only moves data, so all dense dtypes are taken as they are; blocked tensors are
+            refused unless there is a `blocked_rule`.
         view: the output may share memory with the first input.
-        takes_blocked: forward takes QuantArrays.
+        takes_blocked: forward reads QuantArrays.
     """
 
     name: str
@@ -181,13 +189,13 @@ class Op:
 
     @property
     def check(self) -> Check:
-        """What tests it: ``"gradgrad"`` (first and second derivatives) or ``"forward"``.
+        """Its test: ``"gradgrad"`` (first and second derivatives) or ``"forward"``.
 
-        The latter where there is no gradient, where the gradient has none, and for codes, which
-        differences cannot move: the declaration says which; there is no other way out.
+        ``"forward"`` where there is no gradient, where the gradient has none, and for codes, which
+        finite differences cannot move. The declaration decides; a test cannot be left out.
         """
-        made = self.primitive
-        if made is None or (made.differentiable and not made.once and not made.takes_blocked):
+        rule = self.primitive
+        if rule is None or (rule.differentiable and not rule.once and not rule.takes_blocked):
             return "gradgrad"
         return "forward"
 
@@ -221,7 +229,7 @@ def primitive(
     errors: tuple[BadInput, ...] = (),
     name: str | None = None,
     **declared: Any,
-) -> Callable[[Function], Function]:
+) -> Declaration:
     """Declare the decorated public function as a primitive; the arguments are `Primitive`'s.
 
     Raises:
@@ -242,7 +250,7 @@ def composite(
     samples: Samples,
     errors: tuple[BadInput, ...] = (),
     name: str | None = None,
-) -> Callable[[Function], Function]:
+) -> Declaration:
     """Declare the decorated public function as an operation written in other operations."""
 
     def register(function: Function) -> Function:
@@ -253,7 +261,7 @@ def composite(
     return register
 
 
-def blocked_rule(name: str) -> Callable[[Function], Function]:
+def blocked_rule(name: str) -> Declaration:
     """Declare what primitive ``name`` does where an input is blocked.
 
     The function is called with the inputs and params of `apply` and returns an ExTensor.

@@ -35,7 +35,7 @@ def node_gradients(
     Args:
         node: the node, checked and not released.
         g: the output's gradient, a raw array; an ExTensor under ``create_graph``.
-        needs: which inputs' gradients are wanted.
+        needs: which inputs need a gradient.
         create_graph: whether ``g`` and the result are ExTensors, to be differentiated again.
         fused: whether ``fused_vjp`` may be used (tests compare it with the VJPs).
         addend: added to the first gradient, where the backend's kernel does that (``adding``).
@@ -43,7 +43,7 @@ def node_gradients(
     primitive = node.primitive
     parts: list[Gradient | None]
     if create_graph:
-        parts = list((_once if primitive.once else _recorded)(node, g, needs))
+        parts = list((_differentiable_once if primitive.once else _recorded)(node, g, needs))
     elif primitive.fused_vjp is not None and (fused or primitive.once):
         parts = _fused(node, g, needs, addend)
     else:
@@ -61,14 +61,14 @@ def node_gradients(
             like = g.data if create_graph else g
         if part.shape != like.shape:
             part = parts[i] = _reduce(node.backend, part, like.shape, primitive)
-        wanted = gradient_dtype(getattr(like, "dtype", None))
+        dtype = gradient_dtype(getattr(like, "dtype", None))
         if isinstance(part, ExTensor):
-            if part.dtype.numpy != wanted:
-                parts[i] = part.astype(as_dtype(wanted))
+            if part.dtype.numpy != dtype:
+                parts[i] = part.astype(as_dtype(dtype))
         elif isinstance(part, np.generic):
-            parts[i] = node.backend.xp.asarray(part, dtype=wanted)
-        elif part.dtype != wanted:
-            parts[i] = node.backend.cast(part, wanted)
+            parts[i] = node.backend.xp.asarray(part, dtype=dtype)
+        elif part.dtype != dtype:
+            parts[i] = node.backend.cast(part, dtype)
     return parts
 
 
@@ -78,7 +78,7 @@ def gradient_dtype(dtype: Any) -> Any:
 
 
 def sum_to(backend: Any, g: Any, shape: tuple[int, ...]) -> Any:
-    """Sum a raw array over the axes along which ``shape`` was broadcast to its shape."""
+    """Sum a raw array over the axes in which ``shape`` was broadcast to its shape."""
     lead = g.ndim - len(shape)
     axes = [i + lead for i, n in enumerate(shape) if n == 1 and g.shape[i + lead] != 1]
     if lead and not axes:
@@ -126,9 +126,9 @@ def _fused(node: Node, g: Any, needs: Sequence[bool], addend: Any) -> list[Any]:
 def _composite(
     node: Node, g: ExTensor, needs: Sequence[bool], graph: bool
 ) -> list[ExTensor | None]:
-    """The VJPs written in operations; with ``graph`` their inputs keep their place in it."""
+    """The VJPs written in operations; with ``graph`` their inputs keep their place in the graph."""
     primitive, backend = node.primitive, node.backend
-    arrays = node.arrays if primitive.reads_inputs else _hollow(node, g.data)
+    arrays = node.arrays if primitive.reads_inputs else _stand_ins(node, g.data)
     inputs = [
         _in_place_of(array, edge, backend) if graph else wrap(array, backend)
         for array, edge in zip(arrays, node.edges or (), strict=True)
@@ -164,8 +164,8 @@ def _in_place_of(array: Any, edge: Node | TensorState | None, backend: Any) -> E
     return edge
 
 
-def _hollow(node: Node, g: Any) -> list[Any]:
-    """Stand-ins for inputs that were not kept: right shape and dtype, NaN so as not to be read."""
+def _stand_ins(node: Node, g: Any) -> list[Any]:
+    """Inputs that were not kept: right shape and dtype, and NaN to show a rule that reads them."""
     xp = node.backend.xp
     stand_ins = []
     for spec in node.arrays:
@@ -180,25 +180,27 @@ def _refuse(index: int, g: ExTensor, out: None, *inputs: ExTensor, name: str, wh
     raise RuntimeError(f"{name}: its gradient cannot be differentiated again: {why}")
 
 
-_TWICE = Primitive("gradient", forward=lambda backend, g: g, vjp_at=_refuse, reads="nothing")
+_REFUSED_AGAIN = Primitive(
+    "gradient", forward=lambda backend, g: g, vjp_at=_refuse, reads="nothing"
+)
 
 
-def _once(node: Node, g: ExTensor, needs: Sequence[bool]) -> list[ExTensor | None]:
-    """Gradients that are part of the graph, but refuse to be differentiated."""
+def _differentiable_once(node: Node, g: ExTensor, needs: Sequence[bool]) -> list[ExTensor | None]:
+    """Gradients in the graph that refuse to be differentiated again."""
     results: list[ExTensor | None] = [None] * len(needs)
     if node.primitive.vjp_at is not None:
         results = _composite(node, g, needs, graph=True)
     before, MODE.enabled = MODE.enabled, False
     try:
-        left = [need and made is None for need, made in zip(needs, results, strict=True)]
-        parts = node_gradients(node, g.data, left, create_graph=False)
+        rest = [need and done is None for need, done in zip(needs, results, strict=True)]
+        parts = node_gradients(node, g.data, rest, create_graph=False)
     finally:
         MODE.enabled = before
     for i, part in enumerate(parts):
         if part is None:
             continue
         params = {"name": node.primitive.name, "why": node.primitive.once}
-        refusal = Node(_TWICE, params, (g,), part, None, [0])
+        refusal = Node(_REFUSED_AGAIN, params, (g,), part, None, [0])
         assert refusal.edges is not None
         refusal.edges += node.edges or []
         refusal.arrays *= len(refusal.edges)

@@ -1,10 +1,9 @@
 """Backward: walk the recorded nodes from the output and add up gradients.
 
-Nodes are numbered in the order they were made, so a heap of descending numbers
-visits each node after everything computed from it; no recursion, whatever the
-depth. Without ``create_graph`` gradients are raw arrays and each node is
-released once it was used. With it they are ExTensors, and what they were
-computed with is recorded in turn.
+Nodes are numbered in the order of their recording. A heap of descending numbers
+visits each node after all nodes computed from it, without recursion. Without
+``create_graph`` gradients are raw arrays, and each node is released after use.
+With ``create_graph`` gradients are ExTensors, and their computation is recorded.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from extensor.dtypes import as_dtype
 
 __all__ = ["backward", "gradients"]
 
-_ADDING = threading.Lock()
-"""Threads may share a leaf: what one adds while another reads the sum would be lost."""
+_ACCUMULATE = threading.Lock()
+"""Threads may share a leaf; two additions at once would lose one of them."""
 
 Edge = Node | TensorState
 Gradient = Any
@@ -43,16 +42,16 @@ def backward(
     """Add the gradient of ``root`` to the ``.grad`` of every leaf; see `ExTensor.backward`."""
     retain = create_graph if retain_graph is None else retain_graph
     seed = _seed(root, gradient, create_graph)
-    found = _run([(root, seed)], None, retain, create_graph)
-    taken = set() if gradient is None else {id(gradient.data)}
+    grads = _run([(root, seed)], None, retain, create_graph)
+    owned = set() if gradient is None else {id(gradient.data)}
     capture = root.backend.capturing
-    with _ADDING:
+    with _ACCUMULATE:
         if capture is not None:
-            capture.require_own_gradients([leaf.grad for leaf, _ in found.values()])
-        for leaf, g in found.values():
-            _accumulate(leaf, g, create_graph, taken)
+            capture.require_own_gradients([leaf.grad for leaf, _ in grads.values()])
+        for leaf, g in grads.values():
+            _accumulate(leaf, g, create_graph, owned)
         if capture is not None:
-            capture.own_gradients([leaf.grad for leaf, _ in found.values()])
+            capture.own_gradients([leaf.grad for leaf, _ in grads.values()])
 
 
 FUNCTIONS["backward"] = backward  # ExTensor.backward, which stands below
@@ -73,16 +72,16 @@ def gradients(
                 "set x.requires_grad = True before computing the output"
             )
     seeds = [(root, _seed(root, g, create_graph)) for root, g in roots]
-    found = _run(seeds, inputs, retain, create_graph)
+    grads = _run(seeds, inputs, retain, create_graph)
     results: list[ExTensor | None] = []
-    taken = {id(g.data) for _, g in roots if g is not None}
+    owned = {id(g.data) for _, g in roots if g is not None}
     for tensor in inputs:
-        if id(tensor) not in found:
+        if id(tensor) not in grads:
             results.append(None)
         elif create_graph:
-            results.append(found[id(tensor)][1])
+            results.append(grads[id(tensor)][1])
         else:
-            results.append(wrap(_own(found[id(tensor)][1], taken), tensor.backend))
+            results.append(wrap(_own(grads[id(tensor)][1], owned), tensor.backend))
     return results
 
 
@@ -104,9 +103,9 @@ def _seed(root: ExTensor, gradient: ExTensor | None, create_graph: bool) -> Grad
         raise ValueError(
             f"backward: wanted a gradient of the output's shape {root.shape}, got {gradient.shape}"
         )
-    wanted = as_dtype(gradient_dtype(root.dtype.numpy))
-    if gradient.dtype is not wanted:
-        gradient = gradient.astype(wanted)
+    dtype = as_dtype(gradient_dtype(root.dtype.numpy))
+    if gradient.dtype is not dtype:
+        gradient = gradient.astype(dtype)
     return gradient if create_graph else gradient.data
 
 
@@ -116,15 +115,15 @@ def _run(
     retain: bool,
     create_graph: bool,
 ) -> dict[int, tuple[ExTensor, Gradient]]:
-    """Gradients by id of the tensor: of every leaf, or of ``targets`` alone."""
-    found: dict[int, tuple[ExTensor, Gradient]] = {}
+    """Gradients by id of the tensor: of all leaves, or of ``targets`` alone."""
+    grads: dict[int, tuple[ExTensor, Gradient]] = {}
     pending: dict[Node, Gradient] = {}
     heap: list[tuple[int, Node]] = []
-    useful: set[Edge] | None = None
+    needed: set[Edge] | None = None
     inner: dict[Node, list[ExTensor]] = {}
     roots = list(seeds)
     if targets is not None:
-        useful = _leading_to([root.node or root for root, _ in roots], targets)
+        needed = _leading_to([root.node or root for root, _ in roots], targets)
         for tensor in targets:
             if tensor.node is not None:
                 inner.setdefault(tensor.node, []).append(tensor)
@@ -139,10 +138,10 @@ def _run(
                 pending[edge] = g
                 heapq.heappush(heap, (-edge.seq, edge))
         elif isinstance(edge, ExTensor):
-            if id(edge) in found:
-                old = found[id(edge)][1]
+            if id(edge) in grads:
+                old = grads[id(edge)][1]
                 g = old + g if create_graph else edge.backend.add(old, g)
-            found[id(edge)] = (edge, g)
+            grads[id(edge)] = (edge, g)
 
     before = MODE.enabled
     MODE.enabled = create_graph
@@ -150,26 +149,26 @@ def _run(
         with np.errstate(all="ignore"):
             for root, seed in roots:
                 edge = root.node or root
-                if useful is None or edge in useful:
+                if needed is None or edge in needed:
                     deliver(edge, seed)
             while heap:
                 node = heapq.heappop(heap)[1]
                 g = pending.pop(node)
                 for tensor in inner.get(node, ()):
-                    found[id(tensor)] = (tensor, g)
+                    grads[id(tensor)] = (tensor, g)
                 node.check()
                 edges = node.edges
                 assert edges is not None
-                if useful is None:
+                if needed is None:
                     needs = [e is not None for e in edges]
                 else:
-                    needs = [e is not None and e in useful for e in edges]
+                    needs = [e is not None and e in needed for e in edges]
                 if True in needs:
                     first = edges[0]
-                    there = _addend(node, pending) if needs[0] and not create_graph else None
-                    parts = node_gradients(node, g, needs, create_graph, addend=there)
-                    if there is not None and isinstance(first, Node):
-                        pending[first], parts[0] = parts[0], None  # it is the sum already
+                    addend = _addend(node, pending) if needs[0] and not create_graph else None
+                    parts = node_gradients(node, g, needs, create_graph, addend=addend)
+                    if addend is not None and isinstance(first, Node):
+                        pending[first], parts[0] = parts[0], None  # already the sum
                     for i, part in enumerate(parts):
                         if part is not None:
                             deliver(edges[i], part)
@@ -177,23 +176,23 @@ def _run(
                     node.release()
     finally:
         MODE.enabled = before
-    return found
+    return grads
 
 
 def _addend(node: Node, pending: dict[Node, Gradient]) -> Gradient | None:
-    """What is there of the gradient of a node's first input, for the node's kernel to add to."""
+    """The pending gradient of a node's first input, if the node's kernel can add to it."""
     assert node.edges is not None
     edge = node.edges[0]
     if node.primitive.name not in node.backend.accumulating_vjps or node.compute is not None:
         return None
-    there = pending.get(edge) if isinstance(edge, Node) else None
-    same = there is not None and there.dtype == node.arrays[0].dtype == np.float32
-    return there if same else None
+    addend = pending.get(edge) if isinstance(edge, Node) else None
+    same = addend is not None and addend.dtype == node.arrays[0].dtype == np.float32
+    return addend if same else None
 
 
 def _leading_to(roots: Sequence[Edge], targets: Sequence[ExTensor]) -> set[Edge]:
     """The nodes and leaves on a path from a root to a target."""
-    useful: set[Edge] = {t.node or t for t in targets}
+    reaching: set[Edge] = {t.node or t for t in targets}
     nodes: set[Node] = set()
     stack = [edge for edge in roots if isinstance(edge, Node)]
     while stack:
@@ -202,26 +201,26 @@ def _leading_to(roots: Sequence[Edge], targets: Sequence[ExTensor]) -> set[Edge]
             nodes.add(node)
             stack.extend(e for e in node.edges or () if isinstance(e, Node))
     for node in sorted(nodes, key=lambda n: n.seq):
-        if any(edge in useful for edge in node.edges or () if edge is not None):
-            useful.add(node)
-    return useful
+        if any(edge in reaching for edge in node.edges or () if edge is not None):
+            reaching.add(node)
+    return reaching
 
 
-def _accumulate(leaf: ExTensor, g: Gradient, create_graph: bool, taken: set[int]) -> None:
+def _accumulate(leaf: ExTensor, g: Gradient, create_graph: bool, owned: set[int]) -> None:
     if create_graph:
         leaf.grad = g if leaf.grad is None else leaf.grad + g
     elif leaf.grad is None:
-        leaf.grad = wrap(_own(g, taken), leaf.backend)
+        leaf.grad = wrap(_own(g, owned), leaf.backend)
     else:
         leaf.grad = wrap(leaf.grad.data + g, leaf.backend)
 
 
-def _own(g: Any, taken: set[int]) -> Any:
-    """``g``, or a copy where another array shares its memory: a ``.grad`` may be written to.
+def _own(g: Any, owned: set[int]) -> Any:
+    """``g``, or a copy if another array shares its memory, because a ``.grad`` may be written to.
 
-    A base that is no array, such as a capsule, is what owns the memory of a kernel's result.
+    A base that is no array, such as a capsule, owns the memory of a kernel's result alone.
     """
-    if isinstance(g.base, type(g)) or id(g) in taken:
+    if isinstance(g.base, type(g)) or id(g) in owned:
         g = g.copy()
-    taken.add(id(g))
+    owned.add(id(g))
     return g

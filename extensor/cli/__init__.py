@@ -1,8 +1,7 @@
 """The command line: ``extensor doctor | formats | quantize | inspect | tune``.
 
-Commands print tables made from the same rows and counters that the library uses;
-nothing is computed here that the library does not know. What is wrong with a file
-is one line on standard error and exit code 2.
+Commands print tables made from the rows and counters that the library itself uses. A problem with a
+file is reported in one line on standard error, with exit code 2.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from typing import Any
 
 import tyro
 
+from extensor.cli.doctor import doctor
 from extensor.cli.files import inspect, quantize, read_tensors
-from extensor.cli.health import doctor
-from extensor.cli.sheet import CommandError, Sheet
-from extensor.cli.tables import (
+from extensor.cli.formats import (
     dialect_sheet,
     element_sheet,
     format_sheet,
@@ -24,6 +22,7 @@ from extensor.cli.tables import (
     layout_sheet,
     scale_sheet,
 )
+from extensor.cli.sheet import CommandError, Sheet
 from extensor.cli.tune import tune
 
 __all__ = [

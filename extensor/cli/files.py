@@ -35,7 +35,7 @@ def read_tensors(path: Path) -> dict[str, Array | QuantArray]:
         CommandError: if the file is missing, broken or of another kind.
     """
     if path.suffix not in READABLE:
-        raise CommandError(f"{path}: wanted a file that ends in {', '.join(READABLE)}")
+        raise CommandError(f"{path}: expected a file that ends in {', '.join(READABLE)}")
     try:
         if path.suffix == ".safetensors":
             return dict(load_checkpoint(path).tensors)
@@ -79,9 +79,9 @@ def quantize(
         match: glob of the tensor names to quantize; the others are copied.
     """
     if target.suffix != ".safetensors":
-        raise CommandError(f"{target}: wanted a name that ends in .safetensors")
+        raise CommandError(f"{target}: expected a name that ends in .safetensors")
     if target.resolve() == source.resolve():
-        raise CommandError(f"{target}: wanted another file than {source}, which would be lost")
+        raise CommandError(f"{target}: expected another file than {source}, which would be lost")
     try:
         tile = None if block_size is None else (1, block_size)
         spec = QuantSpec(format, axis, tile, scale_rule, rounding=rounding, dialect=dialect)

@@ -1,4 +1,4 @@
-"""Tables before they have a look, and how the command line draws them."""
+"""Tables as data, and how the command line prints them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["CommandError", "Sheet", "shape_text", "show", "tile_text"]
 
 
 class CommandError(Exception):
-    """What a user can put right: one line, exit code 2."""
+    """A problem that the user can solve: printed as one line, exit code 2."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table before it has a look: the command line and the docs draw the same one."""
+    """A table as data; the command line and the docs print the same one."""
 
     title: str
     columns: tuple[str, ...]

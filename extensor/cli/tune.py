@@ -33,10 +33,10 @@ def tune(
         hadamard: measure what Hadamard transforms cost layers of growing width too; an SVG file.
     """
     if any(size < 16 for size in sizes):
-        raise CommandError(f"--sizes: wanted sides of 16 or more, got {min(sizes)}")
+        raise CommandError(f"--sizes: expected sides of 16 or more, got {min(sizes)}")
     for name, file in (("--plot", plot), ("--hadamard", hadamard)):
         if file is not None and not (file.suffix == ".svg" and file.parent.is_dir()):
-            raise CommandError(f"{name}: wanted an .svg file in a folder that exists, got {file}")
+            raise CommandError(f"{name}: expected an .svg file in a folder that exists, got {file}")
     try:
         module = importlib.import_module(MODULE)
         path, timings, costs = module.tune(plot, sizes or module.SIZES, hadamard)

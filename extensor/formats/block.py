@@ -39,8 +39,8 @@ class BlockFormat:
         name: the format's name, also the name of the ExTensor dtype.
         element: the grid of the codes.
         scale: how a block's scale is stored.
-        tile: the block shape used when none is asked for.
-        scale_rule: the scale rule used when none is asked for.
+        tile: the block shape used when none is given.
+        scale_rule: the scale rule used when none is given.
         scale_rules: the rules that make sense for this scale; None of another kind is accepted.
         tensor_scale: True if one float32 scale for the whole tensor is stored beside the blocks'.
         zero_point: True if an asymmetric variant with a zero point exists.

@@ -104,7 +104,9 @@ class ElementFormat:
     def decode(self, code: int) -> float:
         """Value of one code, exactly (every grid value is a float64)."""
         if not 0 <= code < 1 << self.bits:
-            raise ValueError(f"{self.name}: wanted a code in 0..{(1 << self.bits) - 1}, got {code}")
+            raise ValueError(
+                f"{self.name}: expected a code in 0..{(1 << self.bits) - 1}, got {code}"
+            )
         if not self.is_float:
             signed = code - (1 << self.bits) if code & self.sign_mask else code
             return math.ldexp(float(signed), self.grid_exponent)

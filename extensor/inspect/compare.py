@@ -14,7 +14,7 @@ from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.inspect.table import Table
 from extensor.nn.module import Hook, Module, PreHook, evaluating
-from extensor.nn.quantize import gemm_layers
+from extensor.nn.recipe import gemm_layers
 from extensor.quant.array import QuantStats
 from extensor.quant.recipe_state import RecipeState
 
@@ -104,25 +104,25 @@ def compare_layers(
     """
     inputs = batch if isinstance(batch, tuple) else (batch,)
     if not inputs or not all(isinstance(x, ExTensor) for x in inputs):
-        raise TypeError(f"batch: wanted an ExTensor or a tuple of them, got {batch!r:.80}")
+        raise TypeError(f"batch: expected an ExTensor or a tuple of them, got {batch!r:.80}")
     if any(not x.size for x in inputs):
         raise ValueError(
-            f"batch: wanted values to compare, got shapes {[x.shape for x in inputs]}; nothing "
+            f"batch: expected values to compare, got shapes {[x.shape for x in inputs]}; nothing "
             "would look perfect"
         )
-    layers, wanted = _layers(model), _layers(reference)
-    if layers.keys() != wanted.keys():
-        only = sorted(layers.keys() ^ wanted.keys())
+    layers, expected = _layers(model), _layers(reference)
+    if layers.keys() != expected.keys():
+        only = sorted(layers.keys() ^ expected.keys())
         raise ValueError(
-            f"compare_layers: wanted two models with the same layers, got {only} in one only; "
+            f"compare_layers: expected two models with the same layers, got {only} in one only; "
             "build the reference like the model"
         )
     with no_grad(), evaluating(model), evaluating(reference):
-        outputs: dict[str, list[np.ndarray[Any, Any]]] = {path: [] for path in wanted}
+        outputs: dict[str, list[np.ndarray[Any, Any]]] = {path: [] for path in expected}
         given: dict[str, list[tuple[Any, ...]]] = {}
         with (
-            _hooked(wanted, lambda path, array: outputs[path].append(array)),
-            _listening(wanted if isolated else {}, given),
+            _hooked(expected, lambda path, array: outputs[path].append(array)),
+            _listening(expected if isolated else {}, given),
         ):
             reference(*inputs)
         sums = {path: _Sums(path, outputs[path]) for path in layers}
@@ -162,27 +162,27 @@ class _Sums:
     def add(self, array: np.ndarray[Any, Any]) -> None:
         if self.calls == len(self.reference):
             raise ValueError(
-                f"compare_layers: {self.path}: wanted {self.calls} outputs as the reference has, "
+                f"compare_layers: {self.path}: expected {self.calls} outputs as the reference has, "
                 "got more"
             )
-        wanted = self.reference[self.calls]
-        if array.shape != wanted.shape:
+        expected = self.reference[self.calls]
+        if array.shape != expected.shape:
             raise ValueError(
-                f"compare_layers: {self.path}: wanted an output of shape {wanted.shape} as the "
+                f"compare_layers: {self.path}: expected an output of shape {expected.shape} as the "
                 f"reference has, got {array.shape}"
             )
         self.calls += 1
         self.count += array.size
         with np.errstate(invalid="ignore"):  # infinities show as such in the figures
-            self.dot += float((array * wanted).sum())
+            self.dot += float((array * expected).sum())
             self.square += float((array * array).sum())
-            self.reference_square += float((wanted * wanted).sum())
-            self.error += float(((array - wanted) ** 2).sum())
+            self.reference_square += float((expected * expected).sum())
+            self.error += float(((array - expected) ** 2).sum())
 
     def check_done(self) -> None:
         if self.calls != len(self.reference):
             raise ValueError(
-                f"compare_layers: {self.path}: wanted {len(self.reference)} outputs as the "
+                f"compare_layers: {self.path}: expected {len(self.reference)} outputs as the "
                 f"reference has, got {self.calls}"
             )
 

@@ -17,7 +17,7 @@ class Table:
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ValueError(f"row: wanted {len(self.columns)} cells, got {row}")
+                raise ValueError(f"row: expected {len(self.columns)} cells, got {row}")
 
     def __str__(self) -> str:
         lines = (self.columns, *self.rows)

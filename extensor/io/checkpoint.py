@@ -100,7 +100,7 @@ def load_checkpoint(
 
     Args:
         path: a file that `save_checkpoint`, or any other safetensors writer, made.
-        like: tensors of the names, shapes and dtypes that are wanted, such as a model's
+        like: tensors of the names, shapes and dtypes that are expected, such as a model's
             ``state_dict()``; anything else in the file is an error.
 
     Returns:
@@ -124,7 +124,7 @@ def load_checkpoint(
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A temporary file beside ``path`` that takes its place when the block ends well."""
     if path.is_dir():
-        raise IsADirectoryError(f"{path}: wanted a file name, got a directory")
+        raise IsADirectoryError(f"{path}: expected a file name, got a directory")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         file = open(temporary, "xb")  # noqa: SIM115 - closed below, before the rename
@@ -159,7 +159,7 @@ def _sync_directory(directory: Path) -> None:
 def _to_host(name: str, value: Any) -> Stored:
     """A numpy array or a QuantArray of numpy arrays."""
     if not isinstance(name, str):
-        raise TypeError(f"tensor name: wanted a str, got {name!r}")
+        raise TypeError(f"tensor name: expected a str, got {name!r}")
     value = getattr(value, "data", value) if hasattr(value, "requires_grad") else value
     if isinstance(value, QuantArray):
         parts: dict[str, Any] = {
@@ -175,20 +175,22 @@ def _host_array(name: str, value: Any) -> Array:
     if hasattr(value, "__cuda_array_interface__"):
         return np.asarray(value.get())
     raise TypeError(
-        f"{name}: wanted a numpy array, an ExTensor or a QuantArray, got {type(value).__name__}; "
+        f"{name}: expected a numpy array, an ExTensor or a QuantArray, got {type(value).__name__}; "
         "plain values belong in metadata"
     )
 
 
 def _to_json(content: dict[str, Any]) -> str:
-    wanted = "metadata: wanted JSON that reads back equal (lists, not tuples; string keys; finite "
+    expected = (
+        "metadata: expected JSON that reads back equal (lists, not tuples; string keys; finite "
+    )
     try:
         text = json.dumps(content, allow_nan=False, sort_keys=True)
         same = json.loads(text)["metadata"] == content["metadata"]
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{wanted}numbers), got {error}") from None
+        raise ValueError(f"{expected}numbers), got {error}") from None
     if not same:
-        raise ValueError(f"{wanted}numbers), got {content['metadata']!r:.200}")
+        raise ValueError(f"{expected}numbers), got {content['metadata']!r:.200}")
     return text
 
 
@@ -205,7 +207,7 @@ def _decode(arrays: dict[str, Array], strings: dict[str, str]) -> Checkpoint:
         raise CheckpointError(f"bad {_KEY} metadata: {error!r}") from None
     if version != _VERSION:
         raise CheckpointError(
-            f"wanted version {_VERSION} of the checkpoint layout, got {version!r}; "
+            f"expected version {_VERSION} of the checkpoint layout, got {version!r}; "
             "read it with the release that wrote it"
         )
     tensors: dict[str, Stored] = {}
@@ -218,7 +220,7 @@ def _decode(arrays: dict[str, Array], strings: dict[str, str]) -> Checkpoint:
             raise CheckpointError(f"blocked tensor {name!r}: bad spec: {error}") from None
     clash = sorted(tensors.keys() & arrays.keys())
     if clash:
-        raise CheckpointError(f"wanted each tensor once, got {clash} both dense and blocked")
+        raise CheckpointError(f"expected each tensor once, got {clash} both dense and blocked")
     return Checkpoint({**tensors, **arrays}, metadata)
 
 
@@ -228,22 +230,22 @@ def _decode_blocked(name: str, entry: dict[str, Any], arrays: dict[str, Array]) 
     shape = tuple(int(n) for n in entry["shape"])
     if spec != spec.resolve(len(shape)) or min(shape) < 0:
         raise CheckpointError(f"blocked tensor {name!r}: its spec does not fit the shape {shape}")
-    wanted = _part_layout(spec, shape)
-    missing = sorted(part for part in wanted if f"{name}.{part}" not in arrays)
-    if missing or sorted(wanted) != entry["parts"]:
+    expected = _part_layout(spec, shape)
+    missing = sorted(part for part in expected if f"{name}.{part}" not in arrays)
+    if missing or sorted(expected) != entry["parts"]:
         raise CheckpointError(
-            f"blocked tensor {name!r}: wanted the parts {sorted(wanted)}, got {entry['parts']}, "
-            f"of which missing in the file: {missing}"
+            f"blocked tensor {name!r}: expected the parts {sorted(expected)}, got "
+            f"{entry['parts']}, of which missing in the file: {missing}"
         )
-    parts = {part: arrays.pop(f"{name}.{part}") for part in wanted}
-    for part, (dtype, part_shape) in wanted.items():
+    parts = {part: arrays.pop(f"{name}.{part}") for part in expected}
+    for part, (dtype, part_shape) in expected.items():
         array = parts[part]
         fits = len(array.shape) == len(part_shape) and all(
             want in (None, got) for want, got in zip(part_shape, array.shape, strict=True)
         )
         if array.dtype != dtype or not fits:
             raise CheckpointError(
-                f"blocked tensor {name!r}: wanted {part} of {dtype} and shape {part_shape}, "
+                f"blocked tensor {name!r}: expected {part} of {dtype} and shape {part_shape}, "
                 f"got {array.dtype} and {array.shape}"
             )
     return QuantArray(spec=spec, shape=shape, **parts)
@@ -275,7 +277,7 @@ def _part_layout(
 
 
 def _check_like(tensors: Mapping[str, Stored], like: Mapping[str, Any]) -> None:
-    wanted = {name: _to_host(name, value) for name, value in like.items()}
-    message = layout_error("this checkpoint", wanted, tensors)
+    expected = {name: _to_host(name, value) for name, value in like.items()}
+    message = layout_error("this checkpoint", expected, tensors)
     if message:
         raise CheckpointError(message)

@@ -179,7 +179,7 @@ def to_mojo_nvfp4(q: QuantArray) -> Array:
     assert q.tensor_scale is not None
     if q.tensor_scale != 1:
         raise ValueError(
-            f"Mojo NVFP4 has no tensor scale: wanted 1, got {float(q.tensor_scale)}; "
+            f"Mojo NVFP4 has no tensor scale: expected 1, got {float(q.tensor_scale)}; "
             "call .dequantize() and store float32, or use another layout"
         )
     return np.concatenate([_high_first(codes), q.scales.reshape(-1, 1)], axis=-1).reshape(-1)
@@ -212,7 +212,8 @@ def to_swizzled_scales(scales: Array) -> Array:
     """
     if scales.ndim != 2 or scales.dtype.itemsize != 1:
         raise ValueError(
-            f"swizzled scales: wanted a matrix of bytes, got {scales.dtype} of shape {scales.shape}"
+            f"swizzled scales: expected a matrix of bytes, got {scales.dtype} of shape "
+            f"{scales.shape}"
         )
     rows, columns = _tiles(scales.shape)
     short = [
@@ -231,10 +232,10 @@ def from_swizzled_scales(swizzled: Array, shape: tuple[int, int]) -> Array:
         ValueError: if the number of bytes does not fit the shape.
     """
     rows, columns = _tiles(shape)
-    wanted = rows * columns * _TILE_ROWS * _TILE_COLUMNS
-    if swizzled.dtype.itemsize != 1 or swizzled.size != wanted:
+    expected = rows * columns * _TILE_ROWS * _TILE_COLUMNS
+    if swizzled.dtype.itemsize != 1 or swizzled.size != expected:
         raise ValueError(
-            f"swizzled scales of {shape}: wanted {wanted} bytes (padded to 128x4), got "
+            f"swizzled scales of {shape}: expected {expected} bytes (padded to 128x4), got "
             f"{swizzled.size} of {swizzled.dtype}"
         )
     tiles = swizzled.view(np.uint8).reshape(rows, columns, 32, 4, _TILE_COLUMNS)
@@ -254,25 +255,25 @@ def _tiles(shape: tuple[int, ...]) -> tuple[int, int]:
     return -(-shape[0] // _TILE_ROWS), -(-shape[1] // _TILE_COLUMNS)
 
 
-def _blocks(q: QuantArray, wanted: QuantSpec, layout: str, along: int = 0) -> Array:
+def _blocks(q: QuantArray, expected: QuantSpec, layout: str, along: int = 0) -> Array:
     """Unpacked codes, uint8 (..., blocks, block size), of an array that fits the layout."""
-    spec, row = q.spec, wanted.row
+    spec, row = q.spec, expected.row
     tile = row.tile
     if spec.format not in (row.name, f"{row.name}_fp8exact") or spec.tile != tile or spec.transform:
         raise ValueError(
-            f"{layout}: wanted {row.name} in blocks of {tile} without a transform, got "
+            f"{layout}: expected {row.name} in blocks of {tile} without a transform, got "
             f"{spec.format}, tile {spec.tile}, transform {spec.transform}; quantize it so first"
         )
     if spec.axis != len(q.shape) - 1:
         raise ValueError(
-            f"{layout}: wanted blocks along the last axis, got axis {spec.axis} of shape {q.shape}"
-            "; transpose it first"
+            f"{layout}: expected blocks along the last axis, got axis {spec.axis} of shape "
+            f"{q.shape}; transpose it first"
         )
     assert isinstance(tile, tuple)
     length, unit = q.shape[-1], along or tile[1]
     if length % unit:
         raise ValueError(
-            f"{layout}: wanted rows of a multiple of {unit}, got {length}; pad the array first"
+            f"{layout}: expected rows of a multiple of {unit}, got {length}; pad the array first"
         )
     codes = unpack(np.asarray(q.codes), row.element.bits, length)
     return codes.reshape(*q.shape[:-1], length // tile[1], tile[1])
@@ -292,7 +293,7 @@ def _stored(
     if tensor_scale is not None:
         scale = np.asarray(tensor_scale, np.float32)
         if scale.shape or not (np.isfinite(scale) and scale > 0):
-            raise ValueError(f"tensor scale: wanted a positive number, got {tensor_scale!r}")
+            raise ValueError(f"tensor scale: expected a positive number, got {tensor_scale!r}")
     packed = pack(_joined(codes), spec.row.element.bits)
     return QuantArray(
         codes=np.array(packed).reshape(*shape[:-1], packed_length(spec, shape)),
@@ -306,10 +307,10 @@ def _stored(
 def _records(records: Array, size: int, layout: str) -> Array:
     """Bytes (..., n * size) -> (..., n, size)."""
     if records.dtype != np.uint8:
-        raise TypeError(f"{layout}: wanted records of uint8, got {records.dtype}")
+        raise TypeError(f"{layout}: expected records of uint8, got {records.dtype}")
     if records.ndim == 0 or records.shape[-1] % size:
         raise ValueError(
-            f"{layout}: wanted rows of whole records of {size} bytes, got shape {records.shape}"
+            f"{layout}: expected rows of whole records of {size} bytes, got shape {records.shape}"
         )
     return records.reshape(*records.shape[:-1], records.shape[-1] // size, size)
 
@@ -332,7 +333,7 @@ def _from_mojo(
     halves = whole[:, :-1]
     codes = np.stack([halves >> 4, halves & 15], axis=-1).reshape(len(whole), block)
     if np.any(codes.reshape(-1)[count:]):
-        raise ValueError(f"{layout}: wanted zeros after the {count} values of shape {shape}")
+        raise ValueError(f"{layout}: expected zeros after the {count} values of shape {shape}")
     return codes, whole[:, -1]
 
 
@@ -352,4 +353,4 @@ def _refuse_nan(scales: Array, byte: int, layout: str) -> None:
 def _refuse_sign(scales: Array, layout: str) -> None:
     if np.any(scales > 0x7F):
         at = [int(i) for i in np.argwhere(scales > 0x7F)[0]]
-        raise ValueError(f"{layout}: wanted scales without a sign, got one in block {at}")
+        raise ValueError(f"{layout}: expected scales without a sign, got one in block {at}")

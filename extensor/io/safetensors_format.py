@@ -78,7 +78,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Array], metadata: Mapping[str, s
         content = serialize(specs, dict(metadata) or None)
     except SafetensorError as error:
         raise ValueError(
-            f"safetensors: wanted what fits its header, got: {error}; put large values in "
+            f"safetensors: expected what fits its header, got: {error}; put large values in "
             "tensors, not in metadata"
         ) from None
     file.write(content)
@@ -106,14 +106,14 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str]
 def _little_endian(name: str, array: Array) -> Array:
     if not name or name == METADATA_KEY:
         raise ValueError(
-            f"tensor name: wanted a non-empty name other than {METADATA_KEY!r}, got {name!r}"
+            f"tensor name: expected a non-empty name other than {METADATA_KEY!r}, got {name!r}"
         )
     # ascontiguousarray would turn a scalar into a vector.
     array = np.asarray(array, order="C")
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     if array.dtype not in DTYPES.values():
         raise TypeError(
-            f"{name}: wanted one of {', '.join(str(d) for d in DTYPES.values())}, "
+            f"{name}: expected one of {', '.join(str(d) for d in DTYPES.values())}, "
             f"got {array.dtype}; cast the tensor first"
         )
     return array
@@ -134,7 +134,7 @@ def _strict_header(content: bytes) -> dict[str, Any]:
     for name, entry in header.items():
         if name != METADATA_KEY and set(entry) != _FIELDS:
             raise CheckpointError(
-                f"bad header: {name!r}: wanted dtype, shape and data_offsets, got {entry!r:.80}"
+                f"bad header: {name!r}: expected dtype, shape and data_offsets, got {entry!r:.80}"
             )
     return header
 
@@ -144,16 +144,16 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise CheckpointError(f"bad header: wanted each key once, got {twice} more than once")
+        raise CheckpointError(f"bad header: expected each key once, got {twice} more than once")
     return table
 
 
 def _to_array(name: str, entry: dict[str, Any]) -> Array:
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(
-            f"bad header: {name!r}: wanted a dtype in {', '.join(DTYPES)}, got {entry['dtype']!r}"
+            f"bad header: {name!r}: expected a dtype in {', '.join(DTYPES)}, got {entry['dtype']!r}"
         )
     raw = np.frombuffer(entry["data"], np.uint8)  # of a bytearray that is ours: writable
     if entry["dtype"] == "BOOL" and raw.size and raw.max() > 1:
-        raise CheckpointError(f"{name!r}: wanted BOOL bytes 0 or 1, got {raw.max()}")
+        raise CheckpointError(f"{name!r}: expected BOOL bytes 0 or 1, got {raw.max()}")
     return raw.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])

@@ -21,26 +21,24 @@ from extensor.nn.activation import (
     Tanh,
 )
 from extensor.nn.attention import MultiheadAttention
-from extensor.nn.avg_pool2d import AvgPool2d
-from extensor.nn.batch_norm2d import BatchNorm2d
-from extensor.nn.conv2d import Conv2d
+from extensor.nn.container import Flatten, ModuleList, Sequential
+from extensor.nn.conv_pool import (
+    AvgPool2d,
+    Conv2d,
+    GlobalAvgPool2d,
+    MaxPool2d,
+    SeparableConv2d,
+    depthwise_conv2d,
+)
 from extensor.nn.dropout import Dropout, Dropout2d
 from extensor.nn.embedding import Embedding
-from extensor.nn.flatten import Flatten
-from extensor.nn.global_avg_pool2d import GlobalAvgPool2d
-from extensor.nn.group_norm import GroupNorm, InstanceNorm
-from extensor.nn.layer_norm import LayerNorm
 from extensor.nn.linear import Linear
-from extensor.nn.max_pool2d import MaxPool2d
 from extensor.nn.module import Hook, Module
-from extensor.nn.module_list import ModuleList
+from extensor.nn.norm import BatchNorm2d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from extensor.nn.parameter import Buffer, Parameter
-from extensor.nn.quantize import apply_recipe, gemm_layers
+from extensor.nn.ptq import load_quantized, packed_layers, quantize_model, save_quantized
+from extensor.nn.recipe import apply_recipe, gemm_layers
 from extensor.nn.recurrent import GRU, LSTM
-from extensor.nn.rms_norm import RMSNorm
-from extensor.nn.separable import SeparableConv2d, depthwise_conv2d
-from extensor.nn.sequential import Sequential
-from extensor.nn.stored import load_quantized, quantize_model, save_quantized, stored_layers
 from extensor.nn.transformer import FeedForward, TransformerBlock
 
 __all__ = [
@@ -92,7 +90,7 @@ __all__ = [
     "gemm_layers",
     "init",
     "load_quantized",
+    "packed_layers",
     "quantize_model",
     "save_quantized",
-    "stored_layers",
 ]

@@ -1,4 +1,4 @@
-"""Activation functions as modules: one line each, the formulas are in `extensor.ops`."""
+"""Activation functions as modules; `extensor.ops` has the formulas."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class _Activation(Module):
 
     function: ClassVar[Callable[..., ExTensor]]
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
 
     def forward(self, x: ExTensor) -> ExTensor:
         """The function of ``x``."""
@@ -55,17 +55,11 @@ class ReLU(_Activation):
 
     function = staticmethod(activation.relu)
 
-    def __init__(self) -> None:
-        super().__init__()
-
 
 class ReLU6(_Activation):
     """min(max(x, 0), 6)."""
 
     function = staticmethod(activation.relu6)
-
-    def __init__(self) -> None:
-        super().__init__()
 
 
 class Sigmoid(_Activation):
@@ -73,17 +67,11 @@ class Sigmoid(_Activation):
 
     function = staticmethod(elementwise.sigmoid)
 
-    def __init__(self) -> None:
-        super().__init__()
-
 
 class Tanh(_Activation):
     """tanh(x)."""
 
     function = staticmethod(elementwise.tanh)
-
-    def __init__(self) -> None:
-        super().__init__()
 
 
 class SiLU(_Activation):
@@ -91,26 +79,17 @@ class SiLU(_Activation):
 
     function = staticmethod(activation.silu)
 
-    def __init__(self) -> None:
-        super().__init__()
-
 
 class Mish(_Activation):
     """x tanh(softplus(x))."""
 
     function = staticmethod(activation.mish)
 
-    def __init__(self) -> None:
-        super().__init__()
-
 
 class SELU(_Activation):
-    """self-normalizing ELU (arXiv 1706.02515)."""
+    """Self-normalizing ELU (arXiv 1706.02515)."""
 
     function = staticmethod(activation.selu)
-
-    def __init__(self) -> None:
-        super().__init__()
 
 
 class HardSigmoid(_Activation):
@@ -118,17 +97,11 @@ class HardSigmoid(_Activation):
 
     function = staticmethod(activation.hard_sigmoid)
 
-    def __init__(self) -> None:
-        super().__init__()
-
 
 class HardSwish(_Activation):
     """x hard_sigmoid(x)."""
 
     function = staticmethod(activation.hard_swish)
-
-    def __init__(self) -> None:
-        super().__init__()
 
 
 class HardTanh(_Activation):
@@ -136,17 +109,11 @@ class HardTanh(_Activation):
 
     function = staticmethod(activation.hard_tanh)
 
-    def __init__(self) -> None:
-        super().__init__()
-
 
 class Softplus(_Activation):
     """log(1 + exp(x))."""
 
     function = staticmethod(activation.softplus)
-
-    def __init__(self) -> None:
-        super().__init__()
 
 
 class ELU(_Activation):
@@ -155,7 +122,7 @@ class ELU(_Activation):
     function = staticmethod(activation.elu)
 
     def __init__(self, alpha: float = 1.0) -> None:
-        super().__init__(alpha=alpha)
+        self.options = {"alpha": alpha}
 
 
 class GELU(_Activation):
@@ -164,7 +131,7 @@ class GELU(_Activation):
     function = staticmethod(activation.gelu)
 
     def __init__(self, approximate: str = "none") -> None:
-        super().__init__(approximate=approximate)
+        self.options = {"approximate": approximate}
 
 
 class LeakyReLU(_Activation):
@@ -173,7 +140,7 @@ class LeakyReLU(_Activation):
     function = staticmethod(activation.leaky_relu)
 
     def __init__(self, slope: float = 0.01) -> None:
-        super().__init__(slope=slope)
+        self.options = {"slope": slope}
 
 
 class Softmax(_Activation):
@@ -182,7 +149,7 @@ class Softmax(_Activation):
     function = staticmethod(activation.softmax)
 
     def __init__(self, axis: int = -1) -> None:
-        super().__init__(axis=axis)
+        self.options = {"axis": axis}
 
 
 class LogSoftmax(_Activation):
@@ -191,7 +158,7 @@ class LogSoftmax(_Activation):
     function = staticmethod(activation.log_softmax)
 
     def __init__(self, axis: int = -1) -> None:
-        super().__init__(axis=axis)
+        self.options = {"axis": axis}
 
 
 class PReLU(Module):

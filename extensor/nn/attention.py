@@ -39,7 +39,7 @@ def rotate(x: ExTensor, base: float) -> ExTensor:
     """
     *_, length, size = x.shape
     if size % 2:
-        raise ValueError(f"rotate: wanted vectors of even length, got {size}")
+        raise ValueError(f"rotate: expected vectors of even length, got {size}")
     # Angles in float64 on the host, so that they are the same on every device.
     angle = np.arange(length)[:, None] * base ** (-2.0 * np.arange(size // 2) / size)
     wide = compute_dtype(x.dtype)
@@ -86,18 +86,18 @@ class MultiheadAttention(Module):
         self.kv_heads = heads if kv_heads is None else check_size("kv_heads", kv_heads)
         if width % heads:
             raise ValueError(
-                f"MultiheadAttention: wanted a width that is a multiple of the heads, got width "
+                f"MultiheadAttention: expected a width that is a multiple of the heads, got width "
                 f"{width} and {heads} heads"
             )
         if heads % self.kv_heads:
             raise ValueError(
-                f"MultiheadAttention: wanted heads that are a multiple of kv_heads, got {heads} "
+                f"MultiheadAttention: expected heads that are a multiple of kv_heads, got {heads} "
                 f"and {kv_heads}"
             )
         self.head_size = width // heads
         if rotary is not None and (not 0.0 < rotary < math.inf or self.head_size % 2):
             raise ValueError(
-                "MultiheadAttention: rotary: wanted a base above 0 and heads of even length, got "
+                "MultiheadAttention: rotary: expected a base above 0 and heads of even length, got "
                 f"{rotary!r} and {self.head_size}"
             )
         self.causal, self.rotary = causal, rotary
@@ -110,8 +110,8 @@ class MultiheadAttention(Module):
         tensors_only("MultiheadAttention", x)
         if x.ndim < 2 or x.shape[-1] != self.width or not x.shape[-2]:
             raise ValueError(
-                f"MultiheadAttention: wanted an input of shape (..., T, {self.width}) with T of 1 "
-                f"or more, got {x.shape}"
+                f"MultiheadAttention: expected an input of shape (..., T, {self.width}) with "
+                f"T of 1 or more, got {x.shape}"
             )
         projected = self.qkv(x)
         if self.rotary is None:

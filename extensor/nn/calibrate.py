@@ -1,14 +1,15 @@
-"""Calibration: what the inputs of a model's layers look like, and the range worth coding.
+"""Calibration: observe the inputs of a model's layers, and choose a range for their codes.
 
-Two passes over the same batches: the first finds each layer's least and largest input, the second
-counts the inputs in `BINS` equal bins between them, zeros apart (zero is always coded exactly). The
-three ways of choosing a range:
+Two passes run over the same batches. The first finds each layer's least and largest input. The
+second counts the inputs in `BINS` equal bins between them; zeros are counted apart, since zero is
+always coded exactly. A range is then chosen by one of three methods:
 
-- ``minmax``: all that was seen. Nothing saturates in calibration; one outlier can cost everything.
-- ``percentile``: the upper edge of the bin that holds the p-th percentile (nearest rank), and
-  likewise below with the values negated: each within one bin of the exact percentile.
-- ``mse``: of `SHRINKS` shrunken copies of the range, the one with the least squared error of coding
-  the bins' centres, each counted as often as it was seen; of equals the widest.
+- ``minmax``: from the least input to the largest. Nothing saturates in calibration, but one outlier
+  makes all other codes coarse.
+- ``percentile``: the upper edge of the bin that holds the p-th percentile (nearest rank), and the
+  same below with the values negated. Each is within one bin of the exact percentile.
+- ``mse``: the one of `SHRINKS` shrunken ranges that codes the bins' centres with the least squared
+  error, each weighted by its count; among equals the widest.
 
 Source: Wu et al., arXiv 2004.09602, section 4.2 (max, percentile); Choukroun et al., arXiv
 1902.06822, section 3.1 (least squared error).
@@ -33,7 +34,7 @@ from extensor.quant.schemes import Scheme
 from extensor.quant.spec import QuantSpec
 from extensor.quant.static_scale import StaticScale, choose_static_scale, quantize_static
 
-__all__ = ["Seen", "calibrate", "choose"]
+__all__ = ["InputHistogram", "calibrate", "choose_scale"]
 
 BINS = 4096
 SHRINKS = np.linspace(1.0, 0.05, 96)
@@ -42,13 +43,13 @@ Inputs = tuple[ExTensor, ...]
 
 
 @dataclass
-class Seen:
-    """The inputs of one layer over all of calibration.
+class InputHistogram:
+    """The inputs of one layer over all calibration batches.
 
     Attributes:
-        low: the least, or 0 if that is below; high: the largest, or 0 if that is above.
-        zeros: how many were exactly 0.
-        counts: int64 (BINS,), how many others fell into each of the equal bins of [low, high].
+        low: the least input, at most 0; high: the largest, at least 0.
+        zeros: how many inputs were exactly 0.
+        counts: int64 (BINS,), how many other inputs fell into each equal bin of [low, high].
     """
 
     low: float = 0.0
@@ -65,34 +66,33 @@ def batches_of(calibration: Iterable[Any]) -> list[Inputs]:
         ValueError: for an empty set, or a batch of nothing.
     """
     if isinstance(calibration, ExTensor):
-        raise TypeError(
-            "calibration: wanted a list of batches, got one tensor; the way out: [tensor]"
-        )
+        raise TypeError("calibration: expected a list of batches, got one tensor; pass [tensor]")
     batches = [b if isinstance(b, tuple) else (b,) for b in calibration]
     if not batches:
         raise ValueError(
-            "calibration: wanted at least one batch, got an empty set; the way out: a few hundred "
+            "calibration: expected at least one batch, got an empty set; pass a few hundred "
             "inputs of the kind that the model was trained on"
         )
     for place, batch in enumerate(batches):
         if not batch or not all(isinstance(x, ExTensor) for x in batch):
             raise TypeError(
-                f"calibration: batch {place}: wanted an ExTensor or a tuple of them, got "
+                f"calibration: batch {place}: expected an ExTensor or a tuple of them, got "
                 f"{batch!r:.80}"
             )
         if not all(x.size for x in batch):
             raise ValueError(
-                f"calibration: batch {place}: wanted inputs, got shapes {[x.shape for x in batch]}"
+                f"calibration: batch {place}: expected inputs, got shapes "
+                f"{[x.shape for x in batch]}"
             )
     return batches
 
 
 def calibrate(
     model: Module, layers: Mapping[str, Module], batches: Sequence[Inputs]
-) -> dict[str, Seen]:
-    """What each of the layers was given while the model ran on the batches.
+) -> dict[str, InputHistogram]:
+    """Histograms of each layer's inputs while the model runs on the batches.
 
-    The model runs in evaluation mode without recording gradients.
+    The model runs in evaluation mode without gradients.
 
     Args:
         model: as it is in high precision.
@@ -100,10 +100,10 @@ def calibrate(
         batches: from `batches_of`.
 
     Raises:
-        ValueError: if a layer is never reached, or given NaN or infinity; the message says by
-            which batch.
+        ValueError: if a layer is never reached, or gets NaN or infinity; the message names the
+            batch.
     """
-    seen = {path: Seen() for path in layers}
+    seen = {path: InputHistogram() for path in layers}
     reached: set[str] = set()
 
     def widen(path: str, x: np.ndarray[Any, Any], place: int) -> None:
@@ -111,7 +111,7 @@ def calibrate(
         if not np.isfinite(x).all():
             raise ValueError(
                 f"calibration: batch {place} gives layer {path!r} inputs that are NaN or infinite; "
-                "the way out: calibration data like the training data, or a model that did not "
+                "use calibration data like the training data, or a model that did not "
                 "diverge"
             )
         if x.size:
@@ -128,24 +128,24 @@ def calibrate(
             row.counts += np.histogram(values, BINS, (row.low, row.high))[0]
 
     with no_grad(), evaluating(model):
-        for look in (widen, count):
+        for observe in (widen, count):
             for place, batch in enumerate(batches):
-                with _watched(layers, lambda path, x, at=place, f=look: f(path, x, at)):
+                with _observed(layers, lambda path, x, at=place, f=observe: f(path, x, at)):
                     model(*batch)
-            lost = [path for path in layers if path not in reached]
-            if lost:
+            unreached = [path for path in layers if path not in reached]
+            if unreached:
                 raise ValueError(
-                    f"calibration never reached layer {lost[0]!r}"
-                    + (f" and {len(lost) - 1} more" if lost[1:] else "")
-                    + "; the way out: inputs that take the model through it, or keep="
-                    f"({lost[0]!r},)"
+                    f"calibration never reached layer {unreached[0]!r}"
+                    + (f" and {len(unreached) - 1} more" if unreached[1:] else "")
+                    + "; use inputs that take the model through it, or keep="
+                    f"({unreached[0]!r},)"
                 )
     return seen
 
 
 @contextmanager
-def _watched(layers: Mapping[str, Module], take: Any) -> Iterator[None]:
-    """``take(path, array)`` with every input of every layer, as float32 on the host."""
+def _observed(layers: Mapping[str, Module], take: Any) -> Iterator[None]:
+    """Call ``take(path, array)`` with every input of every layer, as float32 on the host."""
 
     def hook(path: str) -> Any:
         return lambda _, args: take(path, args[0].detach().to("cpu").to("float32").numpy())
@@ -156,8 +156,8 @@ def _watched(layers: Mapping[str, Module], take: Any) -> Iterator[None]:
         yield
 
 
-def choose(seen: Seen, scheme: Scheme) -> StaticScale:
-    """The scale of a layer's inputs under a scheme with a ``range``."""
+def choose_scale(seen: InputHistogram, scheme: Scheme) -> StaticScale:
+    """The static scale of a layer's inputs under a scheme with a ``range``."""
     spec = scheme.activations
     assert isinstance(spec, QuantSpec)
     low, high = seen.low, seen.high
@@ -167,22 +167,24 @@ def choose(seen: Seen, scheme: Scheme) -> StaticScale:
     return choose_static_scale(low, high, spec)
 
 
-def _percentile(seen: Seen, scheme: Scheme) -> tuple[float, float]:
-    """Bin edges that hold the two percentiles; zeros count at 0, which both sides include."""
+def _percentile(seen: InputHistogram, scheme: Scheme) -> tuple[float, float]:
+    """Bin edges at the two percentiles; zeros count at 0, which both sides include."""
     assert seen.counts is not None
     edges = np.linspace(seen.low, seen.high, BINS + 1)
     total = int(seen.counts.sum()) + seen.zeros
     at_zero = min(int(np.searchsorted(edges, 0.0, side="right")) - 1, BINS - 1)
     counts = seen.counts.copy()
     counts[at_zero] += seen.zeros
-    rank = math.ceil(Fraction(repr(scheme.percentile)) * total / 100)  # 99.99 as it is written
+    rank = math.ceil(
+        Fraction(repr(scheme.percentile)) * total / 100
+    )  # 99.99 exactly, not its float
     above = int(np.searchsorted(np.cumsum(counts), rank))
     below = BINS - 1 - int(np.searchsorted(np.cumsum(counts[::-1]), rank))
     return min(float(edges[below]), 0.0), max(float(edges[above + 1]), 0.0)
 
 
-def _least_error(seen: Seen, scheme: Scheme) -> tuple[float, float]:
-    """The shrunken range under which the seen values lose least."""
+def _least_error(seen: InputHistogram, scheme: Scheme) -> tuple[float, float]:
+    """The shrunken range that codes the inputs with the least squared error."""
     spec = scheme.activations
     assert isinstance(spec, QuantSpec) and seen.counts is not None
     edges = np.linspace(seen.low, seen.high, BINS + 1)

@@ -1,8 +1,13 @@
-"""What layers check about their arguments."""
+"""Checks that layers make of their arguments and inputs."""
 
 from __future__ import annotations
 
-__all__ = ["check_probability", "check_size"]
+import math
+
+from extensor.autograd.tensor import ExTensor
+from extensor.ops.arguments import tensors_only
+
+__all__ = ["check_eps", "check_images", "check_last_axes", "check_probability", "check_size"]
 
 
 def check_size(name: str, value: object, least: int = 1) -> int:
@@ -12,9 +17,9 @@ def check_size(name: str, value: object, least: int = 1) -> int:
         TypeError, ValueError: for anything else.
     """
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: wanted an int, got {value!r}")
+        raise TypeError(f"{name}: expected an int, got {value!r}")
     if value < least:
-        raise ValueError(f"{name}: wanted {least} or more, got {value}")
+        raise ValueError(f"{name}: expected {least} or more, got {value}")
     return value
 
 
@@ -26,4 +31,42 @@ def check_probability(name: str, value: object) -> float:
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value < 1.0:
         return float(value)
-    raise ValueError(f"{name}: wanted a number in [0, 1), got {value!r}")
+    raise ValueError(f"{name}: expected a number in [0, 1), got {value!r}")
+
+
+def check_eps(layer: str, eps: float) -> float:
+    """A finite number above 0.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if not 0.0 < eps < math.inf:
+        raise ValueError(f"{layer}: expected eps above 0, got {eps!r}")
+    return eps
+
+
+def check_images(layer: str, x: ExTensor, channels: int | None = None) -> None:
+    """Refuse an input that is not (N, C, H, W).
+
+    Raises:
+        TypeError: for what is no tensor.
+        ValueError: for another number of axes or channels.
+    """
+    tensors_only(layer, x)
+    if x.ndim != 4 or channels not in (None, x.shape[1]):
+        raise ValueError(
+            f"{layer}: expected an input of shape (N, {channels or 'C'}, H, W), got {x.shape}"
+        )
+
+
+def check_last_axes(layer: str, x: ExTensor, *lengths: int) -> None:
+    """Refuse an input whose last axes have other lengths.
+
+    Raises:
+        TypeError: for what is no tensor.
+        ValueError: for other lengths, or too few axes.
+    """
+    tensors_only(layer, x)
+    if x.shape[-len(lengths) :] != lengths:
+        expected = ", ".join(map(str, lengths))
+        raise ValueError(f"{layer}: expected an input of shape (..., {expected}), got {x.shape}")

@@ -1,4 +1,4 @@
-"""Dropout and Dropout2d."""
+"""Dropout of values and of whole channels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from extensor.autograd.creation import Seed
 from extensor.autograd.mode import no_grad
 from extensor.autograd.tensor import ExTensor
 from extensor.nn import init
-from extensor.nn.checks import check_probability
+from extensor.nn.checks import check_images, check_probability
 from extensor.nn.module import Module
 from extensor.nn.parameter import Buffer
 from extensor.ops.arguments import tensors_only
@@ -22,7 +22,7 @@ class Dropout(Module):
 
     The mask is a function of a seed and of how often the layer was called in training. Both are
     buffers, so that a run resumed from a checkpoint draws what an uninterrupted one draws. It is
-    the same on every device, and each repetition of a captured step draws anew.
+    the same on every device, and each replay of a captured step draws anew.
 
     Args:
         p: in [0, 1).
@@ -69,6 +69,5 @@ class Dropout2d(Dropout):
 
     def mask_shape(self, x: ExTensor) -> tuple[int, ...]:
         """(N, C, 1, 1)."""
-        if x.ndim != 4:
-            raise ValueError(f"Dropout2d: wanted an input of shape (N, C, H, W), got {x.shape}")
+        check_images("Dropout2d", x)
         return (*x.shape[:2], 1, 1)

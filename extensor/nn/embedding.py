@@ -42,13 +42,13 @@ class Embedding(Module):
         """Integers of any shape (...) -> (..., size)."""
         tensors_only("Embedding", index)
         if not index.dtype.is_integer:
-            raise TypeError(f"Embedding: wanted integers, got {index.dtype.name}")
+            raise TypeError(f"Embedding: expected integers, got {index.dtype.name}")
         data = index.data
 
         def error() -> ValueError:
             return ValueError(
-                f"Embedding: wanted numbers in 0..{self.count - 1}, got "
-                f"{int(data.min())}..{int(data.max())}; the way out: numbers of the "
+                f"Embedding: expected numbers in 0..{self.count - 1}, got "
+                f"{int(data.min())}..{int(data.max())}; use numbers of the "
                 "vocabulary that the layer was made for, or a layer of more vectors"
             )
 

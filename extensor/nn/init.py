@@ -48,7 +48,7 @@ def as_rng(rng: Seed) -> np.random.Generator:
         return rng
     if rng is None or (isinstance(rng, (int, np.integer)) and not isinstance(rng, bool)):
         return np.random.default_rng(rng)
-    raise TypeError(f"rng: wanted a numpy.random.Generator, a seed or None, got {rng!r}")
+    raise TypeError(f"rng: expected a numpy.random.Generator, a seed or None, got {rng!r}")
 
 
 def fans(shape: Shape) -> tuple[int, int]:
@@ -59,7 +59,7 @@ def fans(shape: Shape) -> tuple[int, int]:
     """
     if len(shape) < 2 or min(shape) < 1:
         raise ValueError(
-            f"shape: wanted two axes or more, (out, in, ...), none empty, got {tuple(shape)}; "
+            f"shape: expected two axes or more, (out, in, ...), none empty, got {tuple(shape)}; "
             "a bias starts from zeros"
         )
     return math.prod(shape[1:]), shape[0] * math.prod(shape[2:])
@@ -113,7 +113,7 @@ def trunc_normal(
     """
     _positive("std", std)
     if not bound >= 0.25:
-        raise ValueError(f"bound: wanted 0.25 standard deviations or more, got {bound!r}")
+        raise ValueError(f"bound: expected 0.25 standard deviations or more, got {bound!r}")
     generator = as_rng(rng)
     values = np.asarray(generator.standard_normal(shape))
     while (outside := np.abs(values) > bound).any():
@@ -143,13 +143,13 @@ def _kaiming(shape: Shape, gain: float | str, fan: str) -> float:
             raise ValueError(unknown_name("gain", gain, GAINS))
         gain = GAINS[gain]
     if fan not in ("in", "out"):
-        raise ValueError(f"fan: wanted 'in' or 'out', got {fan!r}")
+        raise ValueError(f"fan: expected 'in' or 'out', got {fan!r}")
     return _positive("gain", gain) / math.sqrt(fans(shape)[fan == "out"])
 
 
 def _positive(name: str, value: float) -> float:
     if not 0.0 < value < math.inf:
-        raise ValueError(f"{name}: wanted a finite number above 0, got {value!r}")
+        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
     return value
 
 

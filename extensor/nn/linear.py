@@ -1,4 +1,4 @@
-"""Linear."""
+"""Linear layers, and what all layers with matrix products have in common."""
 
 from __future__ import annotations
 
@@ -7,15 +7,27 @@ import math
 from extensor.autograd.creation import Seed
 from extensor.autograd.tensor import ExTensor
 from extensor.nn import init
-from extensor.nn.checks import check_size
-from extensor.nn.gemm_layer import GemmLayer
+from extensor.nn.checks import check_last_axes, check_size
+from extensor.nn.module import Module
 from extensor.nn.parameter import Parameter
-from extensor.ops.arguments import tensors_only
-from extensor.ops.linalg import linear
+from extensor.ops.matmul import linear
+from extensor.ops.prequantized import prequantized_matmul
 from extensor.ops.quantized import quantized_matmul
-from extensor.ops.stored import stored_matmul
+from extensor.quant.recipe_state import LayerContext
 
-__all__ = ["Linear"]
+__all__ = ["GemmLayer", "Linear"]
+
+
+class GemmLayer(Module):
+    """A layer whose GEMMs a recipe can quantize; subclasses set both attributes.
+
+    Attributes:
+        weight: float32, output channels first; or in blocks, by `quantize_model`.
+        quant: the layer's place in a recipe; None computes in the dtype of the operands.
+    """
+
+    weight: ExTensor
+    quant: LayerContext | None
 
 
 class Linear(GemmLayer):
@@ -48,18 +60,16 @@ class Linear(GemmLayer):
     def forward(self, x: ExTensor, call: int = 0) -> ExTensor:
         """(..., K) -> (..., N).
 
-        A layer that is used several times in a step says which use this is, so that each rounds
-        with random bits of its own.
+        Args:
+            x: the input.
+            call: which use of the layer in this step, for layers that are used several times; each
+                use rounds with random bits of its own.
         """
-        tensors_only("Linear", x)
-        if x.ndim < 1 or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"Linear: wanted an input of shape (..., {self.in_features}), got {x.shape}"
-            )
+        check_last_axes("Linear", x, self.in_features)
         if self.quant is None:
             return linear(x, self.weight, self.bias)
         if self.weight.is_blocked:
-            y = stored_matmul(x, self.weight, self.quant)
+            y = prequantized_matmul(x, self.weight, self.quant)
             return y if self.bias is None else y + self.bias
         return quantized_matmul(x, self.weight, self.quant.at(call), self.bias)
 

@@ -31,7 +31,7 @@ PreHook = Callable[["Module", tuple[Any, ...]], None]
 
 def _check_hook(hook: Any) -> None:
     if not callable(hook):
-        raise TypeError(f"hook: wanted a function of a module and a value, got {hook!r:.80}")
+        raise TypeError(f"hook: expected a function of a module and a value, got {hook!r:.80}")
 
 
 class Module:
@@ -72,12 +72,12 @@ class Module:
                 )
             if not name or "." in name:
                 raise AttributeError(
-                    f"{type(self).__name__}.{name}: wanted a name without dots, got {name!r}: in "
+                    f"{type(self).__name__}.{name}: expected a name without dots, got {name!r}: in "
                     "paths they separate a module from its parts, so two could be of one name"
                 )
         elif value is not None and isinstance(vars(self).get(name), (Module, Parameter, Buffer)):
             raise TypeError(
-                f"{type(self).__name__}.{name}: wanted a Parameter, Buffer or Module in place of "
+                f"{type(self).__name__}.{name}: expected a Parameter, Buffer or Module in place of "
                 f"one, got {type(value).__name__}; make one with nn.Parameter(...), or write the "
                 "values with copy_"
             )
@@ -85,8 +85,8 @@ class Module:
             items = value.values() if isinstance(value, dict) else value
             if any(isinstance(item, (Module, Parameter, Buffer)) for item in items):
                 raise TypeError(
-                    f"{type(self).__name__}.{name}: wanted a ModuleList or Sequential, got a plain "
-                    f"{type(value).__name__}, whose parameters would not be found"
+                    f"{type(self).__name__}.{name}: expected a ModuleList or Sequential, got "
+                    f"a plain {type(value).__name__}, whose parameters would not be found"
                 )
         object.__setattr__(self, name, value)
 
@@ -172,7 +172,7 @@ class Module:
         tensors = [tensor for _, tensor in self._named_tensors()]
         moved = [tensor.to(device) for tensor in tensors]
         if any(new.device != device for new in moved):
-            raise ValueError(f"device: wanted 'cpu' or 'cuda', got {device!r}")
+            raise ValueError(f"device: expected 'cpu' or 'cuda', got {device!r}")
         for tensor, new in zip(tensors, moved, strict=True):
             tensor.data, tensor.backend, tensor.grad = new.data, new.backend, None
             tensor._version[0] += 1
@@ -233,18 +233,18 @@ class Module:
         """
         if not isinstance(state, Mapping):
             raise TypeError(
-                f"load_state_dict: wanted arrays by path, got {type(state).__name__}; pass "
+                f"load_state_dict: expected arrays by path, got {type(state).__name__}; pass "
                 "load_checkpoint(path).tensors or another model's state_dict()"
             )
         for path, value in state.items():
             if not isinstance(value, (np.ndarray, QuantArray)):
                 raise TypeError(
-                    f"{path}: wanted a numpy array, got {type(value).__name__}; pass "
+                    f"{path}: expected a numpy array, got {type(value).__name__}; pass "
                     "load_checkpoint(path).tensors or another model's state_dict()"
                 )
         tensors = dict(self._named_tensors())
-        wanted = {path: tensor.data for path, tensor in tensors.items()}
-        message = layout_error(f"this state for {type(self).__name__}", wanted, state)
+        expected = {path: tensor.data for path, tensor in tensors.items()}
+        message = layout_error(f"this state for {type(self).__name__}", expected, state)
         if message:
             raise ValueError(message)
         with no_grad():

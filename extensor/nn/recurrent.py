@@ -18,10 +18,10 @@ from extensor.autograd.creation import Seed
 from extensor.autograd.tensor import ExTensor
 from extensor.nn import init
 from extensor.nn.checks import check_probability, check_size
+from extensor.nn.container import ModuleList
 from extensor.nn.dropout import Dropout
 from extensor.nn.linear import Linear
 from extensor.nn.module import Module
-from extensor.nn.module_list import ModuleList
 from extensor.nn.parameter import Parameter
 from extensor.ops.arguments import tensors_only
 from extensor.ops.elementwise import sigmoid, tanh
@@ -77,7 +77,7 @@ class Recurrent(Module):
         self.batch_first, self.directions = batch_first, 2 if bidirectional else 1
         if check_probability("dropout", dropout) and num_layers == 1:
             raise ValueError(
-                f"dropout: wanted 0 with one layer, got {dropout}: it acts between layers only; "
+                f"dropout: expected 0 with one layer, got {dropout}: it acts between layers only; "
                 "use a Dropout after this layer, or more layers"
             )
         generator = init.as_rng(rng)
@@ -127,20 +127,20 @@ class Recurrent(Module):
         order = "(B, T, {0})" if self.batch_first else "(T, B, {0})"
         if x.ndim != 3 or x.shape[-1] != self.input_size:
             raise ValueError(
-                f"{name}: wanted an input of shape {order.format(self.input_size)}, got "
+                f"{name}: expected an input of shape {order.format(self.input_size)}, got "
                 f"{x.shape}; a single sequence takes an axis more, by expand_dims"
             )
         x = x.swapaxes(0, 1) if self.batch_first else x
         if not x.shape[0]:
-            raise ValueError(f"{name}: wanted a sequence of one step or more, got {x.shape}")
-        wanted = (self.num_layers * self.directions, x.shape[1], self.hidden_size)
+            raise ValueError(f"{name}: expected a sequence of one step or more, got {x.shape}")
+        expected = (self.num_layers * self.directions, x.shape[1], self.hidden_size)
         if state is None:
-            zeros = ExTensor(np.zeros(wanted, np.float32)).to(x.device).astype(x.dtype)
+            zeros = ExTensor(np.zeros(expected, np.float32)).to(x.device).astype(x.dtype)
             return x, (zeros,) * self.states
         tensors_only(name, *state)
-        if len(state) != self.states or any(s.shape != wanted for s in state):
+        if len(state) != self.states or any(s.shape != expected for s in state):
             raise ValueError(
-                f"{name}: wanted {self.states} first state(s) of shape {wanted} (layers times "
+                f"{name}: expected {self.states} first state(s) of shape {expected} (layers times "
                 f"directions, batch, hidden_size), got {[s.shape for s in state]}; leave them out "
                 "for zeros"
             )

@@ -10,10 +10,9 @@ from extensor.autograd.tensor import ExTensor
 from extensor.errors import unknown_name
 from extensor.nn.attention import MultiheadAttention
 from extensor.nn.checks import check_size
-from extensor.nn.layer_norm import LayerNorm
 from extensor.nn.linear import Linear
 from extensor.nn.module import Module
-from extensor.nn.rms_norm import RMSNorm
+from extensor.nn.norm import LayerNorm, RMSNorm
 from extensor.ops.activation import gelu, swiglu
 
 __all__ = ["FeedForward", "TransformerBlock"]

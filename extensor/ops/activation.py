@@ -10,8 +10,9 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import NO_TENSOR, axis_index, tensors_only, unary_samples
+from extensor.ops.arguments import axis_index, tensors_only
 from extensor.ops.arithmetic import clip, where
+from extensor.ops.declare import NO_TENSOR, unary_samples
 from extensor.ops.elementwise import erf, sigmoid, tanh
 from extensor.ops.shape import split
 

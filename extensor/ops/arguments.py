@@ -1,16 +1,15 @@
-"""What operations share about their arguments: operands, axes, and sample inputs."""
+"""Checks and conversions of operations' arguments: operands and axes."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from extensor.autograd.apply import wrap
 from extensor.autograd.mode import MODE
-from extensor.autograd.primitive import BadInput, Sample
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.protocol import Array
 from extensor.dtypes import LEVEL_HALF, DType, compute_dtype, float32, scalar_dtype
@@ -20,15 +19,12 @@ __all__ = [
     "Axis",
     "Operand",
     "as_tensor",
+    "as_tensors",
     "axis_index",
     "axis_tuple",
     "broadcasts",
-    "pair",
-    "pairs",
-    "quiet",
+    "non_differentiable_input",
     "tensors_only",
-    "unary_samples",
-    "without_rule",
 ]
 
 Operand = ExTensor | float | complex | np.ndarray[Any, Any]
@@ -38,23 +34,23 @@ Axis = int | Sequence[int] | None
 """An axis, several, or all of them."""
 
 
-def pair(name: str, a: Any, b: Any) -> tuple[ExTensor, ExTensor]:
+def as_tensors(name: str, a: Any, b: Any) -> tuple[ExTensor, ExTensor]:
     """Two operands as tensors; a number takes the other's dtype where it can.
 
     Raises:
         TypeError: if neither is a tensor, or one is something else.
     """
     if isinstance(a, ExTensor):
-        return a, b if isinstance(b, ExTensor) else _beside(name, b, a)
+        return a, b if isinstance(b, ExTensor) else _converted(name, b, a)
     if isinstance(b, ExTensor):
-        return _beside(name, a, b), b
+        return _converted(name, a, b), b
     raise TypeError(
         f"{name}: wanted at least one ExTensor, got {type(a).__name__} and {type(b).__name__}; "
         "make one with et.ExTensor(...)"
     )
 
 
-def _beside(name: str, value: Any, x: ExTensor) -> ExTensor:
+def _converted(name: str, value: Any, x: ExTensor) -> ExTensor:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (bool, int, float, complex)):
@@ -80,7 +76,7 @@ def as_tensor(name: str, value: Any, like: ExTensor | None = None) -> ExTensor:
     if isinstance(value, ExTensor):
         return value
     if like is not None and not isinstance(value, (list, tuple)):
-        return _beside(name, value, like)
+        return _converted(name, value, like)
     if isinstance(value, (int, float, complex, list, tuple, np.ndarray, np.generic)):
         return ExTensor(value, device=like.device if like is not None else None)
     raise TypeError(f"{name}: wanted an ExTensor, got {type(value).__name__}")
@@ -100,10 +96,10 @@ def tensors_only(name: str, *values: Any) -> None:
             )
 
 
-def without_rule(name: str, x: ExTensor, remedy: str) -> tuple[Array, DType]:
-    """The values of x for what has no rule for gradients, and the inexact dtype of the result.
+def non_differentiable_input(name: str, x: ExTensor, remedy: str) -> tuple[Array, DType]:
+    """The values of x for a function without a gradient, and the inexact dtype of its result.
 
-    Decoded; integers become float32, 16-bit floats are given in the float32 that computes them.
+    The values are dequantized. Integers become float32; 16-bit floats are widened to float32.
 
     Raises:
         TypeError: for a tensor that requires a gradient; ``remedy`` says what to use.
@@ -114,8 +110,8 @@ def without_rule(name: str, x: ExTensor, remedy: str) -> tuple[Array, DType]:
             f"use {remedy}"
         )
     dense = x.dequantize() if x.dtype.is_blocked else x
-    asked = dense.dtype if dense.dtype.is_inexact else float32
-    return dense.data.astype(compute_dtype(asked).numpy, copy=False), asked
+    requested = dense.dtype if dense.dtype.is_inexact else float32
+    return dense.data.astype(compute_dtype(requested).numpy, copy=False), requested
 
 
 def axis_index(name: str, axis: Any, ndim: int) -> int:
@@ -155,55 +151,3 @@ def broadcasts(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Whether an array of ``shape`` broadcasts to ``wanted``."""
     lead = len(wanted) - len(shape)
     return lead >= 0 and all(n in (1, m) for n, m in zip(shape, wanted[lead:], strict=True))
-
-
-def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward whose infinities and NaNs are part of its definition: numpy need not warn."""
-
-    def silenced(*args: Any, **params: Any) -> Any:
-        with np.errstate(all="ignore"):
-            return function(*args, **params)
-
-    return silenced
-
-
-# Sample inputs that many operations share.
-
-
-def pairs(
-    reference: Callable[..., Any] | None = None, low: float = -2.0, high: float = 2.0
-) -> Callable[[np.random.Generator], Iterator[Sample]]:
-    """Two arrays: of one shape, broadcasting both ways, and without axes."""
-
-    def samples(rng: np.random.Generator) -> Iterator[Sample]:
-        for first, second in (((3, 4), (3, 4)), ((2, 1, 3), (4, 1)), ((), (3,))):
-            a, b = rng.uniform(low, high, first), rng.uniform(low, high, second)
-            yield Sample((a, b), expected=reference(a, b) if reference else None)
-
-    return samples
-
-
-def unary_samples(
-    reference: Callable[..., Any] | None = None,
-    low: float = -2.0,
-    high: float = 2.0,
-    apart_from: tuple[float, ...] = (),
-) -> Callable[[np.random.Generator], Iterator[Sample]]:
-    """One array, its values at least 0.05 from the points where the function is not smooth."""
-
-    def samples(rng: np.random.Generator) -> Iterator[Sample]:
-        for shape in ((3, 4), (), (2, 0)):
-            x = rng.uniform(low, high, shape)
-            for point in apart_from:
-                x = np.where(np.abs(x - point) < 0.05, point + 0.1, x)
-            x = np.asarray(x)
-            yield Sample((x,), expected=reference(x) if reference else None)
-
-    return samples
-
-
-BAD_BROADCAST = (BadInput((np.zeros((2, 3)), np.zeros((2,))), ValueError, "that broadcast"),)
-"""Refused by everything that broadcasts."""
-
-NO_TENSOR = (BadInput(("three",), TypeError, "wanted an ExTensor"),)
-"""Refused by every unary operation."""

@@ -11,17 +11,8 @@ from extensor.autograd.mode import MODE
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import DType, DTypeLike, as_dtype, dtype_of
-from extensor.ops.arguments import (
-    BAD_BROADCAST,
-    NO_TENSOR,
-    Operand,
-    as_tensor,
-    pair,
-    pairs,
-    quiet,
-    tensors_only,
-    unary_samples,
-)
+from extensor.ops.arguments import Operand, as_tensor, as_tensors, tensors_only
+from extensor.ops.declare import BAD_BROADCAST, NO_TENSOR, binary_samples, quiet, unary_samples
 
 __all__ = [
     "add", "astype", "clip", "clone", "divide", "floor_divide", "maximum", "minimum", "multiply",
@@ -35,12 +26,12 @@ __all__ = [
     fused_vjp=lambda backend, g, out, inputs, needs: (g, g),
     broadcasts=True,
     reads="nothing",
-    samples=pairs(np.add),
+    samples=binary_samples(np.add),
     errors=BAD_BROADCAST,
 )
 def add(a: Operand, b: Operand) -> ExTensor:
     """The sum a + b."""
-    return apply("add", *pair("add", a, b))
+    return apply("add", *as_tensors("add", a, b))
 
 
 @primitive(
@@ -49,12 +40,12 @@ def add(a: Operand, b: Operand) -> ExTensor:
     fused_vjp=lambda backend, g, out, inputs, needs: (g, -g if needs[1] else None),
     broadcasts=True,
     reads="nothing",
-    samples=pairs(np.subtract),
+    samples=binary_samples(np.subtract),
     errors=BAD_BROADCAST,
 )
 def subtract(a: Operand, b: Operand) -> ExTensor:
     """The difference a - b."""
-    return apply("subtract", *pair("subtract", a, b))
+    return apply("subtract", *as_tensors("subtract", a, b))
 
 
 @primitive(
@@ -66,12 +57,12 @@ def subtract(a: Operand, b: Operand) -> ExTensor:
     ),
     broadcasts=True,
     reads="inputs",
-    samples=pairs(np.multiply),
+    samples=binary_samples(np.multiply),
     errors=BAD_BROADCAST,
 )
 def multiply(a: Operand, b: Operand) -> ExTensor:
     """The product a * b."""
-    return apply("multiply", *pair("multiply", a, b))
+    return apply("multiply", *as_tensors("multiply", a, b))
 
 
 @primitive(
@@ -83,12 +74,12 @@ def multiply(a: Operand, b: Operand) -> ExTensor:
     ),
     broadcasts=True,
     to_float=True,
-    samples=pairs(np.divide, 0.5, 2.0),
+    samples=binary_samples(np.divide, 0.5, 2.0),
     errors=BAD_BROADCAST,
 )
 def divide(a: Operand, b: Operand) -> ExTensor:
     """The quotient a / b; integers give float32, division by zero infinities and NaN."""
-    return apply("divide", *pair("divide", a, b))
+    return apply("divide", *as_tensors("divide", a, b))
 
 
 @quiet
@@ -111,12 +102,12 @@ def _power_base_vjp(g: ExTensor, out: ExTensor, a: ExTensor, b: ExTensor) -> ExT
     forward=_power,
     vjps=(_power_base_vjp, _power_exponent_vjp),
     broadcasts=True,
-    samples=pairs(np.power, 0.5, 2.0),
+    samples=binary_samples(np.power, 0.5, 2.0),
     errors=BAD_BROADCAST,
 )
 def power(a: Operand, b: Operand) -> ExTensor:
     """The power a ** b; NaN for a negative a and a b that is not whole (IEEE 754)."""
-    return apply("power", *pair("power", a, b))
+    return apply("power", *as_tensors("power", a, b))
 
 
 @primitive(
@@ -151,12 +142,12 @@ def _floor_divide(backend: Any, a: Any, b: Any) -> Any:
     forward=_floor_divide,
     no_vjp=_STEPS,
     broadcasts=True,
-    samples=pairs(np.floor_divide, 0.5, 2.0),
+    samples=binary_samples(np.floor_divide, 0.5, 2.0),
     errors=BAD_BROADCAST,
 )
 def floor_divide(a: Operand, b: Operand) -> ExTensor:
     """The largest whole number not above a / b; a / b itself if one is infinite."""
-    return apply("floor_divide", *pair("floor_divide", a, b))
+    return apply("floor_divide", *as_tensors("floor_divide", a, b))
 
 
 @primitive(
@@ -171,7 +162,7 @@ def floor_divide(a: Operand, b: Operand) -> ExTensor:
 )
 def remainder(a: Operand, b: Operand) -> ExTensor:
     """What floor_divide leaves, a - b * floor(a / b): the sign of b, as Python's ``%``."""
-    return apply("remainder", *pair("remainder", a, b))
+    return apply("remainder", *as_tensors("remainder", a, b))
 
 
 def _apart(rng: np.random.Generator) -> list[Sample]:
@@ -197,7 +188,7 @@ def _share_of_ties(picked: ExTensor, other: ExTensor, g: ExTensor, out: ExTensor
 )
 def maximum(a: Operand, b: Operand) -> ExTensor:
     """The larger of a and b; NaN if either is. Equal values share the gradient."""
-    return apply("maximum", *pair("maximum", a, b))
+    return apply("maximum", *as_tensors("maximum", a, b))
 
 
 @primitive(
@@ -212,7 +203,7 @@ def maximum(a: Operand, b: Operand) -> ExTensor:
 )
 def minimum(a: Operand, b: Operand) -> ExTensor:
     """The smaller of a and b; NaN if either is. Equal values share the gradient."""
-    return apply("minimum", *pair("minimum", a, b))
+    return apply("minimum", *as_tensors("minimum", a, b))
 
 
 def _clip_samples(rng: np.random.Generator) -> list[Sample]:
@@ -258,8 +249,8 @@ def clip(x: ExTensor, min: Operand | None = None, max: Operand | None = None) ->
     ),  # cupy widens bfloat16
     vjps=(
         None,
-        lambda g, out, condition, a, b: apply("where", condition, *pair("where", g, 0.0)),
-        lambda g, out, condition, a, b: apply("where", condition, *pair("where", 0.0, g)),
+        lambda g, out, condition, a, b: apply("where", condition, *as_tensors("where", g, 0.0)),
+        lambda g, out, condition, a, b: apply("where", condition, *as_tensors("where", 0.0, g)),
     ),
     broadcasts=True,
     reads="inputs",
@@ -287,7 +278,7 @@ def where(condition: ExTensor, a: Operand, b: Operand) -> ExTensor:
         )
     if not isinstance(a, ExTensor) and not isinstance(b, ExTensor):
         a = as_tensor("where", a if isinstance(a, np.ndarray) else [a]).reshape(np.shape(a))
-    return apply("where", condition, *pair("where", a, b))
+    return apply("where", condition, *as_tensors("where", a, b))
 
 
 def _cast(backend: Any, x: Any, dtype: DType) -> Any:

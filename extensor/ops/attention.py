@@ -14,7 +14,7 @@ from extensor.autograd.tensor import ExTensor
 from extensor.ops.activation import softmax
 from extensor.ops.arguments import tensors_only
 from extensor.ops.arithmetic import where
-from extensor.ops.linalg import matmul
+from extensor.ops.matmul import matmul
 from extensor.ops.shape import concatenate
 
 __all__ = ["packed_attention", "scaled_dot_product_attention"]
@@ -191,40 +191,24 @@ def _packed_forward(
 
 
 def _packed_fused(
-    backend: Any,
-    g: Any,
-    out: Any,
-    inputs: Any,
-    needs: Any,
-    heads: int,
-    groups: int,
-    causal: bool,
-    scale: float,
-    saved: Any,
+    backend: Any, g: Any, out: Any, inputs: Any, needs: Any, saved: Any, **params: Any
 ) -> Any:
-    x = inputs[0]
+    x, heads, groups = inputs[0], params["heads"], params["groups"]
     lead = math.prod(x.shape[:-2])
     gx = backend.xp.empty((lead, *x.shape[-2:]), x.dtype)
     q, k, v = _parts(x.reshape(gx.shape), heads, groups)
     grad, result = (_parts(a.reshape(lead, *a.shape[-2:]), heads, 0)[0] for a in (g, out))
     into = tuple(_parts(gx, heads, groups))
-    backend.attention_grad(grad, q, k, v, result, saved, causal, scale, into)
+    backend.attention_grad(grad, q, k, v, result, saved, params["causal"], params["scale"], into)
     return [gx.reshape(x.shape)]
 
 
 def _packed_vjp(
-    g: ExTensor,
-    out: ExTensor,
-    x: ExTensor,
-    heads: int,
-    groups: int,
-    causal: bool,
-    scale: float,
-    saved: Any,
+    g: ExTensor, out: ExTensor, x: ExTensor, heads: int, groups: int, **params: Any
 ) -> ExTensor:
     grad = _parts(g, heads, 0)[0]
     q, k, v = _parts(x, heads, groups)
-    grads = _gradients(grad, q, k, v, causal, scale)
+    grads = _gradients(grad, q, k, v, params["causal"], params["scale"])
     return _side_by_side(concatenate(list(grads), axis=-3), heads + 2 * groups)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from extensor.autograd.apply import apply, wrap
 from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import quiet, tensors_only
+from extensor.ops.arguments import tensors_only
+from extensor.ops.declare import quiet
 from extensor.ops.loss import Reduction, reduced, wide
 
 __all__ = ["cross_entropy", "nll"]
@@ -102,20 +103,12 @@ def _row_weights(xp: Any, g: Any, kept: Any, count: int, reduction: str) -> Any:
 
 
 def _cross_entropy_fused(
-    backend: Any,
-    g: Any,
-    out: None,
-    inputs: Any,
-    needs: Any,
-    smoothing: float,
-    ignore: int | None,
-    reduction: str,
-    saved: Any,
+    backend: Any, g: Any, out: None, inputs: Any, needs: Any, saved: Any, **params: Any
 ) -> Any:
     xp = backend.xp
     p, safe, kept, count = saved
-    weight = _row_weights(xp, g, kept, count, reduction)
-    d = backend.cross_entropy_grad(weight, _flat(xp, inputs[0]), safe, p, smoothing)
+    weight = _row_weights(xp, g, kept, count, params["reduction"])
+    d = backend.cross_entropy_grad(weight, _flat(xp, inputs[0]), safe, p, params["smoothing"])
     shape = inputs[0].shape
     if len(shape) > 2:
         d = xp.moveaxis(d.reshape(shape[0], *shape[2:], shape[1]), -1, 1)
@@ -123,15 +116,9 @@ def _cross_entropy_fused(
 
 
 def _cross_entropy_vjp(
-    g: ExTensor,
-    out: None,
-    x: ExTensor,
-    labels: ExTensor,
-    smoothing: float,
-    ignore: int | None,
-    reduction: str,
-    saved: Any,
+    g: ExTensor, out: None, x: ExTensor, labels: ExTensor, saved: Any, **params: Any
 ) -> ExTensor:
+    smoothing, reduction = params["smoothing"], params["reduction"]
     _, safe, kept, count = saved
     xp, classes = x.backend.xp, x.shape[1]
     target = xp.full((len(safe), classes), smoothing / classes, dtype=np.float64)

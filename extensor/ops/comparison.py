@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from extensor.autograd.apply import apply
-from extensor.autograd.primitive import BadInput, Sample, primitive
+from extensor.autograd.primitive import BadInput, Declaration, Sample, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import (
+from extensor.ops.arguments import Operand, as_tensors, tensors_only
+from extensor.ops.declare import (
     BAD_BROADCAST,
     NO_TENSOR,
-    Operand,
-    pair,
-    pairs,
-    tensors_only,
+    binary_samples,
     unary_samples,
+    without_gradient,
 )
 
 __all__ = [
@@ -28,123 +28,106 @@ __all__ = [
 _TRUTH = "gives truth values"
 
 
-def _compared(name: str) -> Any:
-    return {
-        "forward": lambda backend, a, b: getattr(backend.xp, name)(a, b),
-        "no_vjp": _TRUTH,
-        "broadcasts": True,
-        "samples": pairs(getattr(np, name)),
-        "errors": BAD_BROADCAST,
-    }
+def _comparison(name: str) -> Declaration:
+    samples = binary_samples(getattr(np, name))
+    return without_gradient(name, _TRUTH, samples, broadcasts=True, errors=BAD_BROADCAST)
 
 
-@primitive(**_compared("equal"))
+@_comparison("equal")
 def equal(a: Operand, b: Operand) -> ExTensor:
     """Whether a == b, elementwise."""
-    return apply("equal", *pair("equal", a, b))
+    return apply("equal", *as_tensors("equal", a, b))
 
 
-@primitive(**_compared("not_equal"))
+@_comparison("not_equal")
 def not_equal(a: Operand, b: Operand) -> ExTensor:
     """Whether a != b, elementwise."""
-    return apply("not_equal", *pair("not_equal", a, b))
+    return apply("not_equal", *as_tensors("not_equal", a, b))
 
 
-@primitive(**_compared("less"))
+@_comparison("less")
 def less(a: Operand, b: Operand) -> ExTensor:
     """Whether a < b, elementwise."""
-    return apply("less", *pair("less", a, b))
+    return apply("less", *as_tensors("less", a, b))
 
 
-@primitive(**_compared("less_equal"))
+@_comparison("less_equal")
 def less_equal(a: Operand, b: Operand) -> ExTensor:
     """Whether a <= b, elementwise."""
-    return apply("less_equal", *pair("less_equal", a, b))
+    return apply("less_equal", *as_tensors("less_equal", a, b))
 
 
-@primitive(**_compared("greater"))
+@_comparison("greater")
 def greater(a: Operand, b: Operand) -> ExTensor:
     """Whether a > b, elementwise."""
-    return apply("greater", *pair("greater", a, b))
+    return apply("greater", *as_tensors("greater", a, b))
 
 
-@primitive(**_compared("greater_equal"))
+@_comparison("greater_equal")
 def greater_equal(a: Operand, b: Operand) -> ExTensor:
     """Whether a >= b, elementwise."""
-    return apply("greater_equal", *pair("greater_equal", a, b))
+    return apply("greater_equal", *as_tensors("greater_equal", a, b))
 
 
-@primitive(**_compared("logical_and"))
+@_comparison("logical_and")
 def logical_and(a: Operand, b: Operand) -> ExTensor:
     """Whether both are nonzero, elementwise."""
-    return apply("logical_and", *pair("logical_and", a, b))
+    return apply("logical_and", *as_tensors("logical_and", a, b))
 
 
-@primitive(**_compared("logical_or"))
+@_comparison("logical_or")
 def logical_or(a: Operand, b: Operand) -> ExTensor:
     """Whether one or both are nonzero, elementwise."""
-    return apply("logical_or", *pair("logical_or", a, b))
+    return apply("logical_or", *as_tensors("logical_or", a, b))
 
 
-@primitive(**_compared("logical_xor"))
+@_comparison("logical_xor")
 def logical_xor(a: Operand, b: Operand) -> ExTensor:
     """Whether exactly one is nonzero, elementwise."""
-    return apply("logical_xor", *pair("logical_xor", a, b))
+    return apply("logical_xor", *as_tensors("logical_xor", a, b))
 
 
-@primitive(
-    forward=lambda backend, x: backend.xp.logical_not(x),
-    no_vjp=_TRUTH,
-    samples=unary_samples(np.logical_not),
-    errors=NO_TENSOR,
-)
+@without_gradient("logical_not", _TRUTH, unary_samples(np.logical_not), errors=NO_TENSOR)
 def logical_not(x: ExTensor) -> ExTensor:
     """Whether x is zero, elementwise."""
     tensors_only("logical_not", x)
     return apply("logical_not", x)
 
 
-def _integers(rng: np.random.Generator) -> list[Sample]:
-    return [Sample((rng.integers(0, 9, (3, 4)), rng.integers(0, 9, (4,))))]
-
-
 _NOT_BITS = (BadInput((np.zeros(3), np.zeros(3)), TypeError, "wanted integers or bool"),)
 
 
-def _bits(name: str) -> Any:
-    return {
-        "forward": lambda backend, a, b: getattr(backend.xp, name)(a, b),
-        "no_vjp": "works on bits",
-        "broadcasts": True,
-        "samples": _integers,
-        "errors": _NOT_BITS,
-    }
+def _bitwise(name: str) -> Declaration:
+    def samples(rng: np.random.Generator) -> Iterator[Sample]:
+        yield Sample((rng.integers(0, 9, (3, 4)), rng.integers(0, 9, (4,))))
+
+    return without_gradient(name, "works on bits", samples, broadcasts=True, errors=_NOT_BITS)
 
 
-def _bit_pair(name: str, a: Any, b: Any) -> tuple[ExTensor, ExTensor]:
-    operands = pair(name, a, b)
+def _integers(name: str, a: Any, b: Any) -> tuple[ExTensor, ExTensor]:
+    operands = as_tensors(name, a, b)
     for operand in operands:
         if operand.dtype.kind not in ("int", "bool"):
             raise TypeError(f"{name}: wanted integers or bool, got {operand.dtype.name}")
     return operands
 
 
-@primitive(**_bits("bitwise_and"))
+@_bitwise("bitwise_and")
 def bitwise_and(a: Operand, b: Operand) -> ExTensor:
     """The bits set in both, of integers or bool."""
-    return apply("bitwise_and", *_bit_pair("bitwise_and", a, b))
+    return apply("bitwise_and", *_integers("bitwise_and", a, b))
 
 
-@primitive(**_bits("bitwise_or"))
+@_bitwise("bitwise_or")
 def bitwise_or(a: Operand, b: Operand) -> ExTensor:
     """The bits set in either, of integers or bool."""
-    return apply("bitwise_or", *_bit_pair("bitwise_or", a, b))
+    return apply("bitwise_or", *_integers("bitwise_or", a, b))
 
 
-@primitive(**_bits("bitwise_xor"))
+@_bitwise("bitwise_xor")
 def bitwise_xor(a: Operand, b: Operand) -> ExTensor:
     """The bits set in exactly one, of integers or bool."""
-    return apply("bitwise_xor", *_bit_pair("bitwise_xor", a, b))
+    return apply("bitwise_xor", *_integers("bitwise_xor", a, b))
 
 
 @primitive(

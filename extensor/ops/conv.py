@@ -17,7 +17,7 @@ from extensor.autograd.tensor import ExTensor
 from extensor.backends.protocol import Window
 from extensor.ops.arguments import tensors_only
 
-__all__ = ["Pair", "conv2d", "conv_window", "int_pair"]
+__all__ = ["conv2d"]
 
 Pair = int | tuple[int, int]
 """One number for height and width, or (height, width)."""

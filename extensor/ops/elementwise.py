@@ -3,155 +3,84 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from extensor.autograd.apply import apply
-from extensor.autograd.primitive import primitive
+from extensor.autograd.primitive import Declaration
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.generic.erf import erf_array
-from extensor.ops.arguments import NO_TENSOR, quiet, tensors_only, unary_samples
+from extensor.ops.arguments import tensors_only
+from extensor.ops.declare import (
+    NO_TENSOR,
+    quiet,
+    unary_primitive,
+    unary_samples,
+    without_gradient,
+)
 
 __all__ = [
-    "abs",
-    "ceil",
-    "cos",
-    "erf",
-    "exp",
-    "expm1",
-    "floor",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "log",
-    "log1p",
-    "log2",
-    "log10",
-    "round",
-    "rsqrt",
-    "sigmoid",
-    "sign",
-    "sin",
-    "sqrt",
-    "square",
-    "tan",
-    "tanh",
-    "trunc",
+    "abs", "ceil", "cos", "erf", "exp", "expm1", "floor", "isfinite", "isinf", "isnan", "log",
+    "log1p", "log2", "log10", "round", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "square", "tan",
+    "tanh", "trunc",
 ]  # fmt: skip
 
 
-@primitive(
-    forward=quiet(lambda backend, x: backend.xp.exp(x)),
-    vjps=(lambda g, out, x: g * out,),
-    fused_vjp=lambda backend, g, out, inputs, needs: (g * out,),
-    reads="output",
-    to_float=True,
-    samples=unary_samples(np.exp, -2, 2),
-    errors=NO_TENSOR,
-)
+@unary_primitive("exp", lambda g, out, x: g * out, (-2, 2), reads="output", fused=True)
 def exp(x: ExTensor) -> ExTensor:
     """The exponential function, e ** x."""
     tensors_only("exp", x)
     return apply("exp", x)
 
 
-@primitive(
-    forward=quiet(lambda backend, x: backend.xp.expm1(x)),
-    vjps=(lambda g, out, x: g * (out + 1.0),),
-    fused_vjp=lambda backend, g, out, inputs, needs: (g * (out + 1.0),),
-    reads="output",
-    to_float=True,
-    samples=unary_samples(np.expm1, -2, 2),
-    errors=NO_TENSOR,
-)
+@unary_primitive("expm1", lambda g, out, x: g * (out + 1.0), (-2, 2), reads="output", fused=True)
 def expm1(x: ExTensor) -> ExTensor:
     """The exponential less one, exp(x) - 1, exact for small x."""
     tensors_only("expm1", x)
     return apply("expm1", x)
 
 
-@primitive(
-    forward=quiet(lambda backend, x: backend.xp.log(x)),
-    vjps=(lambda g, out, x: g / x,),
-    fused_vjp=lambda backend, g, out, inputs, needs: (g / inputs[0],),
-    reads="inputs",
-    to_float=True,
-    samples=unary_samples(np.log, 0.5, 3),
-    errors=NO_TENSOR,
-)
+@unary_primitive("log", lambda g, out, x: g / x, (0.5, 3), reads="inputs", fused=True)
 def log(x: ExTensor) -> ExTensor:
     """The natural logarithm; -inf at 0, NaN below."""
     tensors_only("log", x)
     return apply("log", x)
 
 
-@primitive(
-    forward=quiet(lambda backend, x: backend.xp.log1p(x)),
-    vjps=(lambda g, out, x: g / (x + 1.0),),
-    fused_vjp=lambda backend, g, out, inputs, needs: (g / (inputs[0] + 1.0),),
-    reads="inputs",
-    to_float=True,
-    samples=unary_samples(np.log1p, -0.5, 3),
-    errors=NO_TENSOR,
-)
+@unary_primitive("log1p", lambda g, out, x: g / (x + 1.0), (-0.5, 3), reads="inputs", fused=True)
 def log1p(x: ExTensor) -> ExTensor:
     """The logarithm of one more, log(1 + x), exact for small x."""
     tensors_only("log1p", x)
     return apply("log1p", x)
 
 
-@primitive(
-    forward=quiet(lambda backend, x: backend.xp.log2(x)),
-    vjps=(lambda g, out, x: g / (x * math.log(2)),),
-    reads="inputs",
-    to_float=True,
-    samples=unary_samples(np.log2, 0.5, 3),
-    errors=NO_TENSOR,
-)
+@unary_primitive("log2", lambda g, out, x: g / (x * math.log(2)), (0.5, 3), reads="inputs")
 def log2(x: ExTensor) -> ExTensor:
     """The logarithm to base 2; -inf at 0, NaN below."""
     tensors_only("log2", x)
     return apply("log2", x)
 
 
-@primitive(
-    forward=quiet(lambda backend, x: backend.xp.log10(x)),
-    vjps=(lambda g, out, x: g / (x * math.log(10)),),
-    reads="inputs",
-    to_float=True,
-    samples=unary_samples(np.log10, 0.5, 3),
-    errors=NO_TENSOR,
-)
+@unary_primitive("log10", lambda g, out, x: g / (x * math.log(10)), (0.5, 3), reads="inputs")
 def log10(x: ExTensor) -> ExTensor:
     """The logarithm to base 10; -inf at 0, NaN below."""
     tensors_only("log10", x)
     return apply("log10", x)
 
 
-@primitive(
-    forward=quiet(lambda backend, x: backend.xp.sqrt(x)),
-    vjps=(lambda g, out, x: g * 0.5 / out,),
-    fused_vjp=lambda backend, g, out, inputs, needs: (g * 0.5 / out,),
-    reads="output",
-    to_float=True,
-    samples=unary_samples(np.sqrt, 0.5, 3),
-    errors=NO_TENSOR,
-)
+@unary_primitive("sqrt", lambda g, out, x: g * 0.5 / out, (0.5, 3), reads="output", fused=True)
 def sqrt(x: ExTensor) -> ExTensor:
     """The square root; NaN below 0."""
     tensors_only("sqrt", x)
     return apply("sqrt", x)
 
 
-@primitive(
-    forward=quiet(lambda backend, x: 1 / backend.xp.sqrt(x)),
-    vjps=(lambda g, out, x: g * -0.5 * out * out * out,),
+@unary_primitive(
+    quiet(lambda backend, x: 1 / backend.xp.sqrt(x)),
+    lambda g, out, x: g * -0.5 * out * out * out,
+    unary_samples(lambda x: 1 / np.sqrt(x), 0.5, 3),
     reads="output",
-    to_float=True,
-    samples=unary_samples(lambda x: 1 / np.sqrt(x), 0.5, 3),
-    errors=NO_TENSOR,
 )
 def rsqrt(x: ExTensor) -> ExTensor:
     """1 / sqrt(x); inf at 0, NaN below."""
@@ -159,13 +88,13 @@ def rsqrt(x: ExTensor) -> ExTensor:
     return apply("rsqrt", x)
 
 
-@primitive(
-    forward=quiet(lambda backend, x: x * x),
-    vjps=(lambda g, out, x: g * (x * 2.0),),
-    fused_vjp=lambda backend, g, out, inputs, needs: (g * (inputs[0] * 2),),
+@unary_primitive(
+    quiet(lambda backend, x: x * x),
+    lambda g, out, x: g * (x * 2.0),
+    unary_samples(np.square),
     reads="inputs",
-    samples=unary_samples(np.square, -2, 2),
-    errors=NO_TENSOR,
+    fused=True,
+    to_float=False,
 )
 def square(x: ExTensor) -> ExTensor:
     """The square, x * x."""
@@ -173,14 +102,12 @@ def square(x: ExTensor) -> ExTensor:
     return apply("square", x)
 
 
-@primitive(
-    forward=lambda backend, x: backend.xp.sin(x),
-    vjps=(lambda g, out, x: g * x.cos(),),
-    fused_vjp=lambda backend, g, out, inputs, needs: (g * backend.xp.cos(inputs[0]),),
+@unary_primitive(
+    lambda backend, x: backend.xp.sin(x),
+    lambda g, out, x: g * x.cos(),
+    unary_samples(np.sin),
     reads="inputs",
-    to_float=True,
-    samples=unary_samples(np.sin, -2, 2),
-    errors=NO_TENSOR,
+    fused=lambda xp, g, out, x: g * xp.cos(x),
 )
 def sin(x: ExTensor) -> ExTensor:
     """The sine of x in radians."""
@@ -188,14 +115,12 @@ def sin(x: ExTensor) -> ExTensor:
     return apply("sin", x)
 
 
-@primitive(
-    forward=lambda backend, x: backend.xp.cos(x),
-    vjps=(lambda g, out, x: -g * x.sin(),),
-    fused_vjp=lambda backend, g, out, inputs, needs: (-g * backend.xp.sin(inputs[0]),),
+@unary_primitive(
+    lambda backend, x: backend.xp.cos(x),
+    lambda g, out, x: -g * x.sin(),
+    unary_samples(np.cos),
     reads="inputs",
-    to_float=True,
-    samples=unary_samples(np.cos, -2, 2),
-    errors=NO_TENSOR,
+    fused=lambda xp, g, out, x: -g * xp.sin(x),
 )
 def cos(x: ExTensor) -> ExTensor:
     """The cosine of x in radians."""
@@ -203,28 +128,19 @@ def cos(x: ExTensor) -> ExTensor:
     return apply("cos", x)
 
 
-@primitive(
-    forward=quiet(lambda backend, x: backend.xp.tan(x)),
-    vjps=(lambda g, out, x: g * (out * out + 1.0),),
-    reads="output",
-    to_float=True,
-    samples=unary_samples(np.tan, -1, 1),
-    errors=NO_TENSOR,
-)
+@unary_primitive("tan", lambda g, out, x: g * (out * out + 1.0), (-1, 1), reads="output")
 def tan(x: ExTensor) -> ExTensor:
     """The tangent of x in radians."""
     tensors_only("tan", x)
     return apply("tan", x)
 
 
-@primitive(
-    forward=lambda backend, x: backend.xp.tanh(x),
-    vjps=(lambda g, out, x: g * (1.0 - out * out),),
-    fused_vjp=lambda backend, g, out, inputs, needs: (g * (1 - out * out),),
+@unary_primitive(
+    lambda backend, x: backend.xp.tanh(x),
+    lambda g, out, x: g * (1.0 - out * out),
+    unary_samples(np.tanh),
     reads="output",
-    to_float=True,
-    samples=unary_samples(np.tanh, -2, 2),
-    errors=NO_TENSOR,
+    fused=True,
 )
 def tanh(x: ExTensor) -> ExTensor:
     """The hyperbolic tangent."""
@@ -232,13 +148,11 @@ def tanh(x: ExTensor) -> ExTensor:
     return apply("tanh", x)
 
 
-@primitive(
-    forward=lambda backend, x: erf_array(backend.xp, x),
-    vjps=(lambda g, out, x: g * (2 / math.sqrt(math.pi)) * (-(x * x)).exp(),),
+@unary_primitive(
+    lambda backend, x: erf_array(backend.xp, x),
+    lambda g, out, x: g * (2 / math.sqrt(math.pi)) * (-(x * x)).exp(),
+    unary_samples(np.vectorize(math.erf, otypes=[float]), -3, 3),
     reads="inputs",
-    to_float=True,
-    samples=unary_samples(np.vectorize(math.erf, otypes=[float]), -3, 3),
-    errors=NO_TENSOR,
 )
 def erf(x: ExTensor) -> ExTensor:
     """The error function, to the precision of the dtype."""
@@ -253,14 +167,12 @@ def _sigmoid(backend: Any, x: Any) -> Any:
     return out
 
 
-@primitive(
-    forward=_sigmoid,
-    vjps=(lambda g, out, x: g * (out * (1.0 - out)),),
-    fused_vjp=lambda backend, g, out, inputs, needs: (g * (out * (1 - out)),),
+@unary_primitive(
+    _sigmoid,
+    lambda g, out, x: g * (out * (1.0 - out)),
+    unary_samples(lambda x: 1 / (1 + np.exp(-x))),
     reads="output",
-    to_float=True,
-    samples=unary_samples(lambda x: 1 / (1 + np.exp(-x))),
-    errors=NO_TENSOR,
+    fused=True,
 )
 def sigmoid(x: ExTensor) -> ExTensor:
     """1 / (1 + exp(-x)), without overflow."""
@@ -268,12 +180,12 @@ def sigmoid(x: ExTensor) -> ExTensor:
     return apply("sigmoid", x)
 
 
-@primitive(
-    forward=lambda backend, x: backend.xp.abs(x),
-    vjps=(lambda g, out, x: g * x.sign(),),
+@unary_primitive(
+    lambda backend, x: backend.xp.abs(x),
+    lambda g, out, x: g * x.sign(),
+    unary_samples(np.abs, apart_from=(0.0,)),
     reads="inputs",
-    samples=unary_samples(np.abs, apart_from=(0.0,)),
-    errors=NO_TENSOR,
+    to_float=False,
 )
 def abs(x: ExTensor) -> ExTensor:
     """The magnitude; its gradient at 0 is 0."""
@@ -281,55 +193,52 @@ def abs(x: ExTensor) -> ExTensor:
     return apply("abs", x)
 
 
-def _step(function: str) -> Any:
+def _rounding(name: str) -> Declaration:
+    """The declaration of a step function; integers are given back as they are."""
+
     def forward(backend: Any, x: Any) -> Any:
-        return x if x.dtype.kind in "iub" else getattr(backend.xp, function)(x)
+        return x if x.dtype.kind in "iub" else getattr(backend.xp, name)(x)
 
-    reference: Callable[..., Any] = getattr(np, function)
-    return {
-        "forward": forward,
-        "vjps": (lambda g, out, x: g * 0.0,),
-        "reads": "nothing",
-        "view": True,
-        "samples": unary_samples(reference, apart_from=(-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5)),
-        "errors": NO_TENSOR,
-    }
+    steps = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5)
+    samples = unary_samples(getattr(np, name), apart_from=steps)
+    vjp = lambda g, out, x: g * 0.0  # noqa: E731
+    return unary_primitive(forward, vjp, samples, reads="nothing", view=True, to_float=False)
 
 
-@primitive(**_step("ceil"))
+@_rounding("ceil")
 def ceil(x: ExTensor) -> ExTensor:
     """The smallest whole number not below x; the gradient is 0."""
     tensors_only("ceil", x)
     return apply("ceil", x)
 
 
-@primitive(**_step("floor"))
+@_rounding("floor")
 def floor(x: ExTensor) -> ExTensor:
     """The largest whole number not above x; the gradient is 0."""
     tensors_only("floor", x)
     return apply("floor", x)
 
 
-@primitive(**_step("round"))
+@_rounding("round")
 def round(x: ExTensor) -> ExTensor:
     """The nearest whole number, halves to the even one; the gradient is 0."""
     tensors_only("round", x)
     return apply("round", x)
 
 
-@primitive(**_step("trunc"))
+@_rounding("trunc")
 def trunc(x: ExTensor) -> ExTensor:
     """The whole number next to x towards 0; the gradient is 0."""
     tensors_only("trunc", x)
     return apply("trunc", x)
 
 
-@primitive(
-    forward=lambda backend, x: backend.xp.sign(x),
-    vjps=(lambda g, out, x: g * 0.0,),
+@unary_primitive(
+    lambda backend, x: backend.xp.sign(x),
+    lambda g, out, x: g * 0.0,
+    unary_samples(np.sign, apart_from=(0.0,)),
     reads="nothing",
-    samples=unary_samples(np.sign, apart_from=(0.0,)),
-    errors=NO_TENSOR,
+    to_float=False,
 )
 def sign(x: ExTensor) -> ExTensor:
     """-1, 0 or 1, NaN for NaN; the gradient is 0."""
@@ -337,30 +246,26 @@ def sign(x: ExTensor) -> ExTensor:
     return apply("sign", x)
 
 
-def _asked(function: str) -> Any:
-    return {
-        "forward": lambda backend, x: getattr(backend.xp, function)(x),
-        "no_vjp": "gives truth values",
-        "samples": unary_samples(getattr(np, function)),
-        "errors": NO_TENSOR,
-    }
+def _truth(name: str) -> Declaration:
+    samples = unary_samples(getattr(np, name))
+    return without_gradient(name, "gives truth values", samples, errors=NO_TENSOR)
 
 
-@primitive(**_asked("isnan"))
+@_truth("isnan")
 def isnan(x: ExTensor) -> ExTensor:
     """Whether each value is NaN."""
     tensors_only("isnan", x)
     return apply("isnan", x)
 
 
-@primitive(**_asked("isinf"))
+@_truth("isinf")
 def isinf(x: ExTensor) -> ExTensor:
     """Whether each value is an infinity."""
     tensors_only("isinf", x)
     return apply("isinf", x)
 
 
-@primitive(**_asked("isfinite"))
+@_truth("isfinite")
 def isfinite(x: ExTensor) -> ExTensor:
     """Whether each value is neither NaN nor an infinity."""
     tensors_only("isfinite", x)

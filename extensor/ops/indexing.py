@@ -12,7 +12,7 @@ from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
 from extensor.ops.arguments import as_tensor, axis_index, tensors_only
 
-__all__ = ["gather", "getitem", "scatter_add", "take"]
+__all__ = ["gather", "scatter_add", "take"]
 
 
 def _is_basic(key: Any) -> bool:

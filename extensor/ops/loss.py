@@ -20,8 +20,8 @@ from extensor.ops.arithmetic import clip, where
 from extensor.ops.elementwise import sigmoid
 
 __all__ = [
-    "Reduction", "binary_cross_entropy", "binary_cross_entropy_with_logits", "focal", "hinge",
-    "huber", "kl_div", "l1", "mse", "reduced", "smooth_l1", "wide",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "focal", "hinge", "huber",
+    "kl_div", "l1", "mse", "smooth_l1",
 ]  # fmt: skip
 
 Reduction = Literal["mean", "sum", "none"]

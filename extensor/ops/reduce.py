@@ -13,11 +13,13 @@ from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.pullback import sum_to as _sum_to
 from extensor.autograd.tensor import ExTensor
 from extensor.dtypes import DTypeLike, as_dtype
-from extensor.ops.arguments import Axis, axis_index, axis_tuple, broadcasts, quiet, tensors_only
+from extensor.ops.arguments import Axis, axis_index, axis_tuple, broadcasts, tensors_only
+from extensor.ops.declare import quiet
+from extensor.ops.shape import stack
 
 __all__ = [
     "all", "any", "argmax", "argmin", "cumsum", "logsumexp", "max", "mean", "min", "prod", "std",
-    "sum", "sum_to", "var",
+    "sum", "var",
 ]  # fmt: skip
 
 
@@ -51,23 +53,14 @@ _ERRORS = (
 )
 
 
-def _expand(g: ExTensor, axis: tuple[int, ...], keepdims: bool) -> ExTensor:
-    """Give the reduced axes of g back, with length 1."""
+def _expand(g: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+    """Give the reduced axes of a tensor or an array back, with length 1."""
     if keepdims or not axis:
         return g
     shape = list(g.shape)
     for a in axis:
         shape.insert(a, 1)
     return g.reshape(tuple(shape))
-
-
-def _raw_expand(g: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
-    if keepdims or not axis:
-        return g
-    shape = list(g.shape)
-    for a in axis:
-        shape.insert(a, 1)
-    return g.reshape(shape)
 
 
 def _reduced(name: str, x: ExTensor, axis: Axis, keepdims: bool) -> ExTensor:
@@ -103,7 +96,7 @@ def in_dtype(
     forward=lambda backend, x, axis, keepdims: x.sum(axis=axis, keepdims=keepdims),
     vjps=(lambda g, out, x, axis, keepdims: _expand(g, axis, keepdims).broadcast_to(x.shape),),
     fused_vjp=lambda backend, g, out, inputs, needs, axis, keepdims: (
-        backend.xp.broadcast_to(_raw_expand(g, axis, keepdims), inputs[0].shape),
+        backend.xp.broadcast_to(_expand(g, axis, keepdims), inputs[0].shape),
     ),
     reads="nothing",
     samples=_samples(np.sum),
@@ -166,7 +159,7 @@ def _mean(backend: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
     ),
     fused_vjp=lambda backend, g, out, inputs, needs, axis, keepdims: (
         backend.xp.broadcast_to(
-            _raw_expand(g, axis, keepdims) * _share(_count(inputs[0].shape, axis)),
+            _expand(g, axis, keepdims) * _share(_count(inputs[0].shape, axis)),
             inputs[0].shape,
         ),
     ),
@@ -195,8 +188,6 @@ def _prod_vjp(
         before.append(before[-1] * part)
     for part in parts[:0:-1]:
         after.append(after[-1] * part)
-    from extensor.ops.shape import stack
-
     others = stack([b * a for b, a in zip(before, reversed(after), strict=True)], axis=-1)
     others = others.reshape(tuple(x.shape[a] for a in order))
     inverse = tuple(int(i) for i in np.argsort(order))

@@ -11,10 +11,11 @@ import numpy as np
 
 from extensor.autograd.apply import apply
 from extensor.autograd.creation import ShapeLike, as_shape
-from extensor.autograd.primitive import FUNCTIONS, BadInput, Sample, composite, primitive
+from extensor.autograd.primitive import BadInput, Sample, composite, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.ops.arguments import NO_TENSOR, Axis, axis_index, axis_tuple, broadcasts, tensors_only
+from extensor.ops.arguments import Axis, axis_index, axis_tuple, broadcasts, tensors_only
 from extensor.ops.arithmetic import clone
+from extensor.ops.declare import NO_TENSOR
 
 __all__ = [
     "broadcast_to", "concatenate", "expand_dims", "flatten", "flip", "pad", "permute", "ravel",
@@ -408,8 +409,7 @@ def repeat(x: ExTensor, repeats: int | ExTensor, axis: int | None = None) -> ExT
             raise ValueError(f"repeat: wanted one count for each of {size}, got {len(counts)}")
         if len(counts) != 1:
             places = ExTensor(np.repeat(np.arange(size), np.asarray(counts, int)), device=x.device)
-            taken: ExTensor = FUNCTIONS["take"](flat, places, at)
-            return taken
+            return flat.take(places, at)
         repeats = counts[0]
     (count,) = as_shape(repeats, "repeat")
     wide = broadcast_to(expand_dims(flat, at + 1), (*before, size, count, *after))

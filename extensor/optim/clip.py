@@ -45,11 +45,11 @@ def clip_grad_norm(
         FloatingPointError: if the norm is not finite and ``nonfinite`` is ``"raise"``.
     """
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
-        raise TypeError(f"max_norm: wanted a number, got {max_norm!r}")
+        raise TypeError(f"max_norm: expected a number, got {max_norm!r}")
     if math.isnan(max_norm) or max_norm <= 0:
-        raise ValueError(f"max_norm: wanted a number above 0, got {max_norm!r}")
+        raise ValueError(f"max_norm: expected a number above 0, got {max_norm!r}")
     if nonfinite not in ("raise", "return"):
-        raise ValueError(f"nonfinite: wanted 'raise' or 'return', got {nonfinite!r}")
+        raise ValueError(f"nonfinite: expected 'raise' or 'return', got {nonfinite!r}")
     grads = _some(grad_arrays(params))
     backends = {id(backend): backend for _, backend in grads}.values()
     each = [(b, [g for g, backend in grads if backend is b]) for b in backends]
@@ -60,7 +60,7 @@ def clip_grad_norm(
     if not math.isfinite(norm):
         if nonfinite == "raise":
             raise FloatingPointError(
-                f"clip_grad_norm: wanted finite gradients, got a norm of {norm}; lower the "
+                f"clip_grad_norm: expected finite gradients, got a norm of {norm}; lower the "
                 "learning rate or the loss scale, or pass nonfinite='return' and skip the step"
             )
         return norm
@@ -80,7 +80,7 @@ def _clip_captured(
         backend.refuse(
             ~xp.isfinite(norm),
             lambda: FloatingPointError(
-                "clip_grad_norm: wanted finite gradients, got a norm that is NaN or infinite; "
+                "clip_grad_norm: expected finite gradients, got a norm that is NaN or infinite; "
                 "lower the learning rate or the loss scale, or pass nonfinite='return'"
             ),
         )
@@ -102,7 +102,7 @@ def clip_grad_value(params: Iterable[ExTensor], max_value: float) -> None:
     grads = _some(grad_arrays(params))
     if not all(backend.all_finite(g) for g, backend in grads):
         raise FloatingPointError(
-            "clip_grad_value: wanted finite gradients, got NaN or infinity; lower the learning "
+            "clip_grad_value: expected finite gradients, got NaN or infinity; lower the learning "
             "rate or the loss scale, or skip the step"
         )
     for g, backend in grads:
@@ -111,5 +111,5 @@ def clip_grad_value(params: Iterable[ExTensor], max_value: float) -> None:
 
 def _some(grads: list[tuple[Array, Any]]) -> list[tuple[Array, Any]]:
     if not grads:
-        raise ValueError("wanted gradients to clip, got none; call loss.backward() first")
+        raise ValueError("expected gradients to clip, got none; call loss.backward() first")
     return grads

@@ -92,10 +92,10 @@ class MXGradScaler:
             ("min_scale", min_scale),
         ):
             if not _is_power_of_two(value):
-                raise ValueError(f"{name}: wanted a power of two, got {value!r}")
+                raise ValueError(f"{name}: expected a power of two, got {value!r}")
         if growth_factor < 1 or backoff_factor > 1 or init_scale < min_scale:
             raise ValueError(
-                "wanted growth_factor >= 1, backoff_factor <= 1 and init_scale >= min_scale, got "
+                "expected growth_factor >= 1, backoff_factor <= 1 and init_scale >= min_scale, got "
                 f"{growth_factor}, {backoff_factor} and {init_scale} with floor {min_scale}"
             )
         for name, count in (
@@ -103,10 +103,10 @@ class MXGradScaler:
             ("saturation_interval", saturation_interval),
         ):
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ValueError(f"{name}: wanted an int, 1 or more, got {count!r}")
+                raise ValueError(f"{name}: expected an int, 1 or more, got {count!r}")
         if not 0.0 < saturation_threshold < 1.0:
             raise ValueError(
-                f"saturation_threshold: wanted a share in (0, 1), got {saturation_threshold!r}"
+                f"saturation_threshold: expected a share in (0, 1), got {saturation_threshold!r}"
             )
         self.recipe_state = recipe_state
         self.growth_factor = float(growth_factor)
@@ -150,7 +150,7 @@ class MXGradScaler:
     def scale(self, loss: ExTensor) -> ExTensor:
         """The loss times the scale, recorded for backward."""
         if not isinstance(loss, ExTensor):
-            raise TypeError(f"loss: wanted an ExTensor, got {type(loss).__name__}")
+            raise TypeError(f"loss: expected an ExTensor, got {type(loss).__name__}")
         capture = loss.backend.capturing
         if capture is None:
             return loss * self.current_scale
@@ -189,7 +189,7 @@ class MXGradScaler:
         grads = grad_arrays(optimizer.params)
         if not grads:
             raise RuntimeError(
-                "unscale_: wanted gradients, got none; call scaler.scale(loss).backward() first"
+                "unscale_: expected gradients, got none; call scaler.scale(loss).backward() first"
             )
         backends = {id(backend): backend for _, backend in grads}.values()
         finite = True
@@ -231,7 +231,7 @@ class MXGradScaler:
             RuntimeError: if neither `unscale_` nor `step` was called since the last update.
         """
         if not self._bad:
-            raise RuntimeError("update: wanted a step first; call step(optimizer)")
+            raise RuntimeError("update: expected a step first; call step(optimizer)")
         state = self.recipe_state
         if self._device is not None:
             self._update_captured()
@@ -329,13 +329,13 @@ class MXGradScaler:
         """
         mine = self.state_dict()
         if state.keys() != mine.keys():
-            raise ValueError(f"state: wanted {sorted(mine)}, got {sorted(state)}")
+            raise ValueError(f"state: expected {sorted(mine)}, got {sorted(state)}")
         for name, value in mine.items():
             if type(state[name]) is not type(value):
-                raise ValueError(f"{name}: wanted {type(value).__name__}, got {state[name]!r}")
+                raise ValueError(f"{name}: expected {type(value).__name__}, got {state[name]!r}")
         if not _is_power_of_two(state["scale"]) or state["scale"] < self.min_scale:
             raise ValueError(
-                f"scale: wanted a power of two, {self.min_scale} or more, got {state['scale']!r}"
+                f"scale: expected a power of two, {self.min_scale} or more, got {state['scale']!r}"
             )
         switched = {(path, slot) for path, slot in state["switched"]}
         counts = {(row[0], row[1]): QuantStats(*row[2:]) for row in state["counts"]}
@@ -344,7 +344,7 @@ class MXGradScaler:
         for path, slot in [*switched, *counts]:
             if path not in layers:
                 raise ValueError(
-                    f"state: wanted layers of this model, got {path!r}; use its own checkpoint"
+                    f"state: expected layers of this model, got {path!r}; use its own checkpoint"
                 )
             if (path, slot) in switched and not isinstance(layers[path].operand(slot), QuantSpec):
                 raise ValueError(f"state: {path} {slot} is not quantized under this recipe")

@@ -52,7 +52,7 @@ class MultiTensorOptimizer(Protocol):
 
 def _nonfinite(member: ParamState) -> FloatingPointError:
     return FloatingPointError(
-        f"step: wanted finite gradients, got NaN or infinity in that of {member.name}; "
+        f"step: expected finite gradients, got NaN or infinity in that of {member.name}; "
         "skip the step, or leave that to MXGradScaler().step(optimizer)"
     )
 

@@ -66,7 +66,7 @@ class Muon(Optimizer):
             for member in group.members:
                 if member.param.ndim < 2:
                     raise ValueError(
-                        f"params: {member.name}: wanted a tensor of two axes or more, got shape "
+                        f"params: {member.name}: expected a tensor of two axes or more, got shape "
                         f"{member.param.shape}; give it to AdamW or SGD"
                     )
 

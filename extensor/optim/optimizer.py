@@ -88,14 +88,14 @@ class Optimizer(ABC):
         self._mirrors = HostMirrors()
         self._cache: dict[str, Any] = {}  # what the backend derives from multi-tensor updates
         if isinstance(params, ExTensor):
-            raise TypeError("params: wanted a list of tensors, got one tensor; pass [tensor]")
+            raise TypeError("params: expected a list of tensors, got one tensor; pass [tensor]")
         if hasattr(params, "parameters"):
-            raise TypeError("params: wanted tensors, got a module; pass model.parameters()")
+            raise TypeError("params: expected tensors, got a module; pass model.parameters()")
         self.groups: list[ParamGroup] = []
         given = list(params)
         if not given:
             raise ValueError(
-                "params: wanted at least one tensor, got none; was a generator used up?"
+                "params: expected at least one tensor, got none; was a generator used up?"
             )
         groups = given if isinstance(given[0], Mapping) else [{"params": given}]
         for group in groups:
@@ -108,7 +108,7 @@ class Optimizer(ABC):
     def _add_group(self, group: Any, defaults: dict[str, Option]) -> None:
         if not isinstance(group, Mapping) or "params" not in group:
             raise TypeError(
-                f"params: wanted tensors only, or mappings with 'params' only, got {group!r:.80}"
+                f"params: expected tensors only, or mappings with 'params' only, got {group!r:.80}"
             )
         given = {name: value for name, value in group.items() if name != "params"}
         for name in given.keys() - defaults.keys():
@@ -129,7 +129,7 @@ class Optimizer(ABC):
             fresh = self._fresh(param, len(owned) - 1, options)
             made.members.append(ParamState(name, param, param.shape, len(owned) - 1, fresh))
         if not made.members:
-            raise ValueError("params: wanted at least one tensor in each group, got none")
+            raise ValueError("params: expected at least one tensor in each group, got none")
         self.groups.append(made)
 
     def _fresh(
@@ -171,7 +171,7 @@ class Optimizer(ABC):
 
         Only optimizers with `multi_tensor` have them; their `update` uses the same ones.
         """
-        raise TypeError(f"{type(self).__name__} says multi_tensor: wanted factors of its own")
+        raise TypeError(f"{type(self).__name__} says multi_tensor: expected factors of its own")
 
     def update_multi_tensor(
         self,
@@ -189,7 +189,9 @@ class Optimizer(ABC):
             factors: of each, from `factors`.
             how: more for the backend: what `Backend.adam_multi_tensor` takes besides.
         """
-        raise TypeError(f"{type(self).__name__} says multi_tensor: wanted its update_multi_tensor")
+        raise TypeError(
+            f"{type(self).__name__} says multi_tensor: expected its update_multi_tensor"
+        )
 
     def prepare(
         self, xp: Any, whole: Segment, options: Mapping[str, Any]
@@ -233,7 +235,7 @@ class Optimizer(ABC):
         parts = [part for _, mine in ready for part in mine]
         if not parts:
             raise RuntimeError(
-                "step: wanted gradients, got none; call loss.backward() first, with a loss "
+                "step: expected gradients, got none; call loss.backward() first, with a loss "
                 "computed from these parameters"
             )
         for group in self.groups:
@@ -248,7 +250,7 @@ class Optimizer(ABC):
             known = grad.dtype is float32 or grad.dtype.is_float
             if not known or grad.data.shape != member.shape:
                 raise ValueError(
-                    f"step: wanted a float gradient of shape {member.shape} for "
+                    f"step: expected a float gradient of shape {member.shape} for "
                     f"{member.name}, got {grad.dtype.name} of shape {grad.shape}"
                 )
         if (capture := parts[0][0].param.backend.capturing) is not None:
@@ -352,7 +354,7 @@ class Optimizer(ABC):
             got, expected = scalars.get(name), mine.get(name)
             if type(got) is not type(expected) or (name == "optimizer" and got != expected):
                 raise ValueError(
-                    f"this optimizer state does not fit: {name}: wanted "
+                    f"this optimizer state does not fit: {name}: expected "
                     f"{expected if name == 'optimizer' else type(expected).__name__}, got {got!r}; "
                     "use the one this optimizer wrote"
                 )

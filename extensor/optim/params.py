@@ -94,9 +94,9 @@ def check_range(name: str, value: Any, low: float, below: float = math.inf) -> N
         ValueError: if it is out of range or not finite.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: wanted a number, got {value!r}")
+        raise TypeError(f"{name}: expected a number, got {value!r}")
     if not low <= value < below:
-        raise ValueError(f"{name}: wanted a finite number in [{low}, {below}), got {value!r}")
+        raise ValueError(f"{name}: expected a finite number in [{low}, {below}), got {value!r}")
 
 
 def check_betas(betas: object) -> tuple[Any, Any]:
@@ -106,7 +106,7 @@ def check_betas(betas: object) -> tuple[Any, Any]:
         TypeError: for anything but two values.
     """
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise TypeError(f"betas: wanted two numbers, got {betas!r}")
+        raise TypeError(f"betas: expected two numbers, got {betas!r}")
     return betas[0], betas[1]
 
 
@@ -118,13 +118,13 @@ def check_param(name: object, param: object) -> None:
         ValueError: for a tensor that requires no gradient.
     """
     if not isinstance(name, str):
-        raise TypeError(f"params: wanted a name and a tensor, got {name!r}")
+        raise TypeError(f"params: expected a name and a tensor, got {name!r}")
     if not isinstance(param, ExTensor):
-        raise TypeError(f"params: {name}: wanted an ExTensor, got {type(param).__name__}")
+        raise TypeError(f"params: {name}: expected an ExTensor, got {type(param).__name__}")
     if not param.dtype.is_float:
         raise TypeError(
-            f"params: {name}: wanted a dense float tensor, got {param.dtype}; keep master weights "
-            "in float32 and quantize in the forward pass"
+            f"params: {name}: expected a dense float tensor, got {param.dtype}; keep master "
+            "weights in float32 and quantize in the forward pass"
         )
     if not param.requires_grad:
         raise ValueError(f"params: {name} requires no gradient; set requires_grad, or leave it out")

@@ -46,7 +46,7 @@ class Schedule(ABC):
             ValueError: if ``step`` is not an int, 0 or more.
         """
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ValueError(f"step: wanted an int, 0 or more, got {step!r}")
+            raise ValueError(f"step: expected an int, 0 or more, got {step!r}")
         factor = self.factor(step)
         for group in optimizer.groups:
             group.options["lr"] = group.base_lr * factor
@@ -84,7 +84,7 @@ class MultiStep(Schedule):
         for milestone in self.milestones:
             _whole("milestones", milestone, 0)
         if list(self.milestones) != sorted(set(self.milestones)):
-            raise ValueError(f"milestones: wanted increasing steps, got {self.milestones}")
+            raise ValueError(f"milestones: expected increasing steps, got {self.milestones}")
         _within("gamma", self.gamma, 0.0, 1.0)
 
     def factor(self, step: int) -> float:
@@ -228,7 +228,7 @@ class WSD(Schedule):
         _whole("total", self.total, self.warmup + self.decay)
         _within("final", self.final, 0.0, 1.0)
         if self.shape not in ("linear", "sqrt"):
-            raise ValueError(f"shape: wanted 'linear' or 'sqrt', got {self.shape!r}")
+            raise ValueError(f"shape: expected 'linear' or 'sqrt', got {self.shape!r}")
 
     def factor(self, step: int) -> float:
         """The multiplier for ``step``."""
@@ -260,7 +260,7 @@ class ReduceLROnPlateau(Schedule):
 
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
-            raise ValueError(f"mode: wanted 'min' or 'max', got {self.mode!r}")
+            raise ValueError(f"mode: expected 'min' or 'max', got {self.mode!r}")
         _within("gamma", self.gamma, 0.0, 1.0)
         _whole("patience", self.patience, 0)
         _within("threshold", self.threshold, 0.0, math.inf)
@@ -275,7 +275,9 @@ class ReduceLROnPlateau(Schedule):
         """
         metric = float(metric)
         if not math.isfinite(metric):
-            raise ValueError(f"metric: wanted a finite number, got {metric}; the run has diverged")
+            raise ValueError(
+                f"metric: expected a finite number, got {metric}; the run has diverged"
+            )
         self.cooling = max(self.cooling - 1, 0)
         if self._improves(metric):
             self.best, self.bad = metric, 0
@@ -309,7 +311,7 @@ class ReduceLROnPlateau(Schedule):
             ValueError: if the names differ from `state_dict`'s; nothing is changed.
         """
         if state.keys() != self.state_dict().keys():
-            raise ValueError(f"state: wanted {sorted(self.state_dict())}, got {sorted(state)}")
+            raise ValueError(f"state: expected {sorted(self.state_dict())}, got {sorted(state)}")
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -324,9 +326,9 @@ def _line(start: float, end: float, share: float) -> float:
 
 def _whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: wanted an int, {least} or more, got {value!r}")
+        raise ValueError(f"{name}: expected an int, {least} or more, got {value!r}")
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
     if not (low <= value <= high and math.isfinite(value)):
-        raise ValueError(f"{name}: wanted a number in [{low}, {high}], got {value!r}")
+        raise ValueError(f"{name}: expected a number in [{low}, {high}], got {value!r}")

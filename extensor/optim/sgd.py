@@ -57,7 +57,7 @@ class SGD(Optimizer):
     def _check_options(self, options: Mapping[str, Option]) -> None:
         super()._check_options(options)
         if options["nesterov"] and not options["momentum"]:
-            raise ValueError("nesterov: wanted momentum above 0 with it, got 0")
+            raise ValueError("nesterov: expected momentum above 0 with it, got 0")
 
     def slots(self, options: Mapping[str, Option]) -> tuple[str, ...]:
         """A momentum buffer, if there is momentum."""

@@ -1,4 +1,4 @@
-"""What quantizing a list of blocks gives, and how one of them is rounded."""
+"""The result of encoding blocks, and the rounding that all encoders share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from extensor.formats import ELEMENTS
 from extensor.quant.rounding import encode
 from extensor.quant.spec import QuantSpec
 
-__all__ = ["SCALE_GRID", "Coded", "round_values"]
+__all__ = ["SCALE_GRID", "EncodedBlocks", "round_values"]
 
 Array = Any
 
@@ -20,8 +20,16 @@ SCALE_GRID = ELEMENTS["e4m3"]
 
 
 @dataclass
-class Coded:
-    """What a family returns: unpacked codes, one scale per block, and what else is stored."""
+class EncodedBlocks:
+    """Encoded blocks before packing.
+
+    Attributes:
+        codes: uint8 (blocks, block_size), one code each.
+        scales: (blocks,), as they are stored.
+        saturated: bool (blocks, block_size): values beyond the largest code.
+        tensor_scale: float32 of shape (), for formats with a scale per tensor.
+        zero_points: int8 (blocks,), for asymmetric formats.
+    """
 
     codes: Array
     scales: Array
@@ -33,7 +41,7 @@ class Coded:
 def round_values(
     x: Array, spec: QuantSpec, words: Array | None, xp: Any = np
 ) -> tuple[Array, Array]:
-    """Codes (uint8) of scaled float32 values, and which saturated, under the spec's dialect."""
+    """Round scaled float32 values under the spec's dialect: uint8 codes, and which saturated."""
     if spec.element_scale != 1.0:
         x = x * xp.float32(spec.element_scale)
     element = spec.row.element

@@ -1,7 +1,7 @@
-"""NVFP4: blocks -> e2m1 codes, e4m3 block scales and one float32 tensor scale.
+"""Encoding NVFP4: blocks -> e2m1 codes, e4m3 block scales and one float32 tensor scale.
 
-A library's order of operations decides bits where rounding is close, so each is a
-function here, in float32 throughout; sf is the block scale's value:
+Where rounding is close, the order of operations decides bits. So each library's order is kept as it
+is, in float32 throughout; sf is the block scale's value:
 
 =================== ============================== ============================ ==================
 order               tensor scale                   sf before rounding           x is multiplied by
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor.quant.codec_types import SCALE_GRID, Coded, round_values
+from extensor.quant.codec_types import SCALE_GRID, EncodedBlocks, round_values
 from extensor.quant.rounding import decode, encode
 from extensor.quant.spec import QuantSpec
 
@@ -40,8 +40,10 @@ _UE4M3_NAN = 0x7F
 _FP8_EXACT = tuple(code for code in range(0x08, 0x7F) if code & 7 in (0, 2, 4))
 
 
-def encode_nvfp4(x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any) -> Coded:
-    """Code float32 blocks (blocks, block_size) with block statistics ``amax`` (blocks,)."""
+def encode_nvfp4(
+    x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any
+) -> EncodedBlocks:
+    """Encode float32 blocks (blocks, block_size) of largest magnitudes ``amax`` (blocks,)."""
     dialect = spec.dialect_row
     finite = xp.isfinite(x).all(axis=1)
     magnitude = xp.abs(x)
@@ -56,16 +58,16 @@ def encode_nvfp4(x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp
     codes, saturated = _codes(x, scales, tensor_scale, spec, words, xp)
     scales = xp.where(finite & (amax == 0), dialect.nvfp4_zero_scale, scales)
     scales = xp.where(finite, scales, _UE4M3_NAN).astype(xp.uint8)
-    return Coded(codes, scales, saturated, tensor_scale=tensor_scale)
+    return EncodedBlocks(codes, scales, saturated, tensor_scale=tensor_scale)
 
 
 def _order(spec: QuantSpec) -> str:
-    """The order in force: rules that choose among scales are defined in one order only."""
+    """The order of operations in force; rules that search for a scale are defined in one only."""
     return spec.dialect_row.nvfp4_order if spec.rule == "amax" else "transformer_engine"
 
 
 def _encode_scale(tensor_amax: Array, spec: QuantSpec, xp: Any) -> Array:
-    """S: largest block scale times largest code, over the tensor's largest value."""
+    """S: the largest block scale times the largest code, divided by the tensor's largest value."""
     target = 1536.0 if spec.rule == "four_over_six" else 2688.0
     scale = xp.minimum(xp.float32(target) / tensor_amax, xp.float32(_FLOAT32_MAX))
     return xp.where((tensor_amax == 0) | (scale == 0), xp.float32(1), scale).astype(xp.float32)
@@ -94,7 +96,7 @@ def _block_scales(
         base = amax / xp.float32(6) / tensor_scale
     elif order == "model_optimizer":
         base = amax / (xp.float32(6) * tensor_scale)
-        base = xp.where(base == 0, xp.float32(1), base)  # its guard for blocks of zeros
+        base = xp.where(base == 0, xp.float32(1), base)  # that library's guard for blocks of zeros
     else:
         base = amax * (_encode_scale(tensor_amax, spec, xp) * (xp.float32(1) / xp.float32(6)))
     base = xp.minimum(base, xp.float32(SCALE_GRID.max))

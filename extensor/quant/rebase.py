@@ -77,12 +77,12 @@ def rebased_values(q: QuantArray, tiles: bool = False) -> RebasedValues:
     element = q.spec.row.element
     if not q.spec.is_mxfp8 or len(q.shape) != 2:
         raise ValueError(
-            f"rebased_values: wanted a matrix in MXFP8, got {q.spec.format} of shape {q.shape}; "
+            f"rebased_values: expected a matrix in MXFP8, got {q.spec.format} of shape {q.shape}; "
             "other MX formats fit FP8 or bfloat16 exactly, so multiply them as they are"
         )
     if q.spec.axis != 1:
         raise ValueError(
-            f"rebased_values: wanted blocks along axis 1, got axis {q.spec.axis}; quantize along "
+            f"rebased_values: expected blocks along axis 1, got axis {q.spec.axis}; quantize along "
             "the axis that the product sums over"
         )
     assert isinstance(q.spec.tile, tuple)

@@ -56,7 +56,7 @@ class Gemm:
         for operand in (self.a, self.b):
             if isinstance(operand, str) and operand not in FLOAT_NAMES:
                 raise ValueError(
-                    f"operand: wanted a QuantSpec, 'float32' or 'bfloat16', got {operand!r}"
+                    f"operand: expected a QuantSpec, 'float32' or 'bfloat16', got {operand!r}"
                 )
         a, b = (o.transform if isinstance(o, QuantSpec) else None for o in (self.a, self.b))
         if a != b:

@@ -61,10 +61,10 @@ def quantize(
     """
     spec = spec.resolve(x.ndim)
     if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
-        raise TypeError(f"quantize: wanted a float array, got {x.dtype}; convert it first")
+        raise TypeError(f"quantize: expected a float array, got {x.dtype}; convert it first")
     if (stream is None) == (spec.rounding == "stochastic"):
-        wanted = "needs a stream (a seed)" if stream is None else "takes no stream"
-        raise ValueError(f"rounding={spec.rounding!r} {wanted}")
+        expected = "needs a stream (a seed)" if stream is None else "takes no stream"
+        raise ValueError(f"rounding={spec.rounding!r} {expected}")
     if previous_amax is not None:
         check_previous(previous_amax, spec, tuple(x.shape), xp)
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf: its block's rule holds
@@ -92,12 +92,12 @@ def check_previous(previous_amax: Array, spec: QuantSpec, shape: tuple[int, ...]
     grid = block_grid(spec, shape)
     if tuple(previous_amax.shape) != grid or previous_amax.dtype != xp.float32:
         raise ValueError(
-            f"previous_amax: wanted float32 of the scales' shape {grid}, "
+            f"previous_amax: expected float32 of the scales' shape {grid}, "
             f"got {previous_amax.dtype} of shape {tuple(previous_amax.shape)}"
         )
     if not bool((xp.isfinite(previous_amax) & (previous_amax >= 0)).all()):
         raise ValueError(
-            "previous_amax: wanted finite magnitudes, got NaN, Inf or a negative one; "
+            "previous_amax: expected finite magnitudes, got NaN, Inf or a negative one; "
             "keep the maxima of the last finite step"
         )
 
@@ -121,7 +121,7 @@ def narrow(values: Array, dtype: str) -> Array:
         ValueError: for another dtype.
     """
     if dtype not in FLOATS:
-        raise ValueError(f"dequantize: wanted one of {', '.join(FLOATS)}, got {dtype!r}")
+        raise ValueError(f"dequantize: expected one of {', '.join(FLOATS)}, got {dtype!r}")
     with np.errstate(over="ignore"):  # beyond float16's range there are infinities
         return values if dtype == "float32" else values.astype(dtype)
 
@@ -157,7 +157,7 @@ class RunningAmax:
         layout = BlockLayout(spec, tuple(x.shape), xp)
         if self.value is not None and self.value.shape != layout.grid:
             raise ValueError(
-                f"running amax: wanted a tensor with blocks {self.value.shape} as before, got "
+                f"running amax: expected a tensor with blocks {self.value.shape} as before, got "
                 f"{layout.grid}; use one RunningAmax per tensor"
             )
         with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf

@@ -1,11 +1,11 @@
-"""Blocks -> codes and scales, one function per kind of scale.
+"""Encoding blocks: one function for each kind of scale; and decoding all of them.
 
-Each family works on (blocks, block_size) float32 and returns a `Coded`. A block
-that holds NaN (or, where the dialect does not say otherwise, Inf) gets a NaN
-scale and zero codes: it dequantizes to NaN, never to a silent zero.
+An encoder takes float32 (blocks, block_size) and returns `EncodedBlocks`. A block that holds NaN
+gets a NaN scale and zero codes, so that it dequantizes to NaN and never to a silent zero. So does a
+block that holds Inf, unless the dialect says otherwise.
 
-Sources: OCP MX v1.0, section 6.3; the float-scaled orders are this project's, stated
-in docs/formats.md; NVFP4 has a file of its own.
+Sources: OCP MX v1.0, section 6.3; docs/formats.md for float scales, whose order of operations is
+this project's. NVFP4 is in `extensor.quant.nvfp4`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 
 from extensor.formats import ElementFormat
-from extensor.quant.codec_types import SCALE_GRID, Coded, round_values
+from extensor.quant.codec_types import SCALE_GRID, EncodedBlocks, round_values
 from extensor.quant.nvfp4 import encode_nvfp4
 from extensor.quant.rounding import decode, round_magnitude
 from extensor.quant.scale_rules import E8M0_NAN, e8m0_bytes, power_of_two
 from extensor.quant.spec import QuantSpec
 
 __all__ = [
-    "Coded",
     "asymmetric_scale",
     "block_statistic",
     "decode_blocks",
@@ -40,18 +39,18 @@ def encode_blocks(
     words: Array | None,
     previous_amax: Array | None,
     xp: Any = np,
-) -> Coded:
-    """Code float32 blocks (blocks, block_size) ; ``real`` is False on the padding."""
+) -> EncodedBlocks:
+    """Encode float32 blocks (blocks, block_size); ``real`` is False on the padding."""
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         if not spec.symmetric:
             return _asymmetric(x, real, spec, words, xp)
         amax = block_statistic(x, real, spec, previous_amax, xp)
-        family = _mx if spec.is_mx else encode_nvfp4 if spec.row.tensor_scale else _float_scaled
-        coded = family(x, amax, spec, words, xp)
+        encode = _mx if spec.is_mx else _float_scaled if spec.has_float_scales else encode_nvfp4
+        encoded = encode(x, amax, spec, words, xp)
         if spec.zero_sign == "zeros_negative":  # padding and NaN blocks hold codes 0 all the same
-            stored = real & ~xp.isnan(_scale_values(coded.scales, spec, xp))[:, None]
-            coded.codes = xp.where(stored, coded.codes, 0).astype(xp.uint8)
-        return coded
+            stored = real & ~xp.isnan(_scale_values(encoded.scales, spec, xp))[:, None]
+            encoded.codes = xp.where(stored, encoded.codes, 0).astype(xp.uint8)
+        return encoded
 
 
 def decode_blocks(
@@ -62,7 +61,7 @@ def decode_blocks(
     zero_points: Array | None,
     xp: Any = np,
 ) -> Array:
-    """Unpacked codes (blocks, block_size) and scales (blocks,) -> float32 values."""
+    """Decode unpacked codes (blocks, block_size) and scales (blocks,) to float32 values."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         grid = decode(codes, spec.row.element, xp)
         if zero_points is not None:
@@ -72,7 +71,7 @@ def decode_blocks(
 
 
 def _scale_values(scales: Array, spec: QuantSpec, xp: Any) -> Array:
-    """Stored scales -> float32."""
+    """The float32 values of stored scales."""
     if spec.is_mx:
         value = power_of_two(scales.astype(xp.int64) - 127, xp)
         return xp.where(scales == E8M0_NAN, xp.float32(np.nan), value)
@@ -84,7 +83,7 @@ def _scale_values(scales: Array, spec: QuantSpec, xp: Any) -> Array:
 def block_statistic(
     x: Array, real: Array, spec: QuantSpec, previous_amax: Array | None, xp: Any = np
 ) -> Array:
-    """What stands for each block's largest magnitude, float32 (blocks,).
+    """The magnitude that each block's scale is chosen from, float32 (blocks,).
 
     NaN and Inf pass through. ``percentile``: the ceil(p * n / 100)-th smallest of the block's n
     real magnitudes (nearest rank); where that is zero although the block is not, the maximum.
@@ -105,7 +104,7 @@ def block_statistic(
     return xp.where(xp.isfinite(amax) & (chosen > 0), chosen, amax)
 
 
-def _mx(x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any) -> Coded:
+def _mx(x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any) -> EncodedBlocks:
     dialect = spec.dialect_row
     infinite = xp.isinf(x).any(axis=1) & ~xp.isnan(x).any(axis=1)
     finite = xp.isfinite(x).all(axis=1)
@@ -118,11 +117,11 @@ def _mx(x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any) ->
     inverse = power_of_two(-divisor, xp)
     scaled = xp.where(keep[:, None], x * inverse[:, None], xp.float32(0))
     codes, saturated = round_values(scaled, spec, words, xp)
-    return Coded(codes, scales.astype(xp.uint8), saturated)
+    return EncodedBlocks(codes, scales.astype(xp.uint8), saturated)
 
 
 def float_scale(ratio: Array, spec: QuantSpec, xp: Any) -> tuple[Array, Array]:
-    """The stored scale and its float32 value; a scale that rounds to zero is 1."""
+    """The scale as stored, and its float32 value; a ratio of zero gives scale 1."""
     scale = xp.where(ratio == 0, xp.float32(1), ratio)
     if spec.scale_name == "float16":
         half = scale.astype(xp.float16)
@@ -132,7 +131,9 @@ def float_scale(ratio: Array, spec: QuantSpec, xp: Any) -> tuple[Array, Array]:
     return scale, scale
 
 
-def _float_scaled(x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any) -> Coded:
+def _float_scaled(
+    x: Array, amax: Array, spec: QuantSpec, words: Array | None, xp: Any
+) -> EncodedBlocks:
     finite = xp.isfinite(x).all(axis=1)
     ratio = xp.where(finite, amax, xp.float32(0)) / xp.float32(spec.row.element.max)
     if spec.rule == "one":
@@ -140,13 +141,15 @@ def _float_scaled(x: Array, amax: Array, spec: QuantSpec, words: Array | None, x
     stored, scale = float_scale(ratio, spec, xp)
     safe = xp.where(finite[:, None], x, xp.float32(0))
     codes, saturated = round_values(safe / scale[:, None], spec, words, xp)
-    return Coded(codes, xp.where(finite, stored, stored.dtype.type(np.nan)), saturated)
+    return EncodedBlocks(codes, xp.where(finite, stored, stored.dtype.type(np.nan)), saturated)
 
 
-def _asymmetric(x: Array, real: Array, spec: QuantSpec, words: Array | None, xp: Any) -> Coded:
-    """Integers with a zero point, both by way of float64 and rounded once.
+def _asymmetric(
+    x: Array, real: Array, spec: QuantSpec, words: Array | None, xp: Any
+) -> EncodedBlocks:
+    """Integers with a zero point.
 
-    s = (max - min) / (qmax - qmin); z = rne(qmin - min / s).
+    s = (max - min) / (qmax - qmin) and z = rne(qmin - min / s), in float64 and rounded once.
     """
     element: ElementFormat = spec.row.element
     finite = xp.isfinite(x).all(axis=1)
@@ -165,7 +168,9 @@ def _asymmetric(x: Array, real: Array, spec: QuantSpec, words: Array | None, xp:
     codes = xp.clip(signed, low_code, high_code) & ((1 << element.bits) - 1)
     codes = xp.where(real & finite[:, None], codes, 0).astype(xp.uint8)  # zero is code z, padding 0
     scales = xp.where(finite, stored, stored.dtype.type(np.nan))
-    return Coded(codes, scales, saturated & finite[:, None], zero_points=point.astype(xp.int8))
+    return EncodedBlocks(
+        codes, scales, saturated & finite[:, None], zero_points=point.astype(xp.int8)
+    )
 
 
 def _codes_of(element: ElementFormat) -> tuple[int, int]:
@@ -176,7 +181,11 @@ def _codes_of(element: ElementFormat) -> tuple[int, int]:
 def asymmetric_scale(
     low: Array, high: Array, spec: QuantSpec, xp: Any = np
 ) -> tuple[Array, Array, Array]:
-    """Stored scales, their float32 values and int64 zero points of ranges [low, high] around 0."""
+    """Scales and zero points for ranges [low, high] that contain 0.
+
+    Returns:
+        The scales as stored, their float32 values, and int64 zero points.
+    """
     low_code, high_code = _codes_of(spec.row.element)
     low, high = low.astype(xp.float64), high.astype(xp.float64)
     ratio = ((high - low) / (high_code - low_code)).astype(xp.float32)

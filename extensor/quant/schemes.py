@@ -68,7 +68,7 @@ class Scheme:
                 )
             check_static_spec(self.activations)
         if not 50.0 < self.percentile <= 100.0:
-            raise ValueError(f"percentile: wanted a number in (50, 100], got {self.percentile!r}")
+            raise ValueError(f"percentile: expected a number in (50, 100], got {self.percentile!r}")
         if any(rule.use != FLOAT32 for rule in self.rules):
             raise ValueError(f"scheme {self.name!r}: a rule can only keep layers in float32")
 
@@ -83,7 +83,7 @@ def _check_stored(name: str, spec: QuantSpec) -> None:
     """What is decided once and then kept must not depend on chance or on the past."""
     if spec.rounding != "nearest_even" or spec.statistic == "running" or spec.element_scale != 1.0:
         raise ValueError(
-            f"scheme {name!r}: wanted rounding to nearest, no running statistic and no "
+            f"scheme {name!r}: expected rounding to nearest, no running statistic and no "
             f"element_scale, got {spec}"
         )
 

@@ -44,11 +44,11 @@ class Hadamard:
 
     def __post_init__(self) -> None:
         if self.size not in HADAMARD_SIZES:
-            raise ValueError(f"Hadamard size: wanted one of {HADAMARD_SIZES}, got {self.size!r}")
+            raise ValueError(f"Hadamard size: expected one of {HADAMARD_SIZES}, got {self.size!r}")
         if self.signs not in ("none", "fixed", "random"):
-            raise ValueError(f"Hadamard signs: wanted none, fixed or random, got {self.signs!r}")
+            raise ValueError(f"Hadamard signs: expected none, fixed or random, got {self.signs!r}")
         if not _is_int(self.seed) or not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"Hadamard seed: wanted an int in 0..2**64 - 1, got {self.seed!r}")
+            raise ValueError(f"Hadamard seed: expected an int in 0..2**64 - 1, got {self.seed!r}")
 
 
 @dataclass(frozen=True)
@@ -107,28 +107,28 @@ class QuantSpec:
         if self.dialect not in DIALECTS:
             raise ValueError(unknown_name("dialect", self.dialect, DIALECTS))
         if not _is_int(self.axis):
-            raise TypeError(f"axis: wanted an int, got {self.axis!r}")
+            raise TypeError(f"axis: expected an int, got {self.axis!r}")
         _check_tile(self.tile)
         self._check_rule()
         if self.transform is not None and not isinstance(self.transform, Hadamard):
-            raise TypeError(f"transform: wanted a Hadamard or None, got {self.transform!r}")
+            raise TypeError(f"transform: expected a Hadamard or None, got {self.transform!r}")
         if self.rounding not in ("nearest_even", "stochastic"):
             raise ValueError(
-                f"rounding: wanted 'nearest_even' or 'stochastic', got {self.rounding!r}"
+                f"rounding: expected 'nearest_even' or 'stochastic', got {self.rounding!r}"
             )
         if self.rbits not in (8, 32):
-            raise ValueError(f"rbits: wanted 8 or 32, got {self.rbits!r}")
+            raise ValueError(f"rbits: expected 8 or 32, got {self.rbits!r}")
         if self.statistic not in ("amax", "percentile", "running"):
             raise ValueError(
-                f"statistic: wanted 'amax', 'percentile' or 'running', got {self.statistic!r}"
+                f"statistic: expected 'amax', 'percentile' or 'running', got {self.statistic!r}"
             )
         if not 0.0 < self.percentile <= 100.0:
-            raise ValueError(f"percentile: wanted a number in (0, 100], got {self.percentile!r}")
+            raise ValueError(f"percentile: expected a number in (0, 100], got {self.percentile!r}")
         if not 0.0 <= self.decay < 1.0:
-            raise ValueError(f"decay: wanted a number in [0, 1), got {self.decay!r}")
+            raise ValueError(f"decay: expected a number in [0, 1), got {self.decay!r}")
         if not 0.0 < self.element_scale <= 1.0:
             raise ValueError(
-                f"element_scale: wanted a number in (0, 1], got {self.element_scale!r}"
+                f"element_scale: expected a number in (0, 1], got {self.element_scale!r}"
             )
         self._check_format_options()
 
@@ -151,12 +151,12 @@ class QuantSpec:
             if not self.is_mx:
                 raise ValueError(f"scale_window: only for E8M0 scales, not {self.format}")
             if not _is_int(self.scale_window) or self.scale_window < 0:
-                raise ValueError(f"scale_window: wanted an int >= 0, got {self.scale_window!r}")
+                raise ValueError(f"scale_window: expected an int >= 0, got {self.scale_window!r}")
         if self.scale_dtype is not None and (
             row.scale.name != "float32" or self.scale_dtype not in ("float32", "float16")
         ):
             raise ValueError(
-                f"scale_dtype: wanted None (or, for a float-scaled format, 'float32' or "
+                f"scale_dtype: expected None (or, for a float-scaled format, 'float32' or "
                 f"'float16'), got {self.scale_dtype!r} with {self.format}"
             )
         if not self.symmetric and not row.zero_point:
@@ -170,21 +170,21 @@ class QuantSpec:
             not row.outliers or not _is_int(self.outliers) or not 0 <= self.outliers <= row.outliers
         ):
             raise ValueError(
-                f"outliers: wanted None (or, for the outlier codec, 0..{row.outliers}), "
+                f"outliers: expected None (or, for the outlier codec, 0..{row.outliers}), "
                 f"got {self.outliers!r} with {self.format}"
             )
         if row.outliers and (
             self.transform or self.statistic != "amax" or self.tile not in (None, "channel")
         ):
             raise ValueError(
-                f"{self.format} codes whole rows by their largest value: wanted transform=None, "
+                f"{self.format} codes whole rows by their largest value: expected transform=None, "
                 f"statistic='amax' and the format's tile, got {self.transform!r}, "
                 f"{self.statistic!r} and {self.tile!r}"
             )
 
         if self.rebased and not self._can_rebase():
             raise ValueError(
-                f"rebased: wanted MXFP8 in tiles (1, n), n a divisor of {REBASE_TILE}, without a "
+                f"rebased: expected MXFP8 in tiles (1, n), n a divisor of {REBASE_TILE}, without a "
                 f"transform, got {self.format} in tiles {self.tile} with {self.transform}; other "
                 "MX formats are exact in FP8 or bfloat16"
             )
@@ -268,7 +268,7 @@ class QuantSpec:
             raise ValueError("a scalar has no axis to block; reshape it to (1,) first")
         if not -ndim <= self.axis < ndim:
             raise ValueError(
-                f"axis: wanted {-ndim}..{ndim - 1} for an array of {ndim} axes, got {self.axis}"
+                f"axis: expected {-ndim}..{ndim - 1} for an array of {ndim} axes, got {self.axis}"
             )
         tile = self.row.tile if self.tile is None else self.tile
         if isinstance(tile, tuple) and tile[0] > 1 and ndim == 1:
@@ -284,7 +284,9 @@ def _check_tile(tile: object) -> None:
     if tile is None or tile in ("tensor", "channel"):
         return
     if not (isinstance(tile, tuple) and len(tile) == 2 and all(_is_int(n) for n in tile)):
-        raise TypeError(f"tile: wanted (rows, columns), 'channel', 'tensor' or None, got {tile!r}")
+        raise TypeError(
+            f"tile: expected (rows, columns), 'channel', 'tensor' or None, got {tile!r}"
+        )
     if min(tile) < 1:
         raise ValueError(f"tile and block sizes are 1 or more, got {tile!r}")
     if max(tile) > MAX_EXTENT:

@@ -53,7 +53,7 @@ def gradcheck(
     moved = [i for i, x in enumerate(points) if x.dtype is float64]
     if not moved:
         raise TypeError(
-            f"gradcheck: wanted float64 inputs, got {', '.join(x.dtype.name for x in points)}; "
+            f"gradcheck: expected float64 inputs, got {', '.join(x.dtype.name for x in points)}; "
             "central differences need x.astype('float64')"
         )
     rng = np.random.default_rng(seed)
@@ -109,7 +109,7 @@ def _check_direction(
     leaves = [_leaf(x) if i in moved else x for i, x in enumerate(points)]
     outputs = _outputs(f(*leaves))
     if not outputs:
-        raise TypeError("gradcheck: wanted a function that gives float64 tensors")
+        raise TypeError("gradcheck: expected a function that gives float64 tensors")
     weights = [ExTensor(rng.normal(size=y.shape)) for y in outputs]
     directions = {i: rng.normal(size=points[i].shape) for i in moved}
     total = _weighted(outputs, weights)

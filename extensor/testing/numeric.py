@@ -17,9 +17,9 @@ def first_difference(actual: Any, expected: Any) -> str | None:
     """
     a, b = np.ascontiguousarray(actual), np.ascontiguousarray(expected)
     if np.shape(actual) != np.shape(expected):
-        return f"shape: wanted {np.shape(expected)}, got {np.shape(actual)}"
+        return f"shape: expected {np.shape(expected)}, got {np.shape(actual)}"
     if a.dtype != b.dtype:
-        return f"dtype: wanted {b.dtype}, got {a.dtype}"
+        return f"dtype: expected {b.dtype}, got {a.dtype}"
     size = a.dtype.itemsize
     left = a.reshape(-1).view(np.uint8).reshape(-1, size)
     right = b.reshape(-1).view(np.uint8).reshape(-1, size)
@@ -29,7 +29,7 @@ def first_difference(actual: Any, expected: Any) -> str | None:
     at = int(different[0])
     place = tuple(int(i) for i in np.unravel_index(at, np.shape(actual))) if np.ndim(actual) else ()
     return (
-        f"{different.size} of {a.size} elements differ, the first at {place}: wanted "
+        f"{different.size} of {a.size} elements differ, the first at {place}: expected "
         f"{b.reshape(-1)[at]} (bytes {right[at].tobytes().hex(' ')}), got "
         f"{a.reshape(-1)[at]} (bytes {left[at].tobytes().hex(' ')}), low byte first"
     )

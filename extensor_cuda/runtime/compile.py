@@ -45,22 +45,18 @@ class Source:
         return cls(path.stem, _text(path), pairs)
 
 
-_INCLUDE = re.compile(r'^#include "([a-z0-9_/]+\.cuh)"$', re.MULTILINE)
+_INCLUDE = re.compile(r'^#include "([a-z0-9_]+/[a-z0-9_]+\.cuh)"$', re.MULTILINE)
 
 
 @cache
 def _text(path: Path) -> str:
     """A file's text with every ``#include "..."`` replaced by that file's text.
 
-    An included file lies in the includer's folder, or is named from the folder above it
-    (``common/input.cuh``). One text decides the code, so the cache's digest needs nothing else.
+    An include names a family's folder and a file, ``"common/barriers.cuh"``; all families stand in
+    one folder. One text decides the code, so the cache's digest needs nothing else.
     """
-
-    def included(found: re.Match[str]) -> str:
-        beside = path.parent / found[1]
-        return _text(beside if beside.exists() else path.parents[1] / found[1])
-
-    return _INCLUDE.sub(included, path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    return _INCLUDE.sub(lambda found: _text(path.parents[1] / found[1]), text)
 
 
 def cache_folder() -> Path:

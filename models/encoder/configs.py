@@ -27,9 +27,9 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         if min(self.vocab, self.context, self.layers, self.heads, self.width) < 1:
-            raise ValueError(f"Encoder: wanted sizes of 1 or more, got {self}")
+            raise ValueError(f"Encoder: expected sizes of 1 or more, got {self}")
         if self.width % self.heads:
-            raise ValueError(f"Encoder: wanted a width that is a multiple of the heads, got {self}")
+            raise ValueError(f"Encoder: expected a multiple of the heads as width, got {self}")
 
     @property
     def mask(self) -> int:

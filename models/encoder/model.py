@@ -50,12 +50,12 @@ class Encoder(nn.Module):
         """
         if tokens.ndim != 2 or not tokens.shape[1]:
             raise ValueError(
-                f"Encoder: wanted tokens (B, T) with T of 1 or more, got {tokens.shape}"
+                f"Encoder: expected tokens (B, T) with T of 1 or more, got {tokens.shape}"
             )
         length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(
-                f"Encoder: wanted at most the {self.config.context} tokens of the context, got "
+                f"Encoder: expected at most the {self.config.context} tokens of the context, got "
                 f"{length}; the way out: pieces of {self.config.context}, or a larger context"
             )
         x = self.tokens(tokens) + self.positions.weight[:length]

@@ -29,9 +29,9 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if min(self.vocab, self.context, self.layers, self.heads, self.width) < 1:
-            raise ValueError(f"GPT: wanted sizes of 1 or more, got {self}")
+            raise ValueError(f"GPT: expected sizes of 1 or more, got {self}")
         if self.width % self.heads:
-            raise ValueError(f"GPT: wanted a width that is a multiple of the heads, got {self}")
+            raise ValueError(f"GPT: expected a multiple of the heads as width, got {self}")
 
 
 CONFIGS = {

@@ -63,11 +63,11 @@ class GPT(nn.Module):
             ValueError: for other shapes, more tokens than the context holds, or unknown ones.
         """
         if tokens.ndim != 2 or not tokens.shape[1]:
-            raise ValueError(f"GPT: wanted tokens (B, T) with T of 1 or more, got {tokens.shape}")
+            raise ValueError(f"GPT: expected tokens (B, T) with T of 1 or more, got {tokens.shape}")
         length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(
-                f"GPT: wanted at most the {self.config.context} tokens of the context, got "
+                f"GPT: expected at most the {self.config.context} tokens of the context, got "
                 f"{length}; the way out: the last {self.config.context}, or a larger context"
             )
         x = self.tokens(tokens) + self.positions.weight[:length]

@@ -29,9 +29,9 @@ class LeNetConfig:
     def __post_init__(self) -> None:
         sizes = (self.in_channels, self.classes, *self.channels, *self.hidden)
         if min(sizes) < 1:
-            raise ValueError(f"LeNet-5: wanted sizes of 1 or more, got {self}")
+            raise ValueError(f"LeNet-5: expected sizes of 1 or more, got {self}")
         if self.image_size < 12:
-            raise ValueError(f"LeNet-5: wanted images of 12x12 or more, got {self.image_size}")
+            raise ValueError(f"LeNet-5: expected images of 12x12 or more, got {self.image_size}")
 
     @property
     def features(self) -> int:

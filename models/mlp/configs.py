@@ -25,7 +25,7 @@ class MLPConfig:
 
     def __post_init__(self) -> None:
         if min(self.in_channels, self.image_size, self.classes, *self.hidden) < 1:
-            raise ValueError(f"MLP: wanted sizes of 1 or more, got {self}")
+            raise ValueError(f"MLP: expected sizes of 1 or more, got {self}")
 
 
 CONFIGS = {

@@ -40,7 +40,7 @@ class MobileNetConfig(VisionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stem < 1 or any(min(layer) < 1 for layer in self.layers):
-            raise ValueError(f"MobileNet: wanted channels and strides of 1 or more, got {self}")
+            raise ValueError(f"MobileNet: expected channels and strides of 1 or more, got {self}")
 
 
 CONFIGS = {

@@ -47,9 +47,9 @@ class MobileNet(nn.Module):
         width = config.wide(config.stem)
         self.stem = conv_unit(config.in_channels, width, 3, _draw, rng)
         layers: list[nn.Module] = []
-        for wanted, stride in config.layers:
-            layers.append(separable(width, config.wide(wanted), stride, rng))
-            width = config.wide(wanted)
+        for channels, stride in config.layers:
+            layers.append(separable(width, config.wide(channels), stride, rng))
+            width = config.wide(channels)
         self.layers = nn.Sequential(*layers)
         self.pool = nn.GlobalAvgPool2d()
         self.fc = started(nn.Linear(width, config.classes, rng=rng), _draw, rng)

@@ -25,7 +25,7 @@ class ResNetConfig(VisionConfig):
         super().__post_init__()
         if len(self.blocks) != len(self.channels) or min(*self.blocks, *self.channels) < 1:
             raise ValueError(
-                "ResNet: wanted a number of blocks and of channels, 1 or more, for each stage, "
+                "ResNet: expected a number of blocks and of channels, 1 or more, for each stage, "
                 f"got blocks {self.blocks} and channels {self.channels}"
             )
 

@@ -54,12 +54,14 @@ class ResNet(nn.Module):
         width = config.wide(config.channels[0])
         self.stem = conv_unit(config.in_channels, width, 3, _draw, rng)
         stages: list[nn.Module] = []
-        for number, (blocks, wanted) in enumerate(zip(config.blocks, config.channels, strict=True)):
+        for number, (blocks, channels) in enumerate(
+            zip(config.blocks, config.channels, strict=True)
+        ):
             stage: list[nn.Module] = []
             for index in range(blocks):
                 stride = 2 if number > 0 and index == 0 else 1
-                stage.append(BasicBlock(width, config.wide(wanted), stride, rng))
-                width = config.wide(wanted)
+                stage.append(BasicBlock(width, config.wide(channels), stride, rng))
+                width = config.wide(channels)
             stages.append(nn.Sequential(*stage))
         self.stages = nn.Sequential(*stages)
         self.pool = nn.GlobalAvgPool2d()

@@ -31,9 +31,9 @@ class VGGConfig(VisionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.stages or min(min(s, default=0) for s in self.stages) < 1:
-            raise ValueError(f"VGG: stages: wanted channels of 1 or more, got {self.stages}")
+            raise ValueError(f"VGG: stages: expected channels of 1 or more, got {self.stages}")
         if min(self.hidden, default=1) < 1:
-            raise ValueError(f"VGG: hidden: wanted widths of 1 or more, got {self.hidden}")
+            raise ValueError(f"VGG: hidden: expected widths of 1 or more, got {self.hidden}")
 
 
 CONFIGS = {

@@ -35,8 +35,8 @@ class VGG(nn.Module):
         draw, channels, side = init.xavier_uniform, config.in_channels, config.image_size
         layers: list[nn.Module] = []
         for stage in config.stages:
-            for wanted in stage:
-                width = config.wide(wanted)
+            for paper_width in stage:
+                width = config.wide(paper_width)
                 layers.append(conv_unit(channels, width, 3, draw, rng, norm=config.batch_norm))
                 channels = width
             if side > 1:

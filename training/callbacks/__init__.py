@@ -1,22 +1,17 @@
-"""Callbacks: one small file each, behind one small protocol."""
+"""Callbacks: what watches a run, behind one small protocol."""
 
-from training.callbacks.base import Callback
-from training.callbacks.checkpoint import BEST, LAST, SaveCheckpoint
+from training.callbacks.base import Callback, RunView
 from training.callbacks.early_stopping import EarlyStopping
-from training.callbacks.jsonl import METRICS, JsonLines
+from training.callbacks.files import JsonLines, SaveCheckpoint, TensorBoard
 from training.callbacks.progress import ShowProgress
-from training.callbacks.telemetry import NOISE_RATIO, TELEMETRY, Telemetry
-from training.callbacks.tensorboard import TensorBoard
+from training.callbacks.telemetry import NOISE_RATIO, Telemetry
 
 __all__ = [
-    "BEST",
-    "LAST",
-    "METRICS",
     "NOISE_RATIO",
-    "TELEMETRY",
     "Callback",
     "EarlyStopping",
     "JsonLines",
+    "RunView",
     "SaveCheckpoint",
     "ShowProgress",
     "Telemetry",

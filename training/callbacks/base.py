@@ -1,35 +1,73 @@
-"""The protocol: five moments, each a method that does nothing unless overridden.
+"""What a callback is, and what it sees of the run it watches.
 
 Callbacks hold no state that a resumed run would miss: what they need of the past they read from
-`trainer.history`, which the checkpoint carries.
+`RunView.history`, which the checkpoint carries.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from training.batch import Batch
-    from training.loop import Trainer
-    from training.reports import EpochReport, StepReport
+from extensor.inspect import SlotHealth
+from extensor.optim import MXGradScaler
+from extensor.quant.recipe_state import RecipeState
+from training.batch import Batch
+from training.config import RunConfig
+from training.metrics import Scores
+from training.records import EpochReport, Position, StepReport
 
-__all__ = ["Callback"]
+__all__ = ["Callback", "RunView"]
+
+
+class RunView(Protocol):
+    """What `training.loop.Trainer` shows of a run: to callbacks, and to what writes its result."""
+
+    config: RunConfig
+    out: Path
+    task: Any
+    model: Any
+    quant: RecipeState
+    optimizer: Any
+    scaler: MXGradScaler
+    batches: int
+    position: Position
+    history: list[EpochReport]
+    scores: Scores | None
+    health: tuple[SlotHealth, ...]
+    stop_reason: str | None
+    diverged: str | None
+
+    def stop(self, reason: str) -> None:
+        """End the run after this epoch."""
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint."""
+
+    def fresh_model(self) -> Any:
+        """The model as it is before the first step."""
+
+    def forward(self, batch: Batch, smoothing: float = 0.0) -> tuple[Any, Any, Any]:
+        """Scores, labels in a row, and the mean loss of a batch."""
+
+    def evaluate(self) -> Scores:
+        """Metrics of the test data."""
 
 
 class Callback:
-    """Watches a run. Override what is needed; `trainer.stop(reason)` ends it after the epoch."""
+    """Watches a run. Override what is needed; `RunView.stop` ends the run after the epoch."""
 
-    def on_start(self, trainer: Trainer) -> None:
-        """Before the first step; `trainer.history` is not empty if the run is resumed."""
+    def on_start(self, run: RunView) -> None:
+        """Before the first step; `RunView.history` is not empty if the run is resumed."""
 
-    def on_gradients(self, trainer: Trainer, batch: Batch) -> None:
+    def on_gradients(self, run: RunView, batch: Batch) -> None:
         """In every step, when its gradients are there, before clipping and the update."""
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step(self, run: RunView, report: StepReport) -> None:
         """After every step."""
 
-    def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
-        """After every epoch and its evaluation; ``report`` is the last of `trainer.history`."""
+    def on_epoch(self, run: RunView, report: EpochReport) -> None:
+        """After every epoch and its evaluation; ``report`` is the last of `RunView.history`."""
 
-    def on_end(self, trainer: Trainer, result: dict[str, Any] | None) -> None:
+    def on_end(self, run: RunView, result: dict[str, Any] | None) -> None:
         """At the end, come what may; ``result`` is None after an interrupt or an error."""

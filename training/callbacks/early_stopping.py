@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from training.loop import Trainer
-    from training.reports import EpochReport
+from training.callbacks.base import Callback, RunView
+from training.records import EpochReport
 
 __all__ = ["EarlyStopping"]
 
@@ -23,21 +19,21 @@ class EarlyStopping(Callback):
 
     def __init__(self, patience: int) -> None:
         if patience < 1:
-            raise ValueError(f"patience: wanted 1 or more epochs, got {patience}")
+            raise ValueError(f"patience: expected 1 or more epochs, got {patience}")
         self.patience = patience
 
-    def on_start(self, trainer: Trainer) -> None:
-        if not trainer.task.validates:
+    def on_start(self, run: RunView) -> None:
+        if not run.task.validates:
             raise ValueError(
-                "early stopping: wanted validation data, got none; the way out: --val-share 0.1"
+                "early stopping: expected validation data, got none; the way out: --val-share 0.1"
             )
 
-    def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
-        losses = [math.inf if e.val_loss is None else e.val_loss for e in trainer.history]
+    def on_epoch(self, run: RunView, report: EpochReport) -> None:
+        losses = [math.inf if e.val_loss is None else e.val_loss for e in run.history]
         best = min(range(len(losses)), key=losses.__getitem__)
         waited = len(losses) - 1 - best
         if waited >= self.patience:
-            trainer.stop(
+            run.stop(
                 f"validation loss has not improved for {waited} epochs (best: epoch "
-                f"{trainer.history[best].epoch})"
+                f"{run.history[best].epoch})"
             )

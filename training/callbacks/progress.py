@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from training.loop import Trainer
-    from training.reports import EpochReport, StepReport
+from training.callbacks.base import Callback, RunView
+from training.records import EpochReport, StepReport
 
 __all__ = ["ShowProgress", "epoch_line", "percent"]
 
@@ -57,7 +54,7 @@ class ShowProgress(Callback):
         self.console = console
         self._bar: Progress | None = None
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, run: RunView) -> None:
         if not self.console.is_terminal:
             return
         wide = self.console.width >= WIDE
@@ -70,16 +67,16 @@ class ShowProgress(Callback):
             console=self.console,
             transient=True,
         )
-        self._task = self._bar.add_task("", total=trainer.batches, epoch="", numbers="")
+        self._task = self._bar.add_task("", total=run.batches, epoch="", numbers="")
         self._bar.start()
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step(self, run: RunView, report: StepReport) -> None:
         if self._bar is None:
             return
         numbers = [
             f"loss {_loss(report.epoch_loss)}",
             f"acc {percent(report.epoch_accuracy)}",
-            f"{report.per_second:,.0f} {trainer.task.unit}/s",
+            f"{report.per_second:,.0f} {run.task.unit}/s",
         ]
         if report.saturated is not None:
             numbers += [f"sat {percent(report.saturated)}", f"flush {percent(report.flushed)}"]
@@ -88,13 +85,13 @@ class ShowProgress(Callback):
         self._bar.update(
             self._task,
             completed=report.batch,
-            epoch=f"{report.epoch}/{trainer.config.epochs}",
+            epoch=f"{report.epoch}/{run.config.epochs}",
             numbers=("  " if self.console.width >= WIDE else " ").join(numbers),
         )
 
-    def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
-        self.console.print(epoch_line(report, trainer.config.epochs, trainer.task.unit))
+    def on_epoch(self, run: RunView, report: EpochReport) -> None:
+        self.console.print(epoch_line(report, run.config.epochs, run.task.unit))
 
-    def on_end(self, trainer: Trainer, result: dict[str, Any] | None) -> None:
+    def on_end(self, run: RunView, result: dict[str, Any] | None) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,18 +26,14 @@ from extensor.quant.array import QuantStats, coded_length
 from extensor.quant.recipe import SLOTS
 from extensor.quant.rounding import decode, unpack
 from extensor.quant.spec import QuantSpec
-from training.callbacks.base import Callback
-from training.callbacks.tensorboard import TensorBoard
-from training.reports import finite, share
+from training.batch import Batch
+from training.callbacks.base import Callback, RunView
+from training.callbacks.files import TensorBoard
+from training.records import StepReport, finite, share
+from training.rundir import TELEMETRY
 
-if TYPE_CHECKING:
-    from training.batch import Batch
-    from training.loop import Trainer
-    from training.reports import StepReport
+__all__ = ["NOISE_RATIO", "Telemetry"]
 
-__all__ = ["NOISE_RATIO", "TELEMETRY", "Telemetry"]
-
-TELEMETRY = "telemetry.jsonl"
 NOISE_RATIO = math.sqrt(3.0)
 """Below this, the gradient's norm over its noise's, quantized training gains little."""
 
@@ -54,7 +50,7 @@ class Telemetry(Callback):
 
     def __init__(self, every: int, board: TensorBoard | None = None) -> None:
         if every < 1:
-            raise ValueError(f"telemetry: wanted 1 or more steps between records, got {every}")
+            raise ValueError(f"telemetry: expected 1 or more steps between records, got {every}")
         self.every, self.board = every, board
         self._counts: tuple[int, dict[tuple[str, str], QuantStats]] = (0, {})
         self._buffers: list[tuple[Any, Any]] = []
@@ -62,28 +58,28 @@ class Telemetry(Callback):
         self._codes: dict[str, Any] = {}
         self._turns: dict[str, Any] = {}
 
-    def on_start(self, trainer: Trainer) -> None:
-        path, done = trainer.out / TELEMETRY, trainer.position.step
+    def on_start(self, run: RunView) -> None:
+        path, done = run.out / TELEMETRY, run.position.step
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() and done else []
         kept = [line + "\n" for line in lines if json.loads(line)["step"] <= done]
         path.write_text("".join(kept), encoding="utf-8")
-        self._remember_buffers(trainer, done + 1)
+        self._remember_buffers(run, done + 1)
 
-    def on_gradients(self, trainer: Trainer, batch: Batch) -> None:
-        if self._due(trainer.position.step + 1):
-            self._gradients = self._compare_gradients(trainer, batch)
+    def on_gradients(self, run: RunView, batch: Batch) -> None:
+        if self._due(run.position.step + 1):
+            self._gradients = self._compare_gradients(run, batch)
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
-        self._remember_buffers(trainer, report.step + 1)
+    def on_step(self, run: RunView, report: StepReport) -> None:
+        self._remember_buffers(run, report.step + 1)
         if not self._due(report.step):
             return
-        slots = self._slots(trainer, report.epoch)
+        slots = self._slots(run, report.epoch)
         total = self._gradients.pop("", {})
         layers: dict[str, dict[str, Any]] = {}
-        for path, _ in gemm_layers(trainer.model):
+        for path, _ in gemm_layers(run.model):
             layers[path] = {
                 **self._gradients.get(path, {}),
-                **self._oscillation(trainer, path),
+                **self._oscillation(run, path),
                 "slots": slots.get(path, {}),
             }
         record = {
@@ -95,7 +91,7 @@ class Telemetry(Callback):
             **total,
             "layers": layers,
         }
-        with (trainer.out / TELEMETRY).open("a", encoding="utf-8") as file:
+        with (run.out / TELEMETRY).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
         if self.board is not None:
             self.board.add("telemetry", report.step, total)
@@ -107,9 +103,9 @@ class Telemetry(Callback):
 
     # --- operands -------------------------------------------------------------------------------
 
-    def _slots(self, trainer: Trainer, epoch: int) -> dict[str, dict[str, dict[str, Any]]]:
+    def _slots(self, run: RunView, epoch: int) -> dict[str, dict[str, dict[str, Any]]]:
         """Shares by layer and slot since the last record; counts begin anew with an epoch."""
-        now = dict(trainer.quant.telemetry)
+        now = dict(run.quant.telemetry)
         before = self._counts[1] if self._counts[0] == epoch else {}
         self._counts = (epoch, now)
         found: dict[str, dict[str, dict[str, Any]]] = {}
@@ -120,25 +116,22 @@ class Telemetry(Callback):
                 "saturated": share(stats.saturated - old.saturated, count),
                 "flushed": share(stats.flushed - old.flushed, count),
             }
-            operand = trainer.quant.layers[path].operand(slot)
+            operand = run.quant.layers[path].operand(slot)
             if isinstance(operand, QuantSpec) and operand.rebased:
-                found[path][slot]["rebase_changed"] = share(
-                    stats.rebase_changed - old.rebase_changed, count
-                )
+                changed = stats.rebase_changed - old.rebase_changed
+                found[path][slot]["rebase_changed"] = share(changed, count)
         return found
 
     # --- gradients ------------------------------------------------------------------------------
 
-    def _remember_buffers(self, trainer: Trainer, step: int) -> None:
+    def _remember_buffers(self, run: RunView, step: int) -> None:
         """Keep what the forward pass of a step to be recorded will change."""
-        self._buffers = _buffers(trainer) if self._due(step) else []
+        self._buffers = _buffers(run) if self._due(step) else []
 
-    def _compare_gradients(
-        self, trainer: Trainer, batch: Batch
-    ) -> dict[str, dict[str, float | None]]:
+    def _compare_gradients(self, run: RunView, batch: Batch) -> dict[str, dict[str, float | None]]:
         """Norms of gradient and noise by layer, and of everything under the empty path."""
-        grads = {path: p.grad for path, p in trainer.model.named_parameters()}
-        exact = self._float_gradients(trainer, batch) if _rounds(trainer) else grads
+        grads = {path: p.grad for path, p in run.model.named_parameters()}
+        exact = self._float_gradients(run, batch) if _rounds(run) else grads
         sums: dict[str, list[float]] = {"": [0.0, 0.0]}
         for path, grad in grads.items():
             other = exact[path]
@@ -152,19 +145,19 @@ class Telemetry(Callback):
                 row[0], row[1] = row[0] + squares[0], row[1] + squares[1]
         return {path: _norms(*row) for path, row in sums.items()}
 
-    def _float_gradients(self, trainer: Trainer, batch: Batch) -> dict[str, Any]:
+    def _float_gradients(self, run: RunView, batch: Batch) -> dict[str, Any]:
         """The step's gradients without rounding; leaves everything as it was."""
-        model = trainer.model
+        model = run.model
         grads = [(p, p.grad) for p in model.parameters()]
         contexts = [(layer, layer.quant) for _, layer in gemm_layers(model)]
-        after = _buffers(trainer)
+        after = _buffers(run)
         try:
             _restore(self._buffers)
             for layer, _ in contexts:
                 layer.quant = None
             for parameter, _ in grads:
                 parameter.grad = None
-            trainer.forward(batch, trainer.config.label_smoothing)[2].backward()
+            run.forward(batch, run.config.label_smoothing)[2].backward()
             return {path: p.grad for path, p in model.named_parameters()}
         finally:
             _restore(after)
@@ -175,13 +168,13 @@ class Telemetry(Callback):
 
     # --- weights --------------------------------------------------------------------------------
 
-    def _oscillation(self, trainer: Trainer, path: str) -> dict[str, float]:
+    def _oscillation(self, run: RunView, path: str) -> dict[str, float]:
         """Shares of codes that changed since the last record, and that turned round."""
-        layer = trainer.quant.layers[path]
+        layer = run.quant.layers[path]
         spec = layer.operand("fprop.w")
         if not isinstance(spec, QuantSpec) or spec.row.outliers:
             return {}
-        weight = dict(gemm_layers(trainer.model))[path].weight
+        weight = dict(gemm_layers(run.model))[path].weight
         xp = weight.backend.xp
         spec = spec.replace(axis=1, rounding="nearest_even").resolve(2)
         q, _ = weight.backend.quantize(weight.data.reshape(weight.shape[0], -1), spec)
@@ -199,14 +192,14 @@ class Telemetry(Callback):
         }
 
 
-def _rounds(trainer: Trainer) -> bool:
+def _rounds(run: RunView) -> bool:
     """Whether any operand of the recipe is not float32."""
-    layers = trainer.quant.layers.values()
+    layers = run.quant.layers.values()
     return any(layer.operand(slot) != "float32" for layer in layers for slot in SLOTS)
 
 
-def _buffers(trainer: Trainer) -> list[tuple[Any, Any]]:
-    return [(buffer, buffer.data.copy()) for buffer in trainer.model.buffers()]
+def _buffers(run: RunView) -> list[tuple[Any, Any]]:
+    return [(buffer, buffer.data.copy()) for buffer in run.model.buffers()]
 
 
 def _restore(buffers: list[tuple[Any, Any]]) -> None:

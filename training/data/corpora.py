@@ -46,13 +46,14 @@ class Corpus:
         for number, document in enumerate(documents):
             if not isinstance(document, str):
                 raise DataError(
-                    f"corpus {name!r}: wanted documents of text, got {type(document).__name__} as "
-                    f"document {number}; decode bytes, or join tokens, first"
+                    f"corpus {name!r}: expected documents of text, got "
+                    f"{type(document).__name__} as document {number}; decode bytes, or join "
+                    "tokens, first"
                 )
         text = BETWEEN.join(documents)
         if not text.strip():
             raise DataError(
-                f"corpus {name!r}: wanted text, got {len(documents)} documents without a letter"
+                f"corpus {name!r}: expected text, got {len(documents)} documents without a letter"
             )
         cut = len(text) - round(TEST_SHARE * len(text))
         return cls(name, text[:cut], text[cut:])

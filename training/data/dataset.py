@@ -16,7 +16,7 @@ from training.batch import Batch
 from training.data.draws import Draws
 from training.data.transforms import Normalize, Transform
 
-__all__ = ["Dataset", "Split", "batches", "held_out", "pixel_statistics"]
+__all__ = ["Dataset", "Split", "batches", "evenly_spaced", "held_out", "pixel_statistics"]
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Split:
     def __post_init__(self) -> None:
         if self.images.ndim != 4 or self.images.dtype not in (np.uint8, np.float32):
             raise ValueError(
-                "images: wanted (N, C, H, W) of uint8 or float32, got "
+                "images: expected (N, C, H, W) of uint8 or float32, got "
                 f"{self.images.shape} of {self.images.dtype}"
             )
         if self.images.size == 0 < len(self.images):
-            raise ValueError(f"images: wanted pixels, got shape {self.images.shape}")
+            raise ValueError(f"images: expected pixels, got shape {self.images.shape}")
         if self.labels.shape != (len(self.images),) or self.labels.dtype != np.int64:
             raise ValueError(
-                f"labels: wanted ({len(self.images)},) of int64, got {self.labels.shape} of "
+                f"labels: expected ({len(self.images)},) of int64, got {self.labels.shape} of "
                 f"{self.labels.dtype}"
             )
 
@@ -79,16 +79,17 @@ class Dataset:
     def __post_init__(self) -> None:
         for part, split in (("train", self.train), ("test", self.test)):
             if not len(split):
-                raise ValueError(f"data set {self.name!r}: wanted {part} images, got none")
+                raise ValueError(f"data set {self.name!r}: expected {part} images, got none")
             low, high = int(split.labels.min()), int(split.labels.max())
             if low < 0 or high >= len(self.classes):
                 raise ValueError(
-                    f"data set {self.name!r}: wanted {part} labels in 0..{len(self.classes) - 1}, "
-                    f"one of {len(self.classes)} classes, got {low if low < 0 else high}"
+                    f"data set {self.name!r}: expected {part} labels in "
+                    f"0..{len(self.classes) - 1}, one of {len(self.classes)} classes, got "
+                    f"{low if low < 0 else high}"
                 )
         if self.train.images.shape[1:] != self.test.images.shape[1:]:
             raise ValueError(
-                f"data set {self.name!r}: wanted training and test images of one shape, got "
+                f"data set {self.name!r}: expected training and test images of one shape, got "
                 f"{self.train.images.shape[1:]} and {self.test.images.shape[1:]}"
             )
 
@@ -110,9 +111,7 @@ def batches(
     *,
     order: np.ndarray | None = None,
     start: int = 0,
-    augment: Transform | None = None,
-    seed: int = 0,
-    epoch: int = 0,
+    augment: tuple[Transform, int, int] | None = None,
 ) -> Iterator[Batch]:
     """Normalised batches; the last one may be smaller.
 
@@ -122,27 +121,34 @@ def batches(
         batch_size: images per batch.
         order: indices of the images; None takes each once, in order.
         start: the first batch to give (to resume inside an epoch).
-        augment: what is done to images first; None for nothing.
-        seed: what its random numbers are a function of, as of the next.
-        epoch: the epoch.
+        augment: a transform of the images, and the seed and the epoch that its random numbers are
+            a function of; None transforms nothing.
 
     Raises:
         ValueError: for a batch size below 1, or indices of no images.
     """
     if batch_size < 1:
-        raise ValueError(f"batch_size: wanted 1 or more, got {batch_size}")
+        raise ValueError(f"batch_size: expected 1 or more, got {batch_size}")
     order = np.arange(len(split)) if order is None else order
     if order.size and not 0 <= int(order.min()) <= int(order.max()) < len(split):
         raise ValueError(
-            f"order: wanted indices in 0..{len(split) - 1}, got {order.min()}..{order.max()}"
+            f"order: expected indices in 0..{len(split) - 1}, got {order.min()}..{order.max()}"
         )
     normalize = Normalize(dataset.mean, dataset.std)
     for index in range(start, -(-len(order) // batch_size)):
         chosen = order[index * batch_size : (index + 1) * batch_size]
-        images, draws = split.images[chosen], Draws(seed, epoch, chosen)
+        images, draws = split.images[chosen], Draws(0, 0, chosen)
         if augment is not None:
-            images = augment(images, draws)
+            transform, seed, epoch = augment
+            draws = Draws(seed, epoch, chosen)
+            images = transform(images, draws)
         yield Batch(index, normalize(images, draws), split.labels[chosen])
+
+
+def evenly_spaced(members: np.ndarray, count: int) -> np.ndarray:
+    """So many members, evenly spaced in order."""
+    places = (np.arange(count) + 0.5) * len(members) / count
+    return members[places.astype(int)]
 
 
 def held_out(labels: np.ndarray, share: float) -> np.ndarray:
@@ -152,18 +158,17 @@ def held_out(labels: np.ndarray, share: float) -> np.ndarray:
         ValueError: if that leaves a class nothing to train on, or the share is not in (0, 1).
     """
     if not 0.0 < share < 1.0:
-        raise ValueError(f"--val-share: wanted a number in (0, 1), got {share!r}")
+        raise ValueError(f"--val-share: expected a number in (0, 1), got {share!r}")
     out = np.zeros(len(labels), bool)
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
         count = max(1, round(share * len(members)))
         if count >= len(members):
             raise ValueError(
-                f"--val-share: wanted at least one training image beside {count} held out, got "
+                f"--val-share: expected at least one training image beside {count} held out, got "
                 f"{len(members)} of class {label}; the way out: a smaller share, or more images"
             )
-        places = (np.arange(count) + 0.5) * len(members) / count
-        out[members[places.astype(int)]] = True
+        out[evenly_spaced(members, count)] = True
     return out
 
 

@@ -14,7 +14,7 @@ import hashlib
 
 import numpy as np
 
-from training.data.dataset import Dataset, Split
+from training.data.dataset import Dataset, Split, evenly_spaced
 from training.data.fetch import DataError
 from training.data.transforms import resize_matrix
 
@@ -36,9 +36,7 @@ def stratified_split(labels: np.ndarray, per_class: int) -> np.ndarray:
     """True where an image is test: ``per_class`` evenly spaced images of each class."""
     test = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        steps = (np.arange(per_class) + 0.5) * len(members) / per_class
-        test[members[steps.astype(int)]] = True
+        test[evenly_spaced(np.flatnonzero(labels == label), per_class)] = True
     return test
 
 
@@ -60,7 +58,7 @@ def load_digits(download: bool = True) -> Dataset:
     digest = hashlib.sha256(pixels.tobytes()).hexdigest()
     if digest != SHA256:
         raise DataError(
-            f"scikit-learn's digits: wanted SHA-256 {SHA256} of the pixels, got {digest}; "
+            f"scikit-learn's digits: expected SHA-256 {SHA256} of the pixels, got {digest}; "
             "is this another version of the data? reinstall scikit-learn"
         )
     images = (enlarge(pixels, SIDE) / np.float32(16))[:, None]

@@ -15,7 +15,7 @@ __all__ = ["DATA_TENSOR", "ORDER_SLOT", "PICK_SLOT", "Draws", "stream_words"]
 
 # Names the data's random bits apart from the layers', whose numbers count up from 0.
 DATA_TENSOR = (1 << 24) - 1
-ORDER_SLOT, SHIFT_SLOT, PICK_SLOT = 0, 1, 4  # 2 and 3 are those of windows and noise of texts
+ORDER_SLOT, SHIFT_SLOT, WINDOW_SLOT, NOISE_SLOT, PICK_SLOT = 0, 1, 2, 3, 4
 FLIP_SLOT, ROTATE_SLOT, ERASE_SLOT, MASK_SLOT = 5, 6, 7, 8
 
 

@@ -1,10 +1,9 @@
 """Finding a data file: the cache, then system places, then a download.
 
-Nothing is trusted by its name. A file counts as found only once its decompressed bytes have the
-SHA-256 that the data set's row gives; the checksum is of the decompressed bytes because
-distributions compress the same data anew (of an archive, which nobody packs anew, it is the
-archive's own). A file that is there but wrong is an error, never
-skipped: silently training on something else would be worse.
+Nothing is trusted by its name. A file counts as found only once its bytes have the SHA-256 that the
+data set's row gives; of a packed file, the decompressed bytes, because distributions compress the
+same data anew. A file that is there but wrong is an error, never skipped: silently training on
+something else would be worse.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
 import urllib.error
@@ -87,14 +87,14 @@ def find(
     Raises:
         DataError: if a file found is damaged, or if none is found: then every place tried is named.
     """
-    return _search(dataset, file, system, urls, remedy, read_checked, offline)[1]
+    return _search(dataset, file, system, urls, read_checked, remedy, offline)[1]
 
 
 def find_archive(
     dataset: str, file: RemoteFile, system: Sequence[Path], urls: Sequence[str], remedy: str
 ) -> Path:
     """Where an archive lies, its checksum checked; otherwise as `find`."""
-    return _search(dataset, file, system, urls, remedy, check_archive)[0]
+    return _search(dataset, file, system, urls, check_archive, remedy)[0]
 
 
 def _search(
@@ -102,8 +102,8 @@ def _search(
     file: RemoteFile,
     system: Sequence[Path],
     urls: Sequence[str],
-    remedy: str,
     check: Callable[[Path, RemoteFile], T],
+    remedy: str,
     offline: str = "digits",
 ) -> tuple[Path, T]:
     """The path of a file that passes ``check``, and what ``check`` gave."""
@@ -130,20 +130,28 @@ def _search(
     )
 
 
-def check_archive(path: Path, file: RemoteFile) -> None:
-    """Compare size and SHA-256 of an archive, read in pieces.
+def _compare(path: Path, file: RemoteFile, size: int, digest: Callable[[], str], of: str) -> None:
+    """Compare size and SHA-256.
 
     Raises:
-        DataError: if it is truncated or has another checksum.
+        DataError: where they differ.
     """
     way_out = f"delete {path} and run again to fetch it anew"
-    size = path.stat().st_size
     if size != file.size:
-        raise DataError(f"{path}: wanted {file.size:,} bytes, got {size:,}; {way_out}")
-    with path.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    if digest != file.sha256:
-        raise DataError(f"{path}: wanted SHA-256 {file.sha256}, got {digest}; {way_out}")
+        once = " once decompressed" if of else ""
+        raise DataError(f"{path}: expected {file.size:,} bytes{once}, got {size:,}; {way_out}")
+    if (found := digest()) != file.sha256:
+        raise DataError(f"{path}: expected SHA-256 {file.sha256}{of}, got {found}; {way_out}")
+
+
+def check_archive(path: Path, file: RemoteFile) -> None:
+    """Compare size and SHA-256 of an archive, read in chunks; errors as `read_checked`."""
+
+    def digest() -> str:
+        with path.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+
+    _compare(path, file, path.stat().st_size, digest, "")
 
 
 def read_checked(path: Path, file: RemoteFile) -> bytes:
@@ -152,23 +160,17 @@ def read_checked(path: Path, file: RemoteFile) -> bytes:
     Raises:
         DataError: if it is truncated, not gzip, or has another size or checksum.
     """
-    way_out = f"delete {path} and run again to fetch it anew"
     try:
         content = path.read_bytes()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: wanted a complete gzip file, got: {error}; {way_out}") from error
-    if len(content) != file.size:
         raise DataError(
-            f"{path}: wanted {file.size:,} bytes once decompressed, got {len(content):,}; {way_out}"
-        )
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != file.sha256:
-        raise DataError(
-            f"{path}: wanted SHA-256 {file.sha256} of the decompressed bytes, got {digest}; "
-            f"{way_out}"
-        )
+            f"{path}: expected a complete gzip file, got: {error}; delete {path} and run again to "
+            "fetch it anew"
+        ) from error
+    digest = hashlib.sha256(content).hexdigest
+    _compare(path, file, len(content), digest, " of the decompressed bytes")
     return content
 
 
@@ -194,17 +196,10 @@ def _download(
 
 def _copy(response: HTTPResponse, out: IO[bytes], label: str) -> None:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import wrap_file
 
-    length = response.headers.get("Content-Length")
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(f"downloading {label}", total=int(length) if length else None)
-        while chunk := response.read(CHUNK):
-            out.write(chunk)
-            bar.advance(task, len(chunk))
+    length = int(response.headers.get("Content-Length") or 0)
+    console, quiet = Console(stderr=True), not sys.stderr.isatty()
+    what = f"downloading {label}"
+    with wrap_file(response, length, description=what, console=console, disable=quiet) as content:
+        shutil.copyfileobj(content, out, CHUNK)

@@ -48,10 +48,10 @@ def weighted_order(weights: np.ndarray, count: int, seed: int, epoch: int) -> np
     """
     weights = np.asarray(weights, np.float64)
     if weights.ndim != 1 or not weights.size or not np.isfinite(weights).all():
-        raise ValueError(f"weights: wanted finite numbers (N,), got shape {weights.shape}")
+        raise ValueError(f"weights: expected finite numbers (N,), got shape {weights.shape}")
     if weights.min() < 0 or not weights.sum() > 0:
         raise ValueError(
-            "weights: wanted numbers of 0 or more, one of them above 0, got "
+            "weights: expected numbers of 0 or more, one of them above 0, got "
             f"{weights.min()} to {weights.max()}"
         )
     ends = np.cumsum(weights)

@@ -41,11 +41,11 @@ class Transform(ABC):
         """
         if images.ndim != 4:
             raise ValueError(
-                f"{type(self).__name__}: wanted images (N, C, H, W), got shape {images.shape}"
+                f"{type(self).__name__}: expected images (N, C, H, W), got shape {images.shape}"
             )
         if len(draws.indices) != len(images):
             raise ValueError(
-                f"{type(self).__name__}: wanted draws for {len(images)} images, got draws for "
+                f"{type(self).__name__}: expected draws for {len(images)} images, got draws for "
                 f"{len(draws.indices)}"
             )
         return self.apply(images, draws) if len(images) else images
@@ -69,7 +69,7 @@ class Normalize(Transform):
     def __post_init__(self) -> None:
         if not (np.isfinite(self.mean).all() and np.all(np.asarray(self.std) > 0)):
             raise ValueError(
-                f"Normalize: wanted a finite mean and a std above 0, got {self.mean}, {self.std}"
+                f"Normalize: expected a finite mean and a std above 0, got {self.mean}, {self.std}"
             )
 
     def apply(self, images: np.ndarray, draws: Draws) -> np.ndarray:
@@ -126,7 +126,7 @@ class CenterCrop(Transform):
         height, width = images.shape[2:]
         if self.side > min(height, width):
             raise ValueError(
-                f"CenterCrop: wanted images of {self.side} pixels a side or more, got {height} x "
+                f"CenterCrop: expected images of {self.side} pixels a side or more, got {height} x "
                 f"{width}; Resize first"
             )
         top, left = (height - self.side) // 2, (width - self.side) // 2
@@ -179,7 +179,7 @@ class RandomRotate(Transform):
     def __post_init__(self) -> None:
         if not 0.0 < self.degrees <= 180.0:
             raise ValueError(
-                f"RandomRotate: degrees: wanted a number in (0, 180], got {self.degrees}"
+                f"RandomRotate: degrees: expected a number in (0, 180], got {self.degrees}"
             )
 
     def apply(self, images: np.ndarray, draws: Draws) -> np.ndarray:
@@ -225,7 +225,7 @@ class RandomErase(Transform):
         _share("RandomErase: p", self.p)
         if not (0.0 < self.area[0] <= self.area[1] <= 1.0 and 1.0 <= self.aspect < math.inf):
             raise ValueError(
-                "RandomErase: wanted two rising shares in (0, 1] and an aspect of 1 or more, got "
+                "RandomErase: expected two rising shares in (0, 1] and an aspect of 1 or more, got "
                 f"{self.area} and {self.aspect}"
             )
 
@@ -254,14 +254,14 @@ class Compose(Transform):
 
     def __init__(self, transforms: Sequence[Transform] = ()) -> None:
         if not isinstance(transforms, Sequence):
-            raise TypeError(f"Compose: wanted a list of transforms, got {transforms!r:.80}")
+            raise TypeError(f"Compose: expected a list of transforms, got {transforms!r:.80}")
         for transform in transforms:
             if not isinstance(transform, Transform):
-                raise TypeError(f"Compose: wanted transforms, got {transform!r:.80}")
+                raise TypeError(f"Compose: expected transforms, got {transform!r:.80}")
         slots = [t.slot for t in transforms if t.slot is not None]
         if len(set(slots)) < len(slots):
             raise ValueError(
-                "Compose: wanted each kind of random transform once, got one twice: they would "
+                "Compose: expected each kind of random transform once, got one twice: they would "
                 "share their random numbers"
             )
         self.transforms = tuple(transforms)
@@ -279,12 +279,12 @@ def _like(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: wanted a whole number, 1 or more, got {value!r}")
+        raise ValueError(f"{name}: expected a whole number, 1 or more, got {value!r}")
 
 
 def _share(name: str, value: float) -> None:
     if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name}: wanted a number in [0, 1], got {value!r}")
+        raise ValueError(f"{name}: expected a number in [0, 1], got {value!r}")
 
 
 AUGMENTATIONS: Mapping[str, Compose] = MappingProxyType(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,19 @@ from extensor import ExTensor
 from extensor.inspect import LayerRow, compare_layers
 from extensor.io import CheckpointError
 from extensor.nn import apply_recipe
-from training.callbacks import LAST, METRICS, TELEMETRY
 from training.config import RunConfig
 from training.data import DataError
 from training.page.answers import answers
 from training.ptq import restored
-from training.rundir import CONFIG, UsageError, read_config, read_result
+from training.rundir import (
+    CONFIG,
+    LAST,
+    METRICS,
+    TELEMETRY,
+    UsageError,
+    read_config,
+    read_result,
+)
 from training.snapshot import Operands, operands
 
 __all__ = ["Facts", "read_facts"]
@@ -41,7 +47,7 @@ class Facts:
     telemetry: list[dict[str, Any]]
     rows: Sequence[LayerRow]
     seen: Operands
-    answers: str
+    answers: dict[str, Any]
     missing: str | None
 
 
@@ -53,7 +59,7 @@ def read_facts(folder: Path) -> Facts:
     """
     if not (folder / CONFIG).is_file():
         raise UsageError(
-            f"{folder}: wanted the folder of a run, but {CONFIG} is not there; the way out: the "
+            f"{folder}: expected the folder of a run, but {CONFIG} is not there; the way out: the "
             "--out of a run of `python -m training MODEL`"
         )
     config = read_config(folder)
@@ -86,14 +92,14 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 def _looked_at(
     folder: Path, result: dict[str, Any] | None
-) -> tuple[Sequence[LayerRow], Operands, str, str | None]:
+) -> tuple[Sequence[LayerRow], Operands, dict[str, Any], str | None]:
     """Each layer beside float32, its operands and answers, from the checkpoint and the data."""
     if not (folder / LAST).is_file():
-        return (), {}, "", "the run has no checkpoint yet: its first epoch is not done"
+        return (), {}, {}, "the run has no checkpoint yet: its first epoch is not done"
     try:
         trainer = restored(folder)
     except (UsageError, DataError, CheckpointError) as error:
-        return (), {}, "", str(error)
+        return (), {}, {}, str(error)
     reference = trainer.fresh_model()
     reference.load_state_dict(trainer.model.state_dict())
     apply_recipe(reference, "fp32")
@@ -103,5 +109,5 @@ def _looked_at(
     try:
         said = answers(trainer, result)
     except UsageError as error:  # it diverged: the rest of the page says how
-        said = f"<p>{escape(str(error))}</p>"
+        said = {"error": str(error)}
     return rows, operands(trainer), said, None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.tasks.base import Metric, Scores, Task
+from training.tasks.base import Metric, Task
 from training.tasks.classification import Classification
-from training.tasks.language import Causal
-from training.tasks.masked import Masked
+from training.tasks.language import Causal, Masked
 
-__all__ = ["TASKS", "Metric", "Scores", "Task"]
+__all__ = ["TASKS", "Metric", "Task"]
 
 TASKS: dict[str, Any] = {
     "classification": Classification,

@@ -1,27 +1,24 @@
 """What the loop asks of a task: batches, scores, and the number that runs are compared by.
 
 A task knows its data and what a model must look like for it; the loop knows steps, scaling,
-checkpoints and time. Both learn a label for each row of scores by cross entropy, so the loop needs
-no case for either: images give one row each, texts one for each token.
+checkpoints and time. All tasks learn a label for each row of scores by cross entropy: images have
+one row each, texts one for each token.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from training.batch import Batch
 from training.metrics import Scores
+from training.records import EpochReport
 
-if TYPE_CHECKING:
-    from training.config import Settings
-    from training.reports import EpochReport
-
-__all__ = ["Metric", "Scores", "Task"]
+__all__ = ["Metric", "Task"]
 
 
 @dataclass(frozen=True)
@@ -66,10 +63,16 @@ class Metric:
         gap = value - baseline
         return 100.0 * gap / baseline if self.gap == "%" else gap
 
-    def show(self, value: float) -> str:
+    def show(self, value: float | None) -> str:
         """The number as people read it."""
+        if value is None:
+            return f"{self.key} is not finite"
         unit = "%" if self.scale == 100.0 else ""
         return f"{self.key} {self.scale * value:.{self.digits}f}{unit}"
+
+    def outcome(self, result: Mapping[str, Any]) -> str:
+        """A result in a few words."""
+        return self.show(result[self.key])
 
 
 class Task(ABC):
@@ -79,32 +82,17 @@ class Task(ABC):
         metric: what runs are compared by.
         unit: what is counted: "images" or "tokens".
         inputs: what a batch is made of: "images" or "windows".
-        kind: the kind of data, "images" or "text".
-        augmentations: what ``--augment`` may name.
-        validates: whether training data is held out for validation.
-        own: settings that only such tasks know; for others they are 0 or "".
         eval_batch: inputs per batch of an evaluation.
         batches: optimizer steps in an epoch.
+        validates: whether training data is held out for validation.
     """
 
     metric: ClassVar[Metric]
     unit: ClassVar[str]
     inputs: ClassVar[str]
-    kind: ClassVar[str]
-    augmentations: ClassVar[Collection[str]] = ("none",)
-    own: ClassVar[tuple[str, ...]] = ()
     eval_batch: ClassVar[int]
     batches: int
     validates: bool = False
-
-    @classmethod
-    @abstractmethod
-    def check(cls, settings: Settings) -> None:
-        """Refuse settings that do not fit the task.
-
-        Raises:
-            ValueError: on those.
-        """
 
     @abstractmethod
     def shapes(self) -> dict[str, Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from training.batch import Batch
+from training.config import RunConfig
 from training.data import (
     AUGMENTATIONS,
     SAMPLERS,
@@ -19,11 +20,8 @@ from training.data import (
     held_out,
     load_dataset,
 )
-from training.metrics import ClassScores
-from training.tasks.base import Metric, Scores, Task
-
-if TYPE_CHECKING:
-    from training.config import RunConfig, Settings
+from training.metrics import ClassScores, Scores
+from training.tasks.base import Metric, Task
 
 __all__ = ["Classification"]
 
@@ -53,8 +51,7 @@ class Classification(Task):
         far=15.0,
         baselines=("fp32", "bf16"),
     )
-    unit, inputs, kind = "images", "images", "images"
-    augmentations = AUGMENTATIONS
+    unit, inputs = "images", "images"
     eval_batch = 500
 
     def __init__(self, config: RunConfig, dataset: Dataset | None = None) -> None:
@@ -71,14 +68,10 @@ class Classification(Task):
         images = len(dataset.train)
         if config.batch_size > images:
             raise ValueError(
-                f"--batch-size: wanted at most the {images} training images, "
+                f"--batch-size: expected at most the {images} training images, "
                 f"got {config.batch_size}"
             )
         self.batches = -(-images // config.batch_size)
-
-    @classmethod
-    def check(cls, settings: Settings) -> None:
-        """Nothing to refuse: an epoch is a pass over the images."""
 
     def shapes(self) -> dict[str, Any]:
         """Channels, side and classes."""
@@ -89,24 +82,18 @@ class Classification(Task):
     def training(self, epoch: int, start: int) -> Iterator[Batch]:
         """The sampler's images, as the seed and the epoch decide."""
         config, dataset = self.config, self.dataset
-        drawn = batches(
-            dataset,
-            dataset.train,
-            config.batch_size,
-            order=SAMPLERS[config.sampler](dataset.train.labels, config.seed, epoch),
-            start=start,
-            augment=AUGMENTATIONS[config.augment],
-            seed=config.seed,
-            epoch=epoch,
-        )
-        for batch in drawn:
+        order = SAMPLERS[config.sampler](dataset.train.labels, config.seed, epoch)
+        augmented = AUGMENTATIONS[config.augment], config.seed, epoch
+        for batch in batches(
+            dataset, dataset.train, config.batch_size, order=order, start=start, augment=augmented
+        ):
             finite = np.isfinite(batch.inputs)
             if not finite.all():
                 bad = np.flatnonzero(~finite.all(axis=(1, 2, 3)))
                 raise DataError(
                     f"data set {dataset.name!r}: NaN or infinite pixels in epoch {epoch}, batch "
                     f"{batch.index} (of {self.batches}, counted from 0), its images "
-                    f"{bad[:5].tolist()}; wanted finite numbers: clean the data"
+                    f"{bad[:5].tolist()}; expected finite numbers: clean the data"
                 )
             yield batch
 
@@ -116,9 +103,7 @@ class Classification(Task):
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """The images held out, in order."""
-        if self.held is None:
-            return iter(())
-        return batches(self.dataset, self.held, batch_size)
+        return iter(()) if self.held is None else batches(self.dataset, self.held, batch_size)
 
     def scores(self) -> Scores:
         """Top-1, top-3 and the confusion matrix."""

@@ -1,4 +1,4 @@
-"""Text: predict the next token.
+"""Text: predict the next token, or fill in hidden ones.
 
 An epoch is ``epoch_steps`` steps on random windows of the training part. Tests use fixed windows of
 the other part, evenly spaced and side by side, so every run of a corpus is judged on the same ones.
@@ -7,29 +7,30 @@ the other part, evenly spaced and side by side, so every run of a corpus is judg
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from extensor.random import Stream
 from training.batch import Batch
+from training.config import RunConfig
 from training.data import load_dataset
 from training.data.corpora import Corpus
-from training.data.draws import DATA_TENSOR, stream_words
-from training.metrics import TokenScores
-from training.tasks.base import Metric, Scores, Task
+from training.data.draws import DATA_TENSOR, MASK_SLOT, NOISE_SLOT, stream_words
+from training.metrics import Scores, TokenScores
+from training.tasks.base import Metric, Task
 from training.text.augment import replace_tokens
+from training.text.masking import hide_tokens
 from training.text.tokenizers import TOKENIZERS
 from training.text.windows import even_starts, flat_tokens, random_starts, window
 
-if TYPE_CHECKING:
-    from training.config import RunConfig, Settings
+__all__ = ["Causal", "Masked"]
 
-__all__ = ["Causal"]
-
-NOISE_SLOT = 3
 NOISE = 0.02
 """The share of input tokens that `--augment noise` replaces."""
+TEST_SEED = 0
+"""Seed of the tokens that tests hide: not the run's, so that all runs answer the same ones."""
 
 
 class Causal(Task):
@@ -54,53 +55,27 @@ class Causal(Task):
         far=0.5,
         baselines=("bf16", "fp32"),
     )
-    unit, inputs, kind = "tokens", "windows", "text"
-    augmentations = ("none", "noise")
-    own = ("epoch_steps", "context", "tokenizer", "vocab_size")
+    unit, inputs = "tokens", "windows"
     eval_batch = 64
 
     def __init__(self, config: RunConfig, corpus: Corpus | None = None) -> None:
         self.config, self.batches = config, config.epoch_steps
         corpus = load_dataset(config.dataset) if corpus is None else corpus
-        self.corpus = corpus.limited(config.train_limit or None)
-        kind = TOKENIZERS[config.tokenizer]
+        train = corpus.limited(config.train_limit or None).train
         # letters of the test part count too, or it could not be read
-        known = corpus.train + corpus.test if config.tokenizer == "char" else self.corpus.train
-        self.tokenizer = kind.train(known, config.vocab_size)
-        self.train_tokens, self.test_tokens = (
-            flat_tokens(self.tokenizer.encode(text), config.context)
-            for text in (self.corpus.train, self.corpus.test)
-        )
-        self.held_tokens: np.ndarray | None = None
+        known = corpus.train + corpus.test if config.tokenizer == "char" else train
+        self.tokenizer = TOKENIZERS[config.tokenizer].train(known, config.vocab_size)
+        tokens, self.test_tokens = map(self._tokens, (train, corpus.test))
         self.validates = config.val_share > 0
+        held = round(config.val_share * len(tokens))
+        self.train_tokens, self.held_tokens = tokens, tokens[:0]
         if self.validates:
-            cut = len(self.train_tokens) - round(config.val_share * len(self.train_tokens))
-            self.train_tokens, self.held_tokens = (
-                flat_tokens(part, config.context)
-                for part in (self.train_tokens[:cut], self.train_tokens[cut:])
-            )
+            cut = len(tokens) - held
+            self.train_tokens = flat_tokens(tokens[:cut], config.context)
+            self.held_tokens = flat_tokens(tokens[cut:], config.context)
 
-    @classmethod
-    def check(cls, settings: Settings) -> None:
-        """Refuse what windows of text cannot be made with.
-
-        Raises:
-            ValueError: on those.
-        """
-        for field in ("epoch_steps", "context"):
-            value = getattr(settings, field)
-            if value < 1:
-                flag = field.replace("_", "-")
-                raise ValueError(f"--{flag}: wanted a whole number, 1 or more, got {value}")
-        if settings.tokenizer not in TOKENIZERS:
-            raise ValueError(
-                f"--tokenizer: wanted one of {', '.join(TOKENIZERS)}, got {settings.tokenizer!r}"
-            )
-        if (settings.tokenizer == "bpe") != (settings.vocab_size > 0):
-            raise ValueError(
-                "--vocab-size: wanted with --tokenizer bpe and not without, got "
-                f"{settings.vocab_size} with {settings.tokenizer}"
-            )
+    def _tokens(self, text: str) -> np.ndarray:
+        return flat_tokens(self.tokenizer.encode(text), self.config.context)
 
     def shapes(self) -> dict[str, Any]:
         """Vocabulary and context."""
@@ -108,16 +83,17 @@ class Causal(Task):
 
     def training(self, epoch: int, start: int) -> Iterator[Batch]:
         """Random windows, where the seed and the epoch decide."""
-        config, context = self.config, self.config.context
-        tokens, size = self.train_tokens, config.batch_size
+        config, context, size = self.config, self.config.context, self.config.batch_size
         count = config.epoch_steps * size
-        starts = random_starts(len(tokens), context, config.seed, epoch, count)
-        for index in range(start, config.epoch_steps):
-            inputs, labels = window(tokens, starts[index * size : (index + 1) * size], context)
+        starts = random_starts(len(self.train_tokens), context, config.seed, epoch, count)
+        for batch in self._cut(self.train_tokens, starts, size, start):
             if config.augment == "noise":
-                words = self._words(epoch, index, inputs.shape)
-                inputs = replace_tokens(inputs, words, NOISE, self.tokenizer.size)
-            yield Batch(index, inputs, labels)
+                stream = Stream(config.seed, epoch, DATA_TENSOR, NOISE_SLOT)
+                words = stream_words(stream, batch.inputs.size, batch.index)
+                words = words.reshape(batch.inputs.shape)
+                noisy = replace_tokens(batch.inputs, words, NOISE, self.tokenizer.size)
+                batch = replace(batch, inputs=noisy)
+            yield batch
 
     def test(self, batch_size: int) -> Iterator[Batch]:
         """The fixed windows in order."""
@@ -125,21 +101,19 @@ class Causal(Task):
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """Fixed windows of the end of the training part, which no training window reaches into."""
-        if self.held_tokens is None:
-            return iter(())
-        return self._fixed(self.held_tokens, batch_size)
+        return self._fixed(self.held_tokens, batch_size) if self.validates else iter(())
 
     def _fixed(self, tokens: np.ndarray, batch_size: int) -> Iterator[Batch]:
-        context = self.config.context
-        starts = even_starts(len(tokens), context, self.config.test_limit or None)
-        for index, begin in enumerate(range(0, len(starts), batch_size)):
-            inputs, labels = window(tokens, starts[begin : begin + batch_size], context)
-            yield Batch(index, inputs, labels)
+        starts = even_starts(len(tokens), self.config.context, self.config.test_limit or None)
+        return self._cut(tokens, starts, batch_size, 0)
 
-    def _words(self, epoch: int, index: int, shape: tuple[int, ...]) -> np.ndarray:
-        """Random uint32 words for one batch."""
-        stream = Stream(self.config.seed, epoch, DATA_TENSOR, NOISE_SLOT)
-        return stream_words(stream, int(np.prod(shape)), index).reshape(shape)
+    def _cut(
+        self, tokens: np.ndarray, starts: np.ndarray, size: int, first: int
+    ) -> Iterator[Batch]:
+        """Batches of ``size`` windows, from one on."""
+        for index in range(first, -(-len(starts) // size)):
+            chosen = starts[index * size : (index + 1) * size]
+            yield Batch(index, *window(tokens, chosen, self.config.context))
 
     def scores(self) -> Scores:
         """Loss, perplexity and how often the right token was among the best."""
@@ -160,3 +134,31 @@ class Causal(Task):
     def state(self) -> dict[str, Any]:
         """The tokenizer."""
         return {"tokenizer": self.tokenizer.state()}
+
+
+class Masked(Causal):
+    """Say what hidden tokens were, from those on both sides. Arguments and errors as `Causal`.
+
+    15% of each window are hidden (`training.text.masking`): others in every epoch of training, the
+    same ones in every test.
+    """
+
+    metric = replace(Causal.metric, title="test loss, nats per hidden token")
+
+    def training(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Random windows with tokens hidden, where the seed and the epoch decide."""
+        for batch in super().training(epoch, start):
+            yield self._hidden(batch, self.config.seed, epoch)
+
+    def _fixed(self, tokens: np.ndarray, batch_size: int) -> Iterator[Batch]:
+        for batch in super()._fixed(tokens, batch_size):
+            yield self._hidden(batch, TEST_SEED, 0)
+
+    def _hidden(self, batch: Batch, seed: int, epoch: int) -> Batch:
+        tokens = batch.inputs
+        stream = Stream(seed, epoch, DATA_TENSOR, MASK_SLOT)
+        which, other = (
+            stream_words(stream, tokens.size, 2 * batch.index + part).reshape(tokens.shape)
+            for part in (0, 1)
+        )
+        return Batch(batch.index, *hide_tokens(tokens, which, other, self.tokenizer.size))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["replace_tokens"]
+__all__ = ["TEXT_AUGMENTATIONS", "replace_tokens"]
+
+TEXT_AUGMENTATIONS = ("none", "noise")
+"""What ``--augment`` takes for texts."""
 
 
 def replace_tokens(
@@ -22,9 +25,9 @@ def replace_tokens(
         ValueError: for a share or a vocabulary out of range.
     """
     if not 0.0 <= share < 1.0:
-        raise ValueError(f"share: wanted a number in [0, 1), got {share!r}")
+        raise ValueError(f"share: expected a number in [0, 1), got {share!r}")
     if not 1 <= vocab_size <= 1 << 16:
-        raise ValueError(f"vocab_size: wanted 1..65536, got {vocab_size}")
+        raise ValueError(f"vocab_size: expected 1..65536, got {vocab_size}")
     hit = (words >> np.uint32(16)) < np.uint32(round(share * (1 << 16)))
     other = ((words & np.uint32(0xFFFF)).astype(np.int64) * vocab_size) >> 16
     return np.where(hit, other, tokens)

@@ -32,12 +32,12 @@ def hide_tokens(
     """
     if not tokens.size or which.shape != tokens.shape or other.shape != tokens.shape:
         raise ValueError(
-            f"hide_tokens: wanted tokens (B, T) and random words of their shape, got "
+            f"hide_tokens: expected tokens (B, T) and random words of their shape, got "
             f"{tokens.shape}, {which.shape} and {other.shape}"
         )
     if tokens.min() < 0 or tokens.max() >= vocab:
         raise ValueError(
-            f"hide_tokens: wanted tokens in 0..{vocab - 1}, got {tokens.min()}..{tokens.max()}"
+            f"hide_tokens: expected tokens in 0..{vocab - 1}, got {tokens.min()}..{tokens.max()}"
         )
     least = np.uint32(SHARE * 2.0**32)
     asked = (which < least) | (which == which.min())

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 
 from extensor.random import Stream
-from training.data.draws import DATA_TENSOR, stream_words
+from training.data.draws import DATA_TENSOR, WINDOW_SLOT, stream_words
 
 __all__ = ["even_starts", "flat_tokens", "random_starts", "window"]
-
-WINDOW_SLOT = 2
 
 
 def flat_tokens(tokens: Any, context: int) -> np.ndarray:
@@ -28,20 +26,20 @@ def flat_tokens(tokens: Any, context: int) -> np.ndarray:
         row = np.asarray(tokens)
     except ValueError as error:
         raise ValueError(
-            "tokens: wanted one row of whole numbers, got rows of different lengths; join them by "
-            "numpy.concatenate"
+            "tokens: expected one row of whole numbers, got rows of different lengths; join them "
+            "by numpy.concatenate"
         ) from error
     if row.ndim != 1 or not (row.size == 0 or np.issubdtype(row.dtype, np.integer)):
         raise ValueError(
-            f"tokens: wanted one row of whole numbers, got shape {row.shape} of {row.dtype}; join "
-            "rows by numpy.concatenate"
+            f"tokens: expected one row of whole numbers, got shape {row.shape} of {row.dtype}; "
+            "join rows by numpy.concatenate"
         )
     if context < 1:
-        raise ValueError(f"context: wanted 1 or more, got {context}")
+        raise ValueError(f"context: expected 1 or more, got {context}")
     if len(row) <= context:
         raise ValueError(
-            f"tokens: wanted at least {context + 1} for a window of {context} and what follows it, "
-            f"got {len(row)}; the way out: a shorter --context, or more text"
+            f"tokens: expected at least {context + 1} for a window of {context} and what follows "
+            f"it, got {len(row)}; the way out: a shorter --context, or more text"
         )
     return row
 

@@ -24,10 +24,18 @@ struct Place {
     unsigned x, y, z;
 };
 static Place threadIdx, blockIdx, gridDim;
-struct float2 { float x, y; };
-struct double2 { double x, y; };
-struct float4 { float x, y, z, w; };
-struct uint4 { unsigned x, y, z, w; };
+struct float2 {
+    float x, y;
+};
+struct double2 {
+    double x, y;
+};
+struct float4 {
+    float x, y, z, w;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
 
 struct Barrier {
     int wanted = 0, here = 0, times = 0;
@@ -64,7 +72,9 @@ T exchange(T mine, int other) {
 }
 
 template <class T>
-T __shfl_xor_sync(unsigned, T v, int step) { return exchange(v, threadIdx.x ^ step); }
+T __shfl_xor_sync(unsigned, T v, int step) {
+    return exchange(v, threadIdx.x ^ step);
+}
 inline bool __any_sync(unsigned, bool mine) {
     int any = mine;
     for (int step = 1; step < 32; step *= 2) any |= exchange(any, threadIdx.x ^ step);
@@ -88,7 +98,11 @@ inline int __syncthreads_or(int vote) {
     return any;
 }
 template <class T>
-T atomicExch(T* to, T value) { const T before = *to; *to = value; return before; }
+T atomicExch(T* to, T value) {
+    const T before = *to;
+    *to = value;
+    return before;
+}
 inline void atomicOr(unsigned* to, unsigned bits) { *to |= bits; }
 
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
@@ -107,20 +121,38 @@ inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline float normcdff(float x) {
     return static_cast<float>(0.5 * std::erfc(-static_cast<double>(x) * 0.70710678118654752));
 }
-inline unsigned __float_as_uint(float v) { unsigned u; std::memcpy(&u, &v, 4); return u; }
-inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
+inline unsigned __float_as_uint(float v) {
+    unsigned u;
+    std::memcpy(&u, &v, 4);
+    return u;
+}
+inline float __uint_as_float(unsigned v) {
+    float f;
+    std::memcpy(&f, &v, 4);
+    return f;
+}
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 template <class T>
-T __ldg(const T* from) { return *from; }
+T __ldg(const T* from) {
+    return *from;
+}
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
-inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+    return static_cast<unsigned long long>(a) * b >> 32;
+}
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 template <class T>
-T __ldcs(const T* from) { return *from; }
+T __ldcs(const T* from) {
+    return *from;
+}
 template <class T>
-void __stcg(T* to, T value) { *to = value; }
+void __stcg(T* to, T value) {
+    *to = value;
+}
 
-struct uint2 { unsigned x, y; };
+struct uint2 {
+    unsigned x, y;
+};
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const unsigned long long both = x | static_cast<unsigned long long>(y) << 32;
     unsigned out = 0;
@@ -138,11 +170,23 @@ inline unsigned permute(unsigned x, unsigned y, unsigned selector) {
     return out;
 }
 template <class T>
-T atomicMax(T* to, T value) { const T before = *to; *to = before < value ? value : before; return before; }
+T atomicMax(T* to, T value) {
+    const T before = *to;
+    *to = before < value ? value : before;
+    return before;
+}
 template <class T>
-T atomicMin(T* to, T value) { const T before = *to; *to = value < before ? value : before; return before; }
+T atomicMin(T* to, T value) {
+    const T before = *to;
+    *to = value < before ? value : before;
+    return before;
+}
 template <class T>
-T atomicAdd(T* to, T value) { const T before = *to; *to = before + value; return before; }
+T atomicAdd(T* to, T value) {
+    const T before = *to;
+    *to = before + value;
+    return before;
+}
 inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
@@ -150,7 +194,9 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 template <class T>
-T __ldcg(const T* from) { return *from; }
+T __ldcg(const T* from) {
+    return *from;
+}
 inline float add_rounding(int way, float a, float b) {
     std::fesetround(way);
     volatile float x = a, y = b;
@@ -161,7 +207,9 @@ inline float add_rounding(int way, float a, float b) {
 inline float __fadd_ru(float a, float b) { return add_rounding(FE_UPWARD, a, b); }
 inline float __fadd_rz(float a, float b) { return add_rounding(FE_TOWARDZERO, a, b); }
 inline float __uint2float_rn(unsigned v) { return static_cast<float>(v); }
-inline unsigned __float2uint_ru(float v) { return v <= 0 ? 0u : static_cast<unsigned>(std::ceil(static_cast<double>(v))); }
+inline unsigned __float2uint_ru(float v) {
+    return v <= 0 ? 0u : static_cast<unsigned>(std::ceil(static_cast<double>(v)));
+}
 inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) {
     unsigned out = 0;
     for (int h = 0; h < 32; h += 16) {
@@ -176,8 +224,8 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float of_float16(unsigned half) {
     const int exponent = half >> 10 & 31, fraction = half & 1023;
     const float magnitude = exponent == 31 ? (fraction ? NAN : INFINITY)
-                            : exponent   ? std::ldexp(1024.0f + fraction, exponent - 25)
-                                         : std::ldexp(static_cast<float>(fraction), -24);
+                            : exponent     ? std::ldexp(1024.0f + fraction, exponent - 25)
+                                           : std::ldexp(static_cast<float>(fraction), -24);
     return half >> 15 & 1 ? -magnitude : magnitude;
 }
 inline float of_bfloat16(unsigned half) { return __uint_as_float(half << 16); }
@@ -185,8 +233,9 @@ inline float of_bfloat16(unsigned half) { return __uint_as_float(half << 16); }
 inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
     unsigned out = 0;
     for (int h = 0; h < 32; h += 16) {
-        const double v = static_cast<double>(of_bfloat16(a >> h & 0xFFFF)) * of_bfloat16(b >> h & 0xFFFF) +
-                         of_bfloat16(c >> h & 0xFFFF);  // exact, as all but far apart terms are
+        const double v =
+            static_cast<double>(of_bfloat16(a >> h & 0xFFFF)) * of_bfloat16(b >> h & 0xFFFF) +
+            of_bfloat16(c >> h & 0xFFFF);  // exact, as all but far apart terms are
         const unsigned bits = __float_as_uint(static_cast<float>(v));
         const unsigned rounded = v != v ? 0x7FFFu : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
         out |= rounded << h;
@@ -208,7 +257,8 @@ unsigned choose_pair(unsigned a, unsigned b) {
 }
 // 0xFF for halves that are negative: a's low one and b's, then the high ones.
 inline unsigned sign_bytes(unsigned a, unsigned b) {
-    return (a >> 15 & 1) * 0xFFu | (b >> 15 & 1) * 0xFF00u | (a >> 31) * 0xFF0000u | (b >> 31) * 0xFF000000u;
+    return (a >> 15 & 1) * 0xFFu | (b >> 15 & 1) * 0xFF00u | (a >> 31) * 0xFF0000u |
+           (b >> 31) * 0xFF000000u;
 }
 // cp.async, at once.
 template <int kBytes>
@@ -237,17 +287,23 @@ inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1)
             for (int c = 0; c < 2; ++c)
                 for (int k = 0; k < 2; ++k)
                     for (int e = 0; e < 32; e += 16)
-                        sums[2 * h + c] += static_cast<double>(of_bfloat16(rows[h + 2 * k] >> e & 0xFFFF)) *
-                                           of_bfloat16(fragments[warp + (lane % 4 * 2 + c) * 4 + t][4 + k] >> e & 0xFFFF);
+                        sums[2 * h + c] +=
+                            static_cast<double>(of_bfloat16(rows[h + 2 * k] >> e & 0xFFFF)) *
+                            of_bfloat16(fragments[warp + (lane % 4 * 2 + c) * 4 + t][4 + k] >> e &
+                                        0xFFFF);
     }
     warps[threadIdx.x / 32].wait();
     for (int i = 0; i < 4; ++i) d[i] = static_cast<float>(sums[i]);
 }
 
 template <class T>
-T __shfl_sync(unsigned, T mine, int lane) { return exchange(mine, threadIdx.x / 32 * 32 + lane); }
+T __shfl_sync(unsigned, T mine, int lane) {
+    return exchange(mine, threadIdx.x / 32 * 32 + lane);
+}
 template <class T>
-T __shfl_sync(unsigned, T mine, int lane, int width) { return exchange(mine, threadIdx.x / width * width + lane); }
+T __shfl_sync(unsigned, T mine, int lane, int width) {
+    return exchange(mine, threadIdx.x / width * width + lane);
+}
 inline bool __all_sync(unsigned, bool mine) { return !__any_sync(0, !mine); }
 inline unsigned __reduce_max_sync(unsigned, unsigned mine) {
     for (int step = 1; step < 32; step *= 2) mine = max(mine, exchange(mine, threadIdx.x ^ step));
@@ -264,7 +320,8 @@ inline float __expf(float v) { return std::exp(v); }
 
 static std::vector<char> finished;
 static void (*work)();
-static int only = -1;  // of a grid whose other blocks run beside this one, in other copies of the program
+static int only =
+    -1;  // of a grid whose other blocks run beside this one, in other copies of the program
 extern "C" void run_only(int number) { only = number; }
 
 inline void enter(int thread) {
@@ -293,7 +350,8 @@ void run(void (*kernel)(Types...), void** arguments, int blocks, int threads) {
         finished.assign(threads, 0);
         for (int t = 0; t < threads; ++t) {
             getcontext(&contexts[t]);
-            contexts[t].uc_stack = {stacks.data() + static_cast<std::size_t>(t) * kStack, 0, kStack};
+            contexts[t].uc_stack = {stacks.data() + static_cast<std::size_t>(t) * kStack, 0,
+                                    kStack};
             contexts[t].uc_link = &scheduler;
             makecontext(&contexts[t], reinterpret_cast<void (*)()>(enter), 1, t);
         }

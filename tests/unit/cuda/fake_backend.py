@@ -10,29 +10,38 @@ import pytest
 
 from extensor.backends import registry
 from extensor.quant import reference
-from extensor_cuda import near
+from extensor_cuda import quantize
 from extensor_cuda.backend import CudaBackend
-from extensor_cuda.kernels import (
+from extensor_cuda.kernels.nn import (
+    conv_pool,
     cross_entropy,
-    dequantize,
     dropout,
     elementwise,
     norm,
-    optimizer,
-    pair,
-    scatter,
+    scatter_add,
     softmax,
     sums,
-    window,
 )
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.optimizer import optimizer
+from extensor_cuda.kernels.quantize import dequantize, rowwise_columnwise
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime import blas, capture
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from tests.unit.cuda import fake
 
 __all__ = ["TRAINING", "FakeBlas", "install"]
 
-TRAINING = (cross_entropy, dropout, elementwise, norm, optimizer, scatter, softmax, sums, window)
+TRAINING = (
+    cross_entropy,
+    dropout,
+    elementwise,
+    norm,
+    optimizer,
+    scatter_add,
+    softmax,
+    sums,
+    conv_pool,
+)
 """Modules whose ``launch`` an emulator replaces."""
 SLOTS = 2 * kernels.SLOTS
 
@@ -97,8 +106,8 @@ def fake_operand(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
     return counted(x, plan.spec, stream, Counters(SLOTS, xp), (0, SLOTS), xp)
 
 
-def fake_near(x: Any, spec: Any, stream: Any, xp: Any) -> Any:
-    return counted(x, spec, stream, Counters(SLOTS, xp), (0, SLOTS), xp)
+def fake_near(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
+    return counted(x, plan.spec.replace(rebased=True), stream, Counters(SLOTS, xp), (0, SLOTS), xp)
 
 
 def fake_quantize(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
@@ -122,15 +131,14 @@ def install(monkeypatch: pytest.MonkeyPatch, launch: fake.FakeLaunch) -> CudaBac
     """Device "cuda" on numpy."""
     for module in (*TRAINING, capture):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(kernels, "operand", fake_operand)
+    monkeypatch.setattr(kernels, "fake_quantize", fake_operand)
     monkeypatch.setattr(kernels, "quantize", fake_quantize)
     for module in (kernels, dequantize):
         monkeypatch.setattr(module, "launch", lambda *arguments: None)  # of what is stored
-    monkeypatch.setattr(near, "operand", fake_near)
-    monkeypatch.setattr(pair, "operand", fake_pair)
+    monkeypatch.setattr(quantize, "_fake_quantize_rebased", fake_near)
+    monkeypatch.setattr(rowwise_columnwise, "fake_quantize", fake_pair)
     monkeypatch.setattr("extensor_cuda.runtime.driver.multiprocessors", lambda device: 2)
-    for name in ("backend._capability", "runtime.driver.capability"):
-        monkeypatch.setattr(f"extensor_cuda.{name}", lambda device: "80")
+    monkeypatch.setattr("extensor_cuda.runtime.driver.capability", lambda device: "80")
     xp: Any = fake.FakeCupy()
 
     def matmul(a: Any, b: Any) -> Any:

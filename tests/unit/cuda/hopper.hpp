@@ -1,7 +1,8 @@
-// Stands for hopper.cuh and the wgmma function: barriers, bulk copies and wgmma on the CPU, a block to a copy of
-// the program, no clusters. Shared memory is one array, addressed from its beginning; a tensor map of two
-// axes holds pointer, rows, columns, pitch, rows of its box, bytes of an element and of a box's row, one of four axes
-// of bfloat16 pointer, sizes, strides in bytes (but of the first) and rows of its box.
+// Stands for tma_wgmma.cuh and the wgmma function: barriers, bulk copies and wgmma on the CPU, a
+// block to a copy of the program, no clusters. Shared memory is one array, addressed from its
+// beginning; a tensor map of two axes holds pointer, rows, columns, pitch, rows of its box, bytes
+// of an element and of a box's row, one of four axes of bfloat16 pointer, sizes, strides in bytes
+// (but of the first) and rows of its box.
 
 alignas(1024) static u8 shared_bytes[232448];
 
@@ -57,42 +58,52 @@ inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 // Each row of a box, swizzled if it is 128 or 64 bytes wide; zeros outside.
 inline void load(u32 to, const TensorMap* map, int byte, int row, u32 barrier) {
     const u8* from = reinterpret_cast<const u8*>(map->words[0]);
-    const i64 rows = map->words[1], columns = map->words[2], pitch = map->words[3], box = map->words[4];
+    const i64 rows = map->words[1], columns = map->words[2], pitch = map->words[3],
+              box = map->words[4];
     const i64 wide = map->words[6];
     for (i64 r = 0; r < box; ++r)
         for (int b = 0; b < wide; ++b) {
             const u32 at = static_cast<u32>(to + r * wide + b);
-            shared_bytes[wide == 128 ? swizzled(at) : wide == 64 ? at ^ (at >> 7 & 3) << 4 : at] =
+            shared_bytes[wide == 128  ? swizzled(at)
+                         : wide == 64 ? at ^ (at >> 7 & 3) << 4
+                                      : at] =
                 row + r < rows && byte + b < columns ? from[(row + r) * pitch + byte + b] : 0;
         }
     brought(barrier, static_cast<int>(box * wide));
 }
 inline void load_for_all(u32, const TensorMap*, int, int, u32) {}
 inline void load_line(u32 to, const void* from, int bytes, u32 barrier) {
-    if (to % 16 || bytes % 16 || reinterpret_cast<u64>(from) % 16) std::fprintf(stderr, "odd line\n"), std::exit(3);
+    if (to % 16 || bytes % 16 || reinterpret_cast<u64>(from) % 16)
+        std::fprintf(stderr, "odd line\n"), std::exit(3);
     std::memcpy(shared_bytes + to, from, bytes);
     brought(barrier, bytes);
 }
 // 16 rows of 128 bytes, swizzled, to where they lie inside.
 inline void store(const TensorMap* map, int column, int row, const u8* patch) {
     u8* to = reinterpret_cast<u8*>(map->words[0]);
-    const i64 rows = map->words[1], columns = map->words[2], pitch = map->words[3], item = map->words[5];
+    const i64 rows = map->words[1], columns = map->words[2], pitch = map->words[3],
+              item = map->words[5];
     for (i64 r = 0; r < 16; ++r)
         for (i64 b = 0; b < 128; ++b)
             if (row + r < rows && column + b / item < columns)
-                to[(row + r) * pitch + column * item + b] = shared_bytes[swizzled(shared_address(patch) + r * 128 + b)];
+                to[(row + r) * pitch + column * item + b] =
+                    shared_bytes[swizzled(shared_address(patch) + r * 128 + b)];
 }
-// Halves of pairs of columns from `column` on, of a row of each of two groups of eight, at columns' places.
+// Halves of pairs of columns from `column` on, of a row of each of two groups of eight, at columns'
+// places.
 template <class Place>
-void put_transposed(u8* patch, int column, int group, const u32 (&pairs)[2], int lane, Place place) {
+void put_transposed(u8* patch, int column, int group, const u32 (&pairs)[2], int lane,
+                    Place place) {
     for (int c = 0; c < 2; ++c)
         for (int h = 0; h < 2; ++h) {
             const u16 half = static_cast<u16>(pairs[h] >> 16 * c);
-            std::memcpy(patch + place(column + lane % 4 * 2 + c, group + h) + lane / 4 * 2, &half, 2);
+            std::memcpy(patch + place(column + lane % 4 * 2 + c, group + h) + lane / 4 * 2, &half,
+                        2);
         }
 }
 
-// 64 elements of each row of a box of an array of four axes; zeros outside, where nothing is written.
+// 64 elements of each row of a box of an array of four axes; zeros outside, where nothing is
+// written.
 template <class Move>
 void for_box(const TensorMap* map, int x, int y, int z, int w, u32 at, Move move) {
     u8* base = reinterpret_cast<u8*>(map->words[0]);
@@ -110,7 +121,9 @@ inline void load_box(u32 to, const TensorMap* map, int x, int y, int z, int w, u
     brought(barrier, static_cast<int>(map->words[8] * 128));
 }
 inline void store_box(const TensorMap* map, int x, int y, int z, int w, u32 from) {
-    for_box(map, x, y, z, w, from, [](u8& mine, u8* theirs) { if (theirs) *theirs = mine; });
+    for_box(map, x, y, z, w, from, [](u8& mine, u8* theirs) {
+        if (theirs) *theirs = mine;
+    });
 }
 inline void show_stores() {}
 inline void end_stores() {}
@@ -154,10 +167,13 @@ inline void end_products() {}
 template <int n>
 void hold(Sum (&)[n]) {}
 template <int, int n>
-void finish(Sum (&)[n]) { __syncwarp(); }  // a warp is as far as its slowest thread
+void finish(Sum (&)[n]) {
+    __syncwarp();
+}  // a warp is as far as its slowest thread
 
 inline double small_float(u32 code, int mantissa, int bias) {
-    const u32 field = code >> mantissa & ((1u << (7 - mantissa)) - 1), part = code & ((1u << mantissa) - 1);
+    const u32 field = code >> mantissa & ((1u << (7 - mantissa)) - 1),
+              part = code & ((1u << mantissa) - 1);
     const double v = field ? std::ldexp(1.0 + part / double(1 << mantissa), int(field) - bias)
                            : std::ldexp(double(part), 1 - bias - mantissa);
     const bool special = mantissa == 2 ? field == 31 : (code & 0x7F) == 0x7F;
@@ -169,43 +185,47 @@ double value_of(u32 code) {
     static bool made = false;
     if (!made) {
         for (u32 c = 0; c < 256; ++c)
-            values[c] = kKind == 2 ? double(static_cast<signed char>(c)) : small_float(c, kKind ? 2 : 3, kKind ? 15 : 7);
+            values[c] = kKind == 2 ? double(static_cast<signed char>(c))
+                                   : small_float(c, kKind ? 2 : 3, kKind ? 15 : 7);
         made = true;
     }
     return values[code];
 }
-// Where element k of row i of an operand lies, swizzled by 128 bytes: wgmma's canonical layouts (PTX
-// ISA). K contiguous: 8 rows are a pattern of 1024 bytes, the stride leads to the next 8. The other
-// way: 64 rows by 8 of K are one; the stride leads to the next 8 of K, the leading offset to 64 rows.
+// Where element k of row i of an operand lies, swizzled by 128 bytes: wgmma's canonical layouts
+// (PTX ISA). K contiguous: 8 rows are a pattern of 1024 bytes, the stride leads to the next 8. The
+// other way: 64 rows by 8 of K are one; the stride leads to the next 8 of K, the leading offset to
+// 64 rows.
 template <bool kDown>
 u32 address_of(u64 descriptor, int i, int k) {
-    constexpr int kItem = KIND == 1 ? 2 : 1;
+    constexpr int kItem = GEMM_KIND == 1 ? 2 : 1;
     const u32 address = static_cast<u32>(descriptor << 4) & 0x3FFFF;
     const u32 leading = static_cast<u32>(descriptor >> 16 & 0x3FFF) << 4;
     const u32 stride = static_cast<u32>(descriptor >> 32 & 0x3FFF) << 4;
     if (descriptor >> 62 != 1) std::fprintf(stderr, "not swizzled by 128 bytes\n"), std::exit(3);
-    return swizzled(address + (kDown ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * kItem
-                                     : i / 8 * stride + i % 8 * 128 + k * kItem));
+    return swizzled(address +
+                    (kDown ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * kItem
+                           : i / 8 * stride + i % 8 * 128 + k * kItem));
 }
 template <bool kDown, int kKind>
 double element(u64 descriptor, int i, int k) {
     const u8* at = shared_bytes + address_of<kDown>(descriptor, i, k);
-    return KIND == 1 ? of_bfloat16(at[0] | at[1] << 8) : value_of<kKind>(at[0]);
+    return GEMM_KIND == 1 ? of_bfloat16(at[0] | at[1] << 8) : value_of<kKind>(at[0]);
 }
 
 // A thread's accumulators of 64 x N: rows lane / 4 and 8 below, pairs of columns 8 apart.
 template <int n>
 void wgmma(Sum (&d)[n], u64 a, u64 b, int more) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    constexpr int kSteps = KIND == 1 ? 16 : 32;
+    constexpr int kSteps = GEMM_KIND == 1 ? 16 : 32;
     double rows[2][kSteps];
     for (int h = 0; h < 2; ++h)
-        for (int k = 0; k < kSteps; ++k) rows[h][k] = element<A_DOWN, A_KIND>(a, warp * 16 + lane / 4 + 8 * h, k);
+        for (int k = 0; k < kSteps; ++k)
+            rows[h][k] = element<GEMM_A_MN_MAJOR, A_KIND>(a, warp * 16 + lane / 4 + 8 * h, k);
     for (int j = 0; j < n / 4; ++j)
         for (int c = 0; c < 2; ++c) {
             double sums[2] = {0, 0};
             for (int k = 0; k < kSteps; ++k) {
-                const double v = element<B_DOWN, B_KIND>(b, 8 * j + lane % 4 * 2 + c, k);
+                const double v = element<GEMM_B_MN_MAJOR, B_KIND>(b, 8 * j + lane % 4 * 2 + c, k);
                 sums[0] += rows[0][k] * v, sums[1] += rows[1][k] * v;
             }
             for (int h = 0; h < 2; ++h) {
@@ -215,12 +235,14 @@ void wgmma(Sum (&d)[n], u64 a, u64 b, int more) {
         }
 }
 
-// The same with a's rows in registers: four of a thread, rows 0 and 8 of K 0 to 7, then of K 8 to 15.
+// The same with a's rows in registers: four of a thread, rows 0 and 8 of K 0 to 7, then of K 8
+// to 15.
 inline void gather(double (&rows)[2][16], const u32 (&a)[4]) {
     const int row = threadIdx.x / 4 * 4;
     for (int k = 0; k < 16; ++k)
         for (int h = 0; h < 2; ++h)
-            rows[h][k] = of_bfloat16(exchange(a[k / 8 * 2 + h], row + k % 8 / 2) >> k % 2 * 16 & 0xFFFF);
+            rows[h][k] =
+                of_bfloat16(exchange(a[k / 8 * 2 + h], row + k % 8 / 2) >> k % 2 * 16 & 0xFFFF);
 }
 template <bool kDown, int n>
 void multiply(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
@@ -229,11 +251,16 @@ void multiply(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
     for (int i = 0; i < n; ++i) {
         double sum = more ? d[i] : 0.0;
         for (int k = 0; k < 16; ++k)
-            sum += rows[i / 2 % 2][k] * element<kDown, 0>(b, i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k);
+            sum += rows[i / 2 % 2][k] *
+                   element<kDown, 0>(b, i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, k);
         d[i] = static_cast<Sum>(sum);
     }
 }
 template <int n>
-void wgmma(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) { multiply<false>(d, a, b, more); }
+void wgmma(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
+    multiply<false>(d, a, b, more);
+}
 template <int n>
-void wgmma_down(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) { multiply<true>(d, a, b, more); }
+void wgmma_down(Sum (&d)[n], const u32 (&a)[4], u64 b, int more) {
+    multiply<true>(d, a, b, more);
+}

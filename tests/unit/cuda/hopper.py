@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from extensor_cuda.kernels import block_scales
+from extensor_cuda.kernels.gemm import block_scales
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.compile import Source
 from tests.unit.cuda.emulator import Cupy, Emulator
@@ -62,6 +62,7 @@ NOTHING = (
     "commit_group",
 )
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?u8 raw_memory\[\];")
+_CLUSTER = re.compile(r"void \w+_CLUSTER_DIMS ")
 KINDS = {"e4m3": 0, "e5m2": 1, "s8": 2, "bf16": 0}
 
 
@@ -128,8 +129,14 @@ def without_products(program: Source) -> Source:
     text = text[:at] + kinds + text[at:]
     text = _without_assembly(_without_device(text) if quantizes < 0 else text)
     text = _DYNAMIC.sub("u8* raw_memory = shared_bytes;", text)
-    usual = {"KIND": "1", "A_DOWN": "0", "B_DOWN": "0", "A_KIND": "0", "B_KIND": "0"}
-    text = text.replace("void CLUSTER_DIMS ", "void ")
+    usual = {
+        "GEMM_KIND": "1",
+        "GEMM_A_MN_MAJOR": "0",
+        "GEMM_B_MN_MAJOR": "0",
+        "A_KIND": "0",
+        "B_KIND": "0",
+    }
+    text = _CLUSTER.sub("void ", text)
     return replace(program, text=text, macros=(*program.macros, *usual.items()))
 
 
@@ -142,9 +149,13 @@ def source_of(program: Source) -> Source:
     start, stop = text.index("__device__ __forceinline__ void wgmma("), text.index("// ---- tiles")
     text = f'{text[:start]}#include "{HEADER}"\n{text[stop:]}'
     text = _DYNAMIC.sub("u8* raw_memory = shared_bytes;", text)
-    text = _without_assembly(_without_device(text)).replace("void CLUSTER_DIMS ", "void ")
+    text = _CLUSTER.sub("void ", _without_assembly(_without_device(text)))
     kinds = (("A_KIND", str(KINDS[found[1]])), ("B_KIND", str(KINDS[found[2]])))
-    usual = {"KIND": "1", "A_DOWN": "0", "B_DOWN": "0"}  # of those that say nothing of it
+    usual = {
+        "GEMM_KIND": "1",
+        "GEMM_A_MN_MAJOR": "0",
+        "GEMM_B_MN_MAJOR": "0",
+    }  # of those that say nothing of it
     missing = [pair for pair in usual.items() if pair[0] not in dict(program.macros)]
     return replace(program, text=text, macros=(*program.macros, *missing, *kinds))
 

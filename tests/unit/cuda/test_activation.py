@@ -8,10 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from extensor.backends.unsupported import Unsupported
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda.kernels import elementwise, pair
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.quantize import SLOTS
+from extensor_cuda.kernels.nn import elementwise
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.quantize import rowwise_columnwise
+from extensor_cuda.kernels.quantize.quantize import SLOTS
 from extensor_cuda.runtime.counters import OperandCounts
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.places import PLACES, place
@@ -33,7 +35,7 @@ CASES = (
 
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    quantizing = (kernels, pair)
+    quantizing = (kernels, rowwise_columnwise)
     return place(request, monkeypatch, (elementwise,), hopper=False, quantizing=quantizing)
 
 
@@ -64,16 +66,16 @@ def test_no_kernel_spills(name: str) -> None:
             source = kernels.quantize_source(plan, "bfloat16", "codes", whole, True)
             check_compiles(source, "sm_80", "sm_89", "sm_90a")
     for whole in (True, False):
-        source = pair.pair_source(
+        source = rowwise_columnwise.pair_source(
             both_of(name, (256, 512), "gelu"), "bfloat16", "codes", whole, True
         )
         check_compiles(source, "sm_80", "sm_89", "sm_90a")
 
 
-def both_of(name: str, shape: tuple[int, int], activation: str) -> pair.PairPlan:
+def both_of(name: str, shape: tuple[int, int], activation: str) -> rowwise_columnwise.PairPlan:
     specs = (QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2))
-    plan = pair.pair_plan(specs, shape, activation)
-    assert isinstance(plan, pair.PairPlan)
+    plan = rowwise_columnwise.pair_plan(specs, shape, activation)
+    assert isinstance(plan, rowwise_columnwise.PairPlan)
     return plan
 
 
@@ -99,7 +101,7 @@ def test_rows_and_columns_in_one_reading(xp: Any, name: str) -> None:
         made = []
         for given, activation in ((x, "gelu"), (y, "")):
             plan = both_of(name, shape, activation)
-            made.append(pair.quantize_raw(given, plan, (None, None), xp))
+            made.append(rowwise_columnwise.quantize_raw(given, plan, (None, None), xp))
         (both, counters), (wanted, others) = made
         for q, want in zip(both, wanted, strict=True):
             same_parts(q, want, f"{name} of {shape}")
@@ -110,7 +112,8 @@ def test_rows_and_columns_in_one_reading(xp: Any, name: str) -> None:
 
 def test_what_has_no_kernel_is_said() -> None:
     found = kernels.plan_of(QuantSpec("mxfp4"), (64, 64), False, "tanh")
-    assert isinstance(found, str) and "tanh" in found and "gelu" in found
+    assert isinstance(found, Unsupported)
+    assert "tanh" in found.reason and "gelu" in found.reason
     plan = kernels.plan_of(QuantSpec("mxfp4"), (64, 64), False, "relu")
     assert isinstance(plan, kernels.Plan)
     with pytest.raises(ValueError, match="relu .* bfloat16 arrays, not float32"):

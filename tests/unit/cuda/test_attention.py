@@ -14,7 +14,7 @@ import pytest
 import extensor as et
 from extensor.autograd.apply import wrap
 from extensor.backends.generic import GenericBackend
-from extensor_cuda.kernels import attention as kernels
+from extensor_cuda.kernels.attention import attention as kernels
 from extensor_cuda.runtime.compile import compile_cubin
 from tests.unit.cuda import hopper as emulated
 from tests.unit.cuda.emulator import Cupy, Emulated

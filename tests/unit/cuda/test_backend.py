@@ -8,10 +8,11 @@ import types
 
 import pytest
 
+from extensor.backends.unsupported import Unsupported
 from extensor.formats import FORMATS
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda import backend
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.runtime import memory
 
 
@@ -83,7 +84,7 @@ def test_every_blocked_format_has_a_plan_or_a_reason() -> None:
 )
 def test_what_is_not_covered_has_a_reason(spec: QuantSpec, reason: str) -> None:
     plan = kernels.plan_of(spec, (64, 64))
-    assert isinstance(plan, str) and reason in plan
+    assert isinstance(plan, Unsupported) and reason in plan.reason
 
 
 def test_vectors_are_used_only_where_they_fit() -> None:

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 import extensor as et
+from extensor.backends.unsupported import Unsupported
 from extensor.formats import DIALECTS, FORMATS
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.backend import dialect_gap
-from extensor_cuda.kernels.quantize import plan_of
+from extensor_cuda.kernels.quantize.quantize import plan_of
+from extensor_cuda.quantize import dialect_gap
 from tests.oracle.compare import PARTS, same_bytes
 from tests.oracle.samples import KINDS, sample
 
@@ -55,7 +56,7 @@ def check(cuda: Any, x: np.ndarray, spec: QuantSpec, operand: bool = True) -> No
     context = f"{spec} on {x.dtype} of shape {x.shape}"
     device = cuda.xp.asarray(x)
     gap = dialect_gap(spec)
-    wanted_path = f"host: {gap}" if gap else "fused kernel"
+    wanted_path = "fused kernel" if gap is None else f"host: {gap.reason}"
     assert cuda.path("quantize", device, spec, stream) == wanted_path, context
     want, want_stats = reference.quantize(x, spec, stream)
     got, got_stats = cuda.quantize(device, spec, stream)
@@ -258,4 +259,4 @@ def test_square_tiles_down_one_column_have_no_kernel() -> None:
     """Their rows lie as those of a row do: the kernel of row blocks would find no tile."""
     for shape in ((96, 1), (96, 2), (1, 96)):
         plan = plan_of(QuantSpec("nvfp4", axis=0, tile=(16, 16)), shape)
-        assert isinstance(plan, str) == (shape[1] == 1)
+        assert isinstance(plan, Unsupported) == (shape[1] == 1)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from extensor_cuda.kernels import block_scales as laid
-from extensor_cuda.kernels.block_scales import Stored, block_scales
+from extensor_cuda.kernels.gemm import block_scales as laid
+from extensor_cuda.kernels.gemm.block_scales import Stored, block_scales
 from tests.unit.cuda.emulator import Cupy, Device
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import ARCHITECTURES, check_compiles

@@ -9,8 +9,8 @@ import pytest
 
 from extensor.formats import FORMATS
 from extensor.quant.spec import Hadamard, QuantSpec
-from extensor_cuda.kernels import quantize as kernels
-from extensor_cuda.kernels.dequantize import dequantize_source
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.quantize.dequantize import dequantize_source
 from extensor_cuda.runtime.compile import Source, cache_folder, compile_cubin, cubin
 
 pytestmark = pytest.mark.usefixtures("nvrtc")

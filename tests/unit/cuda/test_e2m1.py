@@ -10,7 +10,7 @@ import pytest
 
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.kernels import quantize as kernels
+from extensor_cuda.kernels.quantize import quantize as kernels
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.places import PLACES, place
 

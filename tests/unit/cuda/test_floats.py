@@ -13,7 +13,11 @@ from extensor.formats import FORMATS
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels import float_lines, float_panels, floats
+from extensor_cuda.kernels.quantize import (
+    float_scaled,
+    float_scaled_columnwise,
+    float_scaled_rowwise,
+)
 from tests.oracle.compare import PARTS, same_bytes
 from tests.oracle.samples import KINDS, SHAPES, sample
 from tests.unit.cuda.emulator import Cupy
@@ -43,7 +47,11 @@ def name(value: object) -> str:
 @pytest.fixture(params=PLACES)
 def xp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     return place(
-        request, monkeypatch, [], hopper=False, quantizing=[floats, float_lines, float_panels]
+        request,
+        monkeypatch,
+        [],
+        hopper=False,
+        quantizing=[float_scaled, float_scaled_rowwise, float_scaled_columnwise],
     )
 
 
@@ -60,18 +68,18 @@ def check(xp: Any, x: np.ndarray, spec: QuantSpec) -> None:
     """Stored bytes, counts and decoded values of one array."""
     stream = STREAM if spec.rounding == "stochastic" else None
     context = f"{spec} on {x.dtype} of shape {x.shape}"
-    plan = floats.plan_of(spec, x.shape)
-    assert isinstance(plan, floats.FloatPlan), context
+    plan = float_scaled.plan_of(spec, x.shape)
+    assert isinstance(plan, float_scaled.FloatPlan), context
     want, want_counts = reference.quantize(x, spec, stream)
-    got, counts = floats.quantize(xp.asarray(x), plan, stream, xp)
+    got, counts = float_scaled.quantize(xp.asarray(x), plan, stream, xp)
     assert got.spec == want.spec and got.shape == want.shape
     for part in PARTS:
         if getattr(want, part) is not None:
             same_bytes(part, host(getattr(got, part)), getattr(want, part), context)
     assert counts == want_counts, context
-    values = host(floats.dequantize(got, plan, xp))
+    values = host(float_scaled.dequantize(got, plan, xp))
     same_bytes("values", values, reference.dequantize(want), context)
-    decoded, again = floats.operand(xp.asarray(x), plan, stream, xp)
+    decoded, again = float_scaled.fake_quantize(xp.asarray(x), plan, stream, xp)
     same_bytes("operand", host(decoded), reference.operand(x, spec, stream)[0], context)
     assert again() == want_counts, context
 
@@ -102,9 +110,9 @@ def test_blocks_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], tile: A
     for number, element in enumerate(NAMES):
         rounding, rbits = ROUNDINGS[number % 3]
         spec = QuantSpec(element, axis=-1, tile=tile, rounding=rounding, rbits=rbits)
-        plan = floats.plan_of(spec, shape)
-        assert isinstance(plan, floats.FloatPlan) and plan.lines
-        assert float_lines.KERNELS[plan.lines.way] == kernel
+        plan = float_scaled.plan_of(spec, shape)
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.lines
+        assert float_scaled_rowwise.KERNELS[plan.lines.way] == kernel
         x = sample(shape, len(shape) - 1, KINDS[number % len(KINDS)], seed=number)
         with np.errstate(over="ignore"):
             x = x.astype(list(DTYPES.values())[number % 3])
@@ -125,8 +133,8 @@ def test_blocks_down_columns(xp: Any, shape: tuple[int, ...], tile: Any) -> None
     for number, element in enumerate(NAMES):
         rounding, rbits = ROUNDINGS[number % 3]
         spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
-        plan = floats.plan_of(spec, shape)
-        assert isinstance(plan, floats.FloatPlan) and plan.panels
+        plan = float_scaled.plan_of(spec, shape)
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.panels
         x = sample(shape, 0, KINDS[number % len(KINDS)], seed=number)
         with np.errstate(over="ignore"):
             x = x.astype(list(DTYPES.values())[number % 3])
@@ -138,9 +146,9 @@ def test_zero_points_along_rows(xp: Any, kernel: str, shape: tuple[int, ...], ti
     for number, element in enumerate(("int8", "int4")):
         scale = ("float32", "float16")[number]
         spec = QuantSpec(element, axis=-1, tile=tile, symmetric=False, scale_dtype=scale)
-        plan = floats.plan_of(spec, shape)
-        assert isinstance(plan, floats.FloatPlan) and plan.lines
-        assert float_lines.KERNELS[plan.lines.way] == kernel
+        plan = float_scaled.plan_of(spec, shape)
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.lines
+        assert float_scaled_rowwise.KERNELS[plan.lines.way] == kernel
         for kind in KINDS:
             x = sample(shape, len(shape) - 1, kind, seed=number)
             with np.errstate(over="ignore"):
@@ -228,8 +236,8 @@ def test_every_kind_of_float16_scale(xp: Any) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_covered_has_a_reason(spec: QuantSpec, words: str) -> None:
-    assert words in str(floats.plan_of(spec, (64, 64)))
-    assert "empty" in str(floats.plan_of(QuantSpec("int8"), (0, 64)))
+    assert words in str(float_scaled.plan_of(spec, (64, 64)))
+    assert "empty" in str(float_scaled.plan_of(QuantSpec("int8"), (0, 64)))
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -241,10 +249,10 @@ def test_no_kernel_spills(element: str, zeros: bool) -> None:
     for number, (shape, axis) in enumerate(shapes):
         rounding, rbits = ROUNDINGS[number % 2]
         spec = QuantSpec(element, axis=axis, rounding=rounding, rbits=rbits)
-        plan = floats.plan_of(spec.replace(symmetric=not zeros), shape)
-        assert isinstance(plan, floats.FloatPlan)
+        plan = float_scaled.plan_of(spec.replace(symmetric=not zeros), shape)
+        assert isinstance(plan, float_scaled.FloatPlan)
         dtype, arch = (("float32", "sm_80"), ("bfloat16", "sm_90a"))[number // 2]
-        check_compiles(floats.float_source(plan, dtype, True), arch)
+        check_compiles(float_scaled.float_source(plan, dtype, True), arch)
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -253,12 +261,12 @@ def test_no_kernel_spills(element: str, zeros: bool) -> None:
 def test_no_kernel_down_columns_spills(element: str, shape: tuple[int, ...], tile: Any) -> None:
     for number, (rounding, rbits) in enumerate(ROUNDINGS):
         spec = QuantSpec(element, axis=0, tile=tile, rounding=rounding, rbits=rbits)
-        plan = floats.plan_of(spec, shape)
-        assert isinstance(plan, floats.FloatPlan) and plan.panels
+        plan = float_scaled.plan_of(spec, shape)
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.panels
         for dtype in DTYPES:
             for turned in {False, plan.per == 1}:
                 panels = replace(plan.panels, turned=turned)
-                source = float_panels.panels_source(panels, dtype)
+                source = float_scaled_columnwise.panels_source(panels, dtype)
                 check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])
 
 
@@ -271,8 +279,8 @@ def test_no_kernel_along_rows_spills(
     del kernel
     for number, (rounding, rbits) in enumerate(ROUNDINGS):
         spec = QuantSpec(element, axis=-1, tile=tile, rounding=rounding, rbits=rbits)
-        plan = floats.plan_of(spec, shape)
-        assert isinstance(plan, floats.FloatPlan) and plan.lines
+        plan = float_scaled.plan_of(spec, shape)
+        assert isinstance(plan, float_scaled.FloatPlan) and plan.lines
         for dtype in DTYPES:
-            source = float_lines.source_of(plan.lines, dtype)
+            source = float_scaled_rowwise.source_of(plan.lines, dtype)
             check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])

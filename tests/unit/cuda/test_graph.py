@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 import extensor as et
-from extensor.nn.quantize import apply_recipe
+from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW, Lion, MXGradScaler, WarmupCosine, clip_grad_norm
 from extensor.quant.array import QuantArray
 from models.gpt.configs import GPTConfig

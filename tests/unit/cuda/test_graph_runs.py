@@ -12,9 +12,9 @@ from tests.unit.cuda.test_graph import same
 from tests.unit.training.conftest import SMALL
 from training.config import RunConfig
 from training.loop import Trainer
-from training.loop import train as run_training
 from training.rundir import UsageError
 from training.runs import defaults
+from training.train import train as run_training
 
 QUIET = Console(quiet=True)
 

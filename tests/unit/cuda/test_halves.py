@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from extensor.backends.generic import GenericBackend
-from extensor_cuda.kernels import softmax
+from extensor_cuda.kernels.nn import softmax
 from tests.kernels import nn as cases
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.test_optimizer import shifted

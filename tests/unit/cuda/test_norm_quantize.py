@@ -13,8 +13,8 @@ import pytest
 from extensor.quant import reference
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import norm_quantize as fused
-from extensor_cuda.kernels import pair
-from extensor_cuda.kernels.quantize import SLOTS
+from extensor_cuda.kernels.quantize import rowwise_columnwise
+from extensor_cuda.kernels.quantize.quantize import SLOTS
 from extensor_cuda.runtime.counters import OperandCounts
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.emulator import Cupy
@@ -38,10 +38,10 @@ CASES = (
 EPS = 1e-5
 
 
-def plan_of(name: str, shape: tuple[int, ...], **options: Any) -> pair.PairPlan:
+def plan_of(name: str, shape: tuple[int, ...], **options: Any) -> rowwise_columnwise.PairPlan:
     specs = (QuantSpec(name, axis=axis, **options).resolve(2) for axis in (1, 0))
-    plan = pair.pair_plan(tuple(specs), shape)  # type: ignore[arg-type]
-    assert isinstance(plan, pair.PairPlan)
+    plan = rowwise_columnwise.pair_plan(tuple(specs), shape)  # type: ignore[arg-type]
+    assert isinstance(plan, rowwise_columnwise.PairPlan)
     return plan
 
 

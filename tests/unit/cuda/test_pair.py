@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from extensor.backends.unsupported import Unsupported
 from extensor.quant import reference
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda.kernels import pair
+from extensor_cuda.kernels.quantize import rowwise_columnwise
 from extensor_cuda.runtime.compile import compile_cubin
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.test_bits import COVERED, DTYPES, KINDS, ROUNDINGS, host, values
@@ -26,9 +27,9 @@ def specs_of(name: str, **options: Any) -> tuple[QuantSpec, QuantSpec]:
     ).resolve(2)
 
 
-def plan_of(name: str, shape: tuple[int, int], **options: Any) -> pair.PairPlan:
-    plan = pair.pair_plan(specs_of(name, **options), shape)
-    assert isinstance(plan, pair.PairPlan)
+def plan_of(name: str, shape: tuple[int, int], **options: Any) -> rowwise_columnwise.PairPlan:
+    plan = rowwise_columnwise.pair_plan(specs_of(name, **options), shape)
+    assert isinstance(plan, rowwise_columnwise.PairPlan)
     return plan
 
 
@@ -44,7 +45,7 @@ def test_no_kernel_spills(name: str, rounding: str, arch: str) -> None:
             ("bfloat16", True, True),
             ("float32", False, True),
         ):
-            source = pair.pair_source(plan, dtype, out, whole, stats)
+            source = rowwise_columnwise.pair_source(plan, dtype, out, whole, stats)
             code, log = compile_cubin(source, arch)
             assert "warning" not in log, log
             for numbers in properties(code).values():
@@ -60,10 +61,10 @@ def test_what_one_launch_does_not_cover_has_a_reason() -> None:
         (specs_of("mxfp4", tile=(1, 128)), "blocks above"),
         (specs_of("mxfp4", scale_window=4), "window"),
     ):
-        plan = pair.pair_plan(specs, (64, 64))
-        assert isinstance(plan, str) and word in plan
-    swapped = pair.pair_plan((columns, rows), (64, 64))
-    assert isinstance(swapped, pair.PairPlan) and swapped.ordered((1, 2)) == (2, 1)
+        plan = rowwise_columnwise.pair_plan(specs, (64, 64))
+        assert isinstance(plan, Unsupported) and word in plan.reason
+    swapped = rowwise_columnwise.pair_plan((columns, rows), (64, 64))
+    assert isinstance(swapped, rowwise_columnwise.PairPlan) and swapped.ordered((1, 2)) == (2, 1)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS, ids=str)

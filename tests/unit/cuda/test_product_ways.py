@@ -15,9 +15,25 @@ from extensor.backends import registry
 from extensor.quant import reference, views
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import decode, dense, expansion, gemm, grouped, weights
 from extensor_cuda.backend import CudaBackend
-from extensor_cuda.kernels import decode_few, decode_hopper, decode_ring
+from extensor_cuda.kernels.prepare import cast_bf16
+from extensor_cuda.kernels.prepare import expand as expand_kernel
+from extensor_cuda.kernels.weight_only import (
+    w4a16_sm90_resident,
+    w4a16_sm90_ring,
+    w4w8a16_sm80,
+    w4w8a16_sm90_wgmma,
+)
+from extensor_cuda.matmul import weight_only
+from extensor_cuda.matmul.stored import (
+    grouped_gap,
+    grouped_matmul,
+    stored_gap,
+)
+from extensor_cuda.matmul.weight_only import (
+    DECODED,
+    EXPANDED,
+)
 from tests.product_cases import exact
 from tests.unit.cuda.decoding import sent
 from tests.unit.cuda.places import PLACES, place
@@ -28,18 +44,17 @@ K = 192
 @pytest.fixture(params=PLACES)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CUDA backend, as device "cuda"; nothing but a product of its own may decode."""
-    decode._counters.cache_clear()
+    weight_only._counters.cache_clear()
     xp = place(
         request,
         monkeypatch,
-        [decode, decode_few, dense, expansion],
-        products=[decode_ring, decode_hopper],
+        [w4w8a16_sm80, w4a16_sm90_resident, cast_bf16, expand_kernel],
+        products=[w4a16_sm90_ring, w4w8a16_sm90_wgmma],
     )
     if request.param == "on a GPU":
         made = registry.get("cuda")
     else:
         made, usual = CudaBackend(xp), registry._made
-        monkeypatch.setattr("extensor_cuda.backend._capability", lambda device: "90")
         monkeypatch.setattr(registry, "_made", lambda d: made if d == "cuda" else usual(d))
 
     def refuse(*args: Any) -> None:
@@ -73,12 +88,11 @@ def test_activations_reach_the_kernels_in_their_own_dtype(
     seen = []
 
     def spy(x: Any, *rest: Any) -> Any:
-        made = product(x, *rest)
-        seen.append((x.dtype.name, x.shape, rest[1], made[1]))
-        return made
+        seen.append((x.dtype.name, x.shape))
+        return gap_of(x, *rest)
 
-    product = weights.product
-    monkeypatch.setattr(weights, "product", spy)
+    gap_of = weight_only.few_tokens_gap
+    monkeypatch.setattr(weight_only, "few_tokens_gap", spy)
     values = np.random.default_rng(0).standard_normal((*lead, K)).astype(np.float32)
     rows = int(np.prod(lead))
     w = stored(QuantSpec(name), 33, K)
@@ -86,9 +100,10 @@ def test_activations_reach_the_kernels_in_their_own_dtype(
     on_gpu = sent(w, backend.xp)
     weight = wrap(on_gpu, backend)
     y = et.linear(x, weight)
-    way = weights.DECODED if rows <= 21 or (dtype == "bfloat16" and rows <= 64) else None
-    assert seen == [(dtype, (rows, K), "float32", way or weights.EXPANDED)]
-    assert backend.path("weight_only_matmul", x.data.reshape(rows, K), on_gpu) == seen[0][3]
+    way = DECODED if rows <= 21 or (dtype == "bfloat16" and rows <= 64) else None
+    assert seen == [(dtype, (rows, K))]
+    path = backend.path("weight_only_matmul", x.data.reshape(rows, K), on_gpu)
+    assert path == (way or EXPANDED)
     check(y.data, x.to("cpu").to("float64").numpy(), exact(w), BF16)
 
 
@@ -164,20 +179,20 @@ def test_what_is_no_single_launch_is_one_product_after_the_other(
 
 def test_reasons_do_not_raise() -> None:
     a, b = pair("int8", None, (6, K), (6, K))
-    assert grouped.reason(a, b, "90") is None
+    assert grouped_gap(a, b, "90") is None
     zeros = stored(QuantSpec("int8", symmetric=False), 6, K)
-    assert "zero points" in str(grouped.reason(a, zeros, "90"))
-    assert "compute capability 80" in str(grouped.reason(a, b, "80"))
+    assert "zero points" in str(grouped_gap(a, zeros, "90"))
+    assert "compute capability 80" in str(grouped_gap(a, b, "80"))
     groups = stored(QuantSpec("fp8_e4m3", tile=(1, 128)), 6, 2 * K)
-    assert "one scale along K" in str(grouped.reason(groups, groups, "90"))
+    assert "one scale along K" in str(grouped_gap(groups, groups, "90"))
 
 
 def test_tensors_are_refused_with_what_to_pass() -> None:
     q = et.ones((4, 64)).to_mxfp4()
     calls = (
-        lambda: gemm.reason(q, q, "90"),
-        lambda: gemm.reason(q.data, q, "90"),
-        lambda: grouped.matmul(q, q, np.zeros(2, np.int32), np),
+        lambda: stored_gap(q, q, "90"),
+        lambda: stored_gap(q.data, q, "90"),
+        lambda: grouped_matmul(q, q, np.zeros(2, np.int32), np),
     )
     for call in calls:
         with pytest.raises(TypeError, match=r"got an ExTensor of mxfp4; pass q\.data"):

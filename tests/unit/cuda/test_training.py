@@ -12,20 +12,20 @@ import extensor as et
 from extensor.backends.generic import GenericBackend
 from extensor.backends.generic.conv_pool import fold
 from extensor.backends.protocol import Window
-from extensor.nn.quantize import apply_recipe
+from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW, Optimizer
 from extensor.optim.states import STATES
-from extensor_cuda.kernels import (
+from extensor_cuda.kernels.nn import (
+    conv_pool,
     cross_entropy,
     dropout,
     elementwise,
     norm,
-    optimizer,
-    scatter,
+    scatter_add,
     softmax,
     sums,
-    window,
 )
+from extensor_cuda.kernels.optimizer import optimizer
 from extensor_cuda.runtime import capture
 from extensor_cuda.runtime.compile import compile_cubin
 from models.gpt.configs import GPTConfig
@@ -54,7 +54,7 @@ def test_dropout_draws_the_cpus_masks(trainer: Any, shape: Any) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_no_kernel_spills(arch: str) -> None:
     sources = [optimizer.source(states) for states in STATES]
-    sources += [capture.source(), scatter.source(), window.source()]
+    sources += [capture.source(), scatter_add.source(), conv_pool.source()]
     sources += [
         elementwise.source(*kinds) for kinds in ((0, 0, 0), (0, 1, 0), (1, 1, 1), (1, 0, 0))
     ]
@@ -97,7 +97,7 @@ def test_rows_are_added_in_order(trainer: Any, width: int) -> None:
 
 def test_positions_may_be_met_in_any_order(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As threads of a GPU meet them; the emulator's go in order."""
-    rng, real = np.random.default_rng(0), scatter.launch
+    rng, real = np.random.default_rng(0), scatter_add.launch
 
     def launch(source: Any, kernel: str, blocks: int, threads: int, *arrays: Any) -> None:
         if kernel == "add_rows":
@@ -108,7 +108,7 @@ def test_positions_may_be_met_in_any_order(trainer: Any, monkeypatch: pytest.Mon
             arrays[2][...] = trainer.xp.asarray(kept)
         real(source, kernel, blocks, threads, *arrays)
 
-    monkeypatch.setattr(scatter, "launch", launch)
+    monkeypatch.setattr(scatter_add, "launch", launch)
     index = rng.integers(0, 3, 50)
     rows = rng.standard_normal((50, 40)).astype(np.float32)
     out = np.zeros((3, 40), np.float32)
@@ -142,7 +142,7 @@ def test_windows_have_the_cpus_bits(trainer: Any, where: Window) -> None:
     same_bytes("gradient", back.get(), CPU.max_pool2d_grad(g, index, x.shape))
     patches = rng.standard_normal((2, 3, *where.kernel, *best.shape[2:])).astype(np.float32)
     there = trainer.xp.asarray(patches)
-    folded = window.fold(there, x.shape, where, trainer.xp)
+    folded = conv_pool.fold(there, x.shape, where, trainer.xp)
     same_bytes("image", folded.get(), fold(patches, x.shape, where, np))
     arrays = g, np.where(g > 0.5, g, -g * 0)
     arrays[0][0, 0, 0, 0] = np.nan
@@ -446,7 +446,7 @@ def test_the_tape_has_a_norms_gradient_added_where_it_meets_another(
     )
     found = []
     for adding in (type(trainer).accumulating_vjps, ()):
-        monkeypatch.setattr(type(trainer), "adding", adding)
+        monkeypatch.setattr(type(trainer), "accumulating_vjps", adding)
         x = wrap(trainer.xp.asarray(given), trainer)
         weight, bias = (wrap(trainer.xp.asarray(factor[i]), trainer) for i in range(2))
         x.requires_grad = weight.requires_grad = True

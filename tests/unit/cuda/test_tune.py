@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from extensor_cuda.tune import NEVER, Timing, crossovers, curve, measure, of_bf16, together
 
 from extensor.backends import registry
 from extensor.ops import recipe_operands
 from extensor.quant.spec import QuantSpec
 from extensor_cuda import expanded, tune, tuned
-from extensor_cuda.tune import NEVER, Timing, crossovers, curve, measure, of_bf16, together
 
 
 def timings(ratios: dict[int, float], way: str = "scaled") -> list[Timing]:

@@ -26,7 +26,7 @@ def test_one_blocked_dtype_per_format() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("given", "expected"),
     [
         ("float32", et.float32),
         (np.float64, et.float64),
@@ -42,8 +42,8 @@ def test_one_blocked_dtype_per_format() -> None:
         (et.uint8, et.uint8),
     ],
 )
-def test_as_dtype(given: object, wanted: et.DType) -> None:
-    assert dtypes.as_dtype(given) is wanted
+def test_as_dtype(given: object, expected: et.DType) -> None:
+    assert dtypes.as_dtype(given) is expected
 
 
 @pytest.mark.parametrize("name", ["e2m1", "int4", "e4m3", "e3m2", "float4_e2m1fn"])
@@ -62,7 +62,7 @@ def test_the_refusal_points_to_mxfp4() -> None:
 def test_unknown_names_list_near_ones() -> None:
     with pytest.raises(ValueError, match="did you mean 'float32'"):
         dtypes.as_dtype("flaot32")
-    with pytest.raises(TypeError, match="wanted an extensor dtype"):
+    with pytest.raises(TypeError, match="expected an extensor dtype"):
         dtypes.as_dtype(3.5)
     with pytest.raises(TypeError, match="datetime64"):
         dtypes.as_dtype(np.datetime64)
@@ -92,11 +92,11 @@ PROMOTION = [
 ]
 
 
-@pytest.mark.parametrize(("a", "b", "wanted"), PROMOTION)
-def test_promotion(a: str, b: str, wanted: str) -> None:
+@pytest.mark.parametrize(("a", "b", "expected"), PROMOTION)
+def test_promotion(a: str, b: str, expected: str) -> None:
     first, second = dtypes.as_dtype(a), dtypes.as_dtype(b)
-    assert dtypes.promote(first, second) is dtypes.as_dtype(wanted)
-    assert dtypes.promote(second, first) is dtypes.as_dtype(wanted)
+    assert dtypes.promote(first, second) is dtypes.as_dtype(expected)
+    assert dtypes.promote(second, first) is dtypes.as_dtype(expected)
 
 
 def test_promotion_agrees_with_numpy_within_a_kind() -> None:

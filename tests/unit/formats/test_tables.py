@@ -52,15 +52,15 @@ def test_value_of_every_code(name: str) -> None:
 
 def test_e4m3_has_two_nans_and_e5m2_six() -> None:
     assert [c for c in range(256) if math.isnan(ELEMENTS["e4m3"].values[c])] == [0x7F, 0xFF]
-    wanted = [0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]
-    assert [c for c in range(256) if math.isnan(ELEMENTS["e5m2"].values[c])] == wanted
+    expected = [0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]
+    assert [c for c in range(256) if math.isnan(ELEMENTS["e5m2"].values[c])] == expected
     assert ELEMENTS["e4m3"].nan_code == 0x7F
     assert ELEMENTS["e5m2"].nan_code == 0x7F
     assert all(ELEMENTS[n].nan_code is None for n in NUMBERS if n not in ("e4m3", "e5m2"))
 
 
 def test_a_code_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"e2m1: wanted a code in 0\.\.15, got 16"):
+    with pytest.raises(ValueError, match=r"e2m1: expected a code in 0\.\.15, got 16"):
         ELEMENTS["e2m1"].decode(16)
 
 

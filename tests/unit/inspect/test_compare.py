@@ -135,7 +135,7 @@ def test_both_models_are_left_as_they_were():
 
 def test_models_are_left_as_they_were_after_an_error():
     reference, model = net(), net()
-    with pytest.raises(ValueError, match="Conv2d: wanted"):
+    with pytest.raises(ValueError, match="Conv2d: expected"):
         compare_layers(model, reference, tensor([[1.0]]))
     assert model.training and not any(m._hooks for m in reference.modules())
 
@@ -172,17 +172,19 @@ def test_the_table_as_text():
 
 def test_what_it_refuses():
     x = tensor([1.0, 2.0])
-    with pytest.raises(TypeError, match="batch: wanted an ExTensor or a tuple"):
+    with pytest.raises(TypeError, match="batch: expected an ExTensor or a tuple"):
         compare_layers(Scale(1.0), Scale(1.0), [x])
     with pytest.raises(TypeError, match="batch"):
         compare_layers(Scale(1.0), Scale(1.0), ())
     with pytest.raises(ValueError, match=r"same layers, got \['inner'\] in one only"):
         compare_layers(Repeat(1.0, 1), Scale(1.0), x)
-    with pytest.raises(ValueError, match=r"wanted an output of shape \(2,\) .* got \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"expected an output of shape \(2,\) .* got \(2, 2\)"):
         compare_layers(Scale([[1.0], [1.0]]), Scale(1.0), x)
-    with pytest.raises(ValueError, match="inner: wanted 1 outputs as the reference has, got more"):
+    with pytest.raises(
+        ValueError, match="inner: expected 1 outputs as the reference has, got more"
+    ):
         compare_layers(Repeat(1.0, 2), Repeat(1.0, 1), x)
-    with pytest.raises(ValueError, match="inner: wanted 2 outputs as the reference has, got 1"):
+    with pytest.raises(ValueError, match="inner: expected 2 outputs as the reference has, got 1"):
         compare_layers(Repeat(1.0, 1), Repeat(1.0, 2), x)
 
 

@@ -51,5 +51,5 @@ def test_the_table_as_text():
 
 
 def test_rows_of_another_length_are_refused():
-    with pytest.raises(ValueError, match="wanted 2 cells"):
+    with pytest.raises(ValueError, match="expected 2 cells"):
         Table(("a", "b"), (("1",),))

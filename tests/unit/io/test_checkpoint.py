@@ -114,7 +114,7 @@ def test_what_is_loaded_is_writable_and_apart_from_the_file(tmp_path):
     ids=str,
 )
 def test_metadata_that_would_not_read_back_is_refused(tmp_path, metadata):
-    with pytest.raises(ValueError, match="metadata: wanted JSON that reads back equal"):
+    with pytest.raises(ValueError, match="metadata: expected JSON that reads back equal"):
         save_checkpoint(tmp_path / "a", OLD, metadata)
     assert not list(tmp_path.iterdir())
 
@@ -122,9 +122,9 @@ def test_metadata_that_would_not_read_back_is_refused(tmp_path, metadata):
 @pytest.mark.parametrize(
     ("tensors", "error", "message"),
     [
-        ({"x": [1, 2]}, TypeError, "x: wanted a numpy array.*got list.*metadata"),
+        ({"x": [1, 2]}, TypeError, "x: expected a numpy array.*got list.*metadata"),
         ({"x": 3}, TypeError, "got int"),
-        ({3: OLD["w"]}, TypeError, "tensor name: wanted a str, got 3"),
+        ({3: OLD["w"]}, TypeError, "tensor name: expected a str, got 3"),
         ({"x": np.zeros(2, complex)}, TypeError, "got complex128; cast"),
         ({"": OLD["w"]}, ValueError, "non-empty name"),
     ],
@@ -234,7 +234,7 @@ def test_permissions_follow_the_umask(tmp_path):
 def test_paths_that_cannot_work(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such directory; create it first"):
         save_checkpoint(tmp_path / "none" / "a", OLD)
-    with pytest.raises(IsADirectoryError, match="wanted a file name"):
+    with pytest.raises(IsADirectoryError, match="expected a file name"):
         save_checkpoint(tmp_path, OLD)
     with pytest.raises(FileNotFoundError):
         load_checkpoint(tmp_path / "none")
@@ -249,11 +249,14 @@ def test_like_accepts_the_same_model(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"w": np.zeros((3, 2), np.float32)}, r"w: wanted float32 of shape \(3, 2\), got float32 "),
-        ({"w": np.zeros((2, 3), np.float64)}, r"w: wanted float64 of shape .* got float32 of"),
-        ({"more": np.zeros(1, np.int8)}, r"more: wanted int8 of shape \(1,\), got nothing"),
-        ({"q": None}, r"q: wanted nothing, got QuantSpec\(format='mxfp4'"),
-        ({"q": np.zeros((4, 70))}, r"q: wanted float64 of shape .* got QuantSpec"),
+        (
+            {"w": np.zeros((3, 2), np.float32)},
+            r"w: expected float32 of shape \(3, 2\), got float32 ",
+        ),
+        ({"w": np.zeros((2, 3), np.float64)}, r"w: expected float64 of shape .* got float32 of"),
+        ({"more": np.zeros(1, np.int8)}, r"more: expected int8 of shape \(1,\), got nothing"),
+        ({"q": None}, r"q: expected nothing, got QuantSpec\(format='mxfp4'"),
+        ({"q": np.zeros((4, 70))}, r"q: expected float64 of shape .* got QuantSpec"),
         ({"q": blocked(QuantSpec("mxfp4", scale_rule="even"))}, "scale_rule='even'.*got"),
     ],
 )
@@ -288,7 +291,7 @@ def set_spec(**fields):
 
 
 DAMAGE = {
-    "version": (lambda c, a: c.update(version=2), "wanted version 1 .* got 2; read it with"),
+    "version": (lambda c, a: c.update(version=2), "expected version 1 .* got 2; read it with"),
     "no blocked": (lambda c, a: c.pop("blocked"), "bad extensor metadata"),
     "blocked a list": (lambda c, a: c.update(blocked=[]), "bad extensor metadata"),
     "entry a number": (lambda c, a: c["blocked"].update(w=3), "'w': bad spec"),
@@ -304,20 +307,20 @@ DAMAGE = {
     "axis out of range": (set_spec(axis=5), "bad spec: axis"),
     "another shape": (
         lambda c, a: c["blocked"]["w"].update(shape=[4, 200]),
-        r"wanted codes of uint8 and shape \(4, 104\), got uint8 and \(4, 40\)",
+        r"expected codes of uint8 and shape \(4, 104\), got uint8 and \(4, 40\)",
     ),
     "missing part": (lambda c, a: a.pop("w.scales"), r"missing in the file: \['w?\.?scales'\]"),
     "part of another dtype": (
         lambda c, a: a.update({"w.scales": a["w.scales"].view(np.int8)}),
-        "wanted scales of uint8 .* got int8",
+        "expected scales of uint8 .* got int8",
     ),
     "another rank": (
         lambda c, a: a.update({"w.scales": a["w.scales"].reshape(-1)}),
-        "wanted scales of uint8 and shape",
+        "expected scales of uint8 and shape",
     ),
     "another format": (
         set_spec(format="mxfp4", tile=[1, 16], scale_rule="floor"),
-        r"wanted the parts \['codes', 'scales'\], got",
+        r"expected the parts \['codes', 'scales'\], got",
     ),
     "both": (lambda c, a: a.update(w=np.zeros(2)), r"\['w'\] both dense and blocked"),
 }

@@ -25,14 +25,14 @@ def stored(name: str, shape: tuple[int, ...], **options: object) -> QuantArray:
     return quantize(values(shape), QuantSpec(name, **options))[0]
 
 
-def assert_same(got: QuantArray, wanted: QuantArray) -> None:
-    assert got.shape == wanted.shape
-    assert got.spec.format == wanted.spec.format
-    assert got.parts.keys() == wanted.parts.keys()
+def assert_same(got: QuantArray, expected: QuantArray) -> None:
+    assert got.shape == expected.shape
+    assert got.spec.format == expected.spec.format
+    assert got.parts.keys() == expected.parts.keys()
     for name, part in got.parts.items():
-        assert part.dtype == wanted.parts[name].dtype, name
-        assert part.shape == wanted.parts[name].shape, name
-        assert part.tobytes() == wanted.parts[name].tobytes(), name
+        assert part.dtype == expected.parts[name].dtype, name
+        assert part.shape == expected.parts[name].shape, name
+        assert part.tobytes() == expected.parts[name].tobytes(), name
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=lambda row: f"{row.name}-{row.format}")
@@ -65,8 +65,8 @@ def test_gguf_mxfp4_by_hand() -> None:
     q = layouts.from_gguf_mxfp4(np.frombuffer(bytes.fromhex(MX_GGUF), np.uint8))
     assert q.codes.tobytes().hex() == "1032547698badcfe" * 2  # the even element in the low nibble
     assert q.scales.tobytes().hex() == "80"
-    wanted = np.concatenate([VALUES, VALUES]) * 2
-    assert dequantize(q).tobytes() == wanted.tobytes()
+    expected = np.concatenate([VALUES, VALUES]) * 2
+    assert dequantize(q).tobytes() == expected.tobytes()
     assert layouts.to_gguf_mxfp4(q).tobytes().hex() == MX_GGUF
 
 
@@ -81,8 +81,8 @@ def test_gguf_nvfp4_by_hand() -> None:
     record = np.array([0x38, 0x40, 0x30, 0x7E] + [0xD2] * 32, np.uint8)
     q = layouts.from_gguf_nvfp4(record, 0.25)
     block = np.array([1.0] * 8 + [-3.0] * 8, F)
-    wanted = np.concatenate([block * s * F(0.25) for s in (F(1), F(2), F(0.5), F(448))])
-    assert dequantize(q).tobytes() == wanted.tobytes()
+    expected = np.concatenate([block * s * F(0.25) for s in (F(1), F(2), F(0.5), F(448))])
+    assert dequantize(q).tobytes() == expected.tobytes()
     back, tensor_scale = layouts.to_gguf_nvfp4(q)
     assert (back.tobytes(), float(tensor_scale)) == (record.tobytes(), 0.25)
 
@@ -158,7 +158,7 @@ def test_mojo_blocks_that_cross_rows() -> None:
     records[15] |= 15
     assert layouts.from_mojo_mxfp4(records, (60,)).codes[15] != flat.codes[15]
     records[32] |= 15
-    with pytest.raises(ValueError, match="wanted zeros after the 60 values"):
+    with pytest.raises(ValueError, match="expected zeros after the 60 values"):
         layouts.from_mojo_mxfp4(records, (60,))
 
 
@@ -179,7 +179,7 @@ def nan_block(name: str) -> QuantArray:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: layouts.to_gguf_mxfp4(stored("nvfp4", (2, 64))), "wanted mxfp4 in blocks"),
+        (lambda: layouts.to_gguf_mxfp4(stored("nvfp4", (2, 64))), "expected mxfp4 in blocks"),
         (lambda: layouts.to_gguf_mxfp4(stored("mxfp4", (2, 64), tile=(1, 16))), r"tile \(1, 16\)"),
         (lambda: layouts.to_gguf_mxfp4(stored("mxfp4", (64, 2), axis=0)), "along the last axis"),
         (lambda: layouts.to_gguf_mxfp4(stored("mxfp4", (2, 33))), "multiple of 32, got 33"),
@@ -201,7 +201,7 @@ def nan_block(name: str) -> QuantArray:
         (lambda: layouts.from_mojo_nvfp4(np.full(9, 0x7F, np.uint8), (16,)), "scale 0x7F"),
         (lambda: layouts.to_swizzled_scales(np.zeros(4, np.uint8)), "a matrix of bytes"),
         (lambda: layouts.to_swizzled_scales(np.zeros((4, 4), F)), "a matrix of bytes"),
-        (lambda: layouts.from_swizzled_scales(np.zeros(4, np.uint8), (1, 1)), "wanted 512 bytes"),
+        (lambda: layouts.from_swizzled_scales(np.zeros(4, np.uint8), (1, 1)), "expected 512 bytes"),
     ],
 )
 def test_what_a_layout_cannot_hold_is_refused(call: object, message: str) -> None:

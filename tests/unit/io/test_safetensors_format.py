@@ -89,7 +89,7 @@ def test_bytes_depend_only_on_the_content():
 
 
 def test_write_refuses_what_the_container_cannot_hold():
-    with pytest.raises(TypeError, match=r"x: wanted one of .*float32.*got complex128.*cast"):
+    with pytest.raises(TypeError, match=r"x: expected one of .*float32.*got complex128.*cast"):
         write(io.BytesIO(), {"x": np.zeros(2, np.complex128)}, {})
     with pytest.raises(TypeError, match="got object"):
         write(io.BytesIO(), {"x": np.array([None])}, {})
@@ -132,9 +132,9 @@ BAD_HEADERS = {
     ),
     "entry no object": ({"x": 3}, "invalid type: integer"),
     "entry lacks a field": ({"x": {"dtype": "F32", "shape": [2]}}, "missing field"),
-    "entry with more": ({"x": {**entry(), "more": 1}}, "wanted dtype, shape"),
+    "entry with more": ({"x": {**entry(), "more": 1}}, "expected dtype, shape"),
     "dtype unknown": ({"x": entry(dtype="F99")}, "unknown variant"),
-    "dtype not ours": ({"x": entry(dtype="F4", shape=(16,))}, "wanted a dtype in F64.*got 'F4'"),
+    "dtype not ours": ({"x": entry(dtype="F4", shape=(16,))}, "expected a dtype in F64.*got 'F4'"),
     "dtype no string": ({"x": entry(dtype=["F32"])}, "invalid type: sequence"),
     "shape negative": ({"x": entry(shape=(-2,))}, "integer `-2`"),
     "shape bool": ({"x": entry(shape=(True, 2))}, "boolean `true`"),
@@ -187,7 +187,7 @@ def test_a_header_length_that_is_nonsense(tmp_path):
 
 def test_bool_bytes_are_zero_or_one(tmp_path):
     path = raw_file(tmp_path / "a", {"x": entry("BOOL", (2,), (0, 2))}, b"\x01\x02")
-    with pytest.raises(CheckpointError, match="wanted BOOL bytes 0 or 1, got 2"):
+    with pytest.raises(CheckpointError, match="expected BOOL bytes 0 or 1, got 2"):
         read(path)
 
 

@@ -78,14 +78,14 @@ def test_every_token_sees_every_other() -> None:
 def test_bad_input() -> None:
     model = small()
     for shape, message in (
-        ((8,), r"wanted tokens \(B, T\)"),
-        ((2, 0), r"wanted tokens \(B, T\) with T of 1 or more"),
+        ((8,), r"expected tokens \(B, T\)"),
+        ((2, 0), r"expected tokens \(B, T\) with T of 1 or more"),
         ((1, 9), "at most the 8 tokens of the context, got 9"),
     ):
         with pytest.raises(ValueError, match=message):
             model(tokens(shape))
     for bad in (-1, 12):  # 11 is the token that hides
-        with pytest.raises(ValueError, match=r"wanted numbers in 0\.\.11"):
+        with pytest.raises(ValueError, match=r"numbers in 0\.\.11"):
             model(et.from_numpy(np.array([[0, bad]])))
     with pytest.raises(ValueError, match="a multiple of the heads"):
         models.config("encoder", width=30, heads=4)
@@ -120,7 +120,7 @@ def test_one_token_at_least_is_asked_for() -> None:
 def test_hiding_refuses() -> None:
     x = np.zeros((2, 3), np.int64)
     for bad, message in (
-        (x[:0], "wanted tokens"), (x + 5, r"wanted tokens in 0\.\.4, got 5"), (x - 1, "got -1"),
+        (x[:0], "expected tokens"), (x + 5, r"expected tokens in 0\.\.4, got 5"), (x - 1, "got -1"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             hide_tokens(bad, words(bad.shape, 0), words(bad.shape, 1), 5)
@@ -163,13 +163,13 @@ def test_it_learns_what_both_sides_tell(
     assert trainer.history[-1].val_perplexity is not None
     assert result["test_tokens"] < 0.3 * 20 * 16  # hidden ones only
     trainer.save(tmp_path / "checkpoint.safetensors")
-    with pytest.raises(UsageError, match="wanted the checkpoint of a language model.*'encoder'"):
+    with pytest.raises(UsageError, match="expected the checkpoint of a language model.*'encoder'"):
         load_language_model(tmp_path / "checkpoint.safetensors")
 
 
 def test_ragged_and_short_corpora_are_refused() -> None:
     make: Callable[..., Any] = TASKS["masked"]
-    with pytest.raises(ValueError, match="wanted at least 17"):
+    with pytest.raises(ValueError, match="expected at least 17"):
         make(config(), Corpus("toy", "abc" * 20, "abcabc"))
-    with pytest.raises(ValueError, match="wanted at least 17"):
+    with pytest.raises(ValueError, match="expected at least 17"):
         make(config(val_share=0.01), Corpus("toy", "abc" * 20, "abc" * 20))

@@ -89,11 +89,11 @@ def test_roles(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (np.zeros((1, 9), np.int64), "wanted at most the 8 tokens of the context, got 9"),
-        (np.zeros(4, np.int64), "wanted tokens (B, T) with T of 1 or more, got (4,)"),
-        (np.zeros((1, 0), np.int64), "wanted tokens (B, T) with T of 1 or more, got (1, 0)"),
-        (np.array([[3, 11]]), "wanted numbers in 0..10, got 3..11"),
-        (np.array([[-1, 3]]), "wanted numbers in 0..10, got -1..3"),
+        (np.zeros((1, 9), np.int64), "expected at most the 8 tokens of the context, got 9"),
+        (np.zeros(4, np.int64), "expected tokens (B, T) with T of 1 or more, got (4,)"),
+        (np.zeros((1, 0), np.int64), "expected tokens (B, T) with T of 1 or more, got (1, 0)"),
+        (np.array([[3, 11]]), "numbers in 0..10, got 3..11"),
+        (np.array([[-1, 3]]), "numbers in 0..10, got -1..3"),
     ],
 )
 def test_bad_tokens(x: np.ndarray, message: str) -> None:
@@ -102,7 +102,7 @@ def test_bad_tokens(x: np.ndarray, message: str) -> None:
 
 
 def test_bad_configurations() -> None:
-    with pytest.raises(ValueError, match="wanted a width that is a multiple of the heads"):
+    with pytest.raises(ValueError, match="expected a multiple of the heads as width"):
         models.config("gpt", heads=3)
-    with pytest.raises(ValueError, match="wanted sizes of 1 or more"):
+    with pytest.raises(ValueError, match="expected sizes of 1 or more"):
         models.config("gpt", layers=0)

@@ -58,7 +58,7 @@ def test_bad_configurations_are_refused() -> None:
         models.config("lennet")
     with pytest.raises(ValueError, match="no variant of lenet named 'lenet7'; did you mean"):
         models.config("lenet", "lenet7")
-    with pytest.raises(ValueError, match="wanted images of 12x12 or more, got 8"):
+    with pytest.raises(ValueError, match="expected images of 12x12 or more, got 8"):
         models.config("lenet", image_size=8)
-    with pytest.raises(ValueError, match="wanted sizes of 1 or more"):
+    with pytest.raises(ValueError, match="expected sizes of 1 or more"):
         models.config("mlp", hidden=(0,))

@@ -167,12 +167,12 @@ def test_initial_weights_are_those_of_the_papers() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("alexnet", {"image_size": 8}, "image_size: wanted 16 or more, got 8"),
-        ("alexnet", {"dropout": 1.0}, r"p: wanted a number in \[0, 1\)"),
+        ("alexnet", {"image_size": 8}, "image_size: expected 16 or more, got 8"),
+        ("alexnet", {"dropout": 1.0}, r"p: \w+ a number in \[0, 1\)"),
         ("resnet", {"width": 0.0}, "a width above 0"),
         ("resnet", {"blocks": (2, 2)}, "for each stage"),
-        ("vgg", {"stages": ()}, "stages: wanted"),
-        ("vgg", {"hidden": (0,)}, "hidden: wanted"),
+        ("vgg", {"stages": ()}, "stages: expected"),
+        ("vgg", {"hidden": (0,)}, "hidden: expected"),
         ("mobilenet", {"stem": 0}, "channels and strides of 1 or more"),
         ("googlenet", {"classes": 0}, "classes of 1 or more"),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 import extensor as et
 from extensor import nn
-from extensor.nn.quantize import apply_recipe
+from extensor.nn.recipe import apply_recipe
 from extensor.ops.attention import packed_attention
 from extensor.ops.quantized import layer_context, quantized_matmul
 from extensor.quant.recipe import Gemm, LayerRecipe, Recipe
@@ -64,10 +64,10 @@ def loss_of(model: Any, forward: Any) -> tuple[et.ExTensor, et.ExTensor]:
 def test_a_gpt_is_rounded_where_its_layers_end(recipe: str) -> None:
     ours, theirs = gpt(recipe, "bfloat16"), gpt(recipe, None)
     scores, loss = loss_of(ours, ours)
-    wanted, exact = loss_of(theirs, lambda tokens: rounded_by_hand(theirs, tokens))
+    expected, exact = loss_of(theirs, lambda tokens: rounded_by_hand(theirs, tokens))
     assert scores.dtype is et.bfloat16
     assert loss.dtype is et.float32
-    same_bytes("scores", scores.astype("float32").numpy(), wanted.numpy())
+    same_bytes("scores", scores.astype("float32").numpy(), expected.numpy())
     same_bytes("loss", loss.numpy(), exact.numpy())
     gradients = dict(theirs.named_parameters())
     for name, p in ours.named_parameters():

@@ -151,7 +151,7 @@ def test_rotation_keeps_lengths_and_knows_distances_only() -> None:
         diagonal = np.diagonal(products, distance)
         np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-12, atol=1e-12)
     assert np.ptp(products[0]) > 0.1
-    with pytest.raises(ValueError, match="wanted vectors of even length, got 3"):
+    with pytest.raises(ValueError, match="expected vectors of even length, got 3"):
         rotate(et.ExTensor(np.zeros((2, 3))), 10.0)
 
 
@@ -183,15 +183,15 @@ def test_a_causal_block_does_not_see_what_follows() -> None:
     [
         (lambda: nn.MultiheadAttention(10, 4), "got width 10 and 4 heads"),
         (lambda: nn.MultiheadAttention(12, 4, 3), "a multiple of kv_heads, got 4 and 3"),
-        (lambda: nn.MultiheadAttention(12, 4, 0), "kv_heads: wanted 1 or more, got 0"),
+        (lambda: nn.MultiheadAttention(12, 4, 0), "kv_heads: expected 1 or more, got 0"),
         (lambda: nn.MultiheadAttention(12, 4, rotary=1e4), "heads of even length, got 10000.0"),
-        (lambda: nn.MultiheadAttention(8, 2, rotary=-1.0), "wanted a base above 0"),
+        (lambda: nn.MultiheadAttention(8, 2, rotary=-1.0), "expected a base above 0"),
         (lambda: nn.TransformerBlock(8, 2, norm="rsm"), "no norm named 'rsm'; did you mean 'rms'"),
         (lambda: nn.TransformerBlock(8, 2, activation="glu"), "no activation named 'glu'"),
-        (lambda: nn.FeedForward(8, 0), "hidden: wanted 1 or more, got 0"),
+        (lambda: nn.FeedForward(8, 0), "hidden: expected 1 or more, got 0"),
         (
             lambda: nn.MultiheadAttention(8, 2)(et.zeros((3, 7))),
-            "wanted an input of shape (..., T, 8) with T of 1 or more, got (3, 7)",
+            "expected an input of shape (..., T, 8) with T of 1 or more, got (3, 7)",
         ),
     ],
 )

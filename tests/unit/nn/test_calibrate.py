@@ -7,7 +7,7 @@ import pytest
 
 import extensor as et
 from extensor import nn
-from extensor.nn.calibrate import BINS, SHRINKS, Seen, calibrate, choose
+from extensor.nn.calibrate import BINS, SHRINKS, InputHistogram, calibrate, choose_scale
 from extensor.quant.reference import dequantize
 from extensor.quant.schemes import SCHEMES
 from extensor.quant.static_scale import choose_static_scale, quantize_static
@@ -24,7 +24,7 @@ SHAPES = {
 }
 
 
-def seen_of(values: np.ndarray, parts: int = 3) -> Seen:
+def seen_of(values: np.ndarray, parts: int = 3) -> InputHistogram:
     """By way of a model, in several batches."""
     model = nn.Sequential(layer=nn.Linear(1, 1))
     batches = [(et.from_numpy(p[:, None]),) for p in np.array_split(values, parts)]
@@ -40,15 +40,15 @@ def test_ranges(shape: str) -> None:
     assert seen.counts is not None and seen.zeros + seen.counts.sum() == x.size
     assert seen.zeros == (x == 0).sum()
     spec = SCHEMES["int8"].activations
-    assert choose(seen, SCHEMES["int8"]) == choose_static_scale(low, high, spec)
+    assert choose_scale(seen, SCHEMES["int8"]) == choose_static_scale(low, high, spec)
 
-    chosen = choose(seen, SCHEMES["int8_percentile"])
+    chosen = choose_scale(seen, SCHEMES["int8_percentile"])
     ends = [s * float(np.percentile(s * x, 99.99, method="inverted_cdf")) for s in (-1, 1)]
     one_bin = (high - low) / BINS
-    wanted = choose_static_scale(min(ends[0], 0.0), max(ends[1], 0.0), spec)
-    assert abs(chosen.scale - wanted.scale) * 255 <= 2 * one_bin * (1 + 1e-6)
+    expected = choose_static_scale(min(ends[0], 0.0), max(ends[1], 0.0), spec)
+    assert abs(chosen.scale - expected.scale) * 255 <= 2 * one_bin * (1 + 1e-6)
 
-    chosen = choose(seen, SCHEMES["int8_mse"])
+    chosen = choose_scale(seen, SCHEMES["int8_mse"])
     q, _ = quantize_static(x, spec, chosen)
     error = float(((dequantize(q).astype(np.float64) - x) ** 2).sum())
     best = np.inf
@@ -61,14 +61,14 @@ def test_ranges(shape: str) -> None:
 def test_the_outliers_are_left_out() -> None:
     seen = seen_of(SHAPES["outliers"].astype(np.float32))
     full, percentile, mse = (
-        choose(seen, SCHEMES[name]).scale for name in ("int8", "int8_percentile", "int8_mse")
+        choose_scale(seen, SCHEMES[name]).scale for name in ("int8", "int8_percentile", "int8_mse")
     )
     assert percentile < 0.1 * full and mse < full
 
 
 def test_fp8_ranges_are_symmetric() -> None:
     seen = seen_of(SHAPES["below"].astype(np.float32))
-    chosen = choose(seen, SCHEMES["fp8_tensor"])
+    chosen = choose_scale(seen, SCHEMES["fp8_tensor"])
     assert chosen.zero_point is None
     assert chosen.scale == float(np.float32(-seen.low) / np.float32(448))
 

@@ -81,7 +81,7 @@ def test_shared_parts_count_once():
 @pytest.mark.parametrize("item", [nn.ReLU(), nn.Parameter([1.0]), nn.Buffer([1.0])])
 def test_a_plain_container_of_modules_is_refused(wrap, item):
     net = Net()
-    with pytest.raises(TypeError, match=r"Net.parts: wanted a ModuleList .* would not be found"):
+    with pytest.raises(TypeError, match=r"Net.parts: expected a ModuleList .* would not be found"):
         net.parts = wrap([item])
     net.parts = [1, 2]
     assert not hasattr(Net(), "parts")
@@ -165,7 +165,7 @@ def test_moving_to_where_it_is_and_to_what_is_no_device():
     before = list(net.parameters())
     assert net.to("cpu") is net
     assert all(a is b for a, b in zip(before, net.parameters(), strict=True))
-    with pytest.raises(ValueError, match="wanted 'cpu' or 'cuda', got 'bfloat16'"):
+    with pytest.raises(ValueError, match="expected 'cpu' or 'cuda', got 'bfloat16'"):
         net.to("bfloat16")
     assert all(p.data.dtype == np.float32 for p in net.parameters())
 
@@ -200,16 +200,16 @@ def test_state_is_copied_both_ways():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"head.weight": None}, ValueError, "head.weight: wanted float32 .* got nothing"),
-        ({"more": np.zeros(1)}, ValueError, r"more: wanted nothing, got float64 of shape \(1,\)"),
+        ({"head.weight": None}, ValueError, "head.weight: expected float32 .* got nothing"),
+        ({"more": np.zeros(1)}, ValueError, r"more: expected nothing, got float64 of shape \(1,\)"),
         (
             {"head.weight": np.zeros((3, 2), np.float32)},
             ValueError,
-            r"this state for Net does not fit: head.weight: wanted float32 of shape \(2, 3\), "
+            r"this state for Net does not fit: head.weight: expected float32 of shape \(2, 3\), "
             r"got float32 of shape \(3, 2\)\. Use",
         ),
         ({"head.weight": np.zeros((2, 3))}, ValueError, "got float64"),
-        ({"head.weight": [[1.0]]}, TypeError, "head.weight: wanted a numpy array, got list"),
+        ({"head.weight": [[1.0]]}, TypeError, "head.weight: expected a numpy array, got list"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(change, error, message):
@@ -223,7 +223,7 @@ def test_a_state_that_does_not_fit_changes_nothing(change, error, message):
 
 
 def test_a_state_is_a_mapping():
-    with pytest.raises(TypeError, match=r"wanted arrays by path, got NoneType; pass load_check"):
+    with pytest.raises(TypeError, match=r"expected arrays by path, got NoneType; pass load_check"):
         Net(0).load_state_dict(None)
 
 
@@ -240,7 +240,7 @@ def test_blocked_buffers_are_part_of_the_state(tmp_path):
     assert isinstance(state["codebook"], QuantArray)
     two.load_state_dict(state)
     np.testing.assert_array_equal(two.codebook.to("cpu").codes, one.codebook.to("cpu").codes)
-    with pytest.raises(ValueError, match=r"codebook: wanted QuantSpec\(format='mxfp4'"):
+    with pytest.raises(ValueError, match=r"codebook: expected QuantSpec\(format='mxfp4'"):
         two.load_state_dict({**state, "codebook": np.zeros((4, 64), np.float32)})
 
 
@@ -252,7 +252,7 @@ def test_sequential():
     assert [name for name, _ in net.named_children()] == ["0", "1", "last"]
     assert len(net) == 3 and net[-1] is net.last and list(net)[1] is net[1]
     assert net(ExTensor(np.ones((5, 2), np.float32))).shape == (5, 1)
-    with pytest.raises(TypeError, match="Sequential: 1: wanted a Module, got 3"):
+    with pytest.raises(TypeError, match="Sequential: 1: expected a Module, got 3"):
         nn.Sequential(nn.ReLU(), 3)
     with pytest.raises(IndexError):
         net[3]
@@ -263,7 +263,7 @@ def test_module_list():
     parts.append(nn.Tanh())
     assert len(parts) == 2 and isinstance(parts[1], nn.Tanh)
     assert [name for name, _ in parts.named_children()] == ["0", "1"]
-    with pytest.raises(TypeError, match="ModuleList: wanted a Module"):
+    with pytest.raises(TypeError, match="ModuleList: expected a Module"):
         parts.append("x")
 
 

@@ -254,7 +254,7 @@ def test_resume_is_identical():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"init_scale": 1000.0}, "init_scale: wanted a power of two, got 1000.0"),
+        ({"init_scale": 1000.0}, "init_scale: expected a power of two, got 1000.0"),
         ({"init_scale": 0.0}, "init_scale"),
         ({"init_scale": float("inf")}, "init_scale"),
         ({"init_scale": True}, "init_scale"),
@@ -264,10 +264,10 @@ def test_resume_is_identical():
         ({"backoff_factor": 2.0}, "backoff_factor <= 1"),
         ({"min_scale": -1.0}, "min_scale"),
         ({"init_scale": 1.0, "min_scale": 2.0}, "init_scale >= min_scale"),
-        ({"growth_interval": 0}, "growth_interval: wanted an int, 1 or more"),
+        ({"growth_interval": 0}, "growth_interval: expected an int, 1 or more"),
         ({"growth_interval": 1.0}, "growth_interval"),
         ({"saturation_interval": 0}, "saturation_interval"),
-        ({"saturation_threshold": 0.0}, "saturation_threshold: wanted a share"),
+        ({"saturation_threshold": 0.0}, "saturation_threshold: expected a share"),
         ({"saturation_threshold": float("nan")}, "saturation_threshold"),
     ],
 )
@@ -278,9 +278,9 @@ def test_bad_options(options, message):
 
 def test_calls_out_of_order():
     p, optimizer, scaler = make()
-    with pytest.raises(TypeError, match="loss: wanted an ExTensor, got float"):
+    with pytest.raises(TypeError, match="loss: expected an ExTensor, got float"):
         scaler.scale(1.0)
-    with pytest.raises(RuntimeError, match="update: wanted a step first"):
+    with pytest.raises(RuntimeError, match="update: expected a step first"):
         scaler.update()
     for call in (scaler.unscale_, scaler.step):
         with pytest.raises(RuntimeError, match=r"call scaler.scale\(loss\).backward\(\) first"):
@@ -301,14 +301,14 @@ def test_calls_out_of_order():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scale": 3.0}, "scale: wanted a power of two"),
-        ({"scale": 0.5}, "scale: wanted a power of two, 1.0 or more"),
-        ({"scale": 2}, "scale: wanted float"),
-        ({"good": None}, "good: wanted int"),
-        ({"more": 1}, "state: wanted"),
-        ({"switched": [["c", "fprop.x"]]}, "wanted layers of this model, got 'c'"),
+        ({"scale": 3.0}, "scale: expected a power of two"),
+        ({"scale": 0.5}, "scale: expected a power of two, 1.0 or more"),
+        ({"scale": 2}, "scale: expected float"),
+        ({"good": None}, "good: expected int"),
+        ({"more": 1}, "state: expected"),
+        ({"switched": [["c", "fprop.x"]]}, "expected layers of this model, got 'c'"),
         ({"switched": [["a", "wgrad.x"]]}, "a wgrad.x is not quantized"),
-        ({"counts": [["c", "fprop.x", 1, 0, 0]]}, "wanted layers of this model"),
+        ({"counts": [["c", "fprop.x", 1, 0, 0]]}, "expected layers of this model"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(change, message):

@@ -245,16 +245,16 @@ def test_state_is_flat_arrays_and_json_scalars():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optimizer": "SGD"}, "optimizer: wanted Adam, got 'SGD'"),
-        ({"state.w.mean": np.zeros((3, 2), np.float32)}, r"wanted float32 of shape \(2, 3\)"),
+        ({"optimizer": "SGD"}, "optimizer: expected Adam, got 'SGD'"),
+        ({"state.w.mean": np.zeros((3, 2), np.float32)}, r"expected float32 of shape \(2, 3\)"),
         ({"state.w.mean": np.zeros((2, 3), np.float64)}, "got float64"),
-        ({"state.w.mean": None}, "state.w.mean: wanted .*got nothing"),
-        ({"state.v.mean": np.zeros(1)}, "state.v.mean: wanted nothing"),
-        ({"step.w": None}, "step.w: wanted int, got None"),
-        ({"step.w": 1.5}, "step.w: wanted int, got 1.5"),
-        ({"step.v": 1}, "step.v: wanted NoneType, got 1"),
-        ({"group.1.lr": 0.1}, r"group.1.lr: wanted NoneType"),
-        ({"group.0.lr": -1.0}, "lr: wanted a finite number"),
+        ({"state.w.mean": None}, "state.w.mean: expected .*got nothing"),
+        ({"state.v.mean": np.zeros(1)}, "state.v.mean: expected nothing"),
+        ({"step.w": None}, "step.w: expected int, got None"),
+        ({"step.w": 1.5}, "step.w: expected int, got 1.5"),
+        ({"step.v": 1}, "step.v: expected NoneType, got 1"),
+        ({"group.1.lr": 0.1}, r"group.1.lr: expected NoneType"),
+        ({"group.0.lr": -1.0}, "lr: expected a finite number"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(change, message):
@@ -297,19 +297,19 @@ def test_zero_grad():
 
 P = param([1.0])
 BAD_OPTIONS = [
-    (SGD, {"lr": -0.1}, ValueError, r"lr: wanted a finite number in \[0.0, inf\), got -0.1"),
+    (SGD, {"lr": -0.1}, ValueError, r"lr: expected a finite number in \[0.0, inf\), got -0.1"),
     (SGD, {"lr": float("nan")}, ValueError, "lr"),
     (SGD, {"lr": float("inf")}, ValueError, "lr"),
-    (SGD, {"lr": "0.1"}, TypeError, "lr: wanted a number"),
-    (SGD, {"lr": True}, TypeError, "lr: wanted a number"),
+    (SGD, {"lr": "0.1"}, TypeError, "lr: expected a number"),
+    (SGD, {"lr": True}, TypeError, "lr: expected a number"),
     (SGD, {"lr": 0.1, "momentum": 1.0}, ValueError, r"momentum: .* in \[0.0, 1.0\)"),
-    (SGD, {"lr": 0.1, "nesterov": True}, ValueError, "nesterov: wanted momentum"),
+    (SGD, {"lr": 0.1, "nesterov": True}, ValueError, "nesterov: expected momentum"),
     (SGD, {"lr": 0.1, "weight_decay": -1.0}, ValueError, "weight_decay"),
     (Adam, {"betas": (1.0, 0.9)}, ValueError, "beta1"),
     (Adam, {"betas": (0.9, -0.1)}, ValueError, "beta2"),
     (Adam, {"eps": 0.0}, ValueError, "eps"),
-    (Adam, {"betas": 0.9}, TypeError, "betas: wanted two numbers, got 0.9"),
-    (Lion, {"betas": (0.9,)}, TypeError, "betas: wanted two numbers"),
+    (Adam, {"betas": 0.9}, TypeError, "betas: expected two numbers, got 0.9"),
+    (Lion, {"betas": (0.9,)}, TypeError, "betas: expected two numbers"),
     (AdamW, {"weight_decay": float("inf")}, ValueError, "weight_decay"),
     (Adagrad, {"eps": 0.0}, ValueError, "eps"),
     (RMSprop, {"eps": -1.0}, ValueError, "eps"),
@@ -342,12 +342,12 @@ BAD_PARAMS = [
     (lambda: [{"params": [P]}, {"params": [P]}], ValueError, "given twice"),
     (lambda: [{"params": []}], ValueError, "in each group"),
     (lambda: [{"params": [P], "lrr": 0.1}], ValueError, "did you mean 'lr'"),
-    (lambda: [{"params": [P], "lr": -1.0}], ValueError, "lr: wanted"),
+    (lambda: [{"params": [P], "lr": -1.0}], ValueError, "lr: expected"),
     (lambda: [{"params": [P]}, P], TypeError, "or mappings with 'params' only"),
     (lambda: [{"lr": 0.1}], TypeError, "mappings with 'params'"),
-    (lambda: [np.ones(3)], TypeError, "wanted an ExTensor, got ndarray"),
-    (lambda: [(1, P)], TypeError, "wanted a name and a tensor, got 1"),
-    (lambda: [integer()], TypeError, "wanted a dense float tensor, got extensor.int64"),
+    (lambda: [np.ones(3)], TypeError, "expected an ExTensor, got ndarray"),
+    (lambda: [(1, P)], TypeError, "expected a name and a tensor, got 1"),
+    (lambda: [integer()], TypeError, "expected a dense float tensor, got extensor.int64"),
     (lambda: [ExTensor([1.0])], ValueError, "0 requires no gradient"),
 ]
 
@@ -383,7 +383,7 @@ def test_options_are_checked_again_when_used():
     set_grad(p, [1.0])
     optimizer = SGD([p], lr=0.1)
     optimizer.groups[0].options["lr"] = float("nan")
-    with pytest.raises(ValueError, match="lr: wanted"):
+    with pytest.raises(ValueError, match="lr: expected"):
         optimizer.step()
     np.testing.assert_array_equal(p.numpy(), [1.0])
 

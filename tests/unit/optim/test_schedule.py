@@ -123,19 +123,19 @@ def test_apply_scales_each_groups_base_rate():
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, None])
 def test_bad_steps(step):
-    with pytest.raises(ValueError, match="step: wanted an int, 0 or more"):
+    with pytest.raises(ValueError, match="step: expected an int, 0 or more"):
         Cosine(4).apply(optimizer(0.1), step)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Step(0), "every: wanted an int, 1 or more, got 0"),
+        (lambda: Step(0), "every: expected an int, 1 or more, got 0"),
         (lambda: Step(1.5), "every"),
-        (lambda: Step(1, 1.5), r"gamma: wanted a number in \[0.0, 1.0\], got 1.5"),
+        (lambda: Step(1, 1.5), r"gamma: expected a number in \[0.0, 1.0\], got 1.5"),
         (lambda: MultiStep((3, 2)), "increasing"),
         (lambda: MultiStep((2, 2)), "increasing"),
-        (lambda: MultiStep((-1,)), "milestones: wanted an int"),
+        (lambda: MultiStep((-1,)), "milestones: expected an int"),
         (lambda: MultiStep((1,), -0.1), "gamma"),
         (lambda: Exponential(float("nan")), "gamma"),
         (lambda: Cosine(0), "total"),
@@ -144,19 +144,19 @@ def test_bad_steps(step):
         (lambda: Linear(3, -1.0), "start"),
         (lambda: Linear(3, 1.0, float("inf")), "final"),
         (lambda: Warmup(-1), "steps"),
-        (lambda: WarmupCosine(5, 5), "total: wanted an int, 6 or more, got 5"),
+        (lambda: WarmupCosine(5, 5), "total: expected an int, 6 or more, got 5"),
         (lambda: WarmupCosine(-1, 5), "warmup"),
         (lambda: WarmupCosine(1, 5, 2.0), "final"),
         (lambda: OneCycle(0), "total"),
         (lambda: OneCycle(5, warm=1.5), "warm"),
         (lambda: OneCycle(5, start_divisor=0.5), "start_divisor"),
         (lambda: OneCycle(5, final_divisor=0.5), "final_divisor"),
-        (lambda: WSD(4, 7, 4), "total: wanted an int, 8 or more, got 7"),
+        (lambda: WSD(4, 7, 4), "total: expected an int, 8 or more, got 7"),
         (lambda: WSD(4, 7, 0), "decay"),
         (lambda: WSD(-1, 7, 1), "warmup"),
         (lambda: WSD(1, 7, 1, 1.5), "final"),
-        (lambda: WSD(1, 7, 1, shape="cubic"), "shape: wanted 'linear' or 'sqrt'"),
-        (lambda: ReduceLROnPlateau("best"), "mode: wanted 'min' or 'max'"),
+        (lambda: WSD(1, 7, 1, shape="cubic"), "shape: expected 'linear' or 'sqrt'"),
+        (lambda: ReduceLROnPlateau("best"), "mode: expected 'min' or 'max'"),
         (lambda: ReduceLROnPlateau(gamma=2.0), "gamma"),
         (lambda: ReduceLROnPlateau(patience=-1), "patience"),
         (lambda: ReduceLROnPlateau(threshold=-1.0), "threshold"),
@@ -186,6 +186,6 @@ def test_plateau_refuses_what_is_no_reading():
     for metric in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="the run has diverged"):
             schedule.observe(metric)
-    with pytest.raises(ValueError, match="state: wanted"):
+    with pytest.raises(ValueError, match="state: expected"):
         schedule.load_state_dict({"best": 1.0})
     assert schedule.state_dict() == {"best": None, "bad": 0, "cooling": 0, "current": 1.0}

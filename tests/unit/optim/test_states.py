@@ -209,9 +209,9 @@ def test_bad_input() -> None:
     set_grad(p, np.ones(40))
     narrow.step()
     before = narrow.state_dict()
-    with pytest.raises(ValueError, match=r"state.w.mean: wanted QuantSpec.*got float32"):
+    with pytest.raises(ValueError, match=r"state.w.mean: expected QuantSpec.*got float32"):
         narrow.load_state_dict(wide.state_dict())
-    with pytest.raises(ValueError, match="state.w.mean: wanted float32"):
+    with pytest.raises(ValueError, match="state.w.mean: expected float32"):
         wide.load_state_dict(narrow.state_dict())
     after = narrow.state_dict()
     assert after["step.w"] == 1

@@ -144,9 +144,9 @@ def test_nothing_is_off_by_one_at_a_block_boundary() -> None:
             x = np.ones(2 * width + 1, F)
             x[place] = 4096.0
             q, _ = quantize(x, spec)
-            wanted = np.full(3, 125)
-            wanted[place // width] = 137
-            np.testing.assert_array_equal(q.scales, wanted)
+            expected = np.full(3, 125)
+            expected[place // width] = 137
+            np.testing.assert_array_equal(q.scales, expected)
             got = dequantize(q)
             assert got[place] == 4096
             others = np.arange(len(x)) // width != place // width

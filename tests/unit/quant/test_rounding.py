@@ -56,8 +56,8 @@ def test_every_16_bit_float_as_ml_dtypes(name: str, source: str) -> None:
         assert (overflowed | ~saturated).all()
     top = element.max_magnitude_code
     sign = np.where(np.signbit(x[~nan]), element.sign_mask, 0)
-    wanted = np.where(saturated, top | sign, theirs[~nan])
-    np.testing.assert_array_equal(codes, wanted)
+    expected = np.where(saturated, top | sign, theirs[~nan])
+    np.testing.assert_array_equal(codes, expected)
     # The table of differences stays true, or this test has to be read again.
     assert set(theirs[nan] & (element.sign_mask - 1)) == {ML_NAN[name]}
     if element.nan_code is None:
@@ -97,8 +97,8 @@ def test_every_16_bit_float_as_rint(name: str, source: str) -> None:
     x, element = INPUTS[source], ELEMENTS[name]
     x = x[~np.isnan(x)]
     codes, saturated = encode(x, element)
-    wanted = np.clip(np.rint(x), -element.max, element.max)
-    np.testing.assert_array_equal(decode(codes, element), wanted)
+    expected = np.clip(np.rint(x), -element.max, element.max)
+    np.testing.assert_array_equal(decode(codes, element), expected)
     np.testing.assert_array_equal(saturated, np.abs(np.rint(x)) > element.max)
 
 
@@ -164,8 +164,8 @@ def test_packing(bits: int, length: int) -> None:
     rng = np.random.default_rng(length)
     codes = rng.integers(0, 1 << bits, (3, length), dtype=np.uint8)
     packed = pack(codes, bits)
-    wanted = oracle_pack(codes, -1, 1, bits)
-    np.testing.assert_array_equal(packed, wanted)
+    expected = oracle_pack(codes, -1, 1, bits)
+    np.testing.assert_array_equal(packed, expected)
     assert packed.dtype == np.uint8
     np.testing.assert_array_equal(unpack(packed, bits, length), codes)
 

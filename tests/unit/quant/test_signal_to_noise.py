@@ -19,10 +19,10 @@ def decibels(spec: QuantSpec) -> float:
 
 
 @pytest.mark.parametrize(
-    ("rule", "wanted"), [("floor", 18.784), ("rceil", 18.755), ("even", 19.030), ("ceil", 16.837)]
+    ("rule", "expected"), [("floor", 18.784), ("rceil", 18.755), ("even", 19.030), ("ceil", 16.837)]
 )
-def test_mxfp4(rule: str, wanted: float) -> None:
-    assert abs(decibels(QuantSpec("mxfp4", scale_rule=rule)) - wanted) < 0.001
+def test_mxfp4(rule: str, expected: float) -> None:
+    assert abs(decibels(QuantSpec("mxfp4", scale_rule=rule)) - expected) < 0.001
 
 
 @pytest.mark.parametrize(

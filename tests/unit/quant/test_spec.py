@@ -1,4 +1,4 @@
-"""QuantSpec and the reference's arguments: bad input says what was wanted, what came, a way out."""
+"""QuantSpec and the reference: an error says what was expected, what was given, what to do."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"scale rule of nvfp4 .*four_over_six",
     ),
-    ({"axis": 1.0}, TypeError, r"axis: wanted an int, got 1\.0"),
-    ({"axis": True}, TypeError, r"axis: wanted an int, got True"),
-    ({"axis": None}, TypeError, r"axis: wanted an int, got None"),
+    ({"axis": 1.0}, TypeError, r"axis: expected an int, got 1\.0"),
+    ({"axis": True}, TypeError, r"axis: expected an int, got True"),
+    ({"axis": None}, TypeError, r"axis: expected an int, got None"),
     ({"tile": (1, 0)}, ValueError, r"1 or more, got \(1, 0\)"),
     ({"tile": (1, -32)}, ValueError, r"1 or more, got \(1, -32\)"),
     ({"tile": (0, 32)}, ValueError, r"1 or more"),
     ({"tile": (1, 2**31)}, ValueError, r"at most 2147483647.*'channel' spans the axis"),
     ({"tile": (10**30, 1)}, ValueError, r"at most 2147483647"),
-    ({"tile": (1, 32.0)}, TypeError, r"tile: wanted \(rows, columns\)"),
-    ({"tile": (1, True)}, TypeError, r"tile: wanted \(rows, columns\)"),
-    ({"tile": 32}, TypeError, r"tile: wanted \(rows, columns\).*got 32"),
-    ({"tile": [1, 32]}, TypeError, r"tile: wanted \(rows, columns\)"),
-    ({"tile": (1, 2, 3)}, TypeError, r"tile: wanted"),
+    ({"tile": (1, 32.0)}, TypeError, r"tile: expected \(rows, columns\)"),
+    ({"tile": (1, True)}, TypeError, r"tile: expected \(rows, columns\)"),
+    ({"tile": 32}, TypeError, r"tile: expected \(rows, columns\).*got 32"),
+    ({"tile": [1, 32]}, TypeError, r"tile: expected \(rows, columns\)"),
+    ({"tile": (1, 2, 3)}, TypeError, r"tile: expected"),
     ({"tile": "row"}, TypeError, r"'channel', 'tensor' or None, got 'row'"),
-    ({"rounding": "nearest"}, ValueError, r"rounding: wanted 'nearest_even' or 'stochastic'"),
-    ({"rbits": 16}, ValueError, r"rbits: wanted 8 or 32, got 16"),
-    ({"transform": 16}, TypeError, r"transform: wanted a Hadamard or None, got 16"),
-    ({"statistic": "max"}, ValueError, r"statistic: wanted 'amax', 'percentile' or 'running'"),
-    ({"percentile": 0.0}, ValueError, r"percentile: wanted a number in \(0, 100\]"),
+    ({"rounding": "nearest"}, ValueError, r"rounding: expected 'nearest_even' or 'stochastic'"),
+    ({"rbits": 16}, ValueError, r"rbits: expected 8 or 32, got 16"),
+    ({"transform": 16}, TypeError, r"transform: expected a Hadamard or None, got 16"),
+    ({"statistic": "max"}, ValueError, r"statistic: expected 'amax', 'percentile' or 'running'"),
+    ({"percentile": 0.0}, ValueError, r"percentile: expected a number in \(0, 100\]"),
     ({"percentile": 100.5}, ValueError, r"percentile"),
     ({"percentile": float("nan")}, ValueError, r"percentile"),
-    ({"decay": 1.0}, ValueError, r"decay: wanted a number in \[0, 1\)"),
+    ({"decay": 1.0}, ValueError, r"decay: expected a number in \[0, 1\)"),
     ({"decay": -0.1}, ValueError, r"decay"),
-    ({"element_scale": 0.0}, ValueError, r"element_scale: wanted a number in \(0, 1\]"),
+    ({"element_scale": 0.0}, ValueError, r"element_scale: expected a number in \(0, 1\]"),
     ({"element_scale": 1.5}, ValueError, r"element_scale"),
     ({"element_scale": float("nan")}, ValueError, r"element_scale"),
-    ({"scale_window": -1}, ValueError, r"scale_window: wanted an int >= 0, got -1"),
-    ({"scale_window": 2.0}, ValueError, r"scale_window: wanted an int >= 0, got 2\.0"),
+    ({"scale_window": -1}, ValueError, r"scale_window: expected an int >= 0, got -1"),
+    ({"scale_window": 2.0}, ValueError, r"scale_window: expected an int >= 0, got 2\.0"),
     ({"format": "nvfp4", "scale_window": 28}, ValueError, r"scale_window: only for E8M0.*nvfp4"),
     (
         {"scale_dtype": "float32"},
         ValueError,
-        r"scale_dtype: wanted None .*got 'float32' with mxfp4",
+        r"scale_dtype: expected None .*got 'float32' with mxfp4",
     ),
-    ({"format": "int8", "scale_dtype": "e8m0"}, ValueError, r"scale_dtype: wanted None"),
-    ({"format": "int8", "scale_dtype": "float64"}, ValueError, r"scale_dtype: wanted None"),
+    ({"format": "int8", "scale_dtype": "e8m0"}, ValueError, r"scale_dtype: expected None"),
+    ({"format": "int8", "scale_dtype": "float64"}, ValueError, r"scale_dtype: expected None"),
     ({"symmetric": False}, ValueError, r"mxfp4 has no zero point; use int8 or int4"),
     ({"format": "fp8_e4m3", "symmetric": False}, ValueError, r"no zero point"),
     (
@@ -69,7 +69,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"symmetric=False",
     ),
-    ({"rebased": True}, ValueError, r"rebased: wanted MXFP8 in tiles \(1, n\).*got mxfp4"),
+    ({"rebased": True}, ValueError, r"rebased: expected MXFP8 in tiles \(1, n\).*got mxfp4"),
     (
         {"format": "mxfp8_e4m3", "rebased": True, "tile": (32, 32)},
         ValueError,
@@ -85,10 +85,10 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"transform",
     ),
-    ({"outliers": 4}, ValueError, r"outliers: wanted None .*got 4 with mxfp4"),
+    ({"outliers": 4}, ValueError, r"outliers: expected None .*got 4 with mxfp4"),
     ({"format": "outlier", "outliers": 33}, ValueError, r"0\.\.32.*got 33"),
-    ({"format": "outlier", "outliers": -1}, ValueError, r"outliers: wanted"),
-    ({"format": "outlier", "outliers": True}, ValueError, r"outliers: wanted"),
+    ({"format": "outlier", "outliers": -1}, ValueError, r"outliers: expected"),
+    ({"format": "outlier", "outliers": True}, ValueError, r"outliers: expected"),
     ({"format": "outlier", "transform": Hadamard(16)}, ValueError, r"outlier codes whole rows"),
     ({"format": "outlier", "statistic": "running"}, ValueError, r"outlier codes whole rows"),
     ({"format": "outlier", "tile": (1, 32)}, ValueError, r"outlier codes whole rows"),
@@ -104,10 +104,10 @@ def test_bad_fields(fields: dict[str, Any], kind: type[Exception], message: str)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"size": 8}, r"Hadamard size: wanted one of .*128.*got 8"),
+        ({"size": 8}, r"Hadamard size: expected one of .*128.*got 8"),
         ({"size": 256}, r"Hadamard size"),
-        ({"signs": "some"}, r"Hadamard signs: wanted none, fixed or random, got 'some'"),
-        ({"seed": -1}, r"Hadamard seed: wanted an int in 0\.\.2\*\*64"),
+        ({"signs": "some"}, r"Hadamard signs: expected none, fixed or random, got 'some'"),
+        ({"seed": -1}, r"Hadamard seed: expected an int in 0\.\.2\*\*64"),
         ({"seed": 1 << 64}, r"Hadamard seed"),
         ({"seed": 1.5}, r"Hadamard seed"),
     ],
@@ -133,7 +133,7 @@ def test_a_rule_that_contradicts_the_dialect(name: str) -> None:
 
 @pytest.mark.parametrize("axis", [2, -3, 100])
 def test_axis_out_of_range(axis: int) -> None:
-    with pytest.raises(ValueError, match=rf"axis: wanted -2\.\.1 .*2 axes, got {axis}"):
+    with pytest.raises(ValueError, match=rf"axis: expected -2\.\.1 .*2 axes, got {axis}"):
         quantize(np.ones((3, 4), np.float32), QuantSpec("mxfp4", axis=axis))
 
 
@@ -149,7 +149,7 @@ def test_a_tile_of_rows_needs_two_axes() -> None:
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.bool_, np.complex64])
 def test_only_floats_are_quantized(dtype: type) -> None:
-    with pytest.raises(TypeError, match="wanted a float array, got"):
+    with pytest.raises(TypeError, match="expected a float array, got"):
         quantize(np.ones((2, 32), dtype), QuantSpec("mxfp4"))
 
 
@@ -170,7 +170,7 @@ def test_previous_maxima_that_do_not_fit() -> None:
     factors = (np.float32("nan"), np.float32("inf"), np.float32(-1))
     wrong = (good[:, :1], good.astype(np.float64), *(good * f for f in factors))
     for previous in wrong:
-        with pytest.raises(ValueError, match="previous_amax: wanted"):
+        with pytest.raises(ValueError, match="previous_amax: expected"):
             quantize(x, running, None, previous)
 
 

@@ -40,11 +40,11 @@ def test_integers_with_a_zero_point(fixed: StaticScale) -> None:
         with np.errstate(over="ignore"):
             ratio = float(value / np.float32(fixed.scale))
         whole = round(ratio) if np.isfinite(ratio) else int(np.sign(ratio)) * 10**6
-        wanted = whole + fixed.zero_point
-        saturated += not -128 <= wanted <= 127
-        wanted = min(max(wanted, -128), 127)
-        flushed += value != 0 and wanted == fixed.zero_point
-        assert code == wanted, value
+        expected = whole + fixed.zero_point
+        saturated += not -128 <= expected <= 127
+        expected = min(max(expected, -128), 127)
+        flushed += value != 0 and expected == fixed.zero_point
+        assert code == expected, value
     assert (stats.count, stats.saturated, stats.flushed) == (x.size, saturated, flushed)
     decoded = (q.codes.view(np.int8).astype(np.float32) - fixed.zero_point) * fixed.scale
     assert np.array_equal(dequantize(q), decoded)
@@ -63,11 +63,11 @@ def test_fp8() -> None:
     q, stats = quantize_static(x, FP8, fixed)
     with np.errstate(over="ignore"):
         scaled = x / np.float32(fixed.scale)
-    wanted = np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn)
-    assert np.array_equal(q.codes, wanted.view(np.uint8))
+    expected = np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    assert np.array_equal(q.codes, expected.view(np.uint8))
     # beyond 464, halfway to the code that would follow 448, a value rounds outside the grid
     assert stats.saturated == int((np.abs(scaled) >= 464).sum())
-    assert stats.flushed == int(((wanted.astype(np.float32) == 0) & (x != 0)).sum())
+    assert stats.flushed == int(((expected.astype(np.float32) == 0) & (x != 0)).sum())
 
 
 @pytest.mark.parametrize("spec", [ASYMMETRIC, SYMMETRIC, FP8])
@@ -117,23 +117,23 @@ def test_the_scale_of_a_range() -> None:
     ],
 )
 def test_specs_without_a_fixed_scale(spec: QuantSpec) -> None:
-    with pytest.raises(ValueError, match="a fixed scale: wanted"):
+    with pytest.raises(ValueError, match="static scale: expected"):
         check_static_spec(spec)
-    with pytest.raises(ValueError, match="a fixed scale: wanted"):
+    with pytest.raises(ValueError, match="static scale: expected"):
         quantize_static(np.ones((1, 4), np.float32), spec, StaticScale(1.0))
 
 
 def test_what_does_not_go_together() -> None:
     x = np.ones((1, 4), np.float32)
-    with pytest.raises(ValueError, match="wanted a zero point exactly if symmetric=False"):
+    with pytest.raises(ValueError, match="expected a zero point exactly if symmetric=False"):
         quantize_static(x, ASYMMETRIC, StaticScale(1.0))
-    with pytest.raises(ValueError, match="wanted a zero point exactly if symmetric=False"):
+    with pytest.raises(ValueError, match="expected a zero point exactly if symmetric=False"):
         quantize_static(x, FP8, StaticScale(1.0, 0))
     for scale in (0.0, -1.0, np.inf, np.nan, 0.1):
-        with pytest.raises(ValueError, match="wanted a positive float32"):
+        with pytest.raises(ValueError, match="expected a positive float32"):
             StaticScale(scale)
-    with pytest.raises(ValueError, match=r"zero_point: wanted -128\.\.127"):
+    with pytest.raises(ValueError, match=r"zero_point: expected -128\.\.127"):
         StaticScale(1.0, 128)
     for low, high in ((1.0, 0.0), (0.0, np.inf), (np.nan, 1.0)):
-        with pytest.raises(ValueError, match="range: wanted finite"):
+        with pytest.raises(ValueError, match="range: expected finite"):
             choose_static_scale(low, high, FP8)

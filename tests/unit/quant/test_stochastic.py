@@ -98,7 +98,7 @@ def test_every_field_of_a_stream_changes_the_words() -> None:
     ],
 )
 def test_a_stream_out_of_range_is_refused(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{name}: wanted an int in 0"):
+    with pytest.raises(ValueError, match=f"{name}: expected an int in 0"):
         Stream(**{"seed": 0, name: value})
 
 

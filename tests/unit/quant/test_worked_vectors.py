@@ -71,11 +71,11 @@ BYTES = [
 ]
 
 
-@pytest.mark.parametrize(("element", "amax", "wanted"), BYTES)
-def test_scale_bytes(element: str, amax: float, wanted: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("element", "amax", "expected"), BYTES)
+def test_scale_bytes(element: str, amax: float, expected: tuple[int, ...]) -> None:
     grid, value = ELEMENTS[element], np.array([amax], F)
     got = tuple(int(e8m0_bytes(value, grid, rule)[0]) for rule in RULES)
-    assert got == wanted
+    assert got == expected
     assert int(e8m0_bytes(value, grid, "one")[0]) == 127
 
 
@@ -86,20 +86,20 @@ def test_rceil_where_its_product_is_subnormal() -> None:
     for mantissa in (0x7EFFFF, 0x7F0000, 0x7F0001, 0x3FFFFF, 0x400001, 0x20, 0x7FFFFF):
         amax = from_bits(mantissa)
         product = bits_of(F(amax * F(F(1) / F(127 / 64))))
-        wanted = int(product > 0x400000)
-        assert int(e8m0_bytes(np.array([amax]), grid, "rceil")[0]) == wanted
-        seen.add(wanted)
+        expected = int(product > 0x400000)
+        assert int(e8m0_bytes(np.array([amax]), grid, "rceil")[0]) == expected
+        seen.add(expected)
     assert seen == {0, 1}
 
 
 def test_e2m1_rounds_to_even_and_saturates() -> None:
     inputs = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.5, 6.0]
-    wanted = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
+    expected = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
     for sign in (1.0, -1.0):
         x = spread([sign * v for v in inputs])
         q, stats = quantize(x, QuantSpec("mxfp4"))
         got = dequantize(q)[: len(inputs)]
-        np.testing.assert_array_equal(got, np.array(wanted, F) * sign)
+        np.testing.assert_array_equal(got, np.array(expected, F) * sign)
         np.testing.assert_array_equal(np.signbit(got), np.full(len(inputs), sign < 0))
         assert (stats.count, stats.saturated, stats.flushed) == (32, 0, 1)
 
@@ -117,8 +117,8 @@ def test_fp8_by_hand() -> None:
     q, _ = quantize(x, QuantSpec("fp8_e4m3"))
     assert q.scales.shape == (1,)
     assert q.scales[0] == F(2) / F(448)
-    wanted = [112, -256, 22, 0, 448, -64, 160, -176]
-    np.testing.assert_array_equal(decode(q.codes, ELEMENTS["e4m3"]), wanted)
+    expected = [112, -256, 22, 0, 448, -64, 160, -176]
+    np.testing.assert_array_equal(decode(q.codes, ELEMENTS["e4m3"]), expected)
     back = [0.5, -1.142857, 0.098214, 0, 2, -0.285714, 0.714286, -0.785714]
     np.testing.assert_allclose(dequantize(q), back, atol=1e-6)
 
@@ -165,9 +165,9 @@ def test_float16_scales_round_first() -> None:
     assert q.scales.dtype == np.float16
     assert q.scales[0] == scale
     assert dequantize(q)[0] == F(7) * F(scale)
-    for value, wanted in ((3e38, 65504.0), (1e-20, 2.0**-24), (0.0, 1.0)):
+    for value, expected in ((3e38, 65504.0), (1e-20, 2.0**-24), (0.0, 1.0)):
         q, _ = quantize(spread([value]), QuantSpec("int4", scale_dtype="float16"))
-        assert q.scales[0] == wanted
+        assert q.scales[0] == expected
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "int8", "int4", "outlier"])
@@ -304,7 +304,7 @@ def test_tiny_block_of_nvfp4() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "wanted"),
+    ("dialect", "expected"),
     [
         ("ocp", [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]),
         ("microxcaling", [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]),
@@ -312,11 +312,11 @@ def test_tiny_block_of_nvfp4() -> None:
         ("gguf", [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0]),
     ],
 )
-def test_ties_of_a_dialect(dialect: str, wanted: list[float]) -> None:
+def test_ties_of_a_dialect(dialect: str, expected: list[float]) -> None:
     x = spread([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
     for sign in (F(1), F(-1)):
         got = dequantize(quantize(x * sign, QuantSpec("mxfp4", dialect=dialect))[0])
-        np.testing.assert_array_equal(got[:7], np.array(wanted, F) * sign)
+        np.testing.assert_array_equal(got[:7], np.array(expected, F) * sign)
 
 
 def test_mxint8_never_holds_minus_128() -> None:
@@ -329,9 +329,9 @@ def test_mxint8_never_holds_minus_128() -> None:
 def test_scale_window_by_hand() -> None:
     x = np.stack([spread([4.0]), spread([4 * 2.0**-10]), spread([4 * 2.0**-20]), spread([0.0])])
     x = np.concatenate([x, spread([np.nan])[None]])
-    for window, wanted in ((None, [127, 117, 107]), (15, [127, 117, 112]), (0, [127] * 3)):
+    for window, expected in ((None, [127, 117, 107]), (15, [127, 117, 112]), (0, [127] * 3)):
         q, _ = quantize(x, QuantSpec("mxfp4", scale_window=window))
-        np.testing.assert_array_equal(q.scales[:, 0], [*wanted, 0, 0xFF])
+        np.testing.assert_array_equal(q.scales[:, 0], [*expected, 0, 0xFF])
 
 
 def test_scale_window_is_anchored_on_blocks_that_hold_something() -> None:

@@ -64,5 +64,5 @@ def test_gradcheck_refuses_a_kink() -> None:
 
 
 def test_gradcheck_wants_float64() -> None:
-    with pytest.raises(TypeError, match="wanted float64 inputs, got float32"):
+    with pytest.raises(TypeError, match="expected float64 inputs, got float32"):
         gradcheck(et.exp, et.ones(3))

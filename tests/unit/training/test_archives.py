@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from training.data import DATASETS, DataError, batches, fetch, load_dataset
-from training.data.cifar import CIFAR10, RECORD, parse_records
 from training.data.dataset import pixel_statistics
-from training.data.emnist import EMNIST
 from training.data.fetch import RemoteFile
+from training.data.sources import CIFAR10, CIFAR_RECORD, EMNIST, parse_cifar
 
 RNG = np.random.default_rng(0)
 
@@ -54,7 +53,7 @@ def tar_of(files: dict[str, bytes]) -> bytes:
 
 def cifar_files() -> tuple[dict[str, bytes], list[np.ndarray]]:
     names = [f"data_batch_{n}.bin" for n in range(1, 6)] + ["test_batch.bin"]
-    tables = [RNG.integers(0, 10, (4, RECORD)).astype(np.uint8) for _ in names]
+    tables = [RNG.integers(0, 10, (4, CIFAR_RECORD)).astype(np.uint8) for _ in names]
     folder = CIFAR10.inside
     return {f"{folder}/{n}": t.tobytes() for n, t in zip(names, tables, strict=True)}, tables
 
@@ -77,7 +76,7 @@ def test_cifar10_loads_from_its_archive(cache: Path) -> None:
     ("damage", "message"),
     [
         (lambda f, k: f.pop(k), "not there; is this another archive"),
-        (lambda f, k: f.update({k: f[k][:-1]}), "wanted 4 records of 3,073 bytes"),
+        (lambda f, k: f.update({k: f[k][:-1]}), "expected 4 records of 3,073 bytes"),
         (lambda f, k: f.update({k: f[k] + b"x"}), "got 12,293 bytes"),
         (lambda f, k: f.update({k: b"\x0a" + f[k][1:]}), r"labels in 0\.\.9, got 10 in record 0"),
     ],
@@ -90,9 +89,9 @@ def test_cifar10_refuses_files_that_are_not_its_own(cache: Path, damage: Any, me
 
 
 def test_what_is_no_archive_is_refused(cache: Path) -> None:
-    with pytest.raises(DataError, match=r"wanted a complete \.tar\.gz"):
+    with pytest.raises(DataError, match=r"expected a complete \.tar\.gz"):
         keep(cache, CIFAR10, "cifar10", b"not a tar file", records=4).load()
-    with pytest.raises(DataError, match="wanted a complete zip file"):
+    with pytest.raises(DataError, match="expected a complete zip file"):
         keep(cache, EMNIST[0], "emnist", b"not a zip file").load()
 
 
@@ -102,10 +101,10 @@ def test_a_damaged_archive_is_refused_before_it_is_opened(cache: Path) -> None:
     path = cache / "cifar10" / CIFAR10.archive.name
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(DataError, match=f"wanted {len(whole):,} bytes, got {len(whole) - 1:,}"):
+    with pytest.raises(DataError, match=f"expected {len(whole):,} bytes, got {len(whole) - 1:,}"):
         source.load()
     path.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
-    with pytest.raises(DataError, match="wanted SHA-256") as caught:
+    with pytest.raises(DataError, match="expected SHA-256") as caught:
         source.load()
     assert f"delete {path}" in str(caught.value)
 
@@ -123,9 +122,9 @@ def test_an_archive_is_downloaded_under_its_own_name(cache: Path, tmp_path: Path
     assert (cache / "cifar10" / "cifar-10-binary.tar.gz").is_file()
 
 
-def test_parse_records_refuses_nothing_at_all() -> None:
+def test_parse_cifar_refuses_nothing_at_all() -> None:
     with pytest.raises(DataError, match="got 0 bytes"):
-        parse_records(b"", 4, 10, "empty")
+        parse_cifar(b"", 4, 10, "empty")
 
 
 # --- EMNIST
@@ -178,15 +177,15 @@ def test_emnist_classes() -> None:
     ("damage", "message"),
     [
         (lambda f, k: f.pop(k), "not there; is this another archive"),
-        (lambda f, k: f.update({k: f[k][:-9]}), "wanted a complete gzip file"),
-        (lambda f, k: f.update({k: idx_gz(np.zeros(5, np.uint8))}), r"wanted shape \(6,\)"),
+        (lambda f, k: f.update({k: f[k][:-9]}), "expected a complete gzip file"),
+        (lambda f, k: f.update({k: idx_gz(np.zeros(5, np.uint8))}), r"expected shape \(6,\)"),
         (
             lambda f, k: f.update({k: idx_gz(np.full(6, 27, np.uint8))}),
-            r"wanted labels in 1\.\.26, got 27\.\.27",
+            r"expected labels in 1\.\.26, got 27\.\.27",
         ),
         (
             lambda f, k: f.update({k: idx_gz(np.zeros(6, np.uint8))}),
-            r"wanted labels in 1\.\.26, got 0\.\.0",
+            r"expected labels in 1\.\.26, got 0\.\.0",
         ),
     ],
 )

@@ -13,7 +13,6 @@ from training.cli import main
 from training.config import RunConfig, read_toml, write_toml
 from training.data import DATASETS, fetch
 from training.runs import RUNS, defaults
-from training.tasks import TASKS
 
 
 def config(**changes: Any) -> RunConfig:
@@ -26,7 +25,7 @@ def config(**changes: Any) -> RunConfig:
         (model, dataset)
         for model, run in RUNS.items()
         for dataset, row in DATASETS.items()
-        if row.kind == TASKS[run.task].kind
+        if row.kind == run.kind
     ],
 )
 def test_every_row_of_runs_is_a_valid_configuration(model: str, dataset: str) -> None:
@@ -48,19 +47,19 @@ def test_defaults_depend_on_the_data_set() -> None:
         ({"optimizer": "adamm"}, "no optimizer named 'adamm'; did you mean 'adam"),
         ({"schedule": "cosin"}, "did you mean 'cosine'"),
         ({"loss_scale": "on"}, "no loss scale named 'on'"),
-        ({"epochs": 0}, "--epochs: wanted a whole number, 1 or more, got 0"),
-        ({"epochs": -3}, "--epochs: wanted a whole number, 1 or more, got -3"),
-        ({"batch_size": 0}, "--batch-size: wanted a whole number, 1 or more, got 0"),
-        ({"lr": 0.0}, "--lr: wanted a positive number"),
-        ({"lr": float("nan")}, "--lr: wanted a positive number, got nan"),
-        ({"lr": float("inf")}, "--lr: wanted a positive number, got inf"),
-        ({"momentum": 1.0}, r"--momentum: wanted a number in \[0, 1\)"),
-        ({"weight_decay": -0.1}, "--weight-decay: wanted a number, 0 or more"),
-        ({"warmup_epochs": 11.0}, "--warmup-epochs: wanted at most the 10 epochs"),
-        ({"clip_norm": float("inf")}, "--clip-norm: wanted a number, 0 or more"),
-        ({"patience": -1}, "--patience: wanted a whole number, 0 or more"),
-        ({"train_limit": -1}, "--train-limit: wanted a whole number"),
-        ({"seed": -1}, "--seed: wanted a whole number in 0"),
+        ({"epochs": 0}, "--epochs: expected a whole number, 1 or more, got 0"),
+        ({"epochs": -3}, "--epochs: expected a whole number, 1 or more, got -3"),
+        ({"batch_size": 0}, "--batch-size: expected a whole number, 1 or more, got 0"),
+        ({"lr": 0.0}, "--lr: expected a positive number"),
+        ({"lr": float("nan")}, "--lr: expected a positive number, got nan"),
+        ({"lr": float("inf")}, "--lr: expected a positive number, got inf"),
+        ({"momentum": 1.0}, r"--momentum: expected a number in \[0, 1\)"),
+        ({"weight_decay": -0.1}, "--weight-decay: expected a number, 0 or more"),
+        ({"warmup_epochs": 11.0}, "--warmup-epochs: expected at most the 10 epochs"),
+        ({"clip_norm": float("inf")}, "--clip-norm: expected a number, 0 or more"),
+        ({"patience": -1}, "--patience: expected a whole number, 0 or more"),
+        ({"train_limit": -1}, "--train-limit: expected a whole number"),
+        ({"seed": -1}, "--seed: expected a whole number in 0"),
     ],
 )
 def test_bad_values_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -71,10 +70,10 @@ def test_bad_values_are_refused(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"epochs": 1.5}, "epochs: wanted int, got 1.5"),
-        ({"epochs": True}, "epochs: wanted int, got True"),
-        ({"lr": "0.1"}, "lr: wanted float, got '0.1'"),
-        ({"augment": 1}, "augment: wanted str, got 1"),
+        ({"epochs": 1.5}, "epochs: expected int, got 1.5"),
+        ({"epochs": True}, "epochs: expected int, got True"),
+        ({"lr": "0.1"}, "lr: expected float, got '0.1'"),
+        ({"augment": 1}, "augment: expected str, got 1"),
     ],
 )
 def test_bad_types_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -106,8 +105,8 @@ def test_toml_strings_are_escaped() -> None:
     ("text", "message"),
     [
         ("epoch = 3", "no setting named 'epoch'; did you mean 'epochs'"),
-        ("epochs = = 3", "wanted TOML, got"),
-        ("epochs = \xff", "wanted TOML, got"),
+        ("epochs = = 3", "expected TOML, got"),
+        ("epochs = \xff", "expected TOML, got"),
     ],
 )
 def test_bad_toml_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -164,7 +163,7 @@ def test_photographs_that_are_nowhere_are_one_error_with_a_way_out(
         ({"augment": "flips"}, "no augmentation of images named 'flips'; did you mean 'flip'"),
         ({"augment": "noise"}, "no augmentation of images named 'noise'"),
         ({"sampler": "weigthed"}, "no sampler named 'weigthed'; did you mean 'weighted'"),
-        ({"val_share": 1.0}, r"--val-share: wanted a number in \[0, 1\), got 1.0"),
+        ({"val_share": 1.0}, r"--val-share: expected a number in \[0, 1\), got 1.0"),
         ({"patience": 3}, "--patience: 3 epochs .* nothing is held out; .*--val-share 0.1"),
         ({"optimizer_states": "int8"}, "no optimizer states named 'int8'; .*bfloat16"),
     ],

@@ -15,7 +15,7 @@ from training.data import DataError, Dataset, Split, batches, epoch_order, fetch
 from training.data.digits import enlarge, stratified_split
 from training.data.draws import Draws
 from training.data.fetch import RemoteFile, cache_directory, find
-from training.data.idx import FASHION_MNIST, MNIST, IdxSource, parse_idx
+from training.data.sources import FASHION_MNIST, MNIST, IdxSource, parse_idx
 from training.data.transforms import RandomCrop
 
 
@@ -83,12 +83,12 @@ def test_parse_idx_round_trips() -> None:
     ("content", "message"),
     [
         (b"", "got 0 bytes"),
-        (b"\x1f\x8b\x08\x00rest", "wanted an IDX magic number"),
-        (b"\x00\x00\x0d\x03" + CONTENT[4:], "wanted an IDX magic number"),
+        (b"\x1f\x8b\x08\x00rest", "expected an IDX magic number"),
+        (b"\x00\x00\x0d\x03" + CONTENT[4:], "expected an IDX magic number"),
         (CONTENT[:9], "truncated"),
-        (CONTENT[:-1], "wanted 24 bytes after the header"),
+        (CONTENT[:-1], "expected 24 bytes after the header"),
         (CONTENT + b"x", "got 25"),
-        (idx_bytes(PIXELS[:1]), r"wanted shape \(2, 3, 4\), got \(1, 3, 4\)"),
+        (idx_bytes(PIXELS[:1]), r"expected shape \(2, 3, 4\), got \(1, 3, 4\)"),
     ],
 )
 def test_parse_idx_refuses(content: bytes, message: str) -> None:
@@ -115,7 +115,7 @@ def test_find_looks_in_cache_and_system(
 def test_find_prefers_the_cache_and_refuses_it_if_damaged(tmp_path: Path, cache: Path) -> None:
     put(tmp_path / "system", gzip.compress(CONTENT))
     damaged = put(cache / "toy", gzip.compress(CONTENT)[:-5])
-    with pytest.raises(DataError, match="wanted a complete gzip file") as caught:
+    with pytest.raises(DataError, match="expected a complete gzip file") as caught:
         find("toy", FILE, [tmp_path / "system"], [], "none")
     assert f"delete {damaged}" in str(caught.value)
 
@@ -123,11 +123,11 @@ def test_find_prefers_the_cache_and_refuses_it_if_damaged(tmp_path: Path, cache:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (gzip.compress(CONTENT[:-1], mtime=0), "wanted 40 bytes once decompressed, got 39"),
-        (gzip.compress(CONTENT[:-1] + b"x", mtime=0), "wanted SHA-256"),
-        (b"not gzip at all", "wanted a complete gzip file"),
-        (gzip.compress(CONTENT, mtime=0)[:20], "wanted a complete gzip file"),
-        (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xff\xff\xff\xff", "wanted a complete gzip"),
+        (gzip.compress(CONTENT[:-1], mtime=0), "expected 40 bytes once decompressed, got 39"),
+        (gzip.compress(CONTENT[:-1] + b"x", mtime=0), "expected SHA-256"),
+        (b"not gzip at all", "expected a complete gzip file"),
+        (gzip.compress(CONTENT, mtime=0)[:20], "expected a complete gzip file"),
+        (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xff\xff\xff\xff", "expected a complete gzip"),
     ],
 )
 def test_find_refuses_damaged_files(cache: Path, content: bytes, message: str) -> None:
@@ -154,7 +154,7 @@ def test_a_bad_download_leaves_nothing_and_the_error_names_every_place(
     with pytest.raises(DataError) as caught:
         find("toy", FILE, [tmp_path / "system"], [nowhere, server.as_uri()], "apt-get install toy")
     text = str(caught.value)
-    for part in (cache / "toy", tmp_path / "system", nowhere, server.as_uri(), "wanted SHA-256"):
+    for part in (cache / "toy", tmp_path / "system", nowhere, server.as_uri(), "expected SHA-256"):
         assert str(part) in text
     assert "apt-get install toy" in text
     assert list((cache / "toy").iterdir()) == []
@@ -173,7 +173,7 @@ def test_idx_sets_offline_name_the_way_out(
         raise OSError("no network here")
 
     monkeypatch.setattr(fetch.urllib.request, "urlopen", offline)
-    monkeypatch.setattr("training.data.idx.Path.is_file", lambda self: False)
+    monkeypatch.setattr("training.data.sources.Path.is_file", lambda self: False)
     with pytest.raises(DataError) as caught:
         source.load()
     assert source.remedy in str(caught.value)
@@ -196,7 +196,7 @@ def test_an_idx_set_loads_from_four_files(
     shapes = ((6, 28, 28), (6,), (4, 28, 28), (4,))
     arrays = [rng.integers(0, 10, shape).astype(np.uint8) for shape in shapes]
     stems = ("a", "b", "c", "d")
-    monkeypatch.setattr("training.data.idx.FILES", tuple(zip(stems, shapes, strict=True)))
+    monkeypatch.setattr("training.data.sources.FILES", tuple(zip(stems, shapes, strict=True)))
     for stem, array in zip(stems, arrays, strict=True):
         put(cache / row.name, gzip.compress(idx_bytes(array)), f"{stem}.gz")
     sums = tuple(hashlib.sha256(idx_bytes(a)).hexdigest() for a in arrays)
@@ -264,7 +264,7 @@ def test_shifts_depend_on_the_image_not_the_batch() -> None:
 
 
 def test_split_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"wanted \(N, C, H, W\)"):
+    with pytest.raises(ValueError, match=r"expected \(N, C, H, W\)"):
         Split(np.zeros((3, 4), np.float32), np.zeros(3, np.int64))
-    with pytest.raises(ValueError, match=r"labels: wanted \(3,\) of int64"):
+    with pytest.raises(ValueError, match=r"labels: expected \(3,\) of int64"):
         Split(np.zeros((3, 1, 4, 4), np.float32), np.zeros(2, np.int64))

@@ -21,12 +21,13 @@ from extensor.quant import QuantArray
 from extensor.quant.recipe import Recipe, Rule
 from extensor.quant.recipes import get_recipe
 from training import loop
-from training.callbacks import LAST, Callback, EarlyStopping, SaveCheckpoint
+from training.callbacks import Callback, EarlyStopping, SaveCheckpoint
 from training.config import RunConfig
 from training.data import DataError, Dataset, epoch_order, load_dataset
-from training.loop import Interrupted, Trainer, train
-from training.reports import StepReport
-from training.rundir import UsageError, claim
+from training.loop import Interrupted, Trainer
+from training.records import StepReport
+from training.rundir import LAST, UsageError, claim
+from training.train import train
 
 Make = Callable[..., RunConfig]
 
@@ -141,6 +142,15 @@ def test_training_learns(small: Make, tmp_path: Path) -> None:
             },
         ),
         (8, {"recipe": "mxfp4_adaptive", "optimizer": "adamw", "schedule": "constant"}),
+        (
+            8,
+            {
+                "epochs": 4,
+                "optimizer": "muon",
+                "schedule": "reduce_lr_on_plateau",
+                "schedule_options": "patience=0,threshold=0.9",
+            },
+        ),
     ],
 )
 def test_a_resumed_run_is_bit_identical(
@@ -248,7 +258,7 @@ def test_without_validation_nothing_is_chosen(small: Make, tmp_path: Path) -> No
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["best_epoch"] is result["best_accuracy"] is result["val_loss"] is None
     assert trainer.history[0].val_accuracy is None
-    with pytest.raises(ValueError, match="wanted validation data, got none"):
+    with pytest.raises(ValueError, match="expected validation data, got none"):
         fitted(small(epochs=1), tmp_path, EarlyStopping(2))
 
 
@@ -275,7 +285,7 @@ def test_best_checkpoint_is_the_best_epochs(small: Make, tmp_path: Path) -> None
 
 
 def test_a_batch_larger_than_the_data_is_refused(small: Make, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="wanted at most the 96 training images, got 97"):
+    with pytest.raises(ValueError, match="expected at most the 96 training images, got 97"):
         Trainer(small(batch_size=97), tmp_path)
 
 
@@ -334,6 +344,6 @@ def test_claiming_a_folder(small: Make, tmp_path: Path) -> None:
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(UsageError, match="is not empty, and holds no run"):
         claim(tmp_path / "other", config, resume=False)
-    with pytest.raises(UsageError, match="wanted a folder, got a file"):
+    with pytest.raises(UsageError, match="expected a folder, got a file"):
         claim(tmp_path / "other" / "thesis.tex", config, resume=False)
     assert isinstance(load_dataset("digits"), Dataset)

@@ -23,7 +23,7 @@ def test_ties_go_to_the_lower_class_as_in_argmax() -> None:
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_top_k_refuses(k: int) -> None:
-    with pytest.raises(ValueError, match=r"k: wanted 1\.\.3"):
+    with pytest.raises(ValueError, match=r"k: expected 1\.\.3"):
         top_k_hits(LOGITS, LABELS, k)
 
 

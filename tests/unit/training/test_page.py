@@ -18,13 +18,13 @@ from extensor.quant.recipes import RECIPES
 from extensor.quant.reference import dequantize, quantize
 from extensor.quant.spec import QuantSpec
 from training import page
-from training.callbacks import LAST, METRICS, TELEMETRY
 from training.cli import main
 from training.config import RunConfig
 from training.data import DataError
-from training.loop import train
+from training.rundir import LAST, METRICS, TELEMETRY
 from training.snapshot import on_grid
 from training.svg import Line, bars, lines, ticks
+from training.train import train
 
 Make = Callable[..., RunConfig]
 QUIET = Console(file=io.StringIO(), width=100)
@@ -146,7 +146,7 @@ def test_without_its_data(small: Make, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_what_it_refuses(small: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "wanted the folder of a run" in capsys.readouterr().err
+    assert "expected the folder of a run" in capsys.readouterr().err
     train(small(), tmp_path / "run", resume=False, console=QUIET)
     (tmp_path / "run" / METRICS).write_text("{]\n")
     assert main(["report", str(tmp_path / "run")]) == 2
@@ -168,8 +168,8 @@ def test_values_on_their_grid(name: str) -> None:
         q, _ = quantize(x, spec.resolve(2))
         values = dequantize(q)
         scale = float(values.max()) / max(v for v, share in one.grid if share)
-        wanted = float(((values / scale) ** 2).sum() / 410)
-        assert sum(share * v * v for v, share in one.grid) == pytest.approx(wanted, rel=1e-4)
+        expected = float(((values / scale) ** 2).sum() / 410)
+        assert sum(share * v * v for v, share in one.grid) == pytest.approx(expected, rel=1e-4)
 
 
 def test_dense_operands() -> None:
@@ -191,7 +191,7 @@ def test_charts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "wanted"),
+    ("low", "high", "expected"),
     [
         (0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]),
         (0.3, 9.7, [2.5, 5.0, 7.5]),
@@ -199,5 +199,5 @@ def test_charts() -> None:
         (100.0, 100.0, [100.0]),
     ],
 )
-def test_ticks_are_round(low: float, high: float, wanted: list[float]) -> None:
-    assert ticks(low, high) == pytest.approx(wanted)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)

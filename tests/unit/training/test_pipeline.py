@@ -76,7 +76,7 @@ def test_weights_decide_and_zero_is_never_drawn() -> None:
     counts = np.bincount(weighted_order(np.array([1.0, 0.0, 3.0]), 8000, 0, 1), minlength=3)
     assert counts[1] == 0 and abs(counts[2] - 6000) < 6 * 39
     for bad in ([], [0.0, 0.0], [1.0, -1.0], [np.nan, 1.0], [[1.0]]):
-        with pytest.raises(ValueError, match="weights: wanted"):
+        with pytest.raises(ValueError, match="weights: expected"):
             weighted_order(np.array(bad), 3, 0, 1)
 
 
@@ -153,7 +153,7 @@ def test_crop_shifts_by_up_to_its_padding_and_all_ways() -> None:
     assert set(y) == set(z) == set(range(1, 8))
     assert CenterCrop(5)(images(), draws()).shape == (12, 3, 5, 5)
     assert np.array_equal(CenterCrop(8)(images(), draws()), images()[..., 1:9])
-    with pytest.raises(ValueError, match="wanted images of 9 pixels a side or more, got 8 x 10"):
+    with pytest.raises(ValueError, match="expected images of 9 pixels a side or more, got 8 x 10"):
         CenterCrop(9)(images(), draws())
 
 
@@ -184,9 +184,9 @@ def test_compose_and_what_it_refuses() -> None:
     x = images()
     both = Compose([RandomFlip(), RandomCrop(1)])(x, draws())
     assert np.array_equal(both, RandomCrop(1)(RandomFlip()(x, draws()), draws()))
-    with pytest.raises(ValueError, match="wanted each kind of random transform once"):
+    with pytest.raises(ValueError, match="expected each kind of random transform once"):
         Compose([RandomFlip(), RandomFlip(0.1)])
-    with pytest.raises(TypeError, match="wanted transforms, got"):
+    with pytest.raises(TypeError, match="expected transforms, got"):
         Compose([lambda x: x])
     for policy in AUGMENTATIONS.values():
         assert policy(x, draws()).shape == x.shape
@@ -201,14 +201,14 @@ def test_compose_and_what_it_refuses() -> None:
     ],
 )  # fmt: skip
 def test_options_out_of_range(make: Any) -> None:
-    with pytest.raises(ValueError, match="wanted"):
+    with pytest.raises(ValueError, match="expected"):
         make()
 
 
 def test_transforms_refuse_what_is_no_batch() -> None:
-    with pytest.raises(ValueError, match=r"wanted images \(N, C, H, W\), got shape \(3, 8, 10\)"):
+    with pytest.raises(ValueError, match=r"expected images \(N, C, H, W\), got shape \(3, 8, 10\)"):
         RandomFlip()(images()[0], draws(3))
-    with pytest.raises(ValueError, match="wanted draws for 12 images, got draws for 3"):
+    with pytest.raises(ValueError, match="expected draws for 12 images, got draws for 3"):
         RandomFlip()(images(), draws(3))
 
 
@@ -252,7 +252,7 @@ def test_leaving_early_ends_the_thread_and_nothing_runs_far_ahead() -> None:
     items.close()
     assert threading.active_count() == before
     assert len(made) <= 2 + 2 + 1  # taken, waiting, and one in hand
-    with pytest.raises(ValueError, match="depth: wanted a whole number, 0 or more"):
+    with pytest.raises(ValueError, match="depth: expected a whole number, 0 or more"):
         prefetch([], -1)
 
 
@@ -302,10 +302,10 @@ def test_a_data_set_refuses_labels_out_of_range_and_empty_parts() -> None:
     empty = Split(np.zeros((0, 1, 4, 4), np.float32), np.zeros(0, np.int64))
     other = Split(np.zeros((3, 1, 5, 4), np.float32), np.array([0, 1, 1]))
     for train, test, message in (
-        (good, Split(good.images, np.array([0, 1, 2])), "wanted test labels in 0..1.*got 2"),
-        (Split(good.images, np.array([0, -1, 1])), good, "wanted train labels in 0..1.*got -1"),
-        (empty, good, "wanted train images, got none"),
-        (good, empty, "wanted test images, got none"),
+        (good, Split(good.images, np.array([0, 1, 2])), "expected test labels in 0..1.*got 2"),
+        (Split(good.images, np.array([0, -1, 1])), good, "expected train labels in 0..1.*got -1"),
+        (empty, good, "expected train images, got none"),
+        (good, empty, "expected test images, got none"),
         (good, other, "images of one shape"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from training.callbacks.progress import WIDE, ShowProgress
-from training.reports import StepReport
+from training.records import StepReport
 
 
 def shown(width: int) -> str:

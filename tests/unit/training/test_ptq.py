@@ -13,12 +13,13 @@ from rich.console import Console
 
 import extensor as et
 from training import ptq as quantizing
-from training.callbacks import LAST
 from training.cli import main
 from training.config import RunConfig
-from training.loop import Trainer, train
+from training.loop import Trainer
 from training.ptq import calibration_set, nbytes, restored
+from training.rundir import LAST
 from training.runs import defaults
+from training.train import train
 
 Make = Callable[..., RunConfig]
 QUIET = Console(file=io.StringIO(), width=100)
@@ -99,10 +100,10 @@ def test_a_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ("flags", "message"),
     [
         (["--schemes", "int9"], "did you mean 'int8'"),
-        (["--schemes", ""], "wanted each scheme once, got ''"),
-        (["--schemes", "int8,int8"], "wanted each scheme once"),
-        (["--calibration", "0"], "wanted 1 or more inputs, got 0"),
-        (["--calibration", "97"], "wanted at most the 96 training images"),
+        (["--schemes", ""], "expected each scheme once, got ''"),
+        (["--schemes", "int8,int8"], "expected each scheme once"),
+        (["--calibration", "0"], "expected 1 or more inputs, got 0"),
+        (["--calibration", "97"], "expected at most the 96 training images"),
         (
             ["--schemes", "int8", "--keep", "layer.*", "--calibration", "9"],
             "rule 'layer.*' matches no layer",
@@ -122,7 +123,7 @@ def test_a_folder_without_a_run_or_its_checkpoint(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ptq", str(tmp_path / "none")]) == 2
-    assert "wanted the folder of a run" in capsys.readouterr().err
+    assert "expected the folder of a run" in capsys.readouterr().err
     (run / LAST).unlink()
     assert main(["ptq", str(run)]) == 2
     assert "its first epoch is not done; the way out" in capsys.readouterr().err

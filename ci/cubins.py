@@ -1,0 +1,201 @@
+"""Do the CUDA kernels still compile to the same machine code? Needs NVRTC, and no GPU.
+
+Run it before and after a change that should move or rename text only:
+
+    python ci/cubins.py record before.json         in a checkout without the change
+    python ci/cubins.py record after.json          in a checkout with it
+    python ci/cubins.py compare before.json after.json
+
+``record`` runs the tests that compile kernels (those with the ``nvrtc`` fixture) and writes down
+the SHA-256 of each cubin that they make. ``compare`` lists the cubins that one side lacks, and for
+those that changed the registers, the stack and the bytes of code before and after. It exits 1 if
+any cubin of BEFORE is missing in AFTER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILERS = "extensor_cuda.runtime.compile", "extensor_cuda.jit"
+"""Modules that may hold `compile_cubin`; the first that exists is used."""
+Compile = Callable[[Any, str], tuple[bytes, str]]
+_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\w+|[^\w\s]')
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_USED = re.compile(r"Used (\d+) registers")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores")
+
+
+def preprocessed(source: Any) -> str:
+    """The program's tokens, without comments and macros."""
+    macros = "".join(f"#define {name} {value}\n" for name, value in source.macros)
+    command = ("c++", "-E", "-P", "-x", "c++", "-D__CUDA_ARCH__=900", "-")
+    done = subprocess.run(
+        command, input=macros + source.text, capture_output=True, text=True, check=True
+    )
+    text = re.sub(r'"\s+"', "", done.stdout)  # adjacent string literals are one
+    return " ".join(_TOKEN.findall(text))
+
+
+def figures(log: str) -> dict[str, list[int]]:
+    """Registers, bytes of stack and bytes of spills of each kernel, from ptxas's log."""
+    found: dict[str, list[int]] = {}
+    for part in re.split(r"(?=Compiling entry function)", log)[1:]:
+        name, used, stack = (rule.search(part) for rule in (_ENTRY, _USED, _STACK))
+        if name and used and stack:
+            found[name[1]] = [int(used[1]), int(stack[1]), int(stack[2])]
+    return found
+
+
+class Recorder:
+    """A pytest plugin: runs the tests that compile, and notes every cubin.
+
+    ``cache`` keeps cubins by preprocessed text, so that a second recording compiles what changed.
+    """
+
+    def __init__(self, cache: Path | None) -> None:
+        self.cache = cache
+        self.test = ""
+        self.programs: dict[str, dict[str, Any]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Put the recording in the compiler's place."""
+        for name in COMPILERS:
+            try:
+                jit = importlib.import_module(name)
+            except ModuleNotFoundError:
+                continue
+            compiler: Any = jit
+            compiler.compile_cubin = partial(self.record, compiler.compile_cubin)
+            return
+        raise SystemExit("no module holds compile_cubin")
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Keep the tests that compile."""
+        items[:] = [item for item in items if "nvrtc" in item.fixturenames]
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        """Note which test runs."""
+        self.test = item.nodeid
+
+    def record(self, compile_cubin: Compile, source: Any, arch: str) -> tuple[bytes, str]:
+        """Compile, or take from the cache, and note the digest."""
+        code, log = self.compiled(compile_cubin, source, arch)
+        key = f"{self.test}#{self.counts[self.test]}@{arch}"
+        self.counts[self.test] += 1
+        self.programs[key] = {
+            "source": source.name,
+            "macros": dict(source.macros),
+            "sha256": hashlib.sha256(code).hexdigest(),
+            "bytes": len(code),
+            "kernels": figures(log),
+        }
+        return code, log
+
+    def compiled(self, compile_cubin: Compile, source: Any, arch: str) -> tuple[bytes, str]:
+        """The cubin and the compiler's log."""
+        if self.cache is None:
+            return compile_cubin(source, arch)
+        try:
+            text = f"{arch} {source.exact} {preprocessed(source)}"
+        except subprocess.CalledProcessError:  # a test of a program that does not compile
+            return compile_cubin(source, arch)
+        stem = self.cache / hashlib.sha256(text.encode()).hexdigest()
+        code, log = stem.with_suffix(".cubin"), stem.with_suffix(".log")
+        if log.exists():
+            return code.read_bytes(), log.read_text()
+        made = compile_cubin(source, arch)
+        code.write_bytes(made[0])
+        log.write_text(made[1])
+        return made
+
+
+def record(out: Path, root: Path, cache: Path | None, arguments: Sequence[str]) -> int:
+    """Run the tests that compile in the checkout at ``root``; write the digests to ``out``."""
+    out = out.resolve()
+    if cache is not None:
+        cache = cache.resolve()
+        cache.mkdir(parents=True, exist_ok=True)
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    recorder = Recorder(cache)
+    code = pytest.main(["-q", "-p", "no:xdist", *arguments], plugins=[recorder])
+    out.write_text(json.dumps(recorder.programs, indent=1, sort_keys=True), encoding="utf-8")
+    cubins = len({program["sha256"] for program in recorder.programs.values()})
+    print(f"{len(recorder.programs)} programs, {cubins} different cubins -> {out}")
+    return int(code)
+
+
+def compare(before_path: Path, after_path: Path) -> int:
+    """Print the cubins that one side lacks; 1 if any of BEFORE is missing in AFTER."""
+    before, after = (json.loads(path.read_text()) for path in (before_path, after_path))
+    digests = {program["sha256"] for program in after.values()}
+    missing = {key: program for key, program in before.items() if program["sha256"] not in digests}
+    old = {program["sha256"] for program in before.values()}
+    new = {key: program for key, program in after.items() if program["sha256"] not in old}
+    by_source: dict[str, list[str]] = defaultdict(list)
+    for key, program in missing.items():
+        by_source[program["source"]].append(key)
+    for source, keys in sorted(by_source.items()):
+        print(f"{source}: {len(keys)} cubins of BEFORE are not in AFTER")
+        for key in keys:
+            print(f"  {key}")
+            changed = after.get(key)
+            if changed is None:
+                print("    no such program in AFTER")
+                continue
+            was = before[key]
+            print(f"    bytes {was['bytes']} -> {changed['bytes']}")
+            for name, numbers in was["kernels"].items():
+                print(f"    {name}: {numbers} -> {changed['kernels'].get(name)}")
+    equal = len({p["sha256"] for p in before.values()} & digests)
+    print(f"{len(before)} programs before, {len(after)} after; {equal} different cubins are equal")
+    print(f"{len(missing)} programs of BEFORE are missing in AFTER, {len(new)} of AFTER are new")
+    return int(bool(missing))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Record or compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record", help="compile, and write each cubin's SHA-256")
+    recording.add_argument("out", type=Path, help="the JSON file to write")
+    recording.add_argument("--root", type=Path, default=ROOT, help="the checkout (this one)")
+    recording.add_argument(
+        "--cache", type=Path, help="keep cubins here, by the text that remains after preprocessing"
+    )
+    recording.add_argument("--tests", nargs="*", default=["tests"], help="files or folders")
+    recording.add_argument("-k", default="", help="only tests that match, as in pytest")
+    comparing = commands.add_parser("compare", help="which cubins of BEFORE are in AFTER")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
+    given = parser.parse_args(argv)
+    if given.command == "record":
+        return record(
+            given.out,
+            given.root,
+            given.cache,
+            [*given.tests, *(["-k", given.k] if given.k else [])],
+        )
+    return compare(given.before, given.after)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

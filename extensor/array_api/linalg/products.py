@@ -1,0 +1,60 @@
+"""The standard's transposed matrices and products of vectors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from extensor.array_api.complex import conj
+from extensor.autograd.primitive import BadInput, Sample, composite
+from extensor.autograd.tensor import ExTensor
+from extensor.ops.arguments import axis_index, tensors_only
+from extensor.ops.arithmetic import multiply
+from extensor.ops.reduce import sum
+from extensor.ops.shape import swapaxes
+
+__all__ = ["matrix_transpose", "vecdot"]
+
+
+@composite(
+    samples=lambda rng: [Sample((rng.normal(size=(2, 3, 4)),))],
+    errors=(BadInput((np.zeros(3),), ValueError, "two axes or more"),),
+)
+def matrix_transpose(x: ExTensor, /) -> ExTensor:
+    """Give x with its last two axes exchanged.
+
+    Raises:
+        ValueError: for fewer than two axes.
+    """
+    tensors_only("matrix_transpose", x)
+    if x.ndim < 2:
+        raise ValueError(f"matrix_transpose: wanted two axes or more, got shape {x.shape}")
+    return swapaxes(x, -2, -1)
+
+
+@composite(
+    samples=lambda rng: [
+        Sample((rng.normal(size=(3, 4)), rng.normal(size=(4,)))),
+        Sample((rng.normal(size=(3, 4)), rng.normal(size=(3, 1))), {"axis": -2}),
+    ],
+    errors=(
+        BadInput((np.zeros((2, 3)), np.zeros(2)), ValueError, "equal lengths"),
+        BadInput((np.zeros(3), np.zeros(3)), ValueError, "negative", {"axis": 0}),
+    ),
+)
+def vecdot(x1: ExTensor, x2: ExTensor, /, *, axis: int = -1) -> ExTensor:
+    """Dot products of vectors along ``axis`` (counted from the last), the rest broadcasting.
+
+    Those of complex numbers take the conjugate of x1.
+
+    Raises:
+        ValueError: for vectors of two lengths, or an axis that is not negative or out of range.
+    """
+    tensors_only("vecdot", x1, x2)
+    if axis >= 0:
+        raise ValueError(f"vecdot: axis: wanted a negative one, got {axis}")
+    first, second = (axis_index("vecdot", axis, x.ndim) for x in (x1, x2))
+    if x1.shape[first] != x2.shape[second]:
+        raise ValueError(f"vecdot: wanted equal lengths along {axis}, got {x1.shape}, {x2.shape}")
+    left = conj(x1) if x1.dtype.is_complex else x1
+    products = multiply(left, x2)
+    return sum(products, axis, dtype=products.dtype)

@@ -1,0 +1,142 @@
+"""Sets, searches and counts of the Python Array API standard (2025.12): no gradients.
+
+Shapes that depend on values are allowed; results live on the device of the input.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from extensor.autograd.apply import wrap
+from extensor.autograd.tensor import ExTensor
+from extensor.ops.arguments import Axis, Operand, as_tensors, axis_tuple, tensors_only
+
+__all__ = [
+    "count_nonzero", "isin", "nonzero", "searchsorted", "unique_all", "unique_counts",
+    "unique_inverse", "unique_values",
+]  # fmt: skip
+
+
+class UniqueAll(NamedTuple):
+    """The different values, where each is first, which each element is, how often each occurs."""
+
+    values: ExTensor
+    indices: ExTensor
+    inverse_indices: ExTensor
+    counts: ExTensor
+
+
+class UniqueCounts(NamedTuple):
+    """The different values, and how often each occurs."""
+
+    values: ExTensor
+    counts: ExTensor
+
+
+class UniqueInverse(NamedTuple):
+    """The different values, and which of them each element is."""
+
+    values: ExTensor
+    inverse_indices: ExTensor
+
+
+def _dense(name: str, *tensors: Any) -> None:
+    tensors_only(name, *tensors)
+    for x in tensors:
+        if x.dtype.is_blocked:
+            raise TypeError(
+                f"{name}: wanted a dense tensor, got {x.dtype.name}; use x.dequantize()"
+            )
+
+
+def unique_all(x: ExTensor, /) -> UniqueAll:
+    """The different values of x, ascending; every NaN is one of its own.
+
+    Raises:
+        TypeError: for a blocked tensor.
+    """
+    _dense("unique_all", x)
+    # float32 holds every 16-bit float, and sorts where ml_dtypes' bfloat16 does not.
+    narrow = x.dtype.is_float and x.dtype.itemsize == 2
+    values, *places = x.backend.xp.unique(
+        x.data.astype(np.float32) if narrow else x.data,
+        return_index=True,
+        return_inverse=True,
+        return_counts=True,
+        equal_nan=False,
+    )
+    first, inverse, counts = (wrap(p, x.backend) for p in places)
+    found = wrap(values.astype(x.data.dtype, copy=False), x.backend)
+    return UniqueAll(found, first, inverse.reshape(x.shape), counts)
+
+
+def unique_counts(x: ExTensor, /) -> UniqueCounts:
+    """As `unique_all`, the values and counts."""
+    values, _, _, counts = unique_all(x)
+    return UniqueCounts(values, counts)
+
+
+def unique_inverse(x: ExTensor, /) -> UniqueInverse:
+    """As `unique_all`, the values and which each element is."""
+    values, _, inverse, _ = unique_all(x)
+    return UniqueInverse(values, inverse)
+
+
+def unique_values(x: ExTensor, /) -> ExTensor:
+    """As `unique_all`, the values alone."""
+    return unique_all(x).values
+
+
+def nonzero(x: ExTensor, /) -> tuple[ExTensor, ...]:
+    """The positions (int64) of all values that are not zero, one tensor per axis, row-major.
+
+    Raises:
+        TypeError, ValueError: for a blocked tensor, or one without axes.
+    """
+    _dense("nonzero", x)
+    if x.ndim == 0:
+        raise ValueError("nonzero: wanted a tensor of one axis or more, got shape ()")
+    return tuple(wrap(part, x.backend) for part in x.backend.xp.nonzero(x.data))
+
+
+def count_nonzero(x: ExTensor, /, *, axis: Axis = None, keepdims: bool = False) -> ExTensor:
+    """How many values over ``axis`` are not zero (int64); NaN is not.
+
+    Raises:
+        TypeError, ValueError: for a blocked tensor, or a bad axis.
+    """
+    _dense("count_nonzero", x)
+    axes = axis_tuple("count_nonzero", axis, x.ndim)
+    counts = (x.data != 0).sum(axis=axes, keepdims=keepdims, dtype=np.int64)
+    return wrap(counts, x.backend)
+
+
+def isin(x1: Operand, x2: Operand, /, *, invert: bool = False) -> ExTensor:
+    """Whether each value of x1 is among those of x2 (is not, if ``invert``); NaN equals nothing.
+
+    Raises:
+        TypeError: for blocked tensors, or two operands without a tensor.
+    """
+    a, b = as_tensors("isin", x1, x2)
+    _dense("isin", a, b)
+    return wrap(a.backend.xp.isin(a.data, b.data, invert=invert), a.backend)
+
+
+def searchsorted(
+    x1: ExTensor, x2: Operand, /, *, side: str = "left", sorter: ExTensor | None = None
+) -> ExTensor:
+    """Where values of x2 go into the ascending vector x1 (int64), before or after equal ones.
+
+    Raises:
+        TypeError, ValueError: for blocked tensors, x1 that is no vector, or another side.
+    """
+    a, b = as_tensors("searchsorted", x1, x2)
+    _dense("searchsorted", a, b)
+    if a.ndim != 1 or side not in ("left", "right"):
+        raise ValueError(
+            f"searchsorted: wanted a vector and side 'left' or 'right', got {a.shape}, {side!r}"
+        )
+    order = None if sorter is None else sorter.data
+    return wrap(a.backend.xp.searchsorted(a.data, b.data, side=side, sorter=order), a.backend)

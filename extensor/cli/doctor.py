@@ -1,0 +1,201 @@
+"""``extensor doctor``: what this installation has, and which code each format and method takes."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import platform
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from shutil import which
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from extensor import config
+from extensor.backends import registry
+from extensor.backends.cpu import CpuBackend
+from extensor.backends.protocol import Backend, Window
+from extensor.cli.sheet import Sheet, show
+from extensor.formats import FORMATS
+from extensor.quant import QuantArray, QuantSpec
+
+__all__ = ["doctor"]
+
+
+def doctor() -> None:
+    """Show what this installation has: versions, the C++ core, what runs on it, devices, flags."""
+    sheets = [_version_sheet()]
+    try:
+        backend = registry.get("cpu")
+    except (RuntimeError, ValueError) as error:  # a core that must be there, a flag that is wrong
+        sheets.append(Sheet("C++ core", ("what", "state"), (("CPU backend", str(error)),)))
+    else:
+        assert isinstance(backend, CpuBackend)
+        sheets += [
+            _core_sheet(backend),
+            *_quantize_sheets(backend),
+            _conv_pool_sheet(backend),
+            _nn_sheet(backend),
+            _generic_sheet(backend),
+        ]
+    show([*sheets, _device_sheet(), _flag_sheet()])
+
+
+def _version_sheet() -> Sheet:
+    rows = (
+        ("extensor", metadata.version("extensor")),
+        ("python", f"{platform.python_version()} ({platform.machine()}, {platform.system()})"),
+        ("numpy", np.__version__),
+        ("ml_dtypes", ml_dtypes.__version__),
+    )
+    return Sheet("Versions", ("what", "version"), rows)
+
+
+def _core_sheet(backend: CpuBackend) -> Sheet:
+    core = backend.core
+    if core is None:
+        rows = [("C++ core", f"not used: {backend.core_missing}")]
+        if config.use_core():
+            rows.append(("to have it", _how_to_build_core()))
+    else:
+        levels = " < ".join(core.levels())
+        rows = [
+            ("C++ core", "in use"),
+            ("instruction set", f"{core.level()} (this CPU and build: {levels})"),
+            ("threads", str(core.threads())),
+        ]
+    return Sheet("C++ core", ("what", "state"), tuple(rows))
+
+
+def _how_to_build_core() -> str:
+    """What this machine lacks for building the C++ core."""
+    named = os.environ.get("CXX")
+    found = [name for name in ([named] if named else ["c++", "g++", "clang++"]) if which(name)]
+    if found:
+        return f"{which(found[0])} is here: install again (pip install -e .), and read what it says"
+    missing = f"CXX={named} is not there" if named else "no c++, g++ or clang++ is on the PATH"
+    return f"{missing}: install a C++20 compiler, then install again"
+
+
+Call = tuple[Any, ...]
+"""A method's name and its arguments."""
+
+
+def _format_sheet(
+    title: str, backend: CpuBackend, methods: Sequence[str], calls: Callable[[str], Sequence[Call]]
+) -> Sheet:
+    """Which code each format takes under its default spec; ``calls`` gives a format's calls."""
+    rows = tuple((name, *(backend.path(*call) for call in calls(name))) for name in FORMATS)
+    return Sheet(f"{title} on the CPU", ("format", *methods), rows)
+
+
+def _quantize_sheets(backend: CpuBackend) -> list[Sheet]:
+    """Quantizers and products of blocked matrices, by format."""
+    x, few = np.ones((64, 64), np.float32), np.ones((4, 64), np.float32)
+    one = ("quantize", "dequantize", "fake_quantize")
+    both = ("quantize_rowwise_columnwise", "fake_quantize_rowwise_columnwise")
+    products = ("block_scaled_matmul", "weight_only_matmul")
+
+    def packed(name: str) -> QuantArray:
+        return backend.quantize(x, QuantSpec(name).resolve(2))[0]
+
+    def of_one(name: str) -> Sequence[Call]:
+        spec = QuantSpec(name).resolve(2)
+        return [(one[0], x, spec), (one[1], packed(name)), (one[2], x, spec)]
+
+    def of_both(name: str) -> Sequence[Call]:
+        specs = tuple(QuantSpec(name, axis=axis).resolve(2) for axis in (1, 0))
+        return [(method, x, specs) for method in both]
+
+    def of_products(name: str) -> Sequence[Call]:
+        q = packed(name)
+        return [(products[0], q, q), (products[1], few, q)]
+
+    return [
+        _format_sheet("Quantizing, with the default spec,", backend, one, of_one),
+        _format_sheet("Quantizing a matrix along rows and columns at once", backend, both, of_both),
+        _format_sheet("Products of blocked matrices", backend, products, of_products),
+    ]
+
+
+def _conv_pool_sheet(backend: CpuBackend) -> Sheet:
+    """Which code convolutions and pooling take on float32 images, 3x3 kernel, padding 1."""
+    x, w = np.ones((2, 4, 8, 8), np.float32), np.ones((4, 4, 3, 3), np.float32)
+    rows, spec = [], QuantSpec(next(iter(FORMATS))).resolve(2)
+    for stride in (1, 2):
+        window = Window((3, 3), (stride, stride), (1, 1))
+        g, index = backend.max_pool2d(x, window)
+        calls: tuple[Call, ...] = (
+            ("quantized_conv2d", x, w, spec, None, w.shape, window),
+            ("quantized_conv2d_grad_w", g.reshape(4, -1), x, spec, None, w.shape, window),
+            ("conv2d", x, w, window, 1),
+            ("conv2d_grad_x", g, w, x.shape, window, 1),
+            ("conv2d_grad_w", g, x, w.shape, window, 1),
+            ("max_pool2d", x, window),
+            ("max_pool2d_grad", g, index, x.shape),
+        )
+        rows += [(call[0], str(stride), backend.path(*call)) for call in calls]
+    title = "Convolution and pooling on the CPU, float32"
+    return Sheet(title, ("method", "stride", "path"), tuple(rows))
+
+
+def _nn_sheet(backend: CpuBackend) -> Sheet:
+    """Which code the methods of layers and optimizers take on a float32 matrix."""
+    x, w = np.ones((64, 64), np.float32), np.ones(64, np.float32)
+    flat, mean = w.copy(), np.ones((64, 1), np.float32)
+    heads, stats = np.ones((2, 4, 16, 32), np.float32), np.ones((2, 4, 16, 2), np.float32)
+    causal_scale, labels = (True, 0.1), np.zeros(64, np.int64)
+    calls: tuple[Call, ...] = (
+        ("product", x, x),
+        ("matmul", x, x),
+        ("attention", *(heads,) * 3, *causal_scale),
+        ("attention_grad", *(heads,) * 5, stats, *causal_scale, (heads,) * 3),
+        ("gelu", x),
+        ("gelu_grad", x, x, x),
+        ("softmax", x, -1),
+        ("softmax_grad", x, x, -1),
+        ("log_softmax", x, -1),
+        ("log_softmax_grad", x, x, -1),
+        ("cross_entropy", x, labels, 0.0),
+        ("cross_entropy_grad", w, x, labels, np.ones((64, 2), np.float32), 0.0),
+        ("layer_norm", x, w, w, 1e-5),
+        ("layer_norm_grad", x, x, w, mean, mean),
+        ("rms_norm", x, w, 1e-6),
+        ("rms_norm_grad", x, x, w, mean),
+        ("batch_norm", x, w, w, 1e-5),
+        ("batch_norm_grad", x, x, w, w, w, 1e-5),
+        ("relu", x),
+        ("relu_grad", x, x),
+        ("add", x, x),
+        ("bfloat16_values", x),
+        ("channel_sum", x),
+        ("all_finite", x),
+        ("adam", flat, w, w, w, {}),
+        ("sgd", flat, w, None, 0.1, 0.0, 0.0, False),
+    )
+    rows = tuple((call[0], backend.path(*call)) for call in calls)
+    return Sheet("Layers and optimizers on the CPU, float32", ("method", "path"), rows)
+
+
+def _generic_sheet(backend: CpuBackend) -> Sheet:
+    """The methods of a backend for which the core has no kernel of its own."""
+    methods = [name for name, thing in inspect.getmembers(Backend, inspect.isfunction)]
+    generic = [n for n in methods if not n.startswith("_") and n not in backend.core_methods()]
+    rows = tuple((name, "numpy, or made of the above") for name in generic)
+    return Sheet("Other methods on the CPU", ("method", "path"), rows)
+
+
+def _device_sheet() -> Sheet:
+    rows = []
+    for name, row in registry.BACKENDS.items():
+        lacking = registry.missing(name)
+        state = "found" if not lacking else f"not found: {', '.join(lacking)}"
+        rows.append((name, state, row.way_out))
+    return Sheet("Devices (looked for, not imported)", ("device", "packages", "needs"), tuple(rows))
+
+
+def _flag_sheet() -> Sheet:
+    rows = tuple((f.name, f.read(), f.default, f.doc) for f in config.FLAGS.values())
+    return Sheet("Flags", ("variable", "value", "default", ""), rows)

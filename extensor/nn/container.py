@@ -1,0 +1,102 @@
+"""Modules that hold other modules in order, and Flatten, which stands between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from extensor.autograd.tensor import ExTensor
+from extensor.nn.checks import check_size
+from extensor.nn.module import Module
+from extensor.ops.arguments import tensors_only
+
+__all__ = ["Flatten", "ModuleList", "Sequential"]
+
+
+class _Container(Module):
+    """Iteration, length and indexing over child modules, in the order they were set."""
+
+    def __iter__(self) -> Iterator[Module]:
+        return (module for _, module in self.named_children())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, index: int) -> Module:
+        return list(self)[index]
+
+
+class Sequential(_Container):
+    """Modules called one after the other, each on the output of the one before.
+
+    Args:
+        layers: named ``"0"``, ``"1"``, ...
+        named: further layers under names of their own.
+
+    Raises:
+        TypeError: if something is no Module.
+        ValueError: for two layers of one name.
+    """
+
+    def __init__(self, *layers: Module, **named: Module) -> None:
+        for name, layer in [*((str(i), layer) for i, layer in enumerate(layers)), *named.items()]:
+            if not isinstance(layer, Module):
+                raise TypeError(f"Sequential: {name}: expected a Module, got {layer!r:.80}")
+            if name in vars(self):
+                raise ValueError(
+                    f"Sequential: expected a name of its own for each layer, got two named "
+                    f"{name!r}; layers without a name are numbered from 0"
+                )
+            setattr(self, name, layer)
+
+    def forward(self, x: Any) -> Any:
+        """The last module's output."""
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class ModuleList(_Container):
+    """A list of modules whose parameters are found; it computes nothing itself.
+
+    Args:
+        modules: named ``"0"``, ``"1"``, ...
+
+    Raises:
+        TypeError: if something is no Module.
+    """
+
+    def __init__(self, modules: Iterable[Module] = ()) -> None:
+        for module in modules:
+            self.append(module)
+
+    def append(self, module: Module) -> None:
+        """Add a module at the end."""
+        if not isinstance(module, Module):
+            raise TypeError(f"ModuleList: expected a Module, got {module!r:.80}")
+        setattr(self, str(len(self)), module)
+
+
+class Flatten(Module):
+    """Joins all axes from ``start`` on: (N, C, H, W) -> (N, C H W).
+
+    Raises:
+        ValueError: if ``start`` is negative; when called, for an input of fewer axes.
+    """
+
+    def __init__(self, start: int = 1) -> None:
+        self.start = check_size("start", start, 0)
+
+    def forward(self, x: ExTensor) -> ExTensor:
+        """The same values with fewer axes."""
+        tensors_only("Flatten", x)
+        if x.ndim <= self.start:
+            raise ValueError(
+                f"Flatten: expected an input of more than {self.start} axes, got shape {x.shape}"
+            )
+        return x.reshape((*x.shape[: self.start], math.prod(x.shape[self.start :])))
+
+    def extra_repr(self) -> str:
+        """The first axis joined, if it is not the default."""
+        return "" if self.start == 1 else f"start={self.start}"

@@ -1,0 +1,91 @@
+"""Putting a recipe to work on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from extensor.nn.linear import GemmLayer
+from extensor.nn.module import Module
+from extensor.nn.norm import LayerNorm, RMSNorm
+from extensor.quant.recipe import FloatName, LayerRecipe, Recipe
+from extensor.quant.recipe_state import LayerContext, RecipeState
+from extensor.quant.recipes import RECIPES, get_recipe
+from extensor.random import Stream
+
+__all__ = ["apply_recipe", "assign_recipe", "gemm_layers", "round_norms"]
+
+
+def gemm_layers(model: Module) -> Iterator[tuple[str, GemmLayer]]:
+    """(path, layer) of every layer whose GEMMs a recipe can quantize, in model order."""
+    for path, module in model.named_modules():
+        if isinstance(module, GemmLayer):
+            yield path, module
+
+
+def apply_recipe(
+    model: Module, recipe: Recipe | str, seed: int = 0, activations: FloatName | None = None
+) -> RecipeState:
+    """Give every Linear and Conv2d of a model its place in a recipe.
+
+    A layer's roles are its own ``role`` (``@embedding``, ``@head``) and, for the first and the last
+    of the layers without one, ``@first`` and ``@last``.
+
+    Args:
+        model: the model; its layers' ``quant`` is set.
+        recipe: a recipe or the name of one.
+        seed: seed of all stochastic rounding.
+        activations: instead of the recipe's own: "float32" or "bfloat16".
+
+    Returns:
+        The recipe's state: set ``step`` before each optimizer step, read ``telemetry`` after.
+
+    Raises:
+        TypeError: for what is no model or no recipe.
+        ValueError: for an unknown name, a path rule that matches no layer, or a seed out of range.
+            The model is unchanged then.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"apply_recipe: expected a Module, got {type(model).__name__}")
+    if not isinstance(recipe, (Recipe, str)):
+        raise TypeError(
+            f"apply_recipe: expected a Recipe or the name of one, got {recipe!r}; "
+            f"names: {', '.join(RECIPES)}"
+        )
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    if activations is not None:
+        recipe = replace(recipe, activations=activations)
+    Stream(seed)  # refuses what cannot seed the stochastic rounding
+    chosen = assign_recipe(model, recipe)
+    state = RecipeState(recipe, seed)
+    for index, (path, module) in enumerate(gemm_layers(model)):
+        state.layers[path] = LayerContext(path, index, chosen[path], state)
+        module.quant = state.layers[path]
+    round_norms(model, recipe.activations == "bfloat16")
+    return state
+
+
+def round_norms(model: Module, narrow: bool) -> None:
+    """Have norms that only layers read round what these would round, or no longer."""
+    for module in model.modules():
+        for name in module.feeds_layers:
+            if isinstance(norm := getattr(module, name, None), (LayerNorm, RMSNorm)):
+                norm.narrow = narrow
+
+
+def assign_recipe(model: Module, recipe: Recipe) -> Mapping[str, LayerRecipe]:
+    """The recipe of each layer of a model, by path; roles as `apply_recipe` says.
+
+    Raises:
+        ValueError: for a path rule that matches no layer.
+    """
+    layers = list(gemm_layers(model))
+    # What has a role of its own is neither first nor last: those are the ends of what lies between.
+    plain = [path for path, module in layers if module.role is None]
+    roles: list[tuple[str, frozenset[str]]] = []
+    for path, module in layers:
+        marks = {f"@{module.role}"} if module.role else set()
+        marks |= {"@first"} if plain[:1] == [path] else set()
+        marks |= {"@last"} if plain[-1:] == [path] else set()
+        roles.append((path, frozenset(marks)))
+    return recipe.assign(roles)

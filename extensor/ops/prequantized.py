@@ -1,0 +1,319 @@
+"""Products with weights that were quantized beforehand: the layers of a quantized model.
+
+The weight is codes and scales (N, K), blocked along K. The layer's context says what becomes of the
+activations: multiplied as they are (weight-only), quantized by their own blocks (dynamic), or under
+the scale that calibration found (static).
+
+`prequantized_matmul` differs from the product of `extensor.ops.block_scaled` in its left operand:
+here it is a float tensor, which the layer's context quantizes and counts.
+
+A convolution multiplies x's patches by the flattened kernels (O, C kh kw), as in
+`extensor.ops.quantized`. Under a static scale x is quantized once and patches are taken of the
+codes, where a padded zero is the code of 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.apply import apply
+from extensor.autograd.primitive import BadInput, Sample, primitive
+from extensor.autograd.tensor import ExTensor
+from extensor.backends.generic import conv_pool
+from extensor.backends.generic.quantize import dense_values, weight_activations
+from extensor.backends.protocol import Array, Backend, Window
+from extensor.ops.arguments import tensors_only
+from extensor.ops.block_scaled import matrix_product
+from extensor.ops.conv import Pair, int_pair
+from extensor.ops.quantized import layer_context
+from extensor.quant import views
+from extensor.quant.array import QuantArray
+from extensor.quant.recipe import Gemm, LayerRecipe
+from extensor.quant.recipe_state import LayerContext
+from extensor.quant.spec import QuantSpec
+from extensor.quant.static_scale import quantize_static
+
+__all__ = ["prequantized_conv2d", "prequantized_matmul"]
+
+_FLOAT32 = np.dtype(np.float32)
+_ONCE = (
+    "a stored product is piecewise constant in its input, so its straight-through gradient has no "
+    "derivative of its own; differentiate the float model instead"
+)
+
+
+def _quantized(backend: Backend, x: Array, context: LayerContext, axis: int) -> QuantArray:
+    """The activations in blocks, counted."""
+    wanted = context.operand("fprop.x")
+    assert isinstance(wanted, QuantSpec)
+    x = backend.cast(x, _FLOAT32)
+    spec = wanted.replace(axis=axis).resolve(x.ndim)
+    if context.static_scale is None:
+        q, stats = backend.quantize(x, spec)
+    else:
+        q, stats = quantize_static(x, spec, context.static_scale, backend.xp)
+    context.record("fprop.x", stats)
+    return q
+
+
+# --- matrix product -----------------------------------------------------------------------------
+
+
+def _matmul_forward(backend: Backend, x: Array, w: QuantArray, context: LayerContext) -> Array:
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    operand = context.operand("fprop.x")
+    if isinstance(operand, str):
+        activations = weight_activations(backend, rows, operand)
+    else:
+        activations = _quantized(backend, rows, context, 1)
+    out = matrix_product(backend, activations, w)
+    return backend.cast(out.reshape(*x.shape[:-1], w.shape[0]), x.dtype)
+
+
+def _matmul_vjp(
+    backend: Backend,
+    g: Array,
+    out: Array,
+    inputs: tuple[Array, QuantArray],
+    needs: tuple[bool, bool],
+    context: LayerContext,
+) -> tuple[Array | None, None]:
+    x, w = inputs
+    if not needs[0]:
+        return None, None
+    rows = backend.cast(g.reshape(math.prod(x.shape[:-1]), w.shape[0]), _FLOAT32)
+    return backend.xp.matmul(rows, backend.dequantize(w)).reshape(x.shape), None
+
+
+def _stored_layer(activations: QuantSpec | None) -> LayerContext:
+    """A context for samples."""
+    weights = QuantSpec("int8")
+    gemm = Gemm(activations or "float32", weights)
+    full = Gemm("float32", "float32")
+    return layer_context(LayerRecipe(gemm, full, full))
+
+
+def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
+    x = rng.standard_normal((5, 40)).astype(np.float32)
+    w = ExTensor(rng.standard_normal((3, 40)).astype(np.float32)).to_int8()
+    yield Sample((x, w, _stored_layer(None)))
+    yield Sample((x, w, _stored_layer(QuantSpec("mxint8"))))
+
+
+@primitive(
+    forward=_matmul_forward,
+    fused_vjp=_matmul_vjp,
+    once=_ONCE,
+    reads="inputs",
+    mixed=True,
+    takes_blocked=True,
+    samples=_matmul_samples,
+    errors=(
+        BadInput(
+            (np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), _stored_layer(None)),
+            TypeError,
+            "wanted a weight in blocks",
+        ),
+    ),
+)
+def prequantized_matmul(x: ExTensor, w: ExTensor, context: LayerContext) -> ExTensor:
+    """X w^T with a weight stored in blocks; the gradient in x is straight-through.
+
+    Args:
+        x: (..., K), float32 or a 16-bit float.
+        w: (N, K), blocked along K.
+        context: says how x is quantized, and counts.
+
+    Returns:
+        (..., N), summed in float32 and rounded once, to x's dtype.
+
+    Raises:
+        ValueError: if the shapes do not fit, or w is blocked along the other axis.
+        TypeError: for another context, dense weights, or other dtypes.
+    """
+    _check("prequantized_matmul", x, w, context)
+    if x.ndim < 1 or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"prequantized_matmul: wanted x (..., K) and w (N, K), got {x.shape} and {w.shape}"
+        )
+    return apply("prequantized_matmul", x, w, context=context)
+
+
+def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
+    tensors_only(name, x, w)
+    if not isinstance(context, LayerContext):
+        raise TypeError(
+            f"{name}: wanted a LayerContext, got {type(context).__name__}; "
+            "quantize_model(model, scheme) makes them"
+        )
+    if not w.is_blocked:
+        raise TypeError(
+            f"{name}: wanted a weight in blocks, got {w.dtype.name}; quantize it along axis 1, or "
+            "use quantized_matmul"
+        )
+    if w.ndim != 2 or w.axis != 1:
+        raise ValueError(
+            f"{name}: wanted a weight (N, K) blocked along axis 1, got {w.shape} along {w.axis}"
+        )
+    if x.dtype.name not in ("float32", "float16", "bfloat16"):
+        raise TypeError(
+            f"{name}: x is {x.dtype.name}; wanted float32 or a 16-bit float: convert with "
+            "x.to('float32')"
+        )
+
+
+# --- convolution --------------------------------------------------------------------------------
+
+
+def _rows(x: Array, window: Window, xp: Any) -> Array:
+    """The patches of x as rows, (N * Ho * Wo, C * kh * kw)."""
+    return xp.ascontiguousarray(conv_pool.patch_matrix(x, window, 1, xp)[0].T)
+
+
+def _patches(
+    backend: Backend, x: Array, context: LayerContext, window: Window, groups: int
+) -> Iterator[QuantArray]:
+    """Each group's patches (N * Ho * Wo, C / groups * kh * kw), in blocks along the last axis."""
+    step = x.shape[1] // groups
+    if context.static_scale is None:
+        for i in range(groups):
+            part = _rows(x[:, i * step : (i + 1) * step], window, backend.xp)
+            yield _quantized(backend, part, context, 1)
+        return
+    q = _quantized(backend, x, context, 1)
+    zero = backend.xp.uint8((context.static_scale.zero_point or 0) & 0xFF)
+    spec = q.spec.replace(axis=1)
+    one: dict[str, Any] = {"scales": q.scales.reshape(1, 1)}
+    if q.zero_points is not None:
+        one["zero_points"] = q.zero_points.reshape(1, 1)
+    for i in range(groups):
+        codes = q.codes[:, i * step : (i + 1) * step] ^ zero  # padding is 0
+        rows = _rows(codes, window, backend.xp) ^ zero
+        yield QuantArray(codes=rows, spec=spec, shape=tuple(rows.shape), **one)
+
+
+def _conv_forward(
+    backend: Backend,
+    x: Array,
+    w: QuantArray,
+    context: LayerContext,
+    window: Window,
+    groups: int,
+) -> Array:
+    xp, outputs = backend.xp, w.shape[0]
+    operand = context.operand("fprop.x")
+    if isinstance(operand, str):
+        kernel = backend.dequantize(w).reshape(outputs, x.shape[1] // groups, *window.kernel)
+        return backend.conv2d(dense_values(backend, x, operand), kernel, window, groups)
+    size = outputs // groups
+    rows = []
+    for i, patches in enumerate(_patches(backend, x, context, window, groups)):
+        kernels = w if groups == 1 else views.slice_blocks(w, (_part(i, size), slice(None)))
+        rows.append(matrix_product(backend, patches, kernels))
+    joined = rows[0] if groups == 1 else xp.concatenate(rows, axis=1)
+    out = joined.reshape(x.shape[0], *window.output_size(x.shape[2:]), outputs)
+    return xp.ascontiguousarray(xp.transpose(out, (0, 3, 1, 2)))
+
+
+def _part(index: int, size: int) -> slice:
+    return slice(index * size, (index + 1) * size)
+
+
+def _conv_vjp(
+    backend: Backend,
+    g: Array,
+    out: Array,
+    inputs: tuple[Array, QuantArray],
+    needs: tuple[bool, bool],
+    context: LayerContext,
+    window: Window,
+    groups: int,
+) -> tuple[Array | None, None]:
+    x, w = inputs
+    if not needs[0]:
+        return None, None
+    kernel = backend.dequantize(w).reshape(w.shape[0], x.shape[1] // groups, *window.kernel)
+    return backend.conv2d_grad_x(g, kernel, x.shape, window, groups), None
+
+
+def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
+    x = rng.standard_normal((2, 4, 7, 7)).astype(np.float32)
+    w = ExTensor(rng.standard_normal((6, 18)).astype(np.float32)).to_int8()
+    for activations in (None, QuantSpec("mxint8")):
+        context = _stored_layer(activations)
+        yield Sample((x, w, context, 3), {"stride": 2, "padding": 1, "groups": 2})
+
+
+@primitive(
+    forward=_conv_forward,
+    fused_vjp=_conv_vjp,
+    once=_ONCE,
+    reads="inputs",
+    takes_blocked=True,
+    samples=_conv_samples,
+    errors=(
+        BadInput(
+            (
+                np.ones((2, 3, 8, 8), np.float32),
+                np.ones((4, 27), np.float32),
+                _stored_layer(None),
+                3,
+            ),
+            TypeError,
+            "wanted a weight in blocks",
+        ),
+    ),
+)
+def prequantized_conv2d(
+    x: ExTensor,
+    w: ExTensor,
+    context: LayerContext,
+    kernel_size: Pair,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+) -> ExTensor:
+    """2-D convolution (cross-correlation) with kernels stored in blocks; gradient straight-through.
+
+    Args:
+        x: (N, C, H, W), float32 or a 16-bit float.
+        w: (O, C / groups kh kw), the flattened kernels, blocked along axis 1.
+        context: says how x is quantized, and counts.
+        kernel_size: (kh, kw) or one number.
+        stride: window step, one number or (height, width).
+        padding: zeros around x, likewise.
+        dilation: spacing of the kernel's elements, likewise.
+        groups: channel groups convolved separately.
+
+    Returns:
+        (N, O, Ho, Wo), summed in float32.
+
+    Raises:
+        ValueError: if shapes, kernel, stride, padding, dilation or groups do not fit.
+        TypeError: as `prequantized_matmul`.
+    """
+    _check("prequantized_conv2d", x, w, context)
+    kernel = int_pair("prequantized_conv2d", "kernel_size", kernel_size, 1)
+    window = Window(
+        kernel,
+        int_pair("prequantized_conv2d", "stride", stride, 1),
+        int_pair("prequantized_conv2d", "padding", padding, 0),
+        int_pair("prequantized_conv2d", "dilation", dilation, 1),
+    )
+    inner = kernel[0] * kernel[1]
+    if x.ndim != 4 or groups < 1 or x.shape[1] * inner != groups * w.shape[1]:
+        raise ValueError(
+            f"prequantized_conv2d: wanted x (N, C, H, W) and w (O, C / {groups} * {inner}), got "
+            f"{x.shape} and {w.shape}"
+        )
+    if w.shape[0] % groups or min(window.output_size((x.shape[2], x.shape[3]))) < 1:
+        raise ValueError(
+            f"prequantized_conv2d: wanted output channels in {groups} groups and an image the "
+            f"kernel fits into, got {w.shape[0]} channels, an image {x.shape[2:]} and {window}"
+        )
+    return apply("prequantized_conv2d", x, w, context=context, window=window, groups=groups)

@@ -1,0 +1,198 @@
+"""Into and out of blocked storage, and data movement without decoding.
+
+`quantize` and `dequantize` are primitives like any other; their gradient is straight-through. The
+engine dequantizes a blocked tensor in a computing operation (the documented promotion: blocked with
+anything gives float32). The rules here let transposing, slicing and reshaping keep the codes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from extensor.autograd.apply import apply, wrap
+from extensor.autograd.primitive import BadInput, Sample, blocked_rule, primitive
+from extensor.autograd.tensor import ExTensor
+from extensor.backends.protocol import Array, Backend
+from extensor.quant import views
+from extensor.quant.array import QuantArray
+from extensor.quant.reference import RunningAmax
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+
+__all__ = ["dequantize", "quantize"]
+
+_ONCE = (
+    "quantizing is piecewise constant: its straight-through gradient has no derivative of its own; "
+    "differentiate the float tensor instead"
+)
+
+
+def _quantize_forward(
+    backend: Backend,
+    x: Array,
+    spec: QuantSpec,
+    stream: Stream | None,
+    running: RunningAmax | None,
+    clip_gradient: bool,
+) -> tuple[QuantArray, Array | None]:
+    before = None
+    if running is not None:
+        before = running.value
+        running.update(x, spec, backend.xp)
+    q, _ = backend.quantize(x, spec, stream, before)
+    return q, _inside(backend, x, q) if clip_gradient else None
+
+
+def _inside(backend: Backend, x: Array, q: QuantArray) -> Array:
+    """Where |x| is within the block's largest representable value."""
+    xp, element = backend.xp, q.spec.row.element
+    octet = element.max_magnitude_code
+    if element.bits == 4:
+        octet |= octet << 4
+    top = backend.dequantize(
+        dataclasses.replace(q, codes=xp.full(q.codes.shape, octet, dtype=xp.uint8))
+    )
+    return xp.abs(x) <= top
+
+
+def _quantize_vjp(
+    backend: Backend,
+    g: Array,
+    out: Any,
+    inputs: tuple[Array],
+    needs: tuple[bool],
+    saved: Array | None,
+    **params: Any,
+) -> tuple[Array]:
+    return (g if saved is None else g * saved,)
+
+
+def _quantize_samples(rng: np.random.Generator) -> Iterator[Sample]:
+    x = rng.standard_normal((4, 40)).astype(np.float32)
+    yield Sample((x, QuantSpec("mxfp4")))
+    yield Sample((x, QuantSpec("nvfp4", axis=0)))
+
+
+@primitive(
+    forward=_quantize_forward,
+    fused_vjp=_quantize_vjp,
+    once=_ONCE,
+    reads="nothing",
+    saves=True,
+    samples=_quantize_samples,
+    errors=(
+        BadInput((np.ones((2, 3)), "mxfp4"), TypeError, "wanted a QuantSpec"),
+        BadInput((np.ones((2, 3)), QuantSpec("mxfp4", axis=2)), ValueError, "axis"),
+        BadInput((np.ones((2, 3)), QuantSpec("mxfp4", rounding="stochastic")), ValueError, "seed"),
+    ),
+)
+def quantize(
+    x: ExTensor,
+    spec: QuantSpec,
+    seed: int | None = None,
+    running: RunningAmax | None = None,
+    clip_gradient: bool = False,
+) -> ExTensor:
+    """Quantize a float tensor to blocked storage.
+
+    Args:
+        x: float tensor of one axis or more; float64 and 16-bit floats are cast to float32 first.
+        spec: format, axis, tile, scale rule, rounding and the rest.
+        seed: names the random bits of stochastic rounding; given exactly then.
+        running: the maxima kept from call to call, with ``statistic="running"``; updated here.
+        clip_gradient: let no gradient through where |x| exceeds its block's largest value (needs
+            4- or 8-bit symmetric codes and no transform). By default it is straight-through.
+
+    Returns:
+        A blocked tensor of x's shape.
+
+    Raises:
+        TypeError: if x is not a dense float tensor or spec is not a QuantSpec.
+        ValueError: if the spec does not fit x, or seed or running is missing or superfluous.
+    """
+    if not isinstance(spec, QuantSpec):
+        raise TypeError(
+            f"quantize: wanted a QuantSpec, got {spec!r}; et.QuantSpec('mxfp4'), or x.to_mxfp4()"
+        )
+    if x.dtype.is_blocked:
+        raise TypeError(f"quantize: the tensor is already {x.dtype.name}; call .dequantize() first")
+    if not x.dtype.is_float:
+        raise TypeError(
+            f"quantize: wanted a float tensor, got {x.dtype.name}; convert with x.to('float32')"
+        )
+    if (seed is None) == (spec.rounding == "stochastic"):
+        raise ValueError(
+            f"rounding={spec.rounding!r} {'needs' if seed is None else 'takes no'} seed"
+        )
+    if (running is None) == (spec.statistic == "running"):
+        raise ValueError(
+            f"statistic={spec.statistic!r} {'needs' if running is None else 'takes no'} running="
+            "RunningAmax()"
+        )
+    resolved = spec.resolve(x.ndim)
+    if clip_gradient and (
+        spec.transform or not spec.symmetric or spec.row.outliers or spec.row.element.bits == 6
+    ):
+        raise ValueError(
+            "clip_gradient needs 4- or 8-bit symmetric codes, no transform and no outlier codec, "
+            f"got {spec}"
+        )
+    stream = None if seed is None else Stream(seed)
+    return apply(
+        "quantize", x, spec=resolved, stream=stream, running=running, clip_gradient=clip_gradient
+    )
+
+
+@primitive(
+    forward=lambda backend, q: backend.dequantize(q) if isinstance(q, QuantArray) else q,
+    vjps=(lambda g, out, q: g,),
+    reads="inputs",
+    takes_blocked=True,
+    samples=lambda rng: [Sample((rng.standard_normal((4, 40)).astype(np.float32),))],
+)
+def dequantize(q: ExTensor) -> ExTensor:
+    """A blocked tensor's values, float32 of its shape; a dense tensor is returned as it is."""
+    return apply("dequantize", q) if q.dtype.is_blocked else q
+
+
+# --- moving blocked data ------------------------------------------------------------------------
+
+
+def _moved(x: ExTensor, q: QuantArray) -> ExTensor:
+    if x.requires_grad:
+        raise TypeError(
+            "moving a blocked tensor that is part of a graph has no gradient; move the float "
+            "tensor and quantize it afterwards, or use x.detach()"
+        )
+    return wrap(q, x.backend)
+
+
+@blocked_rule("permute")
+def _permute(x: ExTensor, axes: tuple[int, ...]) -> ExTensor:
+    return _moved(x, views.transpose(x.data, axes))
+
+
+@blocked_rule("reshape")
+def _reshape(x: ExTensor, shape: tuple[int, ...]) -> ExTensor:
+    return _moved(x, views.reshape(x.data, shape))
+
+
+@blocked_rule("getitem")
+def _getitem(x: ExTensor, key: tuple[Any, ...]) -> ExTensor:
+    entries = key if isinstance(key, tuple) else (key,)
+    if not all(isinstance(e, (int, slice, type(...))) for e in entries):
+        raise TypeError(
+            "a blocked tensor takes slices and ints only; call .dequantize() for the rest"
+        )
+    if ... in entries:
+        at = entries.index(...)
+        fill = (slice(None),) * (x.ndim - len(entries) + 1)
+        entries = entries[:at] + fill + entries[at + 1 :]
+    if len(entries) > x.ndim:
+        raise IndexError(f"{len(entries)} indices for a blocked tensor of {x.ndim} axes")
+    entries += (slice(None),) * (x.ndim - len(entries))
+    return _moved(x, views.slice_blocks(x.data, entries))

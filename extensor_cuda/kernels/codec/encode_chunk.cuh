@@ -1,0 +1,40 @@
+// A thread's chunk of a row: the scale of its block, and its codes.
+
+#if CODEC_BF16X2
+typedef u32 Chunk[kChunk / 2];
+#else
+typedef float Chunk[1][kChunk];
+#endif
+
+// Words as they were read -> a chunk; pairs stay where they are.
+__device__ __forceinline__ Chunk& chunk_of(u32 (&raw)[sizeof(Raw) * kChunk / 4], Chunk& unpacked) {
+#if CODEC_BF16X2
+    return raw;
+#else
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) unpacked[0][k] = element(raw, k);
+    return unpacked;
+#endif
+}
+
+// Values -> packed codes (CODEC_OUT 1: decoded values in their place). The block's other chunks are
+// those of the neighbouring lanes.
+__device__ __forceinline__ Scale encode_chunk(Chunk& v, const Tensor& tensor, u32 block, u32 part,
+                                              const Stream& stream, u32 (&packed)[kWords],
+                                              Tally& tally) {
+#if CODEC_BF16X2
+    const u32 pair = pair_maximum<kChunk / 2, 1>(v);
+    const u32 amax = across_lanes(larger(low_float(pair), high_float(pair)));
+    const Scale s = block_scale(amax, tensor);
+    encode_pairs(v, s, is_far(amax, s), packed, tally);
+#else
+    const u32 amax = across_lanes(chunk_maximum(v[0]));
+#if CODEC_SEARCH
+    const Scale s = best_scale<1, 1, 1>(v, 0, amax, tensor);
+#else
+    const Scale s = block_scale(amax, tensor);
+#endif
+    encode(v[0], s, is_far(amax, s), tensor, block, part, stream, packed, tally);
+#endif
+    return s;
+}

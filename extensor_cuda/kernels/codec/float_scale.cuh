@@ -1,0 +1,62 @@
+// A block's float scale, and zero point, from its extremes. Macros: CODEC_BITS, CODEC_TOP,
+// CODEC_RULE_ONE (scales are 1), CODEC_ZERO_POINTS (zero points), CODEC_FLOAT16_SCALES (scales are
+// float16). After input.cuh.
+
+#include "common/float16.cuh"
+
+#if CODEC_FLOAT16_SCALES
+typedef u16 Stored;
+#else
+typedef u32 Stored;  // a float's bits
+#endif
+
+// Of some values: the bits of the largest magnitude; under CODEC_ZERO_POINTS of the largest above 0
+// and that below it.
+struct Most {
+    u32 high, low;
+};
+
+__device__ __forceinline__ void join(Most& most, const Most& other) {
+    most.high = larger(most.high, other.high);
+    if (CODEC_ZERO_POINTS) most.low = larger(most.low, other.low);
+}
+
+struct Scale {
+    float apply, decode;  // 1 / scale, and the scale
+    u32 stored, live;     // the scale's bits as they are stored; all ones for a block of numbers
+    int zero;
+};
+
+__device__ __forceinline__ Scale block_scale(const Most& most) {
+    const bool finite = most.high < kExponent && (!CODEC_ZERO_POINTS || most.low < kExponent);
+    const float top = float_of(finite ? most.high : 0);
+    Scale s;
+#if CODEC_ZERO_POINTS
+    constexpr double kLeast = -(1 << (CODEC_BITS - 1));
+    const double bottom = finite ? -static_cast<double>(float_of(most.low)) : 0.0;
+    const double steps = static_cast<double>((1 << CODEC_BITS) - 1);
+    float scale =
+        CODEC_RULE_ONE
+            ? 1.0f
+            : static_cast<float>(__ddiv_rn(__dsub_rn(static_cast<double>(top), bottom), steps));
+#else
+    float scale = CODEC_RULE_ONE ? 1.0f : __fdiv_rn(top, CODEC_TOP);
+#endif
+    if (scale == 0) scale = 1;
+#if CODEC_FLOAT16_SCALES
+    const u16 half = half_scale(scale);
+    scale = half_value(half);
+    s.stored = finite ? half : 0x7E00u;
+#else
+    s.stored = finite ? bits_of(scale) : kNaN;
+#endif
+    s.zero = 0;
+#if CODEC_ZERO_POINTS
+    const double zero = rint(__dsub_rn(kLeast, __ddiv_rn(bottom, static_cast<double>(scale))));
+    s.zero = static_cast<int>(fmin(fmax(zero, kLeast), -kLeast - 1));
+#endif
+    s.decode = scale;
+    s.apply = __frcp_rn(scale);
+    s.live = finite ? ~0u : 0;
+    return s;
+}

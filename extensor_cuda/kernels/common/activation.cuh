@@ -1,0 +1,49 @@
+// relu and x Phi(x) with the normal distribution function Phi, value by value in float32.
+// COMMON_FULL_PRECISION: as exact as float32 wants it, else as bfloat16 does.
+
+// 1 / v for v of 1 or more; to 1 unit in the last place.
+__device__ __forceinline__ float inverse(float v) {
+#ifdef __CUDA_ARCH__
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+#else
+    return 1.0f / v;
+#endif
+}
+
+// Phi(-t) = e s P(s) for t >= 0, with e = exp(-t^2 / 2) and s = 1 / (1 + c t): P is a minimax fit
+// of sqrt(pi / 2) erfcx. Of degree 9 it is off by 0.93 units of 2^-24, evaluated so by 8; of degree
+// 5 by 2^-16.8, for what is rounded to bfloat16.
+#if COMMON_FULL_PRECISION
+constexpr float kC = 0.4399999976158142f;
+__device__ const float kP[] = {0.1755484640598297f,  0.17516793310642242f, 0.14555662870407104f,
+                               0.05019409582018852f, 0.06932248920202255f, -0.20567955076694489f,
+                               0.02549086883664131f, 0.15493308007717133f, -0.11826606839895248f,
+                               0.027732083573937416f};
+__device__ __forceinline__ float bell(float x) { return expf(__fmul_rn(__fmul_rn(x, x), -0.5f)); }
+#else
+constexpr float kC = 0.46000000834465027f;
+__device__ const float kP[] = {0.18334633111953735f, 0.1870667189359665f,  0.11610667407512665f,
+                               0.17780117690563202f, -0.2365446835756302f, 0.07222805917263031f};
+__device__ __forceinline__ float bell(float x) { return __expf(__fmul_rn(__fmul_rn(x, x), -0.5f)); }
+#endif
+constexpr int kDegree = sizeof(kP) / sizeof(float) - 1;
+
+__device__ __forceinline__ float normal_below(float x, float e) {
+    const float s = inverse(__fmaf_rn(fabsf(x), kC, 1.0f));
+    float p = kP[kDegree];
+#pragma unroll
+    for (int i = kDegree - 1; i >= 0; --i) p = __fmaf_rn(p, s, kP[i]);
+    const float tail = __fmul_rn(__fmul_rn(p, s), e);
+    return x > 0 ? __fsub_rn(1.0f, tail) : tail;
+}
+
+struct Gelu {
+    __device__ __forceinline__ float operator()(float x, float) const {
+        return __fmul_rn(x, normal_below(x, bell(x)));
+    }
+};
+struct Relu {
+    __device__ __forceinline__ float operator()(float x, float) const { return x <= 0 ? 0.0f : x; }
+};

@@ -1,0 +1,77 @@
+// Hopper's barriers in shared memory, copies that they wait for, and clusters.
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+#if COMMON_GUARD
+    for (u32 spins = 0;; ++spins) {
+        if (spins > (1u << 22)) asm volatile("trap;");
+#else
+    for (;;) {
+#endif
+        u32 done;
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+        if (done) return;
+    }
+}
+
+// Whether a phase is over, without waiting for it.
+__device__ __forceinline__ bool is_over(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+
+// Bytes that lie together: a multiple of 16, at such an address.
+__device__ __forceinline__ void load_line(u32 to, const void* from, int bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// 8 bytes that other blocks look at: nothing else is seen by who sees them.
+__device__ __forceinline__ void post(u64* to, u64 v) {
+    asm volatile("st.relaxed.gpu.b64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
+}
+__device__ __forceinline__ u64 posted(const u64* from) {
+    u64 v;
+    asm volatile("ld.relaxed.gpu.b64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ u32 rank_in_cluster() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}

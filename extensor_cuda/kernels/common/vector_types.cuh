@@ -1,0 +1,70 @@
+// Values of arrays of float32 and bfloat16, one by one and in groups of 8: computed with as
+// float32, rounded to nearest even when they are stored.
+
+constexpr int kGroup = 8;
+struct Group {
+    float v[kGroup];
+};
+
+// The bits of the nearest bfloat16; NaN becomes the quiet one of its sign.
+__device__ __forceinline__ u32 nearest(float v) {
+    const u32 bits = __float_as_uint(v);
+    if (v != v) return (bits >> 16 & 0x8000u) | 0x7FC0u;
+    return (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+}
+
+__device__ __forceinline__ u32 nearest_pair(float low, float high) {
+#ifdef __CUDA_ARCH__
+    if (low == low && high == high) {
+        u32 pair;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+        return pair;
+    }
+#endif
+    return nearest(low) | nearest(high) << 16;
+}
+
+template <int kind>
+struct Of;
+
+template <>
+struct Of<0> {
+    typedef float Raw;
+    static __device__ __forceinline__ float wide(float v) { return v; }
+    static __device__ __forceinline__ float narrow(float v) { return v; }
+    static __device__ __forceinline__ Group load(const float* from) {  // 16-byte aligned, as below
+        const float4 a = reinterpret_cast<const float4*>(from)[0],
+                     b = reinterpret_cast<const float4*>(from)[1];
+        return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+    }
+    static __device__ __forceinline__ void store(float* to, const Group& g) {
+        reinterpret_cast<float4*>(to)[0] = float4{g.v[0], g.v[1], g.v[2], g.v[3]};
+        reinterpret_cast<float4*>(to)[1] = float4{g.v[4], g.v[5], g.v[6], g.v[7]};
+    }
+};
+
+template <>
+struct Of<1> {
+    typedef u16 Raw;
+    static __device__ __forceinline__ float wide(u16 v) {
+        return __uint_as_float(static_cast<u32>(v) << 16);
+    }
+    static __device__ __forceinline__ u16 narrow(float v) { return static_cast<u16>(nearest(v)); }
+    static __device__ __forceinline__ Group load(const u16* from) {
+        const uint4 w = *reinterpret_cast<const uint4*>(from);
+        const u32 words[4] = {w.x, w.y, w.z, w.w};
+        Group g;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            g.v[2 * i] = __uint_as_float(words[i] << 16);
+            g.v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+        }
+        return g;
+    }
+    static __device__ __forceinline__ void store(u16* to, const Group& g) {
+        uint4 w;
+        w.x = nearest_pair(g.v[0], g.v[1]), w.y = nearest_pair(g.v[2], g.v[3]);
+        w.z = nearest_pair(g.v[4], g.v[5]), w.w = nearest_pair(g.v[6], g.v[7]);
+        *reinterpret_cast<uint4*>(to) = w;
+    }
+};

@@ -1,0 +1,1 @@
+"""The Hopper GEMM: its program, its launch, its scales, its quantized results."""

@@ -1,0 +1,62 @@
+// A of gemm_sm90.cu from packed storage: the warps that expand it, and the wait of the one that
+// loads it.
+
+namespace expanding {
+#include "codec/expand.cuh"
+
+constexpr u32 kTaken = 2;  // rows that a warp takes together: they divide a tile
+
+// A lane has 16 elements of every 512, two such at once while it can, which hides latencies.
+__device__ __forceinline__ void expand_row(const Row& row, u8* out, u32 chunks, int lane) {
+    const u32 pairs = chunks / 64 * 64;
+    u32 beyond = 0, chunk = lane;
+    if (pairs) {
+        Chunk next[2] = {read_chunk(row, chunk), read_chunk(row, chunk + 32)};
+        for (u32 first = 0; first < pairs; first += 64, chunk += 64) {
+            const Chunk now[2] = {next[0], next[1]};
+            if (first + 64 < pairs)
+                next[0] = read_chunk(row, chunk + 64), next[1] = read_chunk(row, chunk + 96);
+            uint4 units[2][kOctets];
+            if (kMostlyPlain && __all_sync(~0u, is_plain(now[0].scale) && is_plain(now[1].scale))) {
+                convert<true>(now[0].words, now[0].scale, 127, units[0], beyond);
+                convert<true>(now[1].words, now[1].scale, 127, units[1], beyond);
+            } else {
+                convert(now[0].words, now[0].scale, 127, units[0], beyond);
+                convert(now[1].words, now[1].scale, 127, units[1], beyond);
+            }
+            store(out, chunk, units[0]);
+            store(out, chunk + 32, units[1]);
+        }
+    }
+    for (; chunk < chunks; chunk += 32) {
+        const Chunk now = read_chunk(row, chunk);
+        uint4 units[kOctets];
+        convert(now.words, now.scale, 127, units, beyond);
+        store(out, chunk, units);
+    }
+}
+
+__device__ __forceinline__ void expand_rows(const Epilogue& e, int lane) {
+    const Stored stored = {e.codes, e.code_scales, e.zeros, e.octets, e.scale_pitch};
+    const u32 all = e.rows, chunks = static_cast<u32>(e.chunks);
+    u32 taken = lane == 0 ? atomicAdd(e.counts, 1u) : 0;
+    for (;;) {
+        const u32 row = e.ready + kTaken * __shfl_sync(~0u, taken, 0);
+        if (row >= all) return;
+        if (lane == 0) taken = atomicAdd(e.counts, 1u);  // comes meanwhile
+        const u32 rows = min(kTaken, all - row);
+        for (u32 r = row; r < row + rows; ++r)
+            expand_row(row_of(stored, r), e.expanded + r * e.chunks * (2 * kChunk), chunks, lane);
+        show_to_copies();
+        __syncwarp();
+        if (lane == 0) add_released(e.counts + 1 + row / kTileM, rows);
+    }
+}
+}  // namespace expanding
+
+__device__ __forceinline__ void await_rows(const Epilogue& e, int row) {
+    const u32 wanted = min(kTileM, e.rows - row);
+    if (row < e.ready) return;
+    while (acquired(e.counts + 1 + row / kTileM) < wanted) continue;
+    show_to_copies();
+}

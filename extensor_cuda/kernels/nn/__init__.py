@@ -1,0 +1,1 @@
+"""Layers: norms, softmax, losses, dropout, activations, sums, pooling."""

@@ -1,0 +1,85 @@
+// Sliding windows over images of float32: max pooling both ways, and patches summed back to an
+// image.
+//
+// NN_A thread has one value of the result and goes through the window in order, so nothing is added
+// in an order of chance, and sums have the bits that extensor/backends/windows.py gives. No
+// headers, no macros; compiled with --fmad=false.
+
+typedef unsigned int u32;
+typedef long long i64;
+
+constexpr int kThreads = 256;
+
+// Heights and widths: of the image, of the windows' grid, of a window, its stride, padding,
+// dilation.
+#define NN_WINDOW_PARAMETERS                                                                  \
+    int high, int wide, int out_high, int out_wide, int kernel_y, int kernel_x, int stride_y, \
+        int stride_x, int pad_y, int pad_x, int step_y, int step_x
+
+__device__ __forceinline__ bool is_nan(float v) { return v != v; }
+
+// Maxima of (planes, high, wide) and their places; NaN before all, then the first largest.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    max_pool(const float* __restrict__ x, float* __restrict__ out, int* __restrict__ index,
+             NN_WINDOW_PARAMETERS, i64 count) {
+    const i64 at = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
+    if (at >= count) return;
+    const int ox = static_cast<int>(at % out_wide), oy = static_cast<int>(at / out_wide % out_high);
+    const float* plane = x + at / out_wide / out_high * high * wide;
+    float best = 0;
+    int where = -1;
+    for (int i = 0; i < kernel_y; ++i)
+        for (int j = 0; j < kernel_x; ++j) {
+            const int y = oy * stride_y - pad_y + i * step_y;
+            const int column = ox * stride_x - pad_x + j * step_x;
+            if (y < 0 || y >= high || column < 0 || column >= wide) continue;
+            const float v = plane[static_cast<i64>(y) * wide + column];
+            if (where < 0 || v > best || (is_nan(v) && !is_nan(best)))
+                best = v, where = y * wide + column;
+        }
+    out[at] = best;
+    index[at] = where;
+}
+
+// Of each place of an image the sum of g (planes, out_high, out_wide) over the windows that cover
+// it and whose maximum it was.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    max_pool_grad(const float* __restrict__ g, const int* __restrict__ index,
+                  float* __restrict__ out, NN_WINDOW_PARAMETERS, i64 count) {
+    const i64 at = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
+    if (at >= count) return;
+    const int column = static_cast<int>(at % wide), y = static_cast<int>(at / wide % high);
+    const i64 plane = at / wide / high * out_high * out_wide;
+    float sum = 0;
+    for (int i = kernel_y - 1; i >= 0; --i)  // of the first window first
+        for (int j = kernel_x - 1; j >= 0; --j) {
+            const int up = y + pad_y - i * step_y, left = column + pad_x - j * step_x;
+            if (up < 0 || left < 0 || up % stride_y || left % stride_x) continue;
+            const int oy = up / stride_y, ox = left / stride_x;
+            if (oy >= out_high || ox >= out_wide) continue;
+            const i64 window = plane + static_cast<i64>(oy) * out_wide + ox;
+            if (index[window] == y * wide + column) sum = __fadd_rn(sum, g[window]);
+        }
+    out[at] = sum;
+}
+
+// Patches (planes, kernel_y, kernel_x, out_high, out_wide) summed to (planes, high, wide).
+extern "C" __global__ void __launch_bounds__(kThreads)
+    fold(const float* __restrict__ patches, float* __restrict__ out, NN_WINDOW_PARAMETERS,
+         i64 count) {
+    const i64 at = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
+    if (at >= count) return;
+    const int column = static_cast<int>(at % wide), y = static_cast<int>(at / wide % high);
+    const i64 plane = at / wide / high;
+    float sum = 0;
+    for (int i = 0; i < kernel_y; ++i)
+        for (int j = 0; j < kernel_x; ++j) {
+            const int up = y + pad_y - i * step_y, left = column + pad_x - j * step_x;
+            if (up < 0 || left < 0 || up % stride_y || left % stride_x) continue;
+            const int oy = up / stride_y, ox = left / stride_x;
+            if (oy >= out_high || ox >= out_wide) continue;
+            const i64 tap = (plane * kernel_y + i) * kernel_x + j;
+            sum = __fadd_rn(sum, patches[(tap * out_high + oy) * out_wide + ox]);
+        }
+    out[at] = sum;
+}

@@ -1,0 +1,113 @@
+// Values one by one: sums, casts, relu and x Phi(x) with the normal distribution function Phi, and
+// their gradients; rounding to bfloat16. Computed in float32 and rounded once.
+//
+// NN_A thread has two groups of 8 values, 16 or 32 bytes of each array. No headers; NN_A, NN_B and
+// NN_OUT (0: float32, 1: bfloat16) are macros: of the first and second array and of the result.
+// Compiled with --fmad=false. Bounds: elementwise.py.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#include "common/vector_types.cuh"
+
+constexpr int kThreads = 256, kGroups = 2;
+constexpr i64 kStep = kThreads * kGroup, kPart = kStep * kGroups;  // as in elementwise.py
+
+// out[i] = op(a[i], b[i]); b may be a itself, which is read once then.
+template <bool kTwo, class Op>
+__device__ __forceinline__ void each(const Of<NN_A>::Raw* __restrict__ a,
+                                     const Of<NN_B>::Raw* __restrict__ b,
+                                     Of<NN_OUT>::Raw* __restrict__ out, i64 count, Op op) {
+    const i64 first = blockIdx.x * kPart + threadIdx.x * kGroup;
+    const bool aligned =
+        !((reinterpret_cast<u64>(a) | reinterpret_cast<u64>(b) | reinterpret_cast<u64>(out)) & 15);
+    if (aligned && first + (kGroups - 1) * kStep + kGroup <= count) {
+        Group x[kGroups], y[kGroups];
+#pragma unroll
+        for (int k = 0; k < kGroups; ++k) {
+            x[k] = Of<NN_A>::load(a + first + k * kStep);
+            y[k] = kTwo ? Of<NN_B>::load(b + first + k * kStep) : x[k];
+        }
+#pragma unroll
+        for (int k = 0; k < kGroups; ++k) {
+#pragma unroll
+            for (int i = 0; i < kGroup; ++i) x[k].v[i] = op(x[k].v[i], y[k].v[i]);
+            Of<NN_OUT>::store(out + first + k * kStep, x[k]);
+        }
+        return;
+    }
+    for (int k = 0; k < kGroups; ++k)
+        for (int i = 0; i < kGroup; ++i) {
+            const i64 at = first + k * kStep + i;
+            if (at >= count) break;
+            const float x = Of<NN_A>::wide(a[at]);
+            out[at] = Of<NN_OUT>::narrow(op(x, kTwo ? Of<NN_B>::wide(b[at]) : x));
+        }
+}
+
+#define COMMON_FULL_PRECISION (NN_OUT == 0)
+#include "common/activation.cuh"
+
+struct GeluGrad {
+    __device__ __forceinline__ float operator()(float g, float x) const {
+        const float e = bell(x), density = __fmul_rn(e, 0.3989422804014327f);  // 1 / sqrt(2 pi)
+        return __fmul_rn(__fadd_rn(__fmul_rn(density, x), normal_below(x, e)), g);
+    }
+};
+struct ReluGrad {  // g where relu's output is positive, else 0
+    __device__ __forceinline__ float operator()(float g, float out) const {
+        return out > 0 ? g : 0.0f;
+    }
+};
+struct Add {
+    __device__ __forceinline__ float operator()(float a, float b) const { return __fadd_rn(a, b); }
+};
+struct Same {
+    __device__ __forceinline__ float operator()(float x, float) const { return x; }
+};
+struct Near {  // the nearest bfloat16, in whatever dtype
+    __device__ __forceinline__ float operator()(float x, float) const {
+        return Of<1>::wide(Of<1>::narrow(x));
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 6)
+    gelu(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Gelu{});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 6)
+    relu(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Relu{});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 6)
+    cast(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Same{});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 6)
+    bfloat16_values(const Of<NN_A>::Raw* __restrict__ x, Of<NN_OUT>::Raw* __restrict__ out,
+                    i64 count) {
+    each<false>(x, reinterpret_cast<const Of<NN_B>::Raw*>(x), out, count, Near{});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 6)
+    gelu_grad(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b,
+              Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    each<true>(a, b, out, count, GeluGrad{});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 6)
+    relu_grad(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b,
+              Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    each<true>(a, b, out, count, ReluGrad{});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 6)
+    add(const Of<NN_A>::Raw* __restrict__ a, const Of<NN_B>::Raw* __restrict__ b,
+        Of<NN_OUT>::Raw* __restrict__ out, i64 count) {
+    each<true>(a, b, out, count, Add{});
+}

@@ -1,0 +1,59 @@
+"""Sums, casts, relu, GELU and gradients of float32 and bfloat16, value by value: one launch each.
+
+Values are computed in float32 and rounded once. With u = 2**-24, before that rounding and within
+what `extensor.backends.cpu.nn` states:
+
+    gelu       |error| <= (x^2 / 2 + 16) u |gelu(x)| + 2**-144
+    gelu_grad  |error| <= (x^2 / 2 + 16) u |g| (Phi(x) + |x| density(x)) + 2**-144 (1 + |g|)
+
+and with 2 x^2 u + 2**-16 in place of the first factor where the result is bfloat16. The others have
+the CPU's bits. Bytes read and written decide the time: each array once, in vectors of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
+
+__all__ = ["KINDS", "binary", "kind", "source", "unary"]
+
+Array = Any
+KINDS = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+"""The dtypes of arrays, by the number that the kernels know them by."""
+_THREADS, _PART = 256, 4096  # as in elementwise.cu
+
+
+def kind(a: Array) -> int:
+    """The number of an array's dtype, one of `KINDS`."""
+    return KINDS.index(a.dtype)
+
+
+@lru_cache(maxsize=len(KINDS) ** 3)
+def source(a: int, b: int, out: int) -> Source:
+    """The program for arrays of these kinds."""
+    return Source.read(
+        Path(__file__).parent / "elementwise.cu", {"NN_A": a, "NN_B": b, "NN_OUT": out}
+    )
+
+
+def unary(name: str, x: Array, xp: Any, dtype: Any = None) -> Array:
+    """Op ``name`` of each value of x, C-contiguous and not empty; in x's dtype unless told."""
+    out = xp.empty(x.shape, dtype=x.dtype if dtype is None else dtype)
+    program = source(kind(x), kind(x), kind(out))
+    launch(program, name, -(-x.size // _PART), _THREADS, x, out, np.int64(x.size))
+    return out
+
+
+def binary(name: str, a: Array, b: Array, xp: Any, dtype: Any) -> Array:
+    """Op ``name`` of every pair of values, of C-contiguous arrays of one shape, not empty."""
+    out = xp.empty(a.shape, dtype=dtype)
+    program = source(kind(a), kind(b), kind(out))
+    launch(program, name, -(-a.size // _PART), _THREADS, a, b, out, np.int64(a.size))
+    return out

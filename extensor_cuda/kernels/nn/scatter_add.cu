@@ -1,0 +1,81 @@
+// out[index[i]] += rows[i] for all i in order: the gradient of looking rows up.
+//
+// `collect` counts the positions of each row of `out`, in any order, and keeps the first kMost that
+// it meets. In `add_rows` a block has the first position of a row and kColumns of its columns,
+// sorts the row's positions, or looks for them where they are more, and adds up in registers.
+// Blocks of other positions end at once. No headers, no macros; compiled with --fmad=false.
+
+typedef unsigned int u32;
+typedef long long i64;
+
+constexpr int kThreads = 256, kEach = 4, kColumns = kThreads * kEach;
+constexpr u32 kMost = 32;
+
+struct Row {
+    u32 positions, first;  // how many; and the number of positions less the first of them
+};
+
+__device__ __forceinline__ i64 place(const i64* index, i64 i, i64 length) {
+    return index[i] < 0 ? index[i] + length : index[i];
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    collect(const i64* __restrict__ index, Row* __restrict__ found, u32* __restrict__ kept,
+            i64 count, i64 length) {
+    const i64 i = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
+    if (i >= count) return;
+    const i64 at = place(index, i, length);
+    if (at < 0 || at >= length) return;  // refused elsewhere
+    atomicMax(&found[at].first, static_cast<u32>(count - i));
+    const u32 slot = atomicAdd(&found[at].positions, 1u);
+    if (slot < kMost) kept[at * kMost + slot] = static_cast<u32>(i);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    add_rows(const i64* __restrict__ index, const Row* __restrict__ found,
+             const u32* __restrict__ kept, const float* __restrict__ rows, float* __restrict__ out,
+             i64 count, i64 length, i64 width) {
+    const i64 panels = (width + kColumns - 1) / kColumns;
+    const i64 mine = blockIdx.x / panels, column = blockIdx.x % panels * kColumns + threadIdx.x;
+    const i64 at = place(index, mine, length);
+    if (at < 0 || at >= length || found[at].first != static_cast<u32>(count - mine)) return;
+    const u32 positions = found[at].positions;
+    float sums[kEach];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) sums[k] = 0;
+    const auto add = [&](i64 i) {
+        const float* row = rows + i * width;
+#pragma unroll
+        for (int k = 0; k < kEach; ++k)
+            if (column + k * kThreads < width)
+                sums[k] = __fadd_rn(sums[k], row[column + k * kThreads]);
+    };
+    __shared__ u32 met[kMost], sorted[kMost], hits[kThreads / 32];
+    if (positions <= kMost) {
+        if (threadIdx.x < positions) met[threadIdx.x] = kept[at * kMost + threadIdx.x];
+        __syncthreads();
+        if (threadIdx.x < positions) {
+            u32 before = 0;
+            for (u32 i = 0; i < positions; ++i) before += met[i] < met[threadIdx.x];
+            sorted[before] = met[threadIdx.x];
+        }
+        __syncthreads();
+        for (u32 i = 0; i < positions; ++i) add(sorted[i]);
+    } else {
+        for (i64 base = mine; base < count; base += kThreads) {
+            const i64 i = base + threadIdx.x;
+            const u32 same = __ballot_sync(~0u, i < count && place(index, i, length) == at);
+            if (threadIdx.x % 32 == 0) hits[threadIdx.x / 32] = same;
+            __syncthreads();
+            for (int warp = 0; warp < kThreads / 32; ++warp)
+                for (u32 left = hits[warp]; left; left &= left - 1)
+                    add(base + warp * 32 + __ffs(left) - 1);
+            __syncthreads();
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+        float* to = out + at * width + column + k * kThreads;
+        if (column + k * kThreads < width) *to = __fadd_rn(*to, sums[k]);
+    }
+}

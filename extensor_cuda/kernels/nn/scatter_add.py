@@ -1,0 +1,50 @@
+"""Rows added to rows of a table, in two launches and in order: the gradient of an embedding.
+
+Positions that repeat are summed one after the other, so a sum of n terms is off by up to
+n 2**-24 of the sum of magnitudes, and is the same in each run.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
+
+__all__ = ["add_rows", "source"]
+
+Array = Any
+_THREADS, _COLUMNS, _MOST = 256, 1024, 32  # as in scatter_add.cu
+
+
+@cache
+def source() -> Source:
+    """The program."""
+    return Source.read(Path(__file__).parent / "scatter_add.cu", {})
+
+
+def add_rows(out: Array, index: Array, rows: Array, xp: Any) -> None:
+    """out[index] += rows in place.
+
+    Args:
+        out: float32 (N, *rest), C-contiguous.
+        index: of whole numbers in -N..N - 1, any shape.
+        rows: float32 (*index.shape, *rest).
+        xp: cupy.
+    """
+    width = math.prod(out.shape[1:])
+    if not index.size or not width:
+        return
+    index = xp.ascontiguousarray(index.astype(np.int64, copy=False))
+    panels, length = -(-width // _COLUMNS), len(out)
+    found = xp.zeros((length, 2), dtype=np.uint32)
+    kept = xp.empty((length, _MOST), dtype=np.uint32)
+    sizes = np.int64(index.size), np.int64(length)
+    launch(source(), "collect", -(-index.size // _THREADS), _THREADS, index, found, kept, *sizes)
+    arrays = index, found, kept, xp.ascontiguousarray(rows), out
+    launch(source(), "add_rows", index.size * panels, _THREADS, *arrays, *sizes, np.int64(width))

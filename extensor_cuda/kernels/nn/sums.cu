@@ -1,0 +1,79 @@
+// Sums down the columns of a matrix, of chunks of its rows: a launch leaves one row a chunk,
+// another adds these.
+//
+// NN_A block has 32 lanes of NN_THREAD_VALUES neighbouring columns and NN_BLOCK_ROWS rows at a
+// time; a thread adds the rows of its own one after the other, then the block adds its threads'
+// sums in order. So the order is the shape's alone. No headers; NN_IN (0: float32, 1: bfloat16),
+// NN_THREAD_VALUES (1, or what 16 bytes hold: whole and aligned rows then) and NN_BLOCK_ROWS are
+// macros; compiled with --fmad=false.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+
+#include "common/vector_types.cuh"
+
+typedef Of<NN_IN>::Raw Raw;
+
+constexpr int kThreads = 32 * NN_BLOCK_ROWS, kAhead = 4;  // rows that are under way at a time
+
+#if NN_THREAD_VALUES == 8
+typedef Group Values;
+#else
+struct Values {
+    float v[NN_THREAD_VALUES];
+};
+#endif
+
+__device__ __forceinline__ Values loaded(const Raw* from) {
+#if NN_THREAD_VALUES == 1
+    return {{Of<NN_IN>::wide(*from)}};
+#elif NN_IN == 0
+    const float4 w = *reinterpret_cast<const float4*>(from);
+    return {{w.x, w.y, w.z, w.w}};
+#else
+    return Of<NN_IN>::load(from);
+#endif
+}
+
+__device__ __forceinline__ void add(Values& sum, const Values& next) {
+#pragma unroll
+    for (int i = 0; i < NN_THREAD_VALUES; ++i) sum.v[i] = __fadd_rn(sum.v[i], next.v[i]);
+}
+
+// x (rows, columns) -> out (chunks, columns).
+extern "C" __global__ void __launch_bounds__(kThreads)
+    column_sums(const Raw* __restrict__ x, float* __restrict__ out, i64 rows, i64 columns,
+                i64 chunk) {
+    __shared__ float sums[NN_BLOCK_ROWS][32 * NN_THREAD_VALUES];
+    const i64 panels = (columns + 32 * NN_THREAD_VALUES - 1) / (32 * NN_THREAD_VALUES);
+    const i64 part = blockIdx.x / panels, left = blockIdx.x % panels * (32 * NN_THREAD_VALUES);
+    const int lane = threadIdx.x % 32, line = threadIdx.x / 32;
+    const i64 end = (part + 1) * chunk < rows ? (part + 1) * chunk : rows;
+    Values sum;
+#pragma unroll
+    for (int i = 0; i < NN_THREAD_VALUES; ++i) sum.v[i] = 0.0f;
+    if (left + lane * NN_THREAD_VALUES < columns) {
+        const Raw* from = x + left + lane * NN_THREAD_VALUES;
+        i64 row = part * chunk + line;
+        for (; row + (kAhead - 1) * NN_BLOCK_ROWS < end; row += kAhead * NN_BLOCK_ROWS) {
+            Values next[kAhead];
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k)
+                next[k] = loaded(from + (row + k * NN_BLOCK_ROWS) * columns);
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) add(sum, next[k]);
+        }
+        for (; row < end; row += NN_BLOCK_ROWS) add(sum, loaded(from + row * columns));
+    }
+#pragma unroll
+    for (int i = 0; i < NN_THREAD_VALUES; ++i) sums[line][lane * NN_THREAD_VALUES + i] = sum.v[i];
+    __syncthreads();
+    const int column = threadIdx.x;
+    if (column < 32 * NN_THREAD_VALUES && left + column < columns) {
+        float total = sums[0][column];
+#pragma unroll
+        for (int k = 1; k < NN_BLOCK_ROWS; ++k) total = __fadd_rn(total, sums[k][column]);
+        out[part * columns + left + column] = total;
+    }
+}

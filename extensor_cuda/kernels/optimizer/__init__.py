@@ -1,0 +1,1 @@
+"""Optimizer steps on many parameters, and the state of a captured step."""

@@ -1,0 +1,128 @@
+// One step of Adam or of gradient descent on all parameters in one launch, and whether gradients
+// are finite. States are float32; narrower ones are optimizer_low_precision.cu's.
+//
+// No headers, no macros. Compiled with --fmad=false.
+
+#include "optimizer/optimizer.cuh"
+
+template <class Rule>
+__device__ __forceinline__ void step(const Tensor* tensors, int number, const Pace& pace) {
+    if (pace.bad && (*pace.bad | *pace.stop)) return;
+    const Tensor t = tensor_of(tensors, number);
+    const Rule rule(t, pace);
+    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
+    const i64 left = t.count - begin;
+    const int count = left < kPart ? static_cast<int>(left) : kPart;
+    float *weight = t.weight + begin, *first = static_cast<float*>(t.first) + (t.first ? begin : 0);
+    float* second = static_cast<float*>(t.second) + (t.second ? begin : 0);
+    const float* grad = t.grad + begin;
+    int done = 0;
+    if (aligned(weight) && aligned(grad) && aligned(first) && aligned(second)) {
+        done = count / 4 * 4;
+#pragma unroll 2
+        for (int i = threadIdx.x * 4; i < done; i += kThreads * 4) {
+            float4 w = *reinterpret_cast<float4*>(weight + i), m = {}, s = {};
+            const float4 g = __ldcs(reinterpret_cast<const float4*>(grad + i));
+            if (first) m = *reinterpret_cast<float4*>(first + i);
+            if (second) s = *reinterpret_cast<float4*>(second + i);
+            rule(w.x, g.x, m.x, s.x), rule(w.y, g.y, m.y, s.y);
+            rule(w.z, g.z, m.z, s.z), rule(w.w, g.w, m.w, s.w);
+            *reinterpret_cast<float4*>(weight + i) = w;
+            if (first) *reinterpret_cast<float4*>(first + i) = m;
+            if (second) *reinterpret_cast<float4*>(second + i) = s;
+        }
+    }
+    for (int i = done + threadIdx.x; i < count; i += kThreads) {
+        float m = first ? first[i] : 0, s = second ? second[i] : 0;
+        rule(weight[i], grad[i], m, s);
+        if (first) first[i] = m;
+        if (second) second[i] = s;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    adam(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
+    step<Adam>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    sgd(const Tensor* tensors, int number, OPTIMIZER_SPAN_PARAMETERS) {
+    step<Descent>(tensors, number, Pace{lr, rows, made, bad, stop, length, apart});
+}
+
+// flags[i] is raised where the gradient of tensor i holds NaN or infinity, and then flags[number]
+// and *stop, which may be null.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    finite(const Tensor* tensors, int number, u32* flags, u32* stop) {
+    const Tensor& t = tensor_of(tensors, number);
+    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart;
+    const i64 left = t.count - begin;
+    const int count = left < kPart ? static_cast<int>(left) : kPart;
+    const float* grad = t.grad + begin;
+    u32 most = 0;  // largest magnitude, as bits
+    int done = 0;
+    if (aligned(grad)) {
+        done = count / 4 * 4;
+#pragma unroll 4
+        for (int i = threadIdx.x * 4; i < done; i += kThreads * 4) {
+            const uint4 g = *reinterpret_cast<const uint4*>(grad + i);
+            most = max(most, max(max(g.x & 0x7FFFFFFFu, g.y & 0x7FFFFFFFu),
+                                 max(g.z & 0x7FFFFFFFu, g.w & 0x7FFFFFFFu)));
+        }
+    }
+    for (int i = done + threadIdx.x; i < count; i += kThreads)
+        most = max(most, __float_as_uint(grad[i]) & 0x7FFFFFFFu);
+    if (__any_sync(~0u, most >= 0x7F800000u) && threadIdx.x % 32 == 0) {
+        atomicOr(flags + (&t - tensors), 1u);
+        atomicOr(flags + number, 1u);
+        if (stop) atomicOr(stop, 1u);
+    }
+}
+
+// Gradients times *factor, or times `value` where that is null.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    scale(const Tensor* tensors, int number, const float* factor, float value) {
+    const Tensor& t = tensor_of(tensors, number);
+    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart, left = t.count - begin;
+    const int count = left < kPart ? static_cast<int>(left) : kPart;
+    float* grad = const_cast<float*>(t.grad) + begin;
+    const float by = factor ? *factor : value;
+    for (int i = threadIdx.x; i < count; i += kThreads) grad[i] = __fmul_rn(grad[i], by);
+}
+
+// The sum over a block's threads, in one order; the first thread has it.
+__device__ __forceinline__ double block_sum(double mine) {
+    __shared__ double sums[kThreads];
+    sums[threadIdx.x] = mine;
+    for (int half = kThreads / 2; half; half /= 2) {
+        __syncthreads();
+        if (static_cast<int>(threadIdx.x) < half)
+            sums[threadIdx.x] = __dadd_rn(sums[threadIdx.x], sums[threadIdx.x + half]);
+    }
+    return sums[0];
+}
+
+// Of each block the sum of the squares of its part of a gradient.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    squares(const Tensor* tensors, int number, double* partial) {
+    const Tensor& t = tensor_of(tensors, number);
+    const i64 begin = (static_cast<i64>(blockIdx.x) - t.start) * kPart, left = t.count - begin;
+    const int count = left < kPart ? static_cast<int>(left) : kPart;
+    const float* grad = t.grad + begin;
+    double mine = 0;
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+        const double g = static_cast<double>(grad[i]);
+        mine = __dadd_rn(mine, __dmul_rn(g, g));
+    }
+    const double sum = block_sum(mine);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+// The sum of these, by one block.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    total(const double* partial, i64 count, double* out) {
+    double mine = 0;
+    for (i64 i = threadIdx.x; i < count; i += kThreads) mine = __dadd_rn(mine, partial[i]);
+    const double sum = block_sum(mine);
+    if (threadIdx.x == 0) *out = sum;
+}

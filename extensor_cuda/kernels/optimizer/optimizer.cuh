@@ -1,0 +1,104 @@
+// What the steps of all kinds of state share: a table of the parameters, and the rules; operation
+// by operation as extensor/backends/{training,layers}.py has them, so the same bits.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int kThreads = 256, kPart = 16384;  // elements of a block
+
+// One parameter: its arrays, its length, the first block that works on it, and its factors.
+struct Tensor {
+    float* weight;
+    const float* grad;
+    void *first, *second;              // moments; of gradient descent: the buffer, or null
+    u8 *first_scales, *second_scales;  // of blocks
+    i64 count, start;
+    double shrink;  // times the learning rate: the share that decoupled decay takes
+    float take1, keep2, take2, eps, decay, momentum;
+    u32 nesterov, pace, number;  // number: in the random bits of its states
+};
+
+struct Row {
+    double correct, widen, step;  // 1 - beta1^t, 1 / sqrt(1 - beta2^t), and t
+};
+
+// What changes from step to step. Paces are several for tensors that have had different numbers of
+// updates; each has `length` rows, of which `made` (null: 0) says the one that holds. `apart` is
+// the distance of the paces' learning rates, 0 if they share one. Nothing is done if *bad or *stop.
+struct Pace {
+    const double* lr;
+    const Row* rows;
+    const u32 *made, *bad, *stop;
+    int length, apart;
+    __device__ double rate(const Tensor& t) const { return lr[t.pace * apart]; }
+    __device__ Row row(const Tensor& t) const {
+        return rows[static_cast<i64>(t.pace) * length + (made ? *made : 0)];
+    }
+};
+
+__device__ __forceinline__ const Tensor& tensor_of(const Tensor* tensors, int number) {
+    int low = 0, high = number - 1;  // the last whose start is not above this block
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (tensors[middle].start <= static_cast<i64>(blockIdx.x))
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return tensors[low];
+}
+
+// A rule moves one value and gives the root of its square.
+struct Adam {
+    static constexpr bool kSquare = true;
+    float take1, keep2, take2, widen, eps, rate, keep, decay;
+    __device__ Adam(const Tensor& t, const Pace& pace)
+        : take1(t.take1), keep2(t.keep2), take2(t.take2), eps(t.eps), decay(t.decay) {
+        // In double, as the host has it, and rounded once.
+        const double lr = pace.rate(t);
+        const Row row = pace.row(t);
+        rate = static_cast<float>(__ddiv_rn(lr, row.correct));
+        widen = static_cast<float>(row.widen);
+        keep = static_cast<float>(__dsub_rn(1.0, __dmul_rn(lr, t.shrink)));
+    }
+    __device__ float operator()(float& weight, float grad, float& mean, float& square) const {
+        if (decay != 0) grad = __fadd_rn(__fmul_rn(weight, decay), grad);
+        mean = __fadd_rn(mean, __fmul_rn(__fsub_rn(grad, mean), take1));
+        square = __fadd_rn(__fmul_rn(square, keep2), __fmul_rn(__fmul_rn(grad, grad), take2));
+        const float root = __fsqrt_rn(square), below = __fadd_rn(__fmul_rn(root, widen), eps);
+        weight = __fsub_rn(__fmul_rn(weight, keep), __fmul_rn(__fdiv_rn(mean, below), rate));
+        return root;
+    }
+};
+
+struct Descent {
+    static constexpr bool kSquare = false;
+    float rate, decay, momentum;
+    bool nesterov, keeps;
+    __device__ Descent(const Tensor& t, const Pace& pace)
+        : rate(static_cast<float>(pace.rate(t))),
+          decay(t.decay),
+          momentum(t.momentum),
+          nesterov(t.nesterov),
+          keeps(t.first) {}
+    __device__ float operator()(float& weight, float grad, float& buffer, float&) const {
+        if (decay != 0) grad = __fadd_rn(__fmul_rn(weight, decay), grad);
+        if (keeps) {
+            buffer = __fadd_rn(__fmul_rn(buffer, momentum), grad);
+            grad = nesterov ? __fadd_rn(__fmul_rn(buffer, momentum), grad) : buffer;
+        }
+        weight = __fsub_rn(weight, __fmul_rn(grad, rate));
+        return 0;
+    }
+};
+
+__device__ __forceinline__ bool aligned(const void* p, int bytes = 16) {
+    return reinterpret_cast<u64>(p) % bytes == 0;  // null too
+}
+
+#define OPTIMIZER_SPAN_PARAMETERS                                                        \
+    const double *lr, const Row *rows, const u32 *made, const u32 *bad, const u32 *stop, \
+        int length, int apart

@@ -1,0 +1,313 @@
+"""Steps of Adam and of gradient descent on many parameters in one launch, to the CPU's bits.
+
+States are of any kind in `extensor.optim.states`; narrow ones are decoded, rounded stochastically
+and written by the same launch, where they lie.
+
+And what a step does to all gradients: looking for NaN and infinity, scaling, the sum of squares.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.backends.capture import UpdateGuard
+from extensor.backends.protocol import FiniteQuery
+from extensor.dtypes import bfloat16
+from extensor.optim.states import Blocks, Stored
+from extensor.quant.array import QuantArray
+from extensor_cuda.kernels.quantize.quantize import plan_of, quantize_source
+from extensor_cuda.runtime.capture import current_capture
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
+
+__all__ = [
+    "ADAM",
+    "SGD",
+    "Kernel",
+    "Update",
+    "find_nonfinite",
+    "finite",
+    "scale",
+    "source",
+    "square_sum",
+    "step",
+    "supports",
+]
+
+Array = Any
+THREADS, PART = 256, 16384  # as in optimizer.cu
+
+_NULL = np.uint64(0)
+_FLOAT32 = np.dtype(np.float32)
+_STATIC = ("shrink", "take1", "keep2", "take2", "eps", "decay", "momentum", "nesterov")
+_TENSOR = np.dtype(
+    [(name, np.uint64) for name in ("weight", "grad", "first", "second")]
+    + [(name, np.uint64) for name in ("first_scales", "second_scales")]
+    + [(name, np.int64) for name in ("count", "start")]
+    + [("shrink", np.float64)]
+    + [(name, np.float32) for name in ("take1", "keep2", "take2", "eps", "decay", "momentum")]
+    + [(name, np.uint32) for name in ("nesterov", "pace", "number")],
+    align=True,
+)
+"""`Tensor` of optimizer.cuh."""
+_PACE = ("correct", "widen", "step")  # `Row`
+
+
+Kernel = tuple[str, tuple[str, ...]]
+"""A kernel's name, and the columns of `_TENSOR` that each of its parts fills."""
+ADAM: Kernel = ("adam", ("weight", "grad", "first", "second"))
+SGD: Kernel = ("sgd", ("weight", "grad", "first"))
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """How an update of many tensors runs; see `Backend.adam_multi_tensor`.
+
+    Attributes:
+        guard: in a capture, what the device decides.
+        check_finite: do nothing if a gradient holds NaN or infinity.
+        cache: kept from call to call.
+        numbers: each tensor's number in random bits.
+    """
+
+    guard: UpdateGuard | None = None
+    check_finite: bool = False
+    cache: dict[str, Any] | None = None
+    numbers: Sequence[int] | int = 0
+
+
+@cache
+def source(states: str = "float32") -> Source:
+    """The program for a kind of state; that for float32 has what needs none, too."""
+    folder = Path(__file__).parent
+    if states == "float32":
+        return Source.read(folder / "optimizer.cu", {})
+    plan = plan_of(Blocks.spec, (Blocks.row.tile[1],))
+    assert plan
+    blocks = {"OPTIMIZER_BLOCKS": int(states != bfloat16.name)}
+    of_blocks: dict[str, object] = dict(
+        quantize_source(plan, "float32", "codes", True, False).macros
+    )
+    return Source.read(folder / "optimizer_low_precision.cu", of_blocks | blocks)
+
+
+def _kind(states: Sequence[Stored | None]) -> str:
+    """Which of `extensor.optim.states.STATES` these are; float32 if there are none."""
+    first = next((a for a in states if a is not None), None)
+    if isinstance(first, QuantArray):
+        return Blocks.row.name
+    return "float32" if first is None else str(first.dtype.name)
+
+
+def _addresses(arrays: Sequence[Array | None]) -> list[int]:
+    return [0 if a is None else a.data.ptr for a in arrays]
+
+
+def supports(array: Array) -> bool:
+    """Whether the kernels read an array: float32 and contiguous."""
+    return bool(array.dtype == _FLOAT32 and array.flags.c_contiguous)
+
+
+def _table(
+    columns: Mapping[str, Sequence[Any]],
+    cache: dict[str, Any] | None = None,
+    numbers: Sequence[int] | int = 0,
+) -> tuple[np.ndarray, int]:
+    """A row for each tensor, and the blocks that work on them.
+
+    Args:
+        columns: arrays, "grad" and others of `_TENSOR`'s first columns.
+        cache: keeps the rows with the arrays that are no gradients, until these are others.
+        numbers: of the tensors, in random bits.
+    """
+    # Column by column: there are hundreds of tensors, and a GPU waits for this.
+    stay = list(chain.from_iterable(a for name, a in columns.items() if name != "grad"))
+    held = [] if cache is None else cache.get("arrays", [])
+    if not stay or len(held) != len(stay) or not all(map(operator.is_, held, stay)):
+        table = np.zeros(len(columns["grad"]), _TENSOR)
+        table["number"] = numbers
+        for name, arrays in columns.items():
+            if _kind(arrays) == Blocks.row.name:
+                table[f"{name}_scales"] = _addresses([a and a.scales for a in arrays])
+                arrays = [a and a.codes for a in arrays]
+            table[name] = _addresses(arrays)
+        table["count"] = [a.size for a in columns["grad"] if a is not None]
+        blocks = -(-table["count"] // PART)
+        table["start"] = np.cumsum(blocks) - blocks
+        cache = {} if cache is None else cache
+        cache.update(arrays=stay, table=table, blocks=int(blocks.sum()))
+    else:
+        assert cache is not None
+        cache["table"]["grad"] = _addresses(columns["grad"])
+    return cache["table"], cache["blocks"]
+
+
+def _paces(factors: Sequence[Mapping[str, float]]) -> tuple[list[int], list[int]]:
+    """Which factors differ in what changes from step to step: each tensor's, and one of each."""
+    seen: dict[Any, int] = {}
+    which, first = [], []
+    for i, mine in enumerate(factors):
+        key = (mine["lr"], *(mine.get(name) for name in _PACE))
+        if key not in seen:
+            seen[key] = len(seen)
+            first.append(i)
+        which.append(seen[key])
+    return which, first
+
+
+def _pairs(factors: Sequence[Mapping[str, float]], first: Sequence[int]) -> np.ndarray:
+    return np.array([[factors[i].get(name, 1.0) for name in _PACE] for i in first], np.float64)
+
+
+def step(
+    kernel: Kernel,
+    parts: Sequence[Sequence[Any]],
+    factors: Sequence[Mapping[str, float]],
+    update: Update,
+    xp: Any,
+) -> FiniteQuery:
+    """Update all parameters in place, in one launch.
+
+    Args:
+        kernel: `ADAM` or `SGD`.
+        parts: arrays of each parameter that `supports` accepts, of one size, in the kernel's
+            columns; states of any kind, the same in all parts.
+        factors: of each, as the optimizers make them. The rate lr / correct and what decoupled
+            decay keeps, 1 - lr shrink, are computed in double from their parts on the device.
+        update: how.
+        xp: cupy.
+    """
+    entry, names = kernel
+    columns = dict(zip(names, zip(*parts, strict=True), strict=False))
+    table, blocks = _table(columns, update.cache, update.numbers)
+    if not blocks:
+        return lambda: [True] * len(parts)
+    same = factors.count(factors[0]) == len(factors)
+    for name in _STATIC:
+        if name in factors[0]:
+            table[name] = factors[0][name] if same else [mine[name] for mine in factors]
+    which, first = _paces(factors[:1] if same else factors)
+    table["pace"] = which[0] if same else which
+    program = source(_kind(columns["first"]))
+    if update.guard is None:
+        return _launch_eager(entry, program, (table, blocks), (factors, first), update, xp)
+    _launch_captured(entry, program, (table, blocks), (factors, first), update.guard)
+    return list
+
+
+def _launch_eager(
+    kernel: str,
+    program: Source,
+    tensors: tuple[np.ndarray, int],
+    factors: tuple[Sequence[Mapping[str, float]], Sequence[int]],
+    update: Update,
+    xp: Any,
+) -> FiniteQuery:
+    """Upload the table of tensors with the numbers of this step, and launch."""
+    (table, blocks), (all_factors, first) = tensors, factors
+    rows = _pairs(all_factors, first)
+    rates = np.array([float(all_factors[i]["lr"]) for i in first])
+    sizes = np.cumsum([rows.nbytes, rates.nbytes])
+    held = np.concatenate([a.view(np.uint8).reshape(-1) for a in (rows, rates, table)])
+    there, number = xp.asarray(held), np.int32(len(table))
+    on_device, rates = there[sizes[1] :], there[sizes[0] :]
+    bad: Any = _NULL
+    found: FiniteQuery = list
+    if update.check_finite:
+        flags = xp.zeros(len(table) + 1, dtype=np.uint32)
+        launch(source(), "finite", blocks, THREADS, on_device, number, flags, _NULL)
+        bad, found = flags[len(table) :], _found(flags, xp)
+    alone = (_NULL, bad, bad, np.int32(1), np.int32(1))
+    launch(program, kernel, blocks, THREADS, on_device, number, rates, there, *alone)
+    return found
+
+
+def _launch_captured(
+    kernel: str,
+    program: Source,
+    tensors: tuple[np.ndarray, int],
+    factors: tuple[Sequence[Mapping[str, float]], Sequence[int]],
+    guard: UpdateGuard,
+) -> None:
+    """Launch in a capture: numbers of the next updates lie on the device, pushed from the host."""
+    (table, blocks), (_, first) = tensors, factors
+    capture = current_capture()
+    assert capture is not None
+    on_device = capture.persistent(table.view(np.uint8))
+    rows = capture.persistent(np.zeros((len(first), guard.most, len(_PACE))))
+
+    def push() -> None:
+        made = [_pairs(guard.ahead(step), first) for step in range(guard.most)]
+        capture.write(rows, np.stack(made, axis=1))
+
+    guard.pushes.append(push)
+    capture.in_warm_up(push)
+    moving = (guard.lr, rows, guard.made, guard.bad, capture.stop)
+    lengths = np.int32(len(table)), np.int32(guard.most), np.int32(0)
+    launch(program, kernel, blocks, THREADS, on_device, lengths[0], *moving, *lengths[1:])
+
+
+@cache
+def _beside(xp: Any, device: int) -> Any:
+    """A stream on which a result is fetched while the next kernels run."""
+    return xp.cuda.Stream(non_blocking=True)
+
+
+def _found(flags: Array, xp: Any) -> FiniteQuery:
+    """What `find_nonfinite` raises, fetched without waiting for what is launched after it."""
+    done, stream = xp.cuda.Event(disable_timing=True), _beside(xp, xp.cuda.runtime.getDevice())
+    done.record()
+
+    def each() -> list[bool]:
+        stream.wait_event(done)
+        return [not flag for flag in flags.get(stream=stream).tolist()[:-1]]
+
+    return each
+
+
+def _over(kernel: str, arrays: Sequence[Array], xp: Any, *more: Any) -> None:
+    table, blocks = _table({"grad": arrays})
+    if blocks:
+        there = _uploaded(table.view(np.uint8), xp)
+        launch(source(), kernel, blocks, THREADS, there, np.int32(len(table)), *more)
+
+
+def _uploaded(host: np.ndarray, xp: Any) -> Array:
+    capture = current_capture()
+    return xp.asarray(host) if capture is None else capture.persistent(host)
+
+
+def find_nonfinite(arrays: Sequence[Array], flags: Array, stop: Any, xp: Any) -> None:
+    """Raise flags[i] where array i holds NaN or infinity, then the last flag and ``stop``."""
+    _over("finite", arrays, xp, flags, stop)
+
+
+def finite(arrays: Sequence[Array], xp: Any) -> list[bool]:
+    """Whether each array is without NaN and infinity; waits for the GPU once."""
+    flags = xp.zeros(len(arrays) + 1, dtype=np.uint32)
+    find_nonfinite(arrays, flags, _NULL, xp)
+    return [not flag for flag in flags.get().tolist()[:-1]]
+
+
+def scale(arrays: Sequence[Array], factor: Any, xp: Any) -> None:
+    """Multiply each array in place by a number, or by a float32 array of shape ()."""
+    on_device = isinstance(factor, xp.ndarray)
+    given = (factor, np.float32(0)) if on_device else (_NULL, np.float32(factor))
+    _over("scale", arrays, xp, *given)
+
+
+def square_sum(arrays: Sequence[Array], xp: Any) -> Array:
+    """The sum of all squares, float64 of shape (), in an order that depends on sizes alone."""
+    blocks = sum(-(-a.size // PART) for a in arrays)
+    partial, out = xp.empty(max(blocks, 1), dtype=np.float64), xp.empty((), dtype=np.float64)
+    _over("squares", arrays, xp, partial)
+    launch(source(), "total", 1, THREADS, partial, np.int64(blocks), out)
+    return out

@@ -1,0 +1,50 @@
+// What a recorded step keeps on the device besides its tensors: the host's numbers of this step,
+// checks that failed, updates made, the loss scale. One block each. No headers, no macros.
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// The next of the rows that the host has written becomes the numbers of this step.
+extern "C" __global__ void __launch_bounds__(256)
+    advance(const u64* rows, u64* now, u32* position, int width) {
+    const u32 row = *position;
+    if (static_cast<int>(threadIdx.x) < width) now[threadIdx.x] = rows[row * width + threadIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 0) *position = row + 1;
+}
+
+// Raises `flag`, and `stop` for all updates from here on, if a value is true.
+extern "C" __global__ void __launch_bounds__(256)
+    watch(const u8* bad, i64 count, u32* flag, u32* stop) {
+    u32 any = 0;
+    for (i64 i = threadIdx.x; i < count; i += 256) any |= bad[i];
+    if (any) {
+        atomicOr(flag, 1u);
+        atomicOr(stop, 1u);
+    }
+}
+
+extern "C" __global__ void count(u32* made, const u32* bad, const u32* stop) {
+    if (!(*bad | *stop)) ++*made;
+}
+
+// extensor.backends.generic.optim.rescale on (scale, good steps in a row, made, skipped).
+extern "C" __global__ void rescale(double* state, const u32* bad, const u32* stop, double growth,
+                                   double backoff, double interval, double least) {
+    if (*stop) return;
+    if (*bad) {
+        const double scale = __dmul_rn(state[0], backoff);
+        state[0] = scale > least ? scale : least;
+        state[1] = 0;
+        ++state[3];
+        return;
+    }
+    ++state[1];
+    ++state[2];
+    if (state[1] == interval) {
+        state[1] = 0;
+        state[0] = __dmul_rn(state[0], growth);
+    }
+}

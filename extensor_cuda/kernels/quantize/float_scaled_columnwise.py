@@ -1,0 +1,130 @@
+"""FP8, INT8 and INT4 under float scales in blocks down a matrix's columns, as it lies or turned.
+
+Groups of 16 to 128, tiles of 128 x 128, columns and matrices, without zero points
+(`kernels/quantize/float_scaled_columnwise.cu`); the scale of a column or of all takes a reading
+before. Turned is how products read what is contracted along its first axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda.kernels.quantize.float_scaled_rowwise import float_macros, largest
+from extensor_cuda.kernels.quantize.quantize import THREADS
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters
+from extensor_cuda.runtime.launch import launch
+
+__all__ = ["Panels", "panels_of", "panels_source", "quantize"]
+
+Array = Any
+
+_SOURCE = Path(__file__).parent / "float_scaled_columnwise.cu"
+_SIDE = 128  # as in float_scaled_columnwise.cu
+_TALL = (16, 32, 64, 128)
+_BLOCKS, _COLUMNS, _ALL = range(3)  # what has a scale: what it is of is found before but for blocks
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Blocks of values down the columns of a matrix.
+
+    Attributes:
+        spec: resolved.
+        given: what has a scale: a block of some rows, a column, or all.
+        tall: rows of a block of values.
+        tiles: whether that is of 128 columns.
+        turned: whether codes are written along the columns.
+    """
+
+    spec: QuantSpec
+    given: int
+    tall: int
+    tiles: bool
+    turned: bool
+
+
+@lru_cache(maxsize=4096)
+def panels_of(
+    spec: QuantSpec, shape: tuple[int, int], extent: tuple[int, int], turned: bool
+) -> Panels | None:
+    """How a matrix blocked along axis 0 is taken; None: not by these kernels.
+
+    Args:
+        spec: resolved, under plain float scales.
+        shape: of the matrix.
+        extent: rows and columns of a block of values.
+        turned: whether codes are written along the columns; of 8 bits.
+    """
+    (rows, columns), (tall, wide) = shape, extent
+    random = spec.rounding == "stochastic"
+    if not spec.symmetric or columns % 4 or max(shape) > 1 << 30:
+        return None
+    if wide == 1 and tall >= rows:
+        return Panels(spec, _COLUMNS, _SIDE, False, turned)
+    if wide >= columns and tall >= rows:
+        whole = rows * columns % 16 == 0 and (
+            not random or ((tall, wide) == shape and rows % 16 == 0)
+        )
+        return Panels(spec, _ALL, _SIDE, False, turned) if whole else None
+    if tall in _TALL and (wide == 1 or (tall, wide) == (_SIDE, _SIDE)):
+        return Panels(spec, _BLOCKS, tall, wide > 1, turned)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def panels_source(panels: Panels, dtype: str) -> Source:
+    """The program for input of a dtype."""
+    macros = float_macros(panels.spec, dtype) | {
+        "QUANT_AMAX_GIVEN": panels.given,
+        "QUANT_BLOCK_ROWS": panels.tall,
+        "QUANT_SQUARE_TILES": int(panels.tiles),
+        "QUANT_TRANSPOSED": int(panels.turned),
+    }
+    return Source.read(_SOURCE, macros)
+
+
+def quantize(
+    panels: Panels,
+    x: Array,
+    stream: Stream | None,
+    codes: Array,
+    scales: Array,
+    counters: Counters,
+    xp: Any,
+    most: Array | None = None,
+) -> None:
+    """Codes, scales and counts, without waiting.
+
+    Args:
+        panels: from `panels_of`.
+        x: C-contiguous float32, bfloat16 or float16 matrix, from a multiple of 16 bytes on.
+        stream: names the random bits, given exactly under stochastic rounding.
+        codes: uint8, to be written: as x lies, or (columns, pitch), rows up to a multiple of 16.
+        scales: float32 or float16, to be written, one for each block of values.
+        counters: of counts.
+        xp: cupy.
+        most: what `largest` finds, if it is known.
+    """
+    source, (rows, columns) = panels_source(panels, x.dtype.name), x.shape
+    sizes = np.int64(rows), np.int64(columns)
+    blocks = -(-rows // _SIDE) * -(-columns // _SIDE)
+    if panels.given == _COLUMNS:
+        most = xp.zeros(columns, dtype=np.uint32)
+        launch(source, "largest_of_columns", blocks, THREADS, x, most, *sizes)
+    elif panels.given == _ALL and most is None:
+        most = largest(x, panels.spec, xp)
+    words = (0, 0, 0, 0) if stream is None else (*stream.key, *stream.counter_high)
+    pitch = np.int64(codes.shape[1])
+    null = np.uint64(0)
+    arrays = x, codes, scales, null if most is None else most, counters.array, clock_of([stream])
+    numbers = map(np.uint32, words)
+    launch(source, "quantize_panels", blocks, THREADS, *arrays, *numbers, *sizes, pitch)

@@ -1,0 +1,74 @@
+// The Hadamard transform of extensor/quant/hadamard.py: signs, then butterflies of strides 1, 2, 4
+// ... in that order, then one multiply. No contraction: the order is part of the bits.
+
+#if CODEC_HADAMARD
+constexpr int kTurned = CODEC_HADAMARD / kChunk;  // chunks that one transform spans
+
+// Signs of a transform's elements, a bit each; set where negative.
+struct Signs {
+    u32 words[4];
+};
+
+// The strides within a chunk. `place`: the chunk's number within its transform.
+__device__ __forceinline__ void turn_chunk(float (&v)[kChunk], const Signs& signs, u32 place) {
+    const u32 word = place < 2   ? signs.words[0]
+                     : place < 4 ? signs.words[1]
+                     : place < 6 ? signs.words[2]
+                                 : signs.words[3];
+    const u32 mine = word >> (place % 2 * kChunk);
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) v[k] = float_of(bits_of(v[k]) ^ (mine >> k << 31));
+#pragma unroll
+    for (int stride = 1; stride < kChunk; stride *= 2) {
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) {
+            if (k & stride) continue;
+            const float low = v[k], high = v[k + stride];
+            v[k] = __fadd_rn(low, high);
+            v[k + stride] = __fsub_rn(low, high);
+        }
+    }
+}
+
+__device__ __forceinline__ float butterfly(float mine, float other, bool high) {
+    return high ? __fsub_rn(other, mine) : __fadd_rn(mine, other);
+}
+
+__device__ __forceinline__ void shrink(float (&v)[kChunk]) {
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) v[k] = __fmul_rn(v[k], CODEC_HADAMARD_FACTOR);
+}
+
+// The whole transform of chunks that lie in neighbouring lanes.
+__device__ __forceinline__ void turn_lanes(float (&v)[kChunk], const Signs& signs, u32 place) {
+    turn_chunk(v, signs, place);
+#pragma unroll
+    for (int lane = 1; lane < kTurned; lane *= 2) {
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k)
+            v[k] = butterfly(v[k], __shfl_xor_sync(~0u, v[k], lane), place & lane);
+    }
+    shrink(v);
+}
+
+// The same of chunks that lie in neighbouring warps, exchanged through shared memory.
+__device__ __forceinline__ void turn_warps(float (&v)[kChunk], const Signs& signs, int warp,
+                                           int lane) {
+    const u32 place = static_cast<u32>(warp) % kTurned;
+    turn_chunk(v, signs, place);
+#if CODEC_HADAMARD > 16
+    __shared__ float exchanged[kThreads / 32][kChunk][32];
+#pragma unroll
+    for (int step = 1; step < kTurned; step *= 2) {
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) exchanged[warp][k][lane] = v[k];
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k)
+            v[k] = butterfly(v[k], exchanged[warp ^ step][k][lane], place & step);
+    }
+#endif
+    shrink(v);
+}
+#endif

@@ -1,0 +1,456 @@
+"""Launches the fused quantizers: a spec and a shape -> macros, grid and output arrays.
+
+Covers blocks of 16, 32, 64 or 128 along any axis and square tiles of 16 or 32 in matrices, E8M0
+scales under every rule, NVFP4's three, and the Hadamard transform; `plan_of` says why something
+else is not covered, and the generic method runs instead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from extensor.backends.unsupported import Unsupported
+from extensor.formats import ELEMENTS, ElementFormat
+from extensor.quant.array import (
+    QuantArray,
+    QuantStats,
+    block_grid,
+    coded_length,
+    packed_length,
+)
+from extensor.quant.hadamard import hadamard_signs
+from extensor.quant.spec import Hadamard, QuantSpec
+from extensor.random import Stream
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.launch import launch
+
+__all__ = [
+    "ACTIVATIONS",
+    "Outputs",
+    "Plan",
+    "element_macros",
+    "encoding_macros",
+    "exact_float",
+    "fake_quantize",
+    "is_whole",
+    "plan_of",
+    "quantize",
+    "quantize_raw",
+    "quantize_source",
+    "tensor_scales",
+]
+
+Array = Any
+
+INPUTS = ("float32", "bfloat16", "float16")
+BLOCKS = (16, 32, 64, 128)
+THREADS, CHUNK, PANEL, SLOTS = 256, 16, 128, 256  # as in quantize.cu
+SQUARES = (16, 32)
+_RULES = ("floor", "rceil", "ceil", "even", "one", "amax", "four_over_six", "least_error")
+SEARCHES = ("four_over_six", "least_error")  # they try several scales on a block's values
+ACTIVATIONS = ("", "relu", "gelu")
+"""What bfloat16 values may go through as they are read: kernels of `elementwise`, to the bit."""
+_OUT = {"codes": 0, "values": 1, "maximum": 2}
+_SCALE = ELEMENTS["e4m3"]
+_TIE_WORDS = {"away": "0x7FFFFFFFu", "zero": "0x80000000u"}  # round as a constant random word
+_FOLDER = Path(__file__).parent
+_NO_STREAM = (0, 0, 0, 0)
+_FOUR_OVER_SIX_TOP = 256.0  # of block scales: a block may be scaled half again as far
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """A resolved spec on arrays of one shape.
+
+    The array is (outer, length, inner), blocked along ``length``; ``inner == 1`` is a row block. In
+    a tile of several rows these are, for a row block, the axis before ``length`` (the last of
+    ``outer``), and otherwise ``inner``. What is quantized is the ``activation`` of the array.
+    """
+
+    spec: QuantSpec
+    shape: tuple[int, ...]
+    outer: int
+    length: int
+    inner: int
+    block: int
+    scales_shape: tuple[int, ...]
+    codes_shape: tuple[int, ...]
+    activation: str = ""
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile; 1 for blocks along the axis alone."""
+        assert isinstance(self.spec.tile, tuple)
+        return self.spec.tile[0]
+
+    @property
+    def coded(self) -> int:
+        """Elements coded along the axis: padded to the Hadamard size, if there is one."""
+        return coded_length(self.spec, self.shape)
+
+    @property
+    def coded_shape(self) -> tuple[int, ...]:
+        """The shape of decoded operands, which stay transformed."""
+        axis = self.spec.axis
+        return (*self.shape[:axis], self.coded, *self.shape[axis + 1 :])
+
+    @property
+    def columns(self) -> bool:
+        """Whether blocks run down columns."""
+        return self.inner > 1
+
+    @property
+    def needs_tensor(self) -> bool:
+        """Whether block scales depend on the whole tensor."""
+        return self.spec.row.tensor_scale or self.spec.scale_window is not None
+
+    @property
+    def count(self) -> int:
+        """Values that are coded."""
+        return math.prod(self.coded_shape)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What one launch wrote, all on the device: nothing here waits for the GPU."""
+
+    q: QuantArray | None
+    values: Array | None
+    counters: Counters | None
+    maximum: Array | None
+
+    def stats(self, count: int) -> OperandCounts:
+        """The counts, which wait for the kernel when they are called."""
+        assert self.counters is not None
+        return OperandCounts(self.counters, (0, 2 * SLOTS), count)
+
+
+@lru_cache(maxsize=4096)
+def plan_of(
+    spec: QuantSpec, shape: tuple[int, ...], decoding: bool = False, activation: str = ""
+) -> Plan | Unsupported:
+    """The plan, or why the kernels do not support it; decoding asks less of the spec.
+
+    ``activation``, one of `ACTIVATIONS`, is of bfloat16 arrays, as they are read.
+    """
+    if activation not in ACTIVATIONS:
+        return Unsupported(f"the activation {activation}; the kernels have {ACTIVATIONS[1:]}")
+    try:
+        spec = spec.resolve(len(shape))
+    except ValueError as error:
+        return Unsupported(str(error))  # the generic method raises it
+    if math.prod(shape) == 0:
+        return Unsupported("empty array")
+    if spec.has_float_scales:
+        return Unsupported(f"{spec.scale_name} scales")
+    if spec.rule not in _RULES and not decoding:
+        return Unsupported(f"the {spec.rule} scale rule")
+    if spec.rebased and not decoding:
+        return Unsupported("a rebased spec")
+    if spec.statistic != "amax" and not decoding:
+        return Unsupported(f"the {spec.statistic} statistic")
+    if spec.transform and decoding:
+        return Unsupported("a Hadamard transform to undo")
+    if not isinstance(spec.tile, tuple) or not _has_tile(spec, shape):
+        return Unsupported(
+            f"tile {spec.tile} along axis {spec.axis} of {len(shape)}; the kernels have (1, n), "
+            f"n in {BLOCKS}, and (n, n) with n in {SQUARES} along a last axis or in a matrix"
+        )
+    if decoding and spec.tile[0] > 1:
+        return Unsupported("a square tile")
+    if spec.tile[0] > 1 and spec.transform:
+        return Unsupported("a Hadamard transform in square tiles")
+    if spec.rule in SEARCHES and not decoding and (spec.tile[1] != 16 or spec.ties != "even"):
+        return Unsupported(f"the {spec.rule} rule with tile {spec.tile} and ties to {spec.ties}")
+    grid = block_grid(spec, shape)
+    if math.prod(grid) >= 1 << 32:
+        return Unsupported("2**32 blocks or more")
+    codes = list(shape)
+    codes[spec.axis] = packed_length(spec, shape)
+    outer, inner = math.prod(shape[: spec.axis]), math.prod(shape[spec.axis + 1 :])
+    layout = (outer, shape[spec.axis], inner, spec.tile[1])
+    return Plan(spec, shape, *layout, grid, tuple(codes), activation)
+
+
+def _has_tile(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
+    assert isinstance(spec.tile, tuple)
+    rows, length = spec.tile
+    if rows == 1:
+        return length in BLOCKS
+    along_rows = spec.axis == len(shape) - 1
+    columns = len(shape) == 2 and shape[1] > 1  # one column lies as a row does
+    return rows == length and length in SQUARES and (along_rows or columns)
+
+
+def element_macros(element: ElementFormat) -> dict[str, object]:
+    """What kernels know of an element grid and of NVFP4's scales."""
+    return {
+        "CODEC_BITS": element.bits,
+        "CODEC_MANTISSA": element.mantissa_bits,
+        "CODEC_MIN_EXPONENT": element.min_exponent,
+        "CODEC_EMAX": element.emax,
+        "CODEC_MAX_CODE": f"{element.max_magnitude_code}u",
+        "CODEC_IS_FLOAT": int(element.is_float),
+        "CODEC_HAS_INFINITY": int(element.specials == "ieee"),
+        "CODEC_SCALE_MANTISSA": _SCALE.mantissa_bits,
+        "CODEC_SCALE_MIN_EXPONENT": _SCALE.min_exponent,
+        "CODEC_SCALE_MAX_CODE": f"{_SCALE.max_magnitude_code}u",
+    }
+
+
+def _takes_words(spec: QuantSpec) -> bool:
+    """Whether values are rounded by words: random ones, or one that decides ties."""
+    return spec.rounding == "stochastic" or spec.ties != "even"
+
+
+def encoding_macros(spec: QuantSpec) -> dict[str, object]:
+    """How scaled values become codes (`encode.cuh`), for a resolved spec."""
+    element, words = spec.row.element, _takes_words(spec)
+    return element_macros(element) | {
+        "CODEC_STOCHASTIC": int(words),
+        "CODEC_RBITS": spec.rbits if spec.rounding == "stochastic" else 0,
+        "CODEC_TIE_WORD": _TIE_WORDS.get(spec.ties, "0u"),
+        "CODEC_ELEMENT_SCALE": exact_float(spec.element_scale),
+        "CODEC_TOP": exact_float(element.max),
+        "CODEC_MIN_POSITIVE": exact_float(element.min_positive),
+        "CODEC_CLAMP_BITS": f"{(element.emax + 2 + 127) << 23}u",
+        "CODEC_TIE_AT_TOP": exact_float(_tie_at_top(element)),
+        "CODEC_HARDWARE_CONVERT": int(element.bits == 8 and element.is_float and not words),
+        "CODEC_HARDWARE_TYPE": f'"{element.name}"',
+    }
+
+
+def exact_float(value: float) -> str:
+    """A float32 as an exact literal."""
+    return f"{np.float32(value).item().hex()}f"
+
+
+def _tie_at_top(element: ElementFormat) -> float:
+    """What a magnitude must exceed to round, to nearest even, beyond the largest code."""
+    step = element.max - element.decode(element.max_magnitude_code - 1)
+    tie = np.float32(element.max + step / 2)
+    even = element.max_magnitude_code % 2 == 0  # then the tie itself goes to the largest code
+    return float(tie if even else np.nextafter(tie, np.float32(0)))
+
+
+@lru_cache(maxsize=4096)
+def quantize_source(
+    plan: Plan,
+    dtype: str,
+    out: str,
+    whole: bool,
+    stats: bool,
+    extra: tuple[tuple[str, object], ...] = (),
+) -> Source:
+    """The quantizer's program for one plan, input dtype and kind of output; ``extra`` macros.
+
+    Raises:
+        ValueError: for an activation of what is not bfloat16.
+    """
+    if plan.activation and dtype != "bfloat16":
+        raise ValueError(f"{plan.activation} as it is quantized is of bfloat16 arrays, not {dtype}")
+    spec, element, dialect = plan.spec, plan.spec.row.element, plan.spec.dialect_row
+    words = _takes_words(spec)
+    top = np.float32(element.max)
+    macros = encoding_macros(spec) | {
+        "CODEC_IN": INPUTS.index(dtype),
+        "CODEC_OUT": _OUT[out],
+        "QUANT_WHOLE": int(whole),
+        "CODEC_STATS": int(stats),
+        "CODEC_BLOCK": plan.block,
+        "QUANT_COLUMNWISE": int(plan.columns),
+        "QUANT_ROWWISE_COLUMNWISE": 0,
+        "QUANT_NORM": 0,
+        "QUANT_ONLY_ROWWISE": 0,
+        "CODEC_ACTIVATE": ACTIVATIONS.index(plan.activation),
+        "QUANT_THREAD_CHUNKS": 1 if dtype == "float32" or words or spec.transform else 2,
+        "QUANT_TILE_ROWS": plan.rows,
+        "CODEC_HADAMARD": spec.transform.size if spec.transform else 0,
+        "CODEC_HADAMARD_FACTOR": exact_float(
+            1.0 / math.sqrt(spec.transform.size if spec.transform else 1)
+        ),
+        "CODEC_SEARCH": int(spec.rule in SEARCHES),
+        "QUANT_THREAD_COLUMNS": columns_of(plan, dtype),
+        "CODEC_RULE": _RULES.index(spec.rule),
+        "CODEC_UE4M3": int(not spec.is_mx),
+        "CODEC_NEEDS_TENSOR": int(plan.needs_tensor),
+        "CODEC_WINDOW": -1 if spec.scale_window is None else spec.scale_window,
+        "CODEC_RECIPROCAL_TOP": exact_float(float(np.float32(1) / top)),
+        "CODEC_TENSOR_TARGET": exact_float(
+            (_FOUR_OVER_SIX_TOP if spec.rule == "four_over_six" else _SCALE.max) * element.max
+        ),
+        "CODEC_SCALE_TOP": exact_float(_SCALE.max),
+        "CODEC_INF_BYTE": f"{dialect.inf_byte_in(element)}u",
+        "CODEC_ZERO_BYTE": f"{dialect.nvfp4_zero_scale}u",
+        "CODEC_TINY_SATURATES": int(dialect.nvfp4_tiny_saturates),
+        "CODEC_BF16X8": int(_in_halves(plan, dtype, out)),
+        "CODEC_BF16X2": int(_in_halves(plan, dtype, out) and not words),
+    }
+    return Source.read(_FOLDER / "quantize.cu", macros | dict(extra))
+
+
+def _in_halves(plan: Plan, dtype: str, out: str) -> bool:
+    """Whether a kernel may work on two values at a time: bfloat16 to e2m1 by powers of two."""
+    spec, element = plan.spec, plan.spec.row.element
+    small = element.bits == 4 and element.is_float and spec.is_mx and spec.element_scale == 1.0
+    small = small and spec.transform is None and (plan.columns or plan.rows == 1)
+    return small and dtype == "bfloat16" and out == "codes"
+
+
+def columns_of(plan: Plan, dtype: str) -> int:
+    """Neighbouring columns of a thread: as many as its registers hold without spilling."""
+    words = _takes_words(plan.spec)
+    kept = plan.spec.transform is not None or plan.spec.rule in SEARCHES
+    return 2 if dtype == "float32" or words or kept else 4
+
+
+def is_whole(plan: Plan, pointer: int, dtype: str) -> bool:
+    """Whether every vector access is in bounds and aligned."""
+    if plan.length != plan.coded:
+        return False
+    if not plan.columns:
+        chunk = plan.block if plan.rows == 1 else CHUNK
+        return plan.length % chunk == 0 and pointer % 16 == 0
+    columns = columns_of(plan, dtype)
+    return plan.length % PANEL == 0 and plan.inner % columns == 0 and pointer % 8 == 0
+
+
+def _grid(plan: Plan, items: int) -> int:
+    tiles = plan.scales_shape[plan.spec.axis]
+    if not plan.columns and plan.rows > 1:
+        strips = -(-tiles * plan.block // (2 * CHUNK))
+        warps = math.prod(plan.scales_shape[:-1]) * strips * (plan.rows // 16)
+        return -(-warps * 32 // THREADS)
+    if not plan.columns:
+        return -(-plan.outer * tiles * (plan.block // CHUNK) // (THREADS * items))
+    columns = 32 * int(items)
+    return plan.outer * -(-plan.inner // columns) * -(-tiles * plan.block // PANEL)
+
+
+def _run(plan: Plan, x: Array, out: str, stats: bool, stream: Stream | None, arrays: Any) -> None:
+    dtype = x.dtype.name
+    whole = is_whole(plan, x.data.ptr, dtype)
+    source = quantize_source(plan, dtype, out, whole, stats)
+    kernel = kernel_of(plan)
+    items = int(dict(source.macros)["COLUMNS" if plan.columns else "QUANT_THREAD_CHUNKS"])
+    words: tuple[int, ...] = _NO_STREAM if stream is None else (*stream.key, *stream.counter_high)
+    if plan.spec.transform:
+        words = (*words, *_sign_words(plan.spec.transform))
+    null = np.uint64(0)
+    launch(
+        source,
+        kernel,
+        _grid(plan, items),
+        THREADS,
+        x,
+        *(null if array is None else array for array in arrays),
+        clock_of([stream]),
+        *(np.uint32(word) for word in words),
+        *(np.int64(size) for size in _sizes(plan)),
+    )
+
+
+def kernel_of(plan: Plan) -> str:
+    """The kernel that a plan's layout takes."""
+    if plan.columns:
+        return "quantize_columns"
+    return "quantize_rows" if plan.rows == 1 else "quantize_tiles"
+
+
+def _sizes(plan: Plan) -> tuple[int, ...]:
+    if plan.columns:
+        return plan.outer, plan.length, plan.inner
+    if plan.rows == 1:
+        return plan.outer, plan.length
+    return plan.outer // plan.shape[-2], plan.shape[-2], plan.length
+
+
+@lru_cache(maxsize=64)
+def _sign_words(transform: Hadamard) -> tuple[int, ...]:
+    """128 bits, the transform's signs repeated where it is shorter: set where negative."""
+    negative = np.resize(hadamard_signs(transform) < 0, 128)
+    words = np.packbits(negative, bitorder="little").view(np.uint32)
+    return tuple(int(word) for word in words)
+
+
+def tensor_scales(plan: Plan, amax: Array, xp: Any) -> Array:
+    """The four words that blocks need of a tensor whose largest magnitude is float32 ``amax``."""
+    tensor = xp.empty(4, dtype=xp.float32)
+    source = quantize_source(plan, "bfloat16", "codes", False, False)
+    launch(source, "tensor_scales", 1, 1, amax, tensor)
+    return tensor
+
+
+def tensor_of(
+    plan: Plan, x: Array, amax: Array | None, xp: Any
+) -> tuple[Array | None, Array | None]:
+    """The four words that blocks need of the whole tensor, and the tensor's maximum."""
+    if not plan.needs_tensor:
+        return None, None
+    if amax is None:
+        amax = xp.zeros((), dtype=xp.float32)
+        _run(plan, x, "maximum", False, None, (None, None, None, None, amax, None))
+    return tensor_scales(plan, amax, xp), amax
+
+
+def quantize_raw(
+    x: Array,
+    plan: Plan,
+    stream: Stream | None,
+    xp: Any,
+    amax: Array | None = None,
+    stats: bool = True,
+    values: bool = False,
+) -> Outputs:
+    """Launch the quantizer and return without waiting.
+
+    Args:
+        x: C-contiguous float32, bfloat16 or float16 array of the plan's shape.
+        plan: from `plan_of`.
+        stream: names the random bits, given exactly under stochastic rounding.
+        xp: cupy.
+        amax: float32 of shape () on the device: the largest finite magnitude (for a scale window:
+            among blocks of finite values). None: a pass over x finds it where it is needed.
+        stats: count saturated and flushed values.
+        values: write decoded float32 values instead of codes and scales.
+    """
+    tensor, maximum = tensor_of(plan, x, amax, xp)
+    counters = Counters(2 * SLOTS, xp) if stats else None
+    adds = None if counters is None else counters.array
+    if values:
+        decoded = xp.empty(plan.coded_shape, dtype=xp.float32)
+        _run(plan, x, "values", stats, stream, (None, None, decoded, tensor, None, adds))
+        return Outputs(None, decoded, counters, maximum)
+    codes = xp.empty(plan.codes_shape, dtype=xp.uint8)
+    scales = xp.empty(plan.scales_shape, dtype=xp.uint8)
+    _run(plan, x, "codes", stats, stream, (codes, scales, None, tensor, None, adds))
+    of_tensor = None
+    if plan.spec.row.tensor_scale:
+        assert tensor is not None
+        of_tensor = tensor[0]
+    q = QuantArray(codes, scales, plan.spec, plan.shape, tensor_scale=of_tensor)
+    return Outputs(q, None, counters, maximum)
+
+
+def quantize(x: Array, plan: Plan, stream: Stream | None, xp: Any) -> tuple[QuantArray, QuantStats]:
+    """Codes, scales and counts; waits for the counts."""
+    done = quantize_raw(x, plan, stream, xp)
+    assert done.q is not None
+    return done.q, done.stats(plan.count)()
+
+
+def fake_quantize(
+    x: Array, plan: Plan, stream: Stream | None, xp: Any
+) -> tuple[Array, OperandCounts]:
+    """The decoded values and counts, without waiting."""
+    done = quantize_raw(x, plan, stream, xp, values=True)
+    return done.values, done.stats(plan.count)

@@ -1,0 +1,186 @@
+"""Rows and columns of one matrix in one reading: two plans -> one launch.
+
+Covers two specs that differ in their axis alone, in blocks of 16 to 64: no transform, no square
+tile, no search for a scale, no scale window (whose maximum is of a direction's own blocks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, final
+
+import numpy as np
+
+from extensor.backends.unsupported import Unsupported
+from extensor.quant.array import QuantArray, QuantStats
+from extensor.quant.spec import QuantSpec
+from extensor.random import Stream
+from extensor_cuda.kernels.quantize import quantize as kernels
+from extensor_cuda.kernels.quantize.quantize import CHUNK, SLOTS, THREADS, Plan
+from extensor_cuda.runtime.capture import clock_of
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.counters import Counters, OperandCounts
+from extensor_cuda.runtime.launch import launch
+
+__all__ = ["PairPlan", "fake_quantize", "pair_plan", "pair_source", "quantize", "quantize_raw"]
+
+Array = Any
+Streams = tuple[Stream | None, Stream | None]
+
+_LEAST_TALL = 32  # rows of a tile
+_MOST_BLOCK = 64
+
+
+@final
+@dataclass(frozen=True)
+class PairPlan:
+    """Plans along rows and down columns of one matrix; ``swapped`` if asked the other way."""
+
+    along: Plan
+    down: Plan
+    swapped: bool
+
+    def ordered(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
+        """(along, down) in the order of the specs, or back."""
+        return (pair[1], pair[0]) if self.swapped else pair
+
+
+@lru_cache(maxsize=4096)
+def pair_plan(
+    specs: tuple[QuantSpec, QuantSpec], shape: tuple[int, ...], activation: str = ""
+) -> PairPlan | Unsupported:
+    """The plan, or why one launch does not cover it; ``activation`` as of `kernels.plan_of`."""
+    if len(shape) != 2:
+        return Unsupported(f"{len(shape)} axes")
+    first, second = (kernels.plan_of(spec, shape, False, activation) for spec in specs)
+    if not first:
+        return first
+    if not second:
+        return second
+    if {first.spec.axis, second.spec.axis} != {0, 1}:
+        return Unsupported("both along one axis")
+    swapped = first.spec.axis == 0
+    along, down = (second, first) if swapped else (first, second)
+    spec = along.spec
+    if spec.replace(axis=0) != down.spec:
+        return Unsupported("specs that differ in more than their axis")
+    if spec.transform or along.rows > 1 or spec.rule in kernels.SEARCHES:
+        return Unsupported("a transform, square tiles or a search for scales")
+    if along.block > _MOST_BLOCK or spec.scale_window is not None:
+        return Unsupported(f"blocks above {_MOST_BLOCK}, or a scale window")
+    return PairPlan(along, down, swapped)
+
+
+def _tile(plan: PairPlan, dtype: str, out: str) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and columns of a thread."""
+    tall = max(_LEAST_TALL, plan.along.block)
+    each = 2 if out == "values" else kernels.columns_of(plan.down, dtype)
+    return tall, THREADS // (tall // CHUNK) * each, each
+
+
+@lru_cache(maxsize=4096)
+def pair_source(plan: PairPlan, dtype: str, out: str, whole: bool, stats: bool) -> Source:
+    """The program; ``out`` is "codes" or "values"."""
+    tall, _, each = _tile(plan, dtype, out)
+    extra = {"QUANT_ROWWISE_COLUMNWISE": 1, "QUANT_CTA_ROWS": tall, "QUANT_THREAD_COLUMNS": each}
+    words = plan.along.spec.rounding == "stochastic" or plan.along.spec.ties != "even"
+    spec = plan.along.spec
+    pairs = spec.row.element.bits == 4 and spec.is_mx
+    few = not plan.along.activation and (not stats or pairs)  # registers: three blocks have 80 each
+    three = whole and not words and out != "values" and few
+    extra["QUANT_MIN_CTAS"] = 3 if three else 2
+    return kernels.quantize_source(plan.along, dtype, out, whole, stats, tuple(extra.items()))
+
+
+def _run(
+    x: Array,
+    plan: PairPlan,
+    out: str,
+    streams: Streams,
+    counters: Counters | None,
+    arrays: dict[str, Array],
+) -> None:
+    dtype, (rows, columns) = x.dtype.name, plan.along.shape
+    tall, wide, _ = _tile(plan, dtype, out)
+    whole = rows % tall == 0 and columns % wide == 0 and x.data.ptr % 16 == 0
+    names = ("codes0", "codes1", "scales0", "scales1", "values0", "values1", "tensor")
+    given = [*(arrays.get(name) for name in names), None if counters is None else counters.array]
+    words = [w for s in streams for w in ((0,) * 4 if s is None else (*s.key, *s.counter_high))]
+    launch(
+        pair_source(plan, dtype, out, whole, counters is not None),
+        "quantize_both",
+        -(-rows // tall) * -(-columns // wide),
+        THREADS,
+        x,
+        *(np.uint64(0) if array is None else array for array in given),
+        clock_of(streams),
+        *(np.uint32(word) for word in words),
+        *(np.int64(size) for size in (rows, columns)),
+    )
+
+
+def _counters(stats: bool, xp: Any) -> Counters | None:
+    return Counters(4 * SLOTS, xp) if stats else None
+
+
+def _stats(counters: Counters | None, plan: PairPlan) -> tuple[OperandCounts, OperandCounts]:
+    """OperandCounts along rows and down columns, which wait for the kernel when they are called."""
+    assert counters is not None
+    half, count = 2 * SLOTS, plan.along.count
+    return OperandCounts(counters, (0, half), count), OperandCounts(
+        counters, (half, 2 * half), count
+    )
+
+
+def quantize_raw(
+    x: Array,
+    plan: PairPlan,
+    streams: Streams,
+    xp: Any,
+    amax: Array | None = None,
+    stats: bool = True,
+) -> tuple[tuple[QuantArray, QuantArray], Counters | None]:
+    """Launch and return without waiting: arrays along rows and down columns, and the counters.
+
+    Args:
+        x: C-contiguous float32, bfloat16 or float16 matrix of the plan's shape.
+        plan: from `pair_plan`.
+        streams: along rows, and down columns.
+        xp: cupy.
+        amax: as for `extensor_cuda.kernels.quantize.quantize.quantize_raw`.
+        stats: count saturated and flushed values.
+    """
+    tensor, _ = kernels.tensor_of(plan.along, x, amax, xp)
+    arrays = {"tensor": tensor}
+    made = []
+    for i, side in enumerate((plan.along, plan.down)):
+        codes, scales = (xp.empty(s, dtype=xp.uint8) for s in (side.codes_shape, side.scales_shape))
+        arrays |= {f"codes{i}": codes, f"scales{i}": scales}
+        whole = None if tensor is None else tensor[0]
+        made.append(QuantArray(codes, scales, side.spec, side.shape, tensor_scale=whole))
+    counters = _counters(stats, xp)
+    _run(x, plan, "codes", streams, counters, arrays)
+    return (made[0], made[1]), counters
+
+
+def quantize(
+    x: Array, plan: PairPlan, streams: Streams, xp: Any
+) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
+    """Codes, scales and counts in the order of the specs; waits for the counts."""
+    pair, counters = quantize_raw(x, plan, plan.ordered(streams), xp)
+    counts = _stats(counters, plan)
+    return plan.ordered(((pair[0], counts[0]()), (pair[1], counts[1]())))
+
+
+def fake_quantize(
+    x: Array, plan: PairPlan, streams: Streams, xp: Any
+) -> tuple[tuple[Array, OperandCounts], tuple[Array, OperandCounts]]:
+    """Decoded values and counts in the order of the specs, without waiting."""
+    tensor, _ = kernels.tensor_of(plan.along, x, None, xp)
+    values = [xp.empty(plan.along.shape, dtype=xp.float32) for _ in range(2)]
+    arrays = {"tensor": tensor, "values0": values[0], "values1": values[1]}
+    counters = _counters(True, xp)
+    _run(x, plan, "values", plan.ordered(streams), counters, arrays)
+    counts = _stats(counters, plan)
+    return plan.ordered(((values[0], counts[0]), (values[1], counts[1])))

@@ -1,0 +1,1 @@
+"""Products of float activations with packed weights."""

@@ -1,0 +1,49 @@
+// x of w4a16_sm90_ring.cu on its way to shared memory.
+
+// A lane's eight neighbouring elements of each kBringing-th row of a piece.
+struct Part {
+    static constexpr int kRows = (kTokens / WEIGHT_ONLY_X_PARTS + kBringing - 1) / kBringing,
+                         kWords = sizeof(Raw) / 2;
+    uint4 words[kRows][kWords];
+    // Those from `from` on; zeros if there are none.
+    __device__ __forceinline__ void fetch(const Raw* from, i64 columns, int first, int rows,
+                                          bool there) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) {
+                const int row = first + r * kBringing;
+                words[r][w] = uint4{0, 0, 0, 0};
+                if (there && row < rows)
+                    words[r][w] = reinterpret_cast<const uint4*>(from + row * columns)[w];
+            }
+    }
+    // In pairs four elements apart.
+    __device__ __forceinline__ void put(u8* to, int first, int rows) const {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const int row = first + r * kBringing;
+            if (row >= rows) continue;
+#if WEIGHT_ONLY_IN == 1
+            const uint4 w = words[r][0];
+            *reinterpret_cast<uint4*>(to + row * kPitch) =
+                uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632),
+                      __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
+#else
+            const uint4 a = words[r][0], b = words[r][kWords - 1];
+            const u32 low[4] = {a.x, a.y, a.z, a.w}, high[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int part = 0; part < WEIGHT_ONLY_X_PARTS; ++part) {
+                u32 pairs[4];
+#pragma unroll
+                for (int p = 0; p < 4; ++p)
+                    pairs[p] = part_of(__uint_as_float(low[p]), part) |
+                               part_of(__uint_as_float(high[p]), part) << 16;
+                *reinterpret_cast<uint4*>(to + (part * rows + row) * kPitch) =
+                    uint4{pairs[0], pairs[1], pairs[2], pairs[3]};
+            }
+#endif
+        }
+    }
+};
+constexpr int kEarly = WEIGHT_ONLY_IN == 1 ? 4 : 2;  // pieces that a warp has asked for

@@ -1,0 +1,110 @@
+"""What the weight-only programs share on the host: macros, arguments, and room for sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from extensor.quant.array import QuantArray, tile_extent
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.runtime.compile import Source
+
+__all__ = ["FLOATS", "PARTS", "Arguments", "countable", "program"]
+
+Array = Any
+
+FLOATS = ("float32", "bfloat16")
+"""Dtypes of activations and results, as the programs number them."""
+PARTS = {"float32": 3, "bfloat16": 1}
+"""Tokens, each a bfloat16 matrix's row, that a row of activations of a dtype is."""
+
+
+class Arguments(NamedTuple):
+    """What a weight-only kernel reads and writes.
+
+    Attributes:
+        x: (M, K), float32 or bfloat16; contiguous, from a multiple of 16 bytes on, as the next two.
+        codes, scales: of the weights.
+        w: (N, K), blocked along K.
+        out: (M, N), float32 or bfloat16.
+        zeros: makes so many counters that are zero, and that the kernel leaves so.
+        xp: cupy.
+    """
+
+    x: Array
+    codes: Array
+    scales: Array
+    w: QuantArray
+    out: Array
+    zeros: Callable[[int], Array]
+    xp: Any
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N and K."""
+        return len(self.x), self.w.shape[0], self.x.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        """Rows of bfloat16 that x is."""
+        return len(self.x) * PARTS[self.x.dtype.name]
+
+    @property
+    def tensor_scale(self) -> Any:
+        """The tensor's scale, or a null pointer."""
+        return np.uint64(0) if self.w.tensor_scale is None else self.w.tensor_scale
+
+    def room(self, slices: int, rows: int, groups: int) -> tuple[Any, Any]:
+        """Where slices of K leave their sums, and counts of a group's slices that are done.
+
+        Args:
+            slices: of K; nulls for one.
+            rows: of sums.
+            groups: of blocks, each of a slice.
+        """
+        if slices == 1:
+            return np.uint64(0), np.uint64(0)
+        sums = (slices, rows, -(-self.w.shape[0] // 4) * 4)
+        return self.xp.empty(sums, dtype=np.float32), self.zeros(groups)
+
+
+def countable(shape: tuple[int, ...]) -> bool:
+    """Whether 32 bits count tiles of 16 of N rows times 132 blocks, and 40 bits the elements."""
+    return shape[0] < 1 << 28 and shape[0] * shape[1] < 1 << 40
+
+
+@lru_cache(maxsize=512)
+def _read(path: Path, macros: tuple[tuple[str, int], ...]) -> Source:
+    return Source.read(path, dict(macros))
+
+
+def program(
+    path: Path, spec: QuantSpec, shape: tuple[int, ...], dtype: str, out: str, **own: int
+) -> Source:
+    """A program with the macros of `weights.cuh` and its own, one object for the same ones.
+
+    Args:
+        path: its file.
+        spec: of weights, blocked along the last axis.
+        shape: theirs.
+        dtype: of activations, of `FLOATS`.
+        out: a result's.
+        own: the other macros.
+    """
+    element, scaled = spec.row.element, spec.has_float_scales
+    macros = {
+        "CODEC_BITS": element.bits,
+        "CODEC_IS_FLOAT": int(element.is_float),
+        "CODEC_FLOAT_SCALES": int(scaled),
+        "CODEC_FLOAT16_SCALES": int(spec.scale_name == "float16"),
+        "CODEC_UE4M3": int(spec.row.tensor_scale),
+        "CODEC_BLOCK": 32 if scaled else tile_extent(spec, shape)[1],
+        "WEIGHT_ONLY_X_PARTS": PARTS[dtype],
+        "WEIGHT_ONLY_IN": FLOATS.index(dtype),
+        "WEIGHT_ONLY_OUT": FLOATS.index(out),
+    }
+    return _read(path, tuple((macros | own).items()))

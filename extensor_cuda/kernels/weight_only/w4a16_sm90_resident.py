@@ -1,0 +1,98 @@
+"""Launches of `w4a16_sm90_resident.cu`: up to 16 tokens times packed E2M1 weights on Hopper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.array import QuantArray, tile_extent
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.kernels.weight_only.program import PARTS, Arguments, countable, program
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.launch import launch
+
+__all__ = ["AHEAD", "CHUNK", "WARPS", "Cut", "product", "source", "supports"]
+
+Array = Any
+
+WARPS, CHUNK, AHEAD = 8, 512, 2
+"""Warps of a block, elements of K in a copy, copies ahead."""
+_TOKENS = 16  # at most
+_SOURCE = Path(__file__).parent / "w4a16_sm90_resident.cu"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a product is divided.
+
+    Attributes:
+        slices: parts of K that different blocks have.
+        stretch: elements of K in one.
+        parts: of a slice, which a block's warps share; 1 if there are slices.
+        groups: of rows of weights, each of as many blocks as there are slices.
+        shared: bytes of shared memory of a block.
+    """
+
+    slices: int
+    stretch: int
+    parts: int
+    groups: int
+    shared: int
+
+
+def supports(w: QuantArray, tokens: int) -> bool:
+    """Whether the kernel has such weights, if a weight-only product has them at all.
+
+    Args:
+        w: (N, K), blocked along K.
+        tokens: rows of x, three for each of float32.
+    """
+    if w.spec.has_float_scales or tokens > _TOKENS or w.shape[1] % 128 or w.shape[0] < 16:
+        return False
+    _, length = tile_extent(w.spec, w.shape)
+    return w.shape[1] // length % 4 == 0 and countable(w.shape)
+
+
+@lru_cache(maxsize=1024)
+def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out: str) -> Source:
+    _, block = tile_extent(spec, shape)
+    return program(
+        _SOURCE, spec, shape, dtype, out,
+        WEIGHT_ONLY_SCALE_BYTES=4 if shape[1] // block % 16 or CHUNK // block % 16 else 16,
+        WEIGHT_ONLY_WARPS=WARPS,
+        WEIGHT_ONLY_CHUNK=CHUNK,
+        WEIGHT_ONLY_DEPTH=AHEAD,
+        WEIGHT_ONLY_TILES=-(-rows * PARTS[dtype] // 8),
+    )  # fmt: skip
+
+
+def source(w: QuantArray, rows: int, dtype: str, out: str) -> Source:
+    """The program for weights, rows of activations of a dtype, and a result's dtype."""
+    return _source(w.spec, w.shape, rows, dtype, out)
+
+
+def product(given: Arguments, cut: Cut) -> None:
+    """Write X w^T of weights that `supports` has; does not wait."""
+    rows, lines, columns = given.sizes
+    partial, done = given.room(cut.slices, given.tokens, cut.groups)
+    launch(
+        source(given.w, rows, given.x.dtype.name, given.out.dtype.name),
+        "decode_few",
+        cut.groups * cut.slices,
+        32 * WARPS,
+        given.x,
+        given.codes,
+        given.scales,
+        given.tensor_scale,
+        partial,
+        done,
+        given.out,
+        *(np.int32(n) for n in (rows, lines, columns, cut.slices, cut.stretch)),
+        np.int32(cut.parts.bit_length() - 1),
+        shared=cut.shared,
+        pdl=True,
+    )

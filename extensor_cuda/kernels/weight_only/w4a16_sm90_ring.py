@@ -1,0 +1,125 @@
+"""Launches of `w4a16_sm90_ring.cu`: up to 16 tokens times many packed E2M1 weights on Hopper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extensor.quant.array import QuantArray, tile_extent
+from extensor.quant.spec import QuantSpec
+from extensor_cuda.kernels.weight_only.program import Arguments, countable, program
+from extensor_cuda.runtime.compile import Source
+from extensor_cuda.runtime.driver import SHARED_BYTES
+from extensor_cuda.runtime.launch import launch
+
+__all__ = ["PIECE", "TILE_ROWS", "WARPS", "Cut", "memory", "product", "source", "supports"]
+
+Array = Any
+
+TILE_ROWS, PIECE = 16, 256
+"""Rows of a tile of weights, elements of a piece of K."""
+WARPS = 14
+"""That multiply, at most (eight are enough if they have as much to do)."""
+_TOKENS = range(3, 17)
+_AHEAD, _PRODUCERS, _STAGES = 2, 4, 18
+"""Pieces of weights that a warp copies ahead, warps that copy x, pieces of x at most."""
+_SOURCE = Path(__file__).parent / "w4a16_sm90_ring.cu"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a product is divided.
+
+    Attributes:
+        slices: parts of K that different blocks have.
+        groups: of tiles, each of as many blocks as there are slices.
+        pairs: of tiles that a block has at a time.
+        parts: warps that share a pair's pieces of K.
+    """
+
+    slices: int
+    groups: int
+    pairs: int
+    parts: int
+
+
+def memory(warps: int, tokens: int, block: int) -> tuple[int, int]:
+    """Pieces of x in a block's shared memory, and all bytes of it."""
+    ring = warps * _AHEAD * 2 * TILE_ROWS * (PIECE // 2 + max(PIECE // block, 4))
+    stage = 8 * -(-tokens // 8) * (2 * PIECE + 64) + 16
+    stages = min((SHARED_BYTES - 1024 - ring) // stage, _STAGES)
+    return stages, ring + stages * stage
+
+
+def supports(w: QuantArray, tokens: int) -> bool:
+    """Whether the kernel has such weights, if a weight-only product has them at all.
+
+    Args:
+        w: (N, K), blocked along K.
+        tokens: rows of x, three for each of float32.
+    """
+    if w.spec.has_float_scales or tokens not in _TOKENS or w.shape[1] % 128:
+        return False
+    _, length = tile_extent(w.spec, w.shape)
+    return w.shape[1] // length % 4 == 0 and countable(w.shape)
+
+
+@lru_cache(maxsize=1024)
+def source(
+    spec: QuantSpec, shape: tuple[int, ...], tokens: int, dtypes: tuple[str, str], cut: Cut
+) -> tuple[Source, int]:
+    """The program, and the bytes of shared memory of a block.
+
+    Args:
+        spec: of the weights.
+        shape: theirs.
+        tokens: rows of x, three for each of float32.
+        dtypes: of x and of the result.
+        cut: how the product is divided.
+    """
+    _, block = tile_extent(spec, shape)
+    grain = max(PIECE // block, 4)
+    while shape[1] // block % grain:
+        grain //= 2
+    warps = cut.pairs * cut.parts
+    stages, shared = memory(warps, tokens, block)
+    made = program(
+        _SOURCE, spec, shape, *dtypes,
+        WEIGHT_ONLY_SCALE_BYTES=grain,
+        WEIGHT_ONLY_WARPS=warps,
+        WEIGHT_ONLY_SPLIT_K=cut.parts,
+        WEIGHT_ONLY_PRODUCER_WARPS=_PRODUCERS,
+        WEIGHT_ONLY_DEPTH=_AHEAD,
+        WEIGHT_ONLY_STAGES=stages,
+        WEIGHT_ONLY_TILES=-(-tokens // 8),
+        COMMON_GUARD=0,
+    )  # fmt: skip
+    return made, shared
+
+
+def product(given: Arguments, cut: Cut) -> None:
+    """Write X w^T of weights that `supports` has; does not wait."""
+    rows, lines, columns = given.sizes
+    dtypes = given.x.dtype.name, given.out.dtype.name
+    made, shared = source(given.w.spec, given.w.shape, given.tokens, dtypes, cut)
+    partial, done = given.room(cut.slices, rows, cut.groups)
+    launch(
+        made,
+        "decode_ring",
+        cut.groups * cut.slices,
+        32 * (cut.pairs * cut.parts + _PRODUCERS),
+        given.x,
+        given.codes,
+        given.scales,
+        given.tensor_scale,
+        partial,
+        done,
+        given.out,
+        *(np.int32(n) for n in (rows, lines, columns, cut.slices)),
+        shared=shared,
+        pdl=True,
+    )

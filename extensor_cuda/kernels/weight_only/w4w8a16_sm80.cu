@@ -1,0 +1,302 @@
+// out = x w^T for few rows of x: packed weights of 4 or 8 bits, read once, decoded to bfloat16 on
+// the way to mma.sync (m16n8k16; weights on the side of 16).
+//
+// A block of four warps has 64 rows of w, a warp 16 of them, and a stretch of K. A lane reads
+// WEIGHT_ONLY_LANE_ELEMENTS neighbouring elements of two rows, a segment is four lanes' worth,
+// which it has copied to shared memory WEIGHT_ONLY_DEPTH segments ahead: nobody else reads them, so
+// no barrier guards them. x lies in shared memory in the order in which decoding leaves the
+// elements, so that no element moves between lanes. float32 x is three bfloat16 matrices, which
+// together are exactly x: its rows are three tokens (WEIGHT_ONLY_X_PARTS).
+//
+// CODEC_FLOAT_SCALES 0: E8M0 or E4M3 scales of CODEC_BLOCK elements; element times scale is a
+// bfloat16, exactly. CODEC_FLOAT_SCALES 1: float scales of WEIGHT_ONLY_GROUP segments (0: all of
+// K), zero points: code less zero point is a bfloat16, and the sum of a group is multiplied by its
+// scale in float32.
+//
+// Stretches of K leave their sums in `partial`; the last block of a group of rows adds them in
+// order, so that the result depends on nothing but shapes. No headers. Macros: CODEC_BITS,
+// CODEC_IS_FLOAT, CODEC_UE4M3, CODEC_BLOCK, CODEC_FLOAT_SCALES, WEIGHT_ONLY_GROUP,
+// CODEC_FLOAT16_SCALES (scales), WEIGHT_ONLY_LANE_ELEMENTS, WEIGHT_ONLY_X_ELEMENTS (of K in shared
+// memory), WEIGHT_ONLY_DEPTH, WEIGHT_ONLY_TILES (of 8 tokens), WEIGHT_ONLY_X_PARTS, WEIGHT_ONLY_IN
+// and WEIGHT_ONLY_OUT (0: float32, 1: bfloat16), WEIGHT_ONLY_MIN_CTAS.
+
+#include "weight_only/weights.cuh"
+
+constexpr int kWarps = 4, kThreads = 128, kRows = 64, kTokens = 8 * WEIGHT_ONLY_TILES;
+constexpr int kSegment = 4 * WEIGHT_ONLY_LANE_ELEMENTS,
+              kCodeWords = WEIGHT_ONLY_LANE_ELEMENTS * CODEC_BITS / 32,
+              kUnits = WEIGHT_ONLY_LANE_ELEMENTS / 8;
+constexpr int kGroup = WEIGHT_ONLY_GROUP ? WEIGHT_ONLY_GROUP : 1;
+constexpr int kPitch = WEIGHT_ONLY_X_ELEMENTS * 2 + 64;  // bytes of a token: no bank conflicts
+constexpr int kInByte = 8 / CODEC_BITS, kLaneBytes = 4 * kCodeWords,
+              kStage = 2 * kThreads * kLaneBytes;
+constexpr int kScales = CODEC_FLOAT_SCALES ? 0 : WEIGHT_ONLY_X_ELEMENTS / CODEC_BLOCK,
+              kScalePitch = kScales + 4;  // of a row of w, no bank conflicts
+
+// A lane's codes of one row of a segment, where they do not lie in whole lanes' worths of bytes.
+__device__ __forceinline__ void gather(u32 (&words)[kCodeWords], const u8* from, i64 left) {
+#pragma unroll
+    for (int i = 0; i < kCodeWords; ++i) {
+        u32 word = 0;
+        for (int b = 0; b < 4; ++b)
+            if (4 * i + b < left) word |= static_cast<u32>(from[4 * i + b]) << (8 * b);
+        words[i] = word;
+    }
+}
+
+#if !CODEC_FLOAT_SCALES
+constexpr u32 kNoScale = CODEC_UE4M3 ? 0u : 0x7F7F7F7Fu;
+
+// The scales of a block's rows, of WEIGHT_ONLY_X_ELEMENTS elements from `k0` on, which is a
+// multiple of a segment. Returns whether this thread found one that `folded` does not take.
+__device__ __forceinline__ bool load_scales(u8* to, const Stored* scales, int k0, int line0,
+                                            int lines, i64 blocks) {
+    const i64 first = k0 / CODEC_BLOCK;
+    const bool words = kSegment / CODEC_BLOCK % 4 == 0 && blocks % 4 == 0;
+    const int step = words ? 4 : 1, of_row = kScales / step;
+    bool odd = false;
+    for (int u = threadIdx.x; u < kRows * of_row; u += kThreads) {
+        const int row = u / of_row, i = u % of_row * step;
+        const Stored* from =
+            scales + static_cast<i64>(min(line0 + row, lines - 1)) * blocks + first + i;
+        u8* at = to + row * kScalePitch + i;
+        u32 found = kNoScale;
+        if (words) {
+            if (first + i < blocks) found = *reinterpret_cast<const u32*>(from);
+            *reinterpret_cast<u32*>(at) = found;
+        } else {
+            if (first + i < blocks) found = *from;
+            *at = static_cast<u8>(found);
+            found = kNoScale & 0xFFFFFF00u | found & 0xFFu;
+        }
+        if (!CODEC_UE4M3)
+            for (int b = 0; b < 32; b += 8) odd = odd || !foldable(found >> b & 0xFFu);
+    }
+    return odd;
+}
+#endif
+
+// Where eight values of a token lie in shared memory.
+__device__ __forceinline__ uint4* unit_of(u8* to, int token, int i) {
+    const int within = i % (kSegment / 8), lane = within / kUnits, j = within % kUnits;
+    return reinterpret_cast<uint4*>(to + token * kPitch + (i - within + j * 4 + lane) * 16);
+}
+
+// x from `k0` on, zeros beyond `columns`, as decoding leaves the weights.
+__device__ __forceinline__ void load_x(u8* to, const Raw* x, int k0, int rows, int columns) {
+    constexpr int kOfToken = WEIGHT_ONLY_X_ELEMENTS / 8, kBatch = 4;
+    const int count = rows * WEIGHT_ONLY_X_PARTS * kOfToken;
+#if WEIGHT_ONLY_IN == 1
+    if (columns % 8 == 0) {
+        for (int first = threadIdx.x; first < count; first += kBatch * kThreads) {
+            uint4 got[kBatch];  // several on their way at a time
+#pragma unroll
+            for (int n = 0; n < kBatch; ++n) {
+                const int u = first + n * kThreads, k = k0 + u % kOfToken * 8;
+                got[n] = uint4{0, 0, 0, 0};
+                if (u < count && k < columns)
+                    got[n] = *reinterpret_cast<const uint4*>(
+                        x + static_cast<i64>(u / kOfToken) * columns + k);
+            }
+#pragma unroll
+            for (int n = 0; n < kBatch; ++n) {
+                const int u = first + n * kThreads;
+                const uint4 w = got[n];
+                if (u >= count) continue;
+                *unit_of(to, u / kOfToken, u % kOfToken) =
+                    CODEC_BITS == 8
+                        ? w
+                        : uint4{__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632),
+                                __byte_perm(w.y, w.w, 0x5410), __byte_perm(w.y, w.w, 0x7632)};
+            }
+        }
+        return;
+    }
+#endif
+    for (int u = threadIdx.x; u < count; u += kThreads) {
+        const int token = u / kOfToken, i = u % kOfToken,
+                  part = WEIGHT_ONLY_X_PARTS == 1 ? 0 : token / rows;
+        const int k = k0 + i * 8;
+        u32 v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        const Raw* from = x + static_cast<i64>(token - part * rows) * columns + k;
+        for (int e = 0; e < 8; ++e)
+            if (k + e < columns) v[e] = part_of(from[e], part);
+        *unit_of(to, token, i) =
+            CODEC_BITS == 8
+                ? uint4{v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16}
+                : uint4{v[0] | v[4] << 16, v[1] | v[5] << 16, v[2] | v[6] << 16, v[3] | v[7] << 16};
+    }
+}
+
+// ---- the product ----
+
+extern "C" __global__ void __launch_bounds__(128, WEIGHT_ONLY_MIN_CTAS)
+    decode_product(const Raw* __restrict__ x, const u8* __restrict__ codes,
+                   const Stored* __restrict__ scales, const signed char* __restrict__ zeros,
+                   const float* __restrict__ tensor_scale, float* __restrict__ partial,
+                   u32* __restrict__ done, void* __restrict__ out, int rows, int lines, int columns,
+                   i64 octets, i64 blocks, int splits, int stretch) {
+    __shared__ __align__(16) u8 tokens[kTokens * kPitch];
+    __shared__ __align__(16) u8 ring[WEIGHT_ONLY_DEPTH * kStage];
+#if !CODEC_FLOAT_SCALES
+    __shared__ __align__(16) u8 block_scales[kRows * kScalePitch];
+#endif
+    __shared__ u32 last;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
+    const int split = blockIdx.x % splits, line0 = blockIdx.x / splits * kRows;
+    const i64 upper = min(line0 + warp * 16 + row, lines - 1),
+              lower = min(line0 + warp * 16 + row + 8, lines - 1);
+    const bool whole = octets % 16 == 0;
+    const int begin = split * stretch, end = min(columns, begin + stretch);
+    float sum[WEIGHT_ONLY_TILES][4], part[WEIGHT_ONLY_TILES][4];
+#pragma unroll
+    for (int t = 0; t < WEIGHT_ONLY_TILES; ++t)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[t][c] = part[t][c] = 0.0f;
+    int zero[2] = {0, 0};
+    const u8* const of_row[2] = {codes + upper * octets, codes + lower * octets};
+    u8* const mine = ring + threadIdx.x * kLaneBytes;
+    // Octets of a row: this lane's place, and where the stretch ends; nothing is copied in advance
+    // of odd rows.
+    int ahead = (begin + quarter * WEIGHT_ONLY_LANE_ELEMENTS) / kInByte;
+    const int limit = whole ? min(static_cast<int>(octets),
+                                  (end + kSegment - 1) / kSegment * (kSegment / kInByte))
+                            : 0;
+    const int last_there = max(limit - kLaneBytes, 0);
+    const auto send = [&](int slot) {
+        const int offset = min(ahead, last_there);  // an address of the row in any case
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            copy_ahead<kLaneBytes>(mine + slot * kStage + h * (kStage / 2), of_row[h] + offset,
+                                   ahead < limit);
+        end_copies();
+        ahead += kSegment / kInByte;
+    };
+#pragma unroll
+    for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d) send(d);
+    int slot = 0;
+    // Tokens that there are not stay zero.
+    for (int u = rows * WEIGHT_ONLY_X_PARTS * (kPitch / 16) + threadIdx.x;
+         u < kTokens * (kPitch / 16); u += kThreads)
+        reinterpret_cast<uint4*>(tokens)[u] = uint4{0, 0, 0, 0};
+    // A segment from `k` on, of the piece from `k0` on.
+    const auto multiply = [&](int k, int k0, bool folded) {
+        u32 words[2][kCodeWords];
+        arrived<WEIGHT_ONLY_DEPTH - 1>();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const u8* from = mine + slot * kStage + h * (kStage / 2);
+            if (!whole) {
+                const i64 offset = (k + quarter * WEIGHT_ONLY_LANE_ELEMENTS) / kInByte;
+                gather(words[h], of_row[h] + offset, octets - offset);
+            } else if (kCodeWords == 4) {
+                const uint4 four = *reinterpret_cast<const uint4*>(from);
+                words[h][0] = four.x, words[h][1 % kCodeWords] = four.y;
+                words[h][2 % kCodeWords] = four.z, words[h][3 % kCodeWords] = four.w;
+            } else {
+#pragma unroll
+                for (int i = 0; i < kCodeWords; ++i)
+                    words[h][i] = reinterpret_cast<const u32*>(from)[i];
+            }
+        }
+        const int after = k + kSegment;
+#if CODEC_FLOAT_SCALES
+        const int of_group = WEIGHT_ONLY_GROUP ? k / kSegment / kGroup : 0;
+        if (zeros)
+            zero[0] = zeros[upper * blocks + of_group], zero[1] = zeros[lower * blocks + of_group];
+#else
+        const u8* of_block =
+            block_scales + (warp * 16 + row) * kScalePitch +
+            static_cast<u32>(k - k0 + quarter * WEIGHT_ONLY_LANE_ELEMENTS) / CODEC_BLOCK;
+#endif
+        const u8* of_segment = tokens + (k - k0) * 2 + row * kPitch + quarter * 16;
+#pragma unroll
+        for (int j = 0; j < kUnits; ++j) {
+            u32 pairs[2][4];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+#if CODEC_FLOAT_SCALES
+                const u32 scale = 0;
+#else
+                const u32 scale =
+                    scale_pair(of_block[h * 8 * kScalePitch + j * 8 / CODEC_BLOCK], folded);
+#endif
+                decode(words[h] + j * kCodeWords / kUnits, scale, folded, zero[h], pairs[h]);
+            }
+            const u32 first[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
+            const u32 second[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
+#pragma unroll
+            for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
+                const uint4 b =
+                    *reinterpret_cast<const uint4*>(of_segment + t * 8 * kPitch + j * 64);
+                mma(part[t], first, b.x, b.y);
+                mma(part[t], second, b.z, b.w);
+            }
+        }
+        send(slot);  // the codes that lay there are used
+        slot = (slot + 1) % WEIGHT_ONLY_DEPTH;
+#if CODEC_FLOAT_SCALES
+        if ((WEIGHT_ONLY_GROUP && after / kSegment % kGroup == 0) || after >= end) {
+            const float a = scale_value(scales[upper * blocks + of_group]);
+            const float b = scale_value(scales[lower * blocks + of_group]);
+#pragma unroll
+            for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    sum[t][c] = __fmaf_rn(part[t][c], c < 2 ? a : b, sum[t][c]);
+                    part[t][c] = 0.0f;
+                }
+            }
+        }
+#endif
+    };
+    for (int k0 = begin; k0 < end; k0 += WEIGHT_ONLY_X_ELEMENTS) {
+        __syncthreads();
+        load_x(tokens, x, k0, rows, columns);
+#if CODEC_FLOAT_SCALES
+        __syncthreads();
+        const bool folded = true;
+#else
+        const bool folded =
+            !__syncthreads_or(load_scales(block_scales, scales, k0, line0, lines, blocks));
+#endif
+        const int stop = min(end, k0 + WEIGHT_ONLY_X_ELEMENTS);
+        for (int k = k0; folded && k < stop; k += kSegment) multiply(k, k0, true);
+        for (int k = k0; !folded && k < stop; k += kSegment) multiply(k, k0, false);
+    }
+    const int count = rows * WEIGHT_ONLY_X_PARTS;
+#pragma unroll
+    for (int t = 0; t < WEIGHT_ONLY_TILES; ++t) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const int line = line0 + warp * 16 + row + c / 2 * 8,
+                      token = t * 8 + quarter * 2 + c % 2;
+            if (line < lines && token < count)
+                partial[(static_cast<i64>(split) * count + token) * lines + line] =
+                    CODEC_FLOAT_SCALES ? sum[t][c] : part[t][c];
+        }
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        last = atomicAdd(done + blockIdx.x / splits, 1u) + 1 == static_cast<u32>(splits);
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    if (threadIdx.x == 0) done[blockIdx.x / splits] = 0;
+    const float factor = tensor_scale ? *tensor_scale : 1.0f;
+    for (int i = threadIdx.x; i < rows * kRows; i += kThreads) {
+        const int line = line0 + i % kRows, m = i / kRows;
+        if (line >= lines) continue;
+        float total = 0.0f;
+        for (int p = WEIGHT_ONLY_X_PARTS - 1; p >= 0; --p) {  // the smallest first
+            float of_part = 0.0f;
+            for (int s = 0; s < splits; ++s)
+                of_part +=
+                    __ldcg(partial + (static_cast<i64>(s) * count + p * rows + m) * lines + line);
+            total += of_part;
+        }
+        if (!CODEC_FLOAT_SCALES) total *= 256.0f;  // the scales were times 2^-8
+        finish(out, static_cast<i64>(m) * lines + line, total * factor);
+    }
+}

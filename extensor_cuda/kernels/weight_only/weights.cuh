@@ -1,0 +1,141 @@
+// What programs that decode weights share: copies in advance, weights and activations as bfloat16,
+// results. Macros: CODEC_BITS, CODEC_IS_FLOAT, CODEC_UE4M3, CODEC_FLOAT_SCALES,
+// CODEC_FLOAT16_SCALES, WEIGHT_ONLY_IN and WEIGHT_ONLY_OUT (0: float32, 1: bfloat16).
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#include "common/dependent_launch.cuh"
+
+#ifdef __CUDA_ARCH__
+// So many bytes to shared memory, zeros unless they are `there`; done once `arrived` says so. A
+// warp takes 64 bytes of each of 16 rows: the cache is asked to fetch the next ones too, which
+// memory gives faster.
+template <int kBytes>
+__device__ __forceinline__ void copy_ahead(void* to, const void* from, bool there) {
+    const u32 address = static_cast<u32>(__cvta_generic_to_shared(to));
+    const int bytes = there ? kBytes : 0;
+    if (kBytes == 16)
+        asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(address),
+                     "l"(from), "r"(bytes)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(address), "l"(from),
+                     "r"(bytes), "n"(kBytes)
+                     : "memory");
+}
+__device__ __forceinline__ void end_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// All but the newest groups of copies of this thread have arrived.
+template <int kNewest>
+__device__ __forceinline__ void arrived() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
+}
+
+// d += a b with a (16, 16) and b (16, 8) of bfloat16 pairs, float32 sums.
+__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
+
+#include "codec/decode_bf16x2.cuh"
+
+// ---- weights ----
+
+#if CODEC_FLOAT_SCALES
+#if CODEC_FLOAT16_SCALES
+typedef u16 Stored;
+__device__ __forceinline__ float scale_value(u16 bits) {
+    const u32 magnitude = static_cast<u32>(bits & 0x7FFF) << 13;
+    if (magnitude >= 0x0F800000u) return __uint_as_float(magnitude | 0x7F800000u);  // no number
+    return __uint_as_float(magnitude) * __uint_as_float((112u + 127u) << 23);
+}
+#else
+typedef float Stored;
+__device__ __forceinline__ float scale_value(float value) { return value; }
+#endif
+#else
+typedef u8 Stored;
+// Of four E8M0 scales those above 2^9, which a warp that has small ones alone need not look for.
+__device__ __forceinline__ u32 large_of(u32 four) {
+    return (four & 0x7F7F7F7Fu) + 0x77777777u & four & 0x80808080u;
+}
+// Whether an E8M0 scale is one that `folded` takes: 2^-117 to 2^9.
+__device__ __forceinline__ bool foldable(u32 byte) { return byte - 10u <= 126u; }
+#endif
+
+// Eight codes -> four pairs of bfloat16: elements (p, p + 4) of 4-bit codes, (2 p, 2 p + 1) of
+// bytes.
+__device__ __forceinline__ void decode(const u32* words, u32 scale, bool folded, int zero,
+                                       u32 (&pairs)[4]) {
+#if CODEC_BITS == 4
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+#if CODEC_IS_FLOAT
+        // Sign and magnitude in their places are a bfloat16, 2^-126 times the element. Logic has
+        // half the rate of other instructions, so one multiplication moves both, and what else it
+        // leaves is cleared.
+        const u32 two = p < 2 ? words[0] : words[0] >> 8;
+        const u32 bits =
+            (p % 2 ? (two & 0x00F000F0u) * 0x104u : (two & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
+        pairs[p] = fma_pair(folded ? bits : fma_pair(bits, 0x7E807E80u, 0u), scale, 0u);
+#else
+        const u32 offset = twice(0xC300u | static_cast<u32>(8 + zero));  // -(136 + zero)
+        pairs[p] =
+            fma_pair(and_xor(words[0] >> (4 * p), 0x000F000Fu, 0x43084308u), 0x3F803F80u, offset);
+#endif
+    }
+#else
+    const float offset = static_cast<float>(8388608 + 128 + zero);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+        const u32 w = words[p / 2] ^ 0x80808080u;
+        const float low =
+            __uint_as_float(__byte_perm(w, 0x4B000000u, p % 2 ? 0x7442 : 0x7440)) - offset;
+        const float high =
+            __uint_as_float(__byte_perm(w, 0x4B000000u, p % 2 ? 0x7443 : 0x7441)) - offset;
+        pairs[p] = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+    }
+#endif
+}
+
+// ---- x ----
+
+#if WEIGHT_ONLY_IN == 0
+typedef float Raw;
+#else
+typedef u16 Raw;
+#endif
+
+// The part of a value that a token holds, as a bfloat16: upper, middle or lower bits of the
+// significand.
+__device__ __forceinline__ u32 part_of(Raw raw, int part) {
+#if WEIGHT_ONLY_IN == 1
+    return raw;
+#else
+    const u32 bits = __float_as_uint(raw);
+    if ((bits & 0x7F800000u) == 0x7F800000u) return part ? 0u : bits << 9 ? 0x7FC0u : bits >> 16;
+    float rest = raw;
+    for (int i = 0; i < part; ++i) rest -= __uint_as_float(__float_as_uint(rest) & 0xFFFF0000u);
+    return __float_as_uint(rest) >> 16;
+#endif
+}
+
+// ---- results ----
+
+__device__ __forceinline__ void finish(void* out, i64 at, float total) {
+#if WEIGHT_ONLY_OUT == 0
+    static_cast<float*>(out)[at] = total;
+#else
+    const u32 bits = __float_as_uint(total);
+    const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+    static_cast<u16*>(out)[at] = nan ? 0x7FC0 : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+#endif
+}

@@ -1,0 +1,58 @@
+"""Putting a recipe on a model: what fits, and that a model is untouched by what does not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from extensor import RECIPES, nn
+from extensor.nn.recipe import gemm_layers
+from extensor.quant.recipe import Recipe, Rule
+
+LAYERS = RECIPES["mxfp4"].layers
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+def test_every_layer_gets_its_place_and_the_first_and_last_their_own():
+    net = model()
+    state = nn.apply_recipe(net, "mxfp4", seed=3)
+    assert list(state.layers) == ["0", "1", "2"]
+    assert [layer.quant.layer is LAYERS for _, layer in gemm_layers(net)] == [False, True, False]
+    assert state.seed == 3
+
+
+def test_a_role_may_match_nothing():
+    nn.apply_recipe(model(), Recipe("r", "a test", LAYERS, (Rule("@embedding", LAYERS),)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("mxpf4",), ValueError, "no recipe named 'mxpf4'; did you mean 'mxfp4'"),
+        ((3,), TypeError, "expected a Recipe or the name of one, got 3; names: fp32"),
+        ((None,), TypeError, "expected a Recipe or the name of one, got None"),
+        (("mxfp4", -1), ValueError, "seed: expected an int in 0..2**64 - 1, got -1"),
+        (("mxfp4", 1.5), ValueError, "seed: expected an int in 0..2**64 - 1, got 1.5"),
+        (
+            (Recipe("r", "a test", LAYERS, (Rule("head.*", LAYERS),)),),
+            ValueError,
+            "recipe 'r': rule 'head.*' matches no layer; the model's layers: 0, 1, 2",
+        ),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(arguments, error, message):
+    net = model()
+    with pytest.raises(error, match=re.escape(message)):
+        nn.apply_recipe(net, *arguments)
+    assert all(layer.quant is None for _, layer in gemm_layers(net))
+
+
+def test_a_recipe_goes_on_a_model():
+    with pytest.raises(TypeError, match="apply_recipe: expected a Module, got int"):
+        nn.apply_recipe(3, "mxfp4")
+    with pytest.raises(ValueError, match="no role named '@frist'; did you mean '@first'"):
+        nn.apply_recipe(model(), Recipe("r", "a test", LAYERS, (Rule("@frist", LAYERS),)))

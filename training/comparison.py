@@ -1,0 +1,182 @@
+"""What a comparison is: one model, several recipes, several seeds; each run and its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from extensor.quant.recipes import get_recipe
+from training.config import RunConfig, Settings, write_toml
+from training.rundir import LAST, METRICS, UsageError, read_config, read_result
+from training.runs import RUNS
+from training.tasks import TASKS, Metric
+
+__all__ = ["CompareArgs", "CompareFlags", "Finished", "Job"]
+
+THREAD_FLAGS = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "EXTENSOR_NUM_THREADS",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareFlags:
+    """The flags of a comparison that are not settings of its runs."""
+
+    recipes: str = "fp32,mxfp8,mxfp4,nvfp4"
+    """Recipes, separated by commas; any name listed above, ablations too. The gap is measured
+    against fp32 (texts: bf16), where it is among them."""
+    seeds: int = 3
+    """How many seeds: 0, 1, 2, ..."""
+    jobs: int = 0
+    """Runs side by side, one thread each; 0 is one per CPU (and 1 on a GPU)."""
+    out: Path | None = None
+    """Folder for the runs, the table, the plot and the JSON; by default
+    runs/compare-<model>-<dataset>."""
+    plot_only: bool = False
+    """Run nothing; draw the table and the plot of what is finished."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareArgs(CompareFlags, Settings):
+    """A comparison; the settings hold for every run."""
+
+    model: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for flag, value, least in (("--seeds", self.seeds, 1), ("--jobs", self.jobs, 0)):
+            if value < least:
+                raise ValueError(f"{flag}: expected a whole number, {least} or more, got {value}")
+        self.check_model(self.model)
+        if not self.names:
+            raise ValueError("--recipes: expected names separated by commas, got none")
+        full = {get_recipe(name).name for name in self.names}
+        if len(full) < len(self.names):
+            raise ValueError(f"--recipes: expected each recipe once, got {self.recipes!r}")
+
+    @property
+    def names(self) -> list[str]:
+        """The recipes' names as given."""
+        return [name.strip() for name in self.recipes.split(",") if name.strip()]
+
+    @property
+    def folder(self) -> Path:
+        """Where everything lies."""
+        return self.out or Path("runs") / f"compare-{self.model}-{self.dataset}"
+
+    @property
+    def metric(self) -> Metric:
+        """What the runs are compared by."""
+        metric: Metric = TASKS[RUNS[self.model].task].metric
+        return metric
+
+    @property
+    def title(self) -> str:
+        """What is compared, in a few words."""
+        length = f"{self.epochs} epoch{'s' if self.epochs > 1 else ''}"
+        if self.epoch_steps:
+            length = f"{self.epochs * self.epoch_steps:,} steps"
+        return f"{self.model} on {self.dataset}, {length}, {self.seeds} seeds"
+
+    def runs(self) -> list[RunConfig]:
+        """One run per seed and recipe, seeds outermost: an early look shows every recipe."""
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Settings)}
+        return [
+            RunConfig(**shared, model=self.model, recipe=recipe, seed=seed)
+            for seed in range(self.seeds)
+            for recipe in self.names
+        ]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One finished run: its result.json, and the metric after each epoch (None: not finite)."""
+
+    recipe: str
+    seed: int
+    result: dict[str, Any]
+    curve: list[float | None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the comparison and its files."""
+
+    config: RunConfig
+    root: Path
+    metric: Metric
+
+    @property
+    def name(self) -> str:
+        """Recipe and seed."""
+        return f"{self.config.recipe}-s{self.config.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.root / "runs" / self.name
+
+    @property
+    def log(self) -> Path:
+        """What the run printed."""
+        return self.root / "logs" / f"{self.name}.txt"
+
+    def finished(self) -> Finished | None:
+        """The run's result and curve, or None where it is not finished.
+
+        Raises:
+            UsageError: if the folder holds another run.
+        """
+        if not self.folder.exists() or not any(self.folder.iterdir()):
+            return None
+        if read_config(self.folder) != self.config:
+            raise UsageError(
+                f"{self.folder}: holds a run with another configuration; the way out: another "
+                "--out, or the settings of before"
+            )
+        result = read_result(self.folder)
+        if result is None:
+            return None
+        return Finished(self.config.recipe, self.config.seed, result, self.curve())
+
+    def curve(self) -> list[float | None]:
+        """The metric after each epoch so far; None where it is not finite."""
+        path = self.folder / METRICS
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        return [json.loads(line)[f"test_{self.metric.key}"] for line in lines]
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the run, or go on with it, in a process of its own."""
+        config = self.root / "configs" / f"{self.name}.toml"
+        for path in (config, self.log):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(write_toml(self.config.as_dict()), encoding="utf-8")
+        command = [sys.executable, "-m", "training", self.config.model]
+        command += ["--config", str(config.resolve()), "--out", str(self.folder.resolve())]
+        if (self.folder / LAST).is_file():
+            command.append("--resume")
+        with self.log.open("ab") as log:
+            # a session of its own: Ctrl-C reaches the run once, through this process
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=Path(__file__).resolve().parents[1],
+                env={**os.environ, **dict.fromkeys(THREAD_FLAGS, "1")},
+                start_new_session=True,
+            )
+
+    def last_line(self) -> str:
+        """The last thing that the run printed."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.strip()), "it printed nothing")
