@@ -1,5 +1,5 @@
-"""Bad input through the public surface, by table: each error says what was wanted, what came and,
-where there is one, the way out.
+"""Bad input through the public surface, by table: errors say what was expected, what was given, and
+what to do instead.
 
 Bad inputs of single operations stand in their declarations (tests/test_every_primitive.py), those
 of layers, optimizers, files and commands beside their own tests; here is what cuts across, and what
@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "hook": (
         lambda: nn.ReLU().register_forward_hook(3),
         TypeError,
-        "wanted a function",
+        "hook: expected a function",
     ),
     # tokens
     "sequence beyond the context": (
@@ -205,7 +205,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "unknown token": (
         lambda: built("gpt", vocab=5, context=4)(labels(1, 9)[None]),
         ValueError,
-        "wanted numbers in 0..4, got 1..9; the way out: numbers of the vocabulary",
+        "expected numbers in 0..4, got 1..9; use numbers of the vocabulary",
     ),
     "unknown letter": (
         lambda: Characters("ab").encode("abc"),
@@ -252,12 +252,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nothing to compare": (
         lambda: et.compare_layers(nn.Linear(2, 2), nn.Linear(2, 2), zeros(0, 2)),
         ValueError,
-        "batch: wanted values to compare, got shapes [(0, 2)]",
+        "batch: expected values to compare, got shapes [(0, 2)]",
     ),
     "nothing to quantize": (
         lambda: nn.quantize_model(nn.Sequential(nn.ReLU()), "mxfp4"),
         ValueError,
-        "wanted a Linear or Conv2d that no rule keeps, got layers []",
+        "expected a Linear or Conv2d that no rule keeps, got layers []",
     ),
 }
 

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -61,10 +61,7 @@ class Row:
 
 
 def summarize(
-    metric: Metric,
-    finished: Sequence[Finished],
-    recipes: Sequence[str],
-    failed: Sequence[str] = (),
+    metric: Metric, finished: Sequence[Finished], recipes: Sequence[str], failed: Sequence[str] = ()
 ) -> list[Row]:
     """Rows in the order of ``recipes``; recipes without a finished run have none."""
 
@@ -256,5 +253,5 @@ def _draw_curves(
     axes.set_xlabel("epoch (line: mean; band: all seeds)")
     axes.set_ylabel(metric.title)
     axes.locator_params(axis="x", integer=True)
-    place = "lower right" if metric.higher_is_better else "upper right"
-    axes.legend(frameon=False, fontsize=9, loc=place)
+    corner: Any = "lower right" if metric.higher_is_better else "upper right"
+    axes.legend(frameon=False, fontsize=9, loc=corner)

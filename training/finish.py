@@ -110,7 +110,7 @@ def show_end(run: RunView, result: dict[str, Any], console: Console) -> None:
         loss += f" (perplexity {result['perplexity']:.3f})"
     console.print(
         f"test loss {loss}, accuracy {percent(result['accuracy'])} (top 3: "
-        f"{percent(result['top3'])}), after {result['steps']} steps, {result['seconds']:.1f} s",
+        f"{percent(result['top3'])}), after {result['steps']} steps, {result['seconds']:.1f} s"
     )
     if result["best_epoch"] is not None:
         console.print(

@@ -211,10 +211,10 @@ def _beside(
         weight, row = vars(layer)["weight"], by_path[path]
         errors = finite(row.cosine), _decibels(row.sqnr_db), row.clipped, row.flushed
         layers.append(LayerResult(path, row.kind, weight.size, weight.nbytes, *errors))
-    known = result.value is not None and dense.value is not None
+    value, before = result.value, dense.value
     return dataclasses.replace(
         result,
-        gap=metric.difference(result.value, dense.value) if known else None,
+        gap=None if value is None or before is None else metric.difference(value, before),
         bits_per_weight=8 * sum(r.nbytes for r in layers) / sum(r.weights for r in layers),
         sqnr_db=_decibels(output.sqnr_db),
         layers=layers,

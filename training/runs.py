@@ -141,9 +141,4 @@ def defaults(model: str, dataset: str | None = None) -> dict[str, Any]:
         raise ValueError(unknown_name("model", model, RUNS))
     row = RUNS[model]
     dataset = row.dataset if dataset is None else dataset
-    return {
-        "model": model,
-        "dataset": dataset,
-        **row.settings,
-        **row.datasets.get(dataset, {}),
-    }
+    return {"model": model, "dataset": dataset, **row.settings, **row.datasets.get(dataset, {})}

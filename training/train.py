@@ -83,11 +83,11 @@ def _check_graph(config: RunConfig, telemetry: int) -> None:
     Raises:
         UsageError: naming it.
     """
-    *others, last = [name for name, cls in OPTIMIZERS.items() if cls.fused]
+    *others, last = [name for name, cls in OPTIMIZERS.items() if cls.multi_tensor]
     for good, what, way_out in (
         (config.device != "cpu", "a GPU replays the steps", "add --device cuda"),
         (
-            OPTIMIZERS[config.optimizer].fused,
+            OPTIMIZERS[config.optimizer].multi_tensor,
             f"{config.optimizer} is not captured",
             f"{', '.join(others)} or {last}",
         ),

@@ -16,15 +16,7 @@ from training.config import RunConfig
 from training.data import DataError
 from training.page.answers import answers
 from training.ptq import restored
-from training.rundir import (
-    CONFIG,
-    LAST,
-    METRICS,
-    TELEMETRY,
-    UsageError,
-    read_config,
-    read_result,
-)
+from training.rundir import CONFIG, LAST, METRICS, TELEMETRY, UsageError, read_config, read_result
 from training.snapshot import Operands, operands
 
 __all__ = ["Facts", "read_facts"]

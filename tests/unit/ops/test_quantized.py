@@ -334,5 +334,5 @@ def test_rebased_operands_are_both_or_none() -> None:
             Gemm(*pair)
     assert LayerRecipe.uniform(plain).rebased() == LayerRecipe.uniform(near)
     assert LayerRecipe.uniform("bfloat16").rebased() == LayerRecipe.uniform("bfloat16")
-    with pytest.raises(ValueError, match="wanted MXFP8"):
+    with pytest.raises(ValueError, match="expected MXFP8"):
         LayerRecipe.uniform(QuantSpec("mxfp4")).rebased()
