@@ -45,7 +45,7 @@ def _fused_vjp(
 def _gradients(
     g: ExTensor, q: ExTensor, k: ExTensor, v: ExTensor, causal: bool, scale: float
 ) -> tuple[ExTensor, ExTensor, ExTensor]:
-    """The gradients written in operations, as in `extensor.backends.dense.attention_grad`."""
+    """The gradients written in operations, as in `extensor.backends.generic.nn`."""
     *lead, heads, queries, _ = q.shape
     groups, keys = k.shape[-3:-1]
     shape = (*lead, groups, heads // groups, queries)

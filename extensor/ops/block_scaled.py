@@ -27,7 +27,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import Sample, blocked_rule, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.layers import weight_activations
+from extensor.backends.generic.quantize import weight_activations
 from extensor.backends.protocol import Array, Backend
 from extensor.dtypes import float32, promote
 from extensor.ops.matmul import as_rows

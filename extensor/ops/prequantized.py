@@ -23,8 +23,8 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.backends import windows
-from extensor.backends.layers import dense_values, weight_activations
+from extensor.backends.generic import conv_pool
+from extensor.backends.generic.quantize import dense_values, weight_activations
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.ops.arguments import tensors_only
 from extensor.ops.block_scaled import matrix_product
@@ -171,7 +171,7 @@ def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
 
 def _rows(x: Array, window: Window, xp: Any) -> Array:
     """The patches of x as rows, (N * Ho * Wo, C * kh * kw)."""
-    return xp.ascontiguousarray(windows.patch_matrix(x, window, 1, xp)[0].T)
+    return xp.ascontiguousarray(conv_pool.patch_matrix(x, window, 1, xp)[0].T)
 
 
 def _patches(

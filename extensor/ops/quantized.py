@@ -30,7 +30,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.layers import dense_values
+from extensor.backends.generic.quantize import dense_values
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.dtypes import bfloat16, dtype_of, promote
 from extensor.ops import recipe_operands as operands

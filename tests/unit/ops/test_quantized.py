@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import extensor as et
-from extensor.backends import windows
-from extensor.backends.generic import GenericBackend
-from extensor.backends.preparation import FloatPreparation
+from extensor.backends.generic import GenericBackend, conv_pool
+from extensor.backends.generic.matmul import FloatPreparation
 from extensor.backends.protocol import Window
 from extensor.ops import recipe_operands
 from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_matmul
@@ -130,7 +129,7 @@ def test_conv2d_is_three_gemms_of_patches(name: str, groups: int) -> None:
     window, layer = Window((3, 3), (2, 2), (1, 1)), context.layer
     # A matrix of each group: patches (K, M), weights (O, K), gradients (O, M).
     stack = (6,) if groups == 1 else (groups, 6 // groups)
-    patches = windows.patch_matrix(x.numpy(), window, groups, np)
+    patches = conv_pool.patch_matrix(x.numpy(), window, groups, np)
     patches = patches[0] if groups == 1 else patches
     kernel, pixels = w.numpy().reshape(*stack, -1), g.swapaxes(0, 1).reshape(*stack, -1)
     _close(

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from extensor.backends.cpu_core import ready
+from extensor.backends.cpu.core import ready
+from extensor.backends.cpu.lowering import LoweredSpec, lower
 from extensor.backends.protocol import Array
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.outlier import outlier_count
@@ -35,6 +36,13 @@ def _back(rows: Array, shape: tuple[int, ...], axis: int) -> Array:
     return np.ascontiguousarray(np.moveaxis(whole, -1, axis))
 
 
+def _lowered(backend: Any, spec: QuantSpec, shape: tuple[int, ...]) -> LoweredSpec:
+    """The spec on rows, which the core covers if it covers the array."""
+    plan = lower(backend.core, spec.replace(axis=1), shape)
+    assert isinstance(plan, LoweredSpec), plan
+    return plan
+
+
 def quantize(
     backend: Any, x: Array, spec: QuantSpec, stream: Stream | None
 ) -> tuple[QuantArray, QuantStats]:
@@ -43,8 +51,9 @@ def quantize(
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf
         rows = _rows(x.astype(np.float32, copy=False), axis)
     rest, means, index, values = backend.core.split_outliers(rows, outlier_count(spec, shape[axis]))
-    q, stats = backend.store(rest, spec.replace(axis=1), stream)
-    decoded = backend.decode(q)
+    plan = _lowered(backend, spec, rest.shape)
+    q, stats = backend.encode(plan, rest, stream)
+    decoded = backend.decode(plan, q)
     flushed = backend.core.join_outliers(decoded, q.scales, means, index, values, rows)
     parts = {"codes": q.codes, "scales": q.scales, "row_means": means}
     parts |= {"outlier_index": index, "outlier_value": values}
@@ -62,6 +71,7 @@ def dequantize(backend: Any, q: QuantArray) -> Array:
         for part in (q.codes, q.scales, q.row_means, q.outlier_index, q.outlier_value)
     )
     shape = (len(means), q.shape[axis])
-    rest = backend.decode(QuantArray(codes, scales, q.spec.replace(axis=1), shape))
+    plan = _lowered(backend, q.spec, shape)
+    rest = backend.decode(plan, QuantArray(codes, scales, plan.spec, shape))
     backend.core.join_outliers(rest, scales, means, index, values, None)
     return _back(rest, q.shape, axis)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import extensor as et
-from extensor.backends import products
+from extensor.backends.cpu import product_paths
 from extensor.backends.generic import GenericBackend
 from extensor.quant.array import QuantArray
 from extensor.quant.spec import Hadamard, QuantSpec
@@ -75,12 +75,12 @@ def test_within_the_bound(variant: str, a: QuantSpec, b: QuantSpec) -> None:
         path = BACKEND.path("block_scaled_matmul", qa, qb)
         terms = shape[2]
         if CORE is not None:
-            step = products.block_step(qa, qb)
+            step = product_paths._block_step(qa, qb)
             assert isinstance(step, int)
             kind = "integer" if step else "float"
             if variant == "amx" and {a.row.name, b.row.name} <= set(TILES):
                 kind = "bf16"
-            elif variant == "amx" and step and products.on_int8_tiles(qa, qb):
+            elif variant == "amx" and step and product_paths._on_int8_tiles(qa, qb):
                 kind = "int8"
             elif variant == "amx":
                 kind += ": "  # and the reason
@@ -294,7 +294,7 @@ def test_path_names_the_reason() -> None:
 def test_the_core_checks_what_it_is_given() -> None:
     if CORE is None:
         return
-    a, b = (products.matrix(CORE, quantized((4, k), MXFP4, 0)) for k in (64, 32))
+    a, b = (product_paths.matrix(CORE, quantized((4, k), MXFP4, 0)) for k in (64, 32))
     with pytest.raises(ValueError, match="differ in k"):
         CORE.block_scaled_matmul(a, b, 32)
     for step in (-4, 3, 24, 512, 8196):
@@ -303,7 +303,7 @@ def test_the_core_checks_what_it_is_given() -> None:
     if CORE.gemm_has_amx():
         with pytest.raises(ValueError, match="one float32 scale a row"):
             CORE.int8_matmul(a, a)
-    fp8 = products.matrix(CORE, quantized((4, 64), QuantSpec("mxfp8_e4m3"), 0))
+    fp8 = product_paths.matrix(CORE, quantized((4, 64), QuantSpec("mxfp8_e4m3"), 0))
     with pytest.raises(ValueError, match="small integers"):
         CORE.block_scaled_matmul(a, fp8, 32)
     with pytest.raises(ValueError, match="1 to 32"):
@@ -314,7 +314,7 @@ def test_the_core_checks_what_it_is_given() -> None:
     for part in ("codes", "scales"):
         cut = QuantArray(**{**vars(whole), part: getattr(whole, part)[:, :-1]})
         with pytest.raises(ValueError, match=f"the {part} do not fit"):
-            products.matrix(CORE, cut)
+            product_paths.matrix(CORE, cut)
 
 
 # --- tensors ------------------------------------------------------------------------------------

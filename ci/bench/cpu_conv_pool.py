@@ -1,6 +1,6 @@
 """The C++ core's convolutions and poolings against torch's (quantizers: cpu_quantize.py).
 
-    python ci/bench/cpu_kernels.py
+    python ci/bench/cpu_conv_pool.py
 
 LeNet's convolutions and poolings at two batch sizes, beside torch's on the same threads, in turns:
 lower quartiles of single calls, the contestants taking turns in bursts; written with machine and
@@ -132,12 +132,12 @@ def main() -> None:
     args = arguments(parser)
     backend = make_backend()
     if backend.core is None:
-        raise SystemExit(f"cpu_kernels: wanted the C++ core, but {backend.core_missing}")
+        raise SystemExit(f"cpu_conv_pool: wanted the C++ core, but {backend.core_missing}")
     torch.set_num_threads(num_threads())
     windows = []
     for batch in (int(n) for n in args.batches.split(",")):
         windows += window_rows(backend, batch, args.rounds)
-    write("cpu-kernels", command(), windows, backend.core.level(), args=args)
+    write("cpu-conv-pool", command(), windows, backend.core.level(), args=args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Training steps: the exact value in float64 beside the bound.
+"""Activations, norms, attention, losses and sums: exact values in float64 beside bounds, or bytes.
 
-Bounds are those that extensor.backends.cpu_training states, or, for the norms, the first-order
+Bounds are those that extensor.backends.cpu.nn states, or, for the norms, the first-order
 bound of the formula with any order of additions (1% for the rest).
 """
 
@@ -12,9 +12,21 @@ from collections.abc import Iterator
 import numpy as np
 
 from extensor.backends import cpu
-from tests.kernels.inputs import CORE, GENERIC, UNIT, Bounded, arrays, assert_bytes, plain
+from tests import dense_cases
+from tests.kernels.inputs import (
+    CORE,
+    GENERIC,
+    UNIT,
+    VIEWS,
+    Bounded,
+    Check,
+    arrays,
+    assert_bytes,
+    special,
+)
 
 ROWS = ((1, 1), (3, 5), (7, 16), (2, 4, 33), (40, 128), (5, 1000), (70000, 3), (3, 20001))
+IMAGES = ((3, 2, 4, 4), (2, 5), (17, 3, 2, 2), (1, 2, 3, 7), (20, 9, 33, 31), (2, 40, 64, 65))
 normal_below = np.vectorize(lambda x: 0.5 * math.erfc(-x / math.sqrt(2)), otypes=[np.float64])
 
 
@@ -174,21 +186,92 @@ def norm_grad_cases(centred: bool) -> Bounded:
         yield (g, x, weight, *kept), exact, bounds
 
 
-FACTORS = {
-    "keep": 0.999, "take1": 0.1, "keep2": 0.99, "take2": 0.01, "widen": 1.7, "eps": 1e-8,
-    "rate": 0.01,
-}  # fmt: skip
+def check_attention_grad(backend: cpu.CpuBackend) -> None:
+    for case, exact, bounds in dense_cases.attention_grad_cases():
+        into = tuple(np.full(a.shape, np.nan, np.float32) for a in case[1:4])
+        path = backend.path("attention_grad", *case, into)
+        assert CORE is None or path.startswith("core ("), path
+        backend.attention_grad(*case, into)
+        for got, wanted, bound in zip(into, exact, bounds, strict=True):
+            assert (np.abs(got - wanted) <= bound).all(), (case[1].shape, path)
+        for view in (VIEWS["strided"], VIEWS["misaligned"], VIEWS["transposed"]):
+            other = tuple(np.empty((*a.shape[:-1], a.shape[-1] + 3), np.float32) for a in into)
+            parts = tuple(a[..., : b.shape[-1]] for a, b in zip(other, into, strict=True))
+            seen = [view(a) if isinstance(a, np.ndarray) else a for a in case]
+            backend.attention_grad(*seen, parts)
+            for one, two in zip(parts, into, strict=True):
+                assert_bytes(one.copy(), two, (case[1].shape, path))
 
 
-def check_adam(backend: cpu.CpuBackend) -> None:
-    for n in (0, 1, 17, 40_000):
-        weight, grad, mean, square = (plain((n,), seed) for seed in range(4))
-        square = square * square
-        mine, generic = ([a.copy() for a in (weight, grad, mean, square)] for _ in range(2))
-        for _ in range(3):
-            backend.adam(*mine, FACTORS)
-            GENERIC.adam(*generic, FACTORS)
-        for one, two in zip(mine, generic, strict=True):
-            assert_bytes(one, two, (n, backend.path("adam", *mine, FACTORS)))
-    state = [plain((34,), seed)[::2] for seed in range(4)]
-    assert "strided" in backend.path("adam", *state, FACTORS) or CORE is None
+def elementwise(name: str, count: int) -> Check:
+    """Same bytes as the generic method, whatever is in the arrays."""
+
+    def check(backend: cpu.CpuBackend) -> None:
+        for shape in ((0,), (1,), (5, 3), (31, 33), (300, 129)):
+            made = [special(shape, seed) for seed in range(count)]
+            with np.errstate(all="ignore"):
+                wanted = getattr(GENERIC, name)(*made)
+                what = (name, shape, backend.path(name, *made))
+                assert_bytes(getattr(backend, name)(*made), wanted, what)
+                for view in VIEWS.values():
+                    seen = [view(a) for a in made]
+                    got, wanted = (getattr(b, name)(*seen) for b in (backend, GENERIC))
+                    assert_bytes(np.ascontiguousarray(got), np.ascontiguousarray(wanted), what)
+
+    return check
+
+
+def channels_of(x: np.ndarray) -> tuple[int, ...]:
+    return (0, *range(2, x.ndim))
+
+
+def across(x: np.ndarray, value: np.ndarray) -> np.ndarray:
+    return value.reshape(-1, *(1,) * (x.ndim - 2)).astype(np.float64)
+
+
+def channel_sum_cases() -> Bounded:
+    for shape in IMAGES:
+        x = arrays(shape, 1)[0]
+        bound = (math.prod(shape[2:]) + 12) * UNIT * np.abs(x.astype(np.float64))
+        axes = channels_of(x)
+        yield (x,), [x.astype(np.float64).sum(axis=axes)], [bound.sum(axis=axes)]
+
+
+def batch_norm_cases() -> Bounded:
+    for shape in IMAGES:
+        x = arrays(shape, 1)[0] + np.float32(2)
+        weight, bias = arrays(shape[1:2], 2)
+        wide, axes, eps = x.astype(np.float64), channels_of(x), float(np.float32(1e-2))
+        terms = math.prod(shape[2:]) + 12
+        mean, var = wide.mean(axis=axes), wide.var(axis=axes)
+        rstd = 1 / np.sqrt(var + eps)
+        off = terms * UNIT * np.abs(wide).mean(axis=axes)  # of the mean
+        centred = wide - across(x, mean)
+        # A shift of the mean adds its square alone to the variance.
+        var_off = 1.01 * (terms + 4) * UNIT * (var + eps) + 2 * off * off
+        relative = var_off * rstd * rstd / 2 + 4 * UNIT
+        h = centred * across(x, rstd * weight)
+        size = (np.abs(centred) + across(x, off)) * across(x, rstd * np.abs(weight))
+        bound = 1.01 * (across(x, off * rstd * np.abs(weight)) + size * across(x, relative + UNIT))
+        bound += 2 * UNIT * (np.abs(h) + across(x, np.abs(bias)))
+        yield (x, weight, bias, eps), [h + across(x, bias), mean, var], [bound, off, var_off]
+
+
+def batch_norm_grad_cases() -> Bounded:
+    for (x, weight, _, eps), (_, mean, var), _ in batch_norm_cases():
+        g, axes = np.cos(x), channels_of(x)
+        mean, var = mean.astype(np.float32), var.astype(np.float32)
+        wide, count = g.astype(np.float64), x.size // x.shape[1]
+        terms = math.prod(x.shape[2:]) + 16
+        rstd = 1 / np.sqrt(var.astype(np.float64) + eps)
+        d = x.astype(np.float64) - across(x, mean)
+        gb, gw = wide.sum(axis=axes), (wide * d).sum(axis=axes) * rstd
+        gb_off = terms * UNIT * np.abs(wide).sum(axis=axes)
+        gw_off = terms * UNIT * np.abs(wide * d).sum(axis=axes) * rstd
+        slope, off = across(x, gw * rstd / count), across(x, gw_off * rstd / count)
+        scale = across(x, weight * rstd)
+        gx = scale * (wide - across(x, gb / count) - d * slope)
+        parts = np.abs(wide) + across(x, np.abs(gb) / count) + np.abs(d * slope)
+        bound = across(x, gb_off / count) + np.abs(d) * off + 8 * UNIT * parts
+        bound = 1.01 * np.abs(scale) * bound
+        yield (g, x, weight, mean, var, eps), [gx, gw, gb], [bound, 1.01 * gw_off, gb_off]

@@ -1,4 +1,4 @@
-"""Products and attention: within the bounds of any order of sums.
+"""Products: within the bounds of any order of sums.
 
 Blocked products have tests of their own for bounds, variants and special blocks (unit/backends).
 """
@@ -11,8 +11,7 @@ import numpy as np
 
 from extensor.backends import cpu
 from extensor.quant.spec import QuantSpec
-from tests import dense_cases
-from tests.kernels.inputs import CORE, GENERIC, UNIT, VIEWS, Check, assert_bytes, plain
+from tests.kernels.inputs import GENERIC, UNIT, Check, plain
 
 
 def check_product(name: str) -> Check:
@@ -43,20 +42,3 @@ def check_product_of_operands(backend: cpu.CpuBackend) -> None:
             bound = 2 * gamma * (np.abs(left).astype(np.float64) @ np.abs(right).T)
             error = np.abs(backend.product(left, right) - GENERIC.product(left, right))
             assert (error <= bound).all()
-
-
-def check_attention_grad(backend: cpu.CpuBackend) -> None:
-    for case, exact, bounds in dense_cases.attention_grad_cases():
-        into = tuple(np.full(a.shape, np.nan, np.float32) for a in case[1:4])
-        path = backend.path("attention_grad", *case, into)
-        assert CORE is None or path.startswith("core ("), path
-        backend.attention_grad(*case, into)
-        for got, wanted, bound in zip(into, exact, bounds, strict=True):
-            assert (np.abs(got - wanted) <= bound).all(), (case[1].shape, path)
-        for view in (VIEWS["strided"], VIEWS["misaligned"], VIEWS["transposed"]):
-            other = tuple(np.empty((*a.shape[:-1], a.shape[-1] + 3), np.float32) for a in into)
-            parts = tuple(a[..., : b.shape[-1]] for a, b in zip(other, into, strict=True))
-            seen = [view(a) if isinstance(a, np.ndarray) else a for a in case]
-            backend.attention_grad(*seen, parts)
-            for one, two in zip(parts, into, strict=True):
-                assert_bytes(one.copy(), two, (case[1].shape, path))

@@ -1,6 +1,6 @@
 """Softmax, its logarithm and cross-entropy, forward and backward, beside torch's.
 
-    OMP_NUM_THREADS=2 python ci/bench/cpu_losses.py
+    OMP_NUM_THREADS=2 python ci/bench/cpu_nn.py
 
 Rows of float32 scores: LeNet's classes, ImageNet's, the characters of a small GPT, GPT-2's tokens.
 Through the public functions, the tape included, extensor and torch eager each in a process of its
@@ -66,7 +66,7 @@ def main() -> None:
     args = arguments(parser)
     backend = make_backend()
     if backend.core is None:
-        raise SystemExit(f"cpu_losses: wanted the C++ core, but {backend.core_missing}")
+        raise SystemExit(f"cpu_nn: wanted the C++ core, but {backend.core_missing}")
     rows = []
     for shape in SHAPES:
         for operation in OPERATIONS:
@@ -87,7 +87,7 @@ def main() -> None:
                 f"{speed:5.2f}x torch's speed",
                 flush=True,
             )
-    write("cpu-losses", command(), rows, backend.core.level(), merge="work", args=args)
+    write("cpu-nn", command(), rows, backend.core.level(), merge="work", args=args)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""How the C++ core takes the products of blocked matrices: which of them, in which steps.
+"""Which of the C++ core's products multiplies two operands, and in which steps.
 
-A product is *bf16* where this CPU has tiles of bfloat16 (AMX), every value is exactly one, and no
-sum can leave float32's normal range (`bf16_reason`): runs of 32 terms are summed in float32, the
-even and the odd ones apart, and added in the order of K. Else it is *integer* where both elements
-are small integers times a power of two (e2m1, e2m3, int8, int4): exact int32 sums over ``step``
-elements that share both scales, each rounded to float32, times its two scales, added in the order
-of K. With one float32 scale a row on both sides it is *int8*: the same sums, on AMX tiles.
-Otherwise it is *float*: values as `dequantize` gives them, multiplied and added in float32.
+A product of blocked matrices is *bf16* where this CPU has tiles of bfloat16 (AMX), every value is
+exactly one, and no sum can leave float32's normal range (`_bf16_gap`): runs of 32 terms are summed
+in float32, the even and the odd ones apart, and added in the order of K. Else it is *integer*
+where both elements are small integers times a power of two (e2m1, e2m3, int8, int4): exact int32
+sums over ``step`` elements that share both scales, each rounded to float32, times its two scales,
+added in the order of K. With one float32 scale a row on both sides it is *int8*: the same sums,
+on AMX tiles. Otherwise it is *float*: values as `dequantize` gives them, multiplied and added in
+float32.
 
 Products of operands (float32 arrays of decoded values, inside quantized ops) are bf16 too where
 they fit (`operand_factors`), and BLAS's otherwise.
@@ -30,6 +31,7 @@ Algorithms, 3.1). Factors of operands are known to a relative 2**-21, 8 u, each.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,13 +42,11 @@ from extensor.quant.array import QuantArray
 
 __all__ = [
     "MAX_ROWS",
-    "bf16_reason",
-    "block_step",
+    "BlockProduct",
+    "choose_block_product",
+    "choose_weight_only",
     "matrix",
-    "matrix_reason",
-    "on_int8_tiles",
     "operand_factors",
-    "weight_reason",
 ]
 
 MAX_ROWS = 32  # of x in a weight-only product; beyond, decoding once and BLAS is faster
@@ -59,18 +59,52 @@ _SMALL = 127 - 40  # of e8m0 bytes; no two blocks above it come near underflow
 _MAGNITUDE = {4: (0x77,), 6: (0xDF, 0xF7, 0x7D), 8: (0x7F,)}  # bits of packed codes but the signs
 
 
-def matrix_reason(q: QuantArray) -> str | None:
+@dataclass(frozen=True)
+class BlockProduct:
+    """The core's product of two blocked matrices.
+
+    Attributes:
+        kind: "bf16", "int8", "integer" or "float"; see above.
+        step: elements of K in an exact integer sum; 0 for other kinds.
+        why: why a product with tiles is not on them, after ": "; else empty.
+    """
+
+    kind: str
+    step: int
+    why: str = ""
+
+    @property
+    def on_tiles(self) -> bool:
+        """Whether it runs on AMX tiles."""
+        return self.kind in ("bf16", "int8")
+
+
+def choose_block_product(core: Any, a: QuantArray, b: QuantArray) -> BlockProduct | Unsupported:
+    """The core's product of a and b^T, or why it has none."""
+    step = _block_step(a, b)
+    if isinstance(step, Unsupported):
+        return step
+    other = "integer" if step else "float"
+    if not core.gemm_has_amx():
+        return BlockProduct(other, step)
+    if step and _on_int8_tiles(a, b):
+        return BlockProduct("int8", step)
+    gap = _bf16_gap(a, b)
+    return BlockProduct("bf16", 0) if gap is None else BlockProduct(other, step, f": {gap}")
+
+
+def _matrix_gap(q: QuantArray) -> Unsupported | None:
     """Why the core's products cannot take this operand; None if they can."""
     if len(q.shape) != 2:
-        return f"{len(q.shape)} axes; the core multiplies matrices"
+        return Unsupported(f"{len(q.shape)} axes; the core multiplies matrices")
     if q.spec.axis != 1:
-        return f"blocks along axis {q.spec.axis}; the core wants them along the last"
+        return Unsupported(f"blocks along axis {q.spec.axis}; the core takes them along the last")
     if math.prod(q.shape) == 0:
-        return "empty array"
+        return Unsupported("empty array")
     if q.spec.row.outliers:
-        return "the outlier codec"
+        return Unsupported("the outlier codec")
     if q.spec.transform:
-        return "a Hadamard transform to undo"
+        return Unsupported("a Hadamard transform to undo")
     return None
 
 
@@ -94,10 +128,11 @@ def matrix(core: Any, q: QuantArray) -> Any:
     )
 
 
-def block_step(a: QuantArray, b: QuantArray) -> int | str:
+def _block_step(a: QuantArray, b: QuantArray) -> int | Unsupported:
     """Elements of K per exact integer sum; 0 for a float product; or why the core has neither."""
-    if reason := matrix_reason(a) or matrix_reason(b):
-        return reason
+    for q in (a, b):
+        if (gap := _matrix_gap(q)) is not None:
+            return gap
     step = _step(a, b)
     if step % 4 == 0 and all(_is_integer(q.spec.row.element) for q in (a, b)):
         largest = _largest_scale(a) * _largest_scale(b)
@@ -107,18 +142,18 @@ def block_step(a: QuantArray, b: QuantArray) -> int | str:
     else:
         why = f"blocks that meet in steps of {step}" if step % 4 else "no small integers"
     if a.zero_points is not None or b.zero_points is not None:
-        return f"zero points with {why}"
+        return Unsupported(f"zero points with {why}")
     return 0
 
 
-def on_int8_tiles(a: QuantArray, b: QuantArray) -> bool:
-    """Whether an integer product (`block_step`) is one of rows under one float32 scale each."""
+def _on_int8_tiles(a: QuantArray, b: QuantArray) -> bool:
+    """Whether an integer product is one of rows under one float32 scale each."""
     floats = all(q.spec.scale_name not in ("e8m0", "ue4m3") for q in (a, b))
     return floats and all(_tile(q)[1] >= q.shape[1] for q in (a, b))
 
 
-def bf16_reason(a: QuantArray, b: QuantArray) -> str | None:
-    """Why tiles of bfloat16 cannot hold this product of two `matrix` operands; None if they can."""
+def _bf16_gap(a: QuantArray, b: QuantArray) -> str | None:
+    """Why tiles of bfloat16 cannot hold this product; None if they can."""
     for q in (a, b):
         if q.spec.scale_name not in ("e8m0", "ue4m3") or q.zero_points is not None:
             what = "zero points" if q.zero_points is not None else f"{q.spec.scale_name} scales"
@@ -126,25 +161,26 @@ def bf16_reason(a: QuantArray, b: QuantArray) -> str | None:
         digits = _digits(q.spec.row.element) + (0 if q.spec.is_mx else 4)
         if digits > _BF16_DIGITS:
             return f"{q.spec.row.element.name} times {q.spec.scale_name} has {digits} digits, not 8"
-    return _flush_reason(_range(a), _range(b), a.shape[1])
+    return _range_gap(_range(a), _range(b), a.shape[1])
 
 
 def operand_factors(core: Any, a: Any, b: Any) -> tuple[float, float] | Unsupported:
-    """For tiles: numbers that a and b are bfloat16 times of; or why tiles do not take a b.
+    """For tiles: numbers that a and b are bfloat16 times of; or why tiles do not take a b^T.
 
-    Looked at, not assumed: e8m0-scaled operands are bfloat16, also under a Hadamard transform, and
-    rounded ones; NVFP4's and those with one float32 scale are within a relative 2**-21 of bfloat16
-    times a factor, which comes of their largest value; those with many float32 scales are not.
+    The values decide: e8m0-scaled operands are bfloat16, also under a Hadamard transform, and so
+    are rounded ones. NVFP4's and those with one float32 scale are within a relative 2**-21 of
+    bfloat16 times a factor, which comes of their largest value. Those with many float32 scales are
+    not.
     """
     if not core.gemm_has_amx():
         return Unsupported(f"no tiles of bfloat16 at {core.gemm_level()}; BLAS")
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
-        return Unsupported("not (M, K) and (K, N)")
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        return Unsupported("not (M, K) and (N, K)")
     if a.dtype != np.float32 or b.dtype != np.float32:
         return Unsupported(f"{a.dtype} times {b.dtype}; the core takes float32")
     if not all(x.flags.c_contiguous or x.flags.f_contiguous for x in (a, b)):
         return Unsupported("arrays that are not contiguous either way round")
-    shape = (*a.shape, b.shape[1])
+    shape = (*a.shape, b.shape[0])
     if min(shape) < _LEAST_SIDE or math.prod(shape) < _LEAST_WORK:
         return Unsupported(f"a product of {' x '.join(map(str, shape))} is small; BLAS is faster")
     factors, ranges = [], []
@@ -154,12 +190,11 @@ def operand_factors(core: Any, a: Any, b: Any) -> tuple[float, float] | Unsuppor
             return Unsupported("values that bfloat16 does not hold")
         factors.append(factor)
         ranges.append((low - _BF16_DIGITS + 1, high + 1))
-    if reason := _flush_reason(ranges[0], ranges[1], a.shape[1]):
-        return Unsupported(reason)
-    return factors[0], factors[1]
+    gap = _range_gap(ranges[0], ranges[1], a.shape[1])
+    return (factors[0], factors[1]) if gap is None else Unsupported(gap)
 
 
-def _flush_reason(a: tuple[int, int], b: tuple[int, int], k: int) -> str | None:
+def _range_gap(a: tuple[int, int], b: tuple[int, int], k: int) -> str | None:
     """Why tiles could flush or overflow sums of k products, from the `_range` of each side.
 
     Every value is a multiple of its side's unit, and so is every sum of products of the product of
@@ -204,23 +239,25 @@ def _least_used(q: QuantArray) -> int:
     return int(q.scales[small][used].min()) if used.any() else _SMALL
 
 
-def weight_reason(x: Any, w: QuantArray) -> str | None:
-    """Why the core has no weight-only product of float x and w; None if it has."""
-    if reason := matrix_reason(w):
-        return reason
+def choose_weight_only(x: Any, w: QuantArray) -> tuple[Any] | Unsupported:
+    """The activations x of a weight-only product with w, or why the core has no such product."""
+    if (gap := _matrix_gap(w)) is not None:
+        return gap
     if x.ndim != 2 or x.dtype != np.float32:
-        return f"{x.dtype} activations of {x.ndim} axes; the core takes float32 rows"
+        return Unsupported(f"{x.dtype} activations of {x.ndim} axes; the core takes float32 rows")
     if not 1 <= x.shape[0] <= MAX_ROWS:
-        return f"{x.shape[0]} rows of activations; the core takes 1 to {MAX_ROWS}"
+        return Unsupported(f"{x.shape[0]} rows of activations; the core takes 1 to {MAX_ROWS}")
     element, (_, length) = w.spec.row.element, _tile(w)
     if element.bits not in (4, 8):
-        return f"elements of {element.bits} bits"
+        return Unsupported(f"elements of {element.bits} bits")
     whole = length >= w.shape[1] or length % 128 == 0 or length in (16, 32, 64)
     if element.bits == 4 and not whole:
-        return f"4-bit blocks of {length}; the core takes 16, 32, 64 and multiples of 128"
+        return Unsupported(
+            f"4-bit blocks of {length}; the core takes 16, 32, 64 and multiples of 128"
+        )
     if not float(np.abs(x).max()) <= _LARGEST:
-        return f"activations that are not finite, or beyond {_LARGEST:.3g}"
-    return None
+        return Unsupported(f"activations that are not finite, or beyond {_LARGEST:.3g}")
+    return (x,)
 
 
 def _is_integer(element: ElementFormat) -> bool:
