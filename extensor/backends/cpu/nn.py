@@ -135,7 +135,9 @@ class CpuNn(CpuCore):
     ) -> Array:
         """See the protocol."""
         weight = ready(weight.astype(np.float32, copy=False))
-        return core.cross_entropy_grad(weight, ready(x), _class_numbers(labels), ready(kept), smoothing)
+        return core.cross_entropy_grad(
+            weight, ready(x), _class_numbers(labels), ready(kept), smoothing
+        )
 
     @runs_in_core(first_arrays(3))
     def attention(
