@@ -271,8 +271,9 @@ def _fp8_operands(a: QuantArray, b: QuantArray, accumulate: str, xp: Any) -> Ope
             return Unsupported(f"FP8 does not hold {q.spec.format}")
     if exact:
         return Unsupported("an operand is not MXFP4")
-    flag, lost = None, []
-    sides = []
+    flag: Array | None = None
+    lost: list[Inexact | None] = []
+    sides: list[GemmOperand] = []
     for q, rebased in zip((a, b), rebases, strict=True):
         if rebased:
             side, inexact = rebase_mxfp8(q, xp)
