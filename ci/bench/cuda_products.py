@@ -180,7 +180,9 @@ def near_exact(backend: Any, rounds: int) -> Rows:
             "product of operands, every 512": partial(_joined, x, y, out, 4),
         }
         for columns, patches in NEAR_TILES:
-            config = Config.of("e4m3", tile_n=columns, promote=1, epilogue_tiles=patches, out="bfloat16")
+            config = Config.of(
+                "e4m3", tile_n=columns, promote=1, epilogue_tiles=patches, out="bfloat16"
+            )
             name = f"product of operands, tile {columns}, patches {patches}"
             calls[name] = partial(_placed, x, y, out, config)
         times = measure(calls, rounds)

@@ -20,6 +20,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from extensor_cuda.gemm import INT_SPAN, SPAN
 
 import extensor as et
 from ci.bench.contest import command
@@ -29,7 +30,6 @@ from extensor.nn.recipe import apply_recipe
 from extensor.ops import recipe_operands
 from extensor.optim import AdamW, clip_grad_norm
 from extensor.quant.spec import QuantSpec
-from extensor_cuda.gemm import INT_SPAN, SPAN
 from models.gpt.configs import GPTConfig
 from models.gpt.model import build
 from training.tasks.language import Causal
