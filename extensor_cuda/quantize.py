@@ -184,7 +184,7 @@ def _fake_quantize_rebased(
 def dequantize(xp: Any, q: QuantArray, dtype: str = "float32") -> Call:
     """See the protocol."""
     plan = plan_of(q.spec, q.shape, decoding=True)
-    return (lambda: reference.narrow(plan.dequantize(q, xp), dtype)) if plan else plan
+    return (lambda: reference.round_to(plan.dequantize(q, xp), dtype)) if plan else plan
 
 
 def _both_plan(x: Array, specs: SpecPair, streams: StreamPair) -> both.RowColumnPlan | Unsupported:

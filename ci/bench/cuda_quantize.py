@@ -27,11 +27,11 @@ from ci.bench.contest import GPU_PACKAGES, gpu_of, write
 from extensor.backends import registry
 from extensor.quant.spec import Hadamard, QuantSpec
 from extensor.random import Stream
-from extensor_cuda import operands, scaling
 from extensor_cuda.kernels.nn import elementwise, norm
 from extensor_cuda.kernels.quantize import dequantize, float_scaled, rowwise_columnwise
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.kernels.quantize.norm_quantize import Norm, norm_quantize
+from extensor_cuda.matmul.prepare import FLOAT_SCALES, FUSED
 
 SIZE = 16384
 STREAM = Stream(seed=1, step=2, tensor=3, slot=4)
@@ -168,7 +168,7 @@ def float_contestants(
             return float_scaled.start(data[turn % 2][1], plan, stream, xp)
 
         def operand(turn: int, spec: Any = spec, stream: Any = stream) -> Any:
-            return scaling.make(data[turn % 2][1], [spec], [stream], xp)
+            return FLOAT_SCALES.run(data[turn % 2][1], [spec], [stream], xp, None)
 
         def decode(turn: int, q: Any = example, plan: Any = plan) -> Any:
             return float_scaled.dequantize(q, plan, xp)
@@ -219,7 +219,7 @@ def pair_contestants(
                     streams: Any = streams,
                     memory: Any = memory,
                 ) -> Any:
-                    return operands.make(data[turn % 2][1], sides, streams, xp, memory)
+                    return FUSED.run(data[turn % 2][1], sides, streams, xp, memory)
 
                 made[f"{name} operands of training" + ", stochastic" * random] = (4 * count, rebase)
     return made

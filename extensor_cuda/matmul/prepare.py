@@ -48,7 +48,17 @@ from extensor_cuda.quantize import input_gap
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 
-__all__ = ["PREPARERS", "GemmPreparation", "Preparer", "prepare", "run_batch"]
+__all__ = [
+    "BF16",
+    "EXPANDED",
+    "FLOAT_SCALES",
+    "FUSED",
+    "PREPARERS",
+    "GemmPreparation",
+    "Preparer",
+    "prepare",
+    "run_batch",
+]
 
 Array = Any
 Spec = QuantSpec | CastSpec
@@ -450,10 +460,10 @@ def _bf16(x: Array, specs: Sequence[CastSpec], streams: Streams, xp: Any, state:
 
 
 FUSED = Preparer("fused", "fused kernel", False, True, _fused_supports, _fused)
-PREPARERS = (
-    FUSED,
-    Preparer("float scales", "scaled kernel", False, False, _float_scaled_supports, _float_scaled),
-    Preparer("expanded", "expanded", False, False, _expanded_supports, _expanded),
-    Preparer("bf16", "fused kernel", True, True, _bf16_supports, _bf16),
+FLOAT_SCALES = Preparer(
+    "float scales", "scaled kernel", False, False, _float_scaled_supports, _float_scaled
 )
+EXPANDED = Preparer("expanded", "expanded", False, False, _expanded_supports, _expanded)
+BF16 = Preparer("bf16", "fused kernel", True, True, _bf16_supports, _bf16)
+PREPARERS = (FUSED, FLOAT_SCALES, EXPANDED, BF16)
 """In the order in which they are asked."""

@@ -327,7 +327,7 @@ def _batch(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
         return Unsupported(f"a batch of {a.shape} and {b.shape}, one matrix or empty")
     if count * max(m, n) > _MOST_ROWS:
         return Unsupported(f"{count * max(m, n)} rows, beyond {_MOST_ROWS}")
-    left, right = views.rows(a), views.rows(b)
+    left, right = views.as_matrix(a), views.as_matrix(b)
     if left is None or right is None:
         tile = (a if left is None else b).spec.tile
         return Unsupported(f"tiles {tile} that do not divide the rows of each matrix")

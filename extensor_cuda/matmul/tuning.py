@@ -1,15 +1,15 @@
-"""``extensor tune``: measure from which size on each way of multiplying pays on this GPU.
+"""``extensor tune``: measure from which size on each path of a product pays on this GPU.
 
-For cubes of growing size and each way of making operands, a forward product of bfloat16 matrices
+For cubes of growing size and each way to make operands, a forward product of bfloat16 matrices
 with everything included (quantizing both operands, multiplying) is timed through our kernels and
-through cupy, whose operands are float32 values. A way is taken from the smallest size on from which
-it wins at every larger one: the table goes to `extensor_cuda.tuned`. Beside them the same product
+through cupy, whose operands are float32 values. A path is taken from the smallest size on from which
+it wins at every larger one: the table goes to `extensor_cuda.matmul.tuned`. Beside them the same product
 without quantizing, in bfloat16, says from which size on a quantized one is quicker than that; no
 choice follows from it. The curves go to an SVG.
 
 Everything is timed as a captured training step runs it, from CUDA graphs (`CudaGraph`), small
 products many in one graph: it is the GPU's work that is compared. Called by Python, products below
-about 2048 cubed take as long as Python does, whichever way they go.
+about 2048 cubed take as long as Python does, whichever path they take.
 
 With `hadamard`, also what Hadamard transforms cost a linear layer's forward and backward: under
 recipes that have them and the same without them, in bfloat16, 2048 wide and up to the 8192 of a
@@ -37,7 +37,7 @@ from extensor.ops.quantized import layer_context, quantized_matmul
 from extensor.quant.recipe import Gemm, LayerRecipe
 from extensor.quant.recipes import get_recipe
 from extensor.quant.spec import QuantSpec
-from extensor_cuda import tuned
+from extensor_cuda.matmul import tuned
 
 __all__ = [
     "NEVER",
@@ -59,14 +59,14 @@ __all__ = [
 SIZES = (128, 256, 512, 1024, 2048, 4096)
 """Sides of the cubes."""
 NEVER = 1 << 62
-"""The least work of a way that never wins."""
+"""The least work of a path that never wins."""
 RECIPES = {
-    "made at once": "mxfp4",
+    "fused": "mxfp4",
     "expanded": "nvfp4_nvidia",
-    "scaled": "fp8_block",
-    "dense": "bf16",
+    "float scales": "fp8_block",
+    "bf16": "bf16",
 }
-"""A recipe whose forward product takes each way; the last is what the others are held against."""
+"""A recipe whose forward product takes each path; the last is what the others are held against."""
 WIDTHS = (2048, 4096, 8192)
 """Inputs of layers that Hadamard transforms are measured on, from 1B to 70B parameters."""
 TURNED = ("nvfp4_nvidia", "mxfp4_tseng")
@@ -81,13 +81,13 @@ _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 @dataclass(frozen=True)
 class Timing:
-    """One way at one size: seconds through our kernels, through cupy, and of plain bfloat16.
+    """One path at one size: seconds through our kernels, through cupy, and of plain bfloat16.
 
     Of a recipe at a width: seconds without its Hadamard transforms, and with them. What was not
     measured is None.
     """
 
-    way: str
+    path: str
     size: int
     ours: float
     other: float
@@ -107,39 +107,39 @@ def together(size: int) -> int:
 def measure(
     clock: Clock,
     works: Callable[[str, int], Sequence[Work]],
-    ways: Sequence[str] = tuned.WAYS,
+    paths: Sequence[str] = tuned.PATHS,
     sizes: Sequence[int] = SIZES,
 ) -> list[Timing]:
-    """Time every way at every size.
+    """Time every path at every size.
 
     Args:
         clock: seconds of works.
-        works: for a way and a size our work, cupy's and, where it is another one, bfloat16's: as
+        works: for a path and a size our work, cupy's and, where it is another one, bfloat16's: as
             many products each as `together` says.
-        ways: to measure.
+        paths: to measure.
         sizes: sides of cubes.
     """
     return [
-        Timing(way, size, *(seconds / together(size) for seconds in clock(*works(way, size))))
-        for way in ways
+        Timing(path, size, *(seconds / together(size) for seconds in clock(*works(path, size))))
+        for path in paths
         for size in sizes
     ]
 
 
 def of_bf16(timings: Sequence[Timing]) -> list[Timing]:
-    """The same with plain bfloat16 as the other one, of ways that were held against it."""
+    """The same with plain bfloat16 as the other one, of paths that were held against it."""
     return [replace(t, other=t.bf16, bf16=None) for t in timings if t.bf16 is not None]
 
 
 def crossovers(timings: Sequence[Timing]) -> dict[str, int]:
-    """For each way the M N K from which it wins at every larger size that was measured."""
+    """For each path the M N K from which it wins at every larger size that was measured."""
     least: dict[str, int] = {}
-    for way in dict.fromkeys(t.way for t in timings):
-        least[way] = NEVER
-        for timing in sorted((t for t in timings if t.way == way), key=lambda t: -t.size):
+    for path in dict.fromkeys(t.path for t in timings):
+        least[path] = NEVER
+        for timing in sorted((t for t in timings if t.path == path), key=lambda t: -t.size):
             if timing.ratio < 1.0:
                 break
-            least[way] = timing.size**3
+            least[path] = timing.size**3
     return least
 
 
@@ -180,23 +180,23 @@ def curve(timings: Sequence[Timing], title: str, ticks: Sequence[float]) -> str:
         text(place(size, low)[0], height - edge + 20, str(size), 'text-anchor="middle"')
         for size in sizes
     ]
-    for i, way in enumerate(dict.fromkeys(t.way for t in timings)):
+    for i, path in enumerate(dict.fromkeys(t.path for t in timings)):
         colour = colours[i % len(colours)]
         for held, dashes in ((timings, ""), (dashed, ' stroke-dasharray="6 4"')):
-            points = [place(t.size, t.ratio) for t in held if t.way == way]
+            points = [place(t.size, t.ratio) for t in held if t.path == path]
             line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             if points:
                 parts.append(
                     f'<polyline points="{line}" fill="none" stroke="{colour}" '
                     f'stroke-width="2"{dashes}/>'
                 )
-        parts.append(text(right + 12, edge + 16 * i, label(way), f'fill="{colour}"'))
+        parts.append(text(right + 12, edge + 16 * i, label(path), f'fill="{colour}"'))
     return "\n".join([*parts, "</svg>\n"])
 
 
-def label(way: str) -> str:
-    """A way with the recipe that was measured for it; a recipe is its own."""
-    return f"{way} ({RECIPES[way]})" if way in RECIPES else way
+def label(path: str) -> str:
+    """A path with the recipe that was measured for it; a recipe is its own."""
+    return f"{path} ({RECIPES[path]})" if path in RECIPES else path
 
 
 _SLOW = 0.05  # seconds of a call that is not repeated as often
@@ -246,11 +246,11 @@ def _works(backend: Any) -> Callable[[str, int], Sequence[Work]]:
 
         return run
 
-    def works(way: str, size: int) -> Sequence[Work]:
+    def works(path: str, size: int) -> Sequence[Work]:
         rng = np.random.default_rng(size)
         x, w = (_rows(backend.xp, rng, size, size) for _ in range(2))
-        found = [product(RECIPES[way], x, w, kernels) for kernels in (True, False)]
-        return found if way == "dense" else [*found, product(RECIPES["dense"], x, w, True)]
+        found = [product(RECIPES[path], x, w, kernels) for kernels in (True, False)]
+        return found if path == "bf16" else [*found, product(RECIPES["bf16"], x, w, True)]
 
     return works
 

@@ -45,9 +45,10 @@ def segment(w: QuantArray) -> int:
 def _source(spec: QuantSpec, shape: tuple[int, ...], rows: int, dtype: str, out: str) -> Source:
     tiles = next(n for n in (1, 2, 4, 8) if 8 * n >= rows * PARTS[dtype])
     length, lane = tile_extent(spec, shape)[1], _lane(spec, shape)
+    groups = spec.has_float_scales and length < shape[1]
     return program(
         _SOURCE, spec, shape, dtype, out,
-        WEIGHT_ONLY_GROUP=length // (4 * lane) if spec.has_float_scales and length < shape[1] else 0,
+        WEIGHT_ONLY_GROUP=length // (4 * lane) if groups else 0,
         WEIGHT_ONLY_LANE_ELEMENTS=lane,
         WEIGHT_ONLY_X_ELEMENTS=_PIECE[tiles],
         WEIGHT_ONLY_DEPTH=_DEPTH[tiles],

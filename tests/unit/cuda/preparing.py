@@ -10,7 +10,8 @@ from extensor_cuda.matmul import prepare
 
 __all__ = ["CASTS", "EXPANDED", "FLOAT_SCALES", "FUSED", "batch", "gap", "made"]
 
-FUSED, FLOAT_SCALES, EXPANDED, CASTS = prepare.PREPARERS
+CASTS, EXPANDED = prepare.BF16, prepare.EXPANDED
+FLOAT_SCALES, FUSED = prepare.FLOAT_SCALES, prepare.FUSED
 
 
 def made(

@@ -11,8 +11,8 @@ import pytest
 
 import extensor as et
 from extensor.autograd.apply import wrap
-from extensor.backends import training
 from extensor.backends.generic import GenericBackend
+from extensor.backends.generic.optim import rescale
 from extensor.io import load_checkpoint, save_checkpoint
 from extensor.optim import SGD, Adam, AdamW
 from extensor.quant.array import QuantArray
@@ -267,7 +267,7 @@ def test_the_loss_scale_moves_as_on_the_host(emulator: emulation.Emulator) -> No
     host = np.array([4.0, 0, 0, 0])
     device, stop = host.copy(), np.zeros((), np.uint32)
     for bad in rng.random(200) < 0.4:
-        training.rescale(host, bool(bad), rule)
+        rescale(host, bool(bad), rule)
         emulator(
             capture.source(), "rescale", 1, 1, device, np.array(bad, np.uint32), stop,
             *map(np.float64, rule),

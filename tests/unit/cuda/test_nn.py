@@ -10,8 +10,8 @@ import pytest
 
 import extensor as et
 from extensor.backends.generic import GenericBackend
+from extensor.backends.generic.conv_pool import fold
 from extensor.backends.protocol import Window
-from extensor.backends.windows import fold
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW, Optimizer
 from extensor.optim.states import STATES
@@ -32,8 +32,8 @@ from models.gpt.configs import GPTConfig
 from models.gpt.model import build as build_gpt
 from models.lenet.configs import LeNetConfig
 from models.lenet.model import build as build_lenet
-from tests.kernels import training as cases
-from tests.kernels.training import norm_cases, norm_grad_cases
+from tests.kernels import nn as cases
+from tests.kernels.nn import norm_cases, norm_grad_cases
 from tests.oracle.compare import same_bytes
 from tests.unit.cuda.test_compile import properties
 

@@ -70,7 +70,7 @@ def check(cuda: Any, x: np.ndarray, spec: QuantSpec, operand: bool = True) -> No
     if decodes:
         same_bytes("dequantized", host(cuda.dequantize(got)), reference.dequantize(want), context)
     if operand:
-        wanted, _ = reference.operand(x, spec, stream)
+        wanted, _ = reference.fake_quantize(x, spec, stream)
         decoded, again = cuda.fake_quantize(device, spec, stream)
         same_bytes("operand", host(decoded), wanted, context)
         assert (again() if callable(again) else again) == want_stats, context
