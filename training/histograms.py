@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from extensor import ExTensor
-from extensor.backends import windows
+from extensor.backends.generic import conv_pool
 from extensor.backends.protocol import Window
 from extensor.nn import Conv2d, Module, gemm_layers
 from extensor.quant.hadamard import hadamard
@@ -128,7 +128,7 @@ def _rows(layer: Module, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if not isinstance(layer, Conv2d):
         return x.reshape(-1, x.shape[-1])
     window = Window(layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    patches = windows.patch_matrix(x[:, : x.shape[1] // layer.groups], window, 1, np)
+    patches = conv_pool.patch_matrix(x[:, : x.shape[1] // layer.groups], window, 1, np)
     rows: np.ndarray[Any, Any] = patches[0].T
     return rows
 

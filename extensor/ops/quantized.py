@@ -30,7 +30,7 @@ import numpy as np
 from extensor.autograd.apply import apply
 from extensor.autograd.primitive import BadInput, Sample, primitive
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.layers import dense_values
+from extensor.backends.generic.quantize import dense_values
 from extensor.backends.protocol import Array, Backend, Window
 from extensor.dtypes import bfloat16, dtype_of, promote
 from extensor.ops import recipe_operands as operands
@@ -57,7 +57,7 @@ def layer_context(layer: LayerRecipe, seed: int = 0) -> LayerContext:
     """
     if not isinstance(layer, LayerRecipe):
         raise TypeError(
-            "layer_context: wanted a LayerRecipe, got "
+            "layer_context: expected a LayerRecipe, got "
             f"{repr(layer) if isinstance(layer, str) else type(layer).__name__}; "
             "et.RECIPES['mxfp4'].layers is one, and extensor.quant.recipe makes others: "
             "LayerRecipe.uniform(et.QuantSpec('mxfp4'))"
@@ -113,7 +113,7 @@ def _result(context: LayerContext, *inputs: Array) -> np.dtype[Any]:
 def _check(name: str, x: ExTensor, w: ExTensor, context: object) -> None:
     if not isinstance(context, LayerContext):
         raise TypeError(
-            f"{name}: wanted a LayerContext, got {type(context).__name__}; "
+            f"{name}: expected a LayerContext, got {type(context).__name__}; "
             "nn.apply_recipe(model, recipe) makes them, or layer_context(layer_recipe)"
         )
     for tensor, title in ((x, "x"), (w, "w")):
@@ -203,12 +203,12 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
                 layer_context(get_recipe("mxfp4").layers),
             ),
             ValueError,
-            "quantized_matmul: wanted x (..., K) and w (N, K)",
+            "quantized_matmul: expected x (..., K) and w (N, K)",
         ),
         BadInput(
             (np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), "mxfp4"),
             TypeError,
-            "wanted a LayerContext",
+            "expected a LayerContext",
         ),
         BadInput(
             (
@@ -218,7 +218,7 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
                 np.ones(3, np.float32),
             ),
             ValueError,
-            "bias: wanted shape (4,), got (3,)",
+            "bias: expected shape (4,), got (3,)",
         ),
     ),
 )
@@ -244,7 +244,7 @@ def quantized_matmul(
     _check("quantized_matmul", x, w, context)
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
         raise ValueError(
-            f"quantized_matmul: wanted x (..., K) and w (N, K), got {x.shape} and {w.shape}"
+            f"quantized_matmul: expected x (..., K) and w (N, K), got {x.shape} and {w.shape}"
         )
     version = operands.version_of(w)
     if bias is None:
@@ -256,7 +256,7 @@ def quantized_matmul(
 def _check_bias(name: str, bias: ExTensor, w: ExTensor) -> None:
     tensors_only(name, bias)
     if bias.shape != w.shape[:1]:
-        raise ValueError(f"{name}: bias: wanted shape {w.shape[:1]}, got {bias.shape}")
+        raise ValueError(f"{name}: bias: expected shape {w.shape[:1]}, got {bias.shape}")
 
 
 # --- convolution --------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
                 *(1, 0, 1, 1, np.ones(3, np.float32)),
             ),
             ValueError,
-            "bias: wanted shape",
+            "bias: expected shape",
         ),
     ),
 )

@@ -17,7 +17,7 @@ from typing import Any
 
 from extensor.autograd.mode import MODE
 from extensor.autograd.tensor import ExTensor
-from extensor.backends.layers import dense_values
+from extensor.backends.generic.quantize import dense_values
 from extensor.backends.protocol import (
     Array,
     Backend,
