@@ -20,7 +20,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from extensor_cuda.gemm import INT_SPAN, SPAN
 
 import extensor as et
 from ci.bench.contest import command

@@ -250,8 +250,8 @@ def test_nan_reaches_the_gradients() -> None:
 @pytest.mark.parametrize(
     ("shapes", "match"),
     [
-        (((3, 4), (5, 6)), "wanted x"),
-        (((3, 4), (5, 4, 1)), "wanted x"),
+        (((3, 4), (5, 6)), "expected x"),
+        (((3, 4), (5, 4, 1)), "expected x"),
     ],
 )
 def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...], ...], match: str) -> None:
@@ -264,7 +264,7 @@ def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...], ...], match: str)
     ("given", "named"), [("mxfp4", "'mxfp4'"), (RECIPES["mxfp4"], "Recipe"), (None, "NoneType")]
 )
 def test_a_context_is_of_a_layer_recipe(given: Any, named: str) -> None:
-    with pytest.raises(TypeError, match=rf"wanted a LayerRecipe, got {named}; et.RECIPES\["):
+    with pytest.raises(TypeError, match=rf"expected a LayerRecipe, got {named}; et.RECIPES\["):
         layer_context(given)
 
 
