@@ -42,7 +42,7 @@ __all__ = ["matrix_product"]
 def _check_axis(op: str, side: str, tensor: ExTensor, axis: int) -> None:
     if tensor.dtype.is_blocked and tensor.spec.axis != axis:
         raise ValueError(
-            f"{op}: {side} is blocked along axis {tensor.spec.axis}, wanted the contraction axis "
+            f"{op}: {side} is blocked along axis {tensor.spec.axis}, expected the contraction axis "
             f"{axis}; quantize it with axis={axis}, or call .dequantize()"
         )
 

@@ -88,9 +88,9 @@ class CpuConvPool(CpuCore):
         bias: Array | None = None,
     ) -> tuple[Array, Counts]:
         """See the protocol."""
-        where = (shape, *_placement(window), x.shape[1] // shape[1])
+        where = (shape, _placement(window), x.shape[1] // shape[1])
         start = None if bias is None else ready(bias)
-        y, *lost = self.core.operand_conv2d(
+        y, *lost = self.core.quantized_conv2d(
             plan.plan, plan.tile_length, ready(x), ready(w), *where, start
         )
         return y, QuantStats(plan.count, *lost)
@@ -107,8 +107,8 @@ class CpuConvPool(CpuCore):
         window: Window,
     ) -> tuple[Array, Counts]:
         """See the protocol."""
-        where = (shape, *_placement(window), x.shape[1] // shape[1])
-        gw, *lost = self.core.operand_conv2d_grad_w(
+        where = (shape, _placement(window), x.shape[1] // shape[1])
+        gw, *lost = self.core.quantized_conv2d_grad_w(
             plan.plan, plan.tile_length, ready(g), ready(x), *where
         )
         return gw, QuantStats(plan.count, *lost)
@@ -125,7 +125,7 @@ class CpuConvPool(CpuCore):
     ) -> Array:
         """See the protocol."""
         start = None if bias is None else ready(bias)
-        return core.conv2d(ready(x), ready(w), *_placement(window), groups, start)
+        return core.conv2d(ready(x), ready(w), _placement(window), groups, start)
 
     def _choose_conv2d_grad_x(
         self, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
@@ -137,7 +137,7 @@ class CpuConvPool(CpuCore):
         self, core: Any, g: Array, w: Array, shape: tuple[int, ...], window: Window, groups: int
     ) -> Array:
         """See the protocol."""
-        return core.conv2d_grad_x(ready(g), ready(w), shape, *_placement(window), groups)
+        return core.conv2d_grad_x(ready(g), ready(w), shape, _placement(window), groups)
 
     def _choose_conv2d_grad_w(
         self, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
@@ -149,13 +149,13 @@ class CpuConvPool(CpuCore):
         self, core: Any, g: Array, x: Array, shape: tuple[int, ...], window: Window, groups: int
     ) -> Array:
         """See the protocol."""
-        return core.conv2d_grad_w(ready(g), ready(x), shape, *_placement(window), groups)
+        return core.conv2d_grad_w(ready(g), ready(x), shape, _placement(window), groups)
 
     @runs_in_core(first_arrays(1))
     def max_pool2d(self, core: Any, x: Array, window: Window) -> tuple[Array, Array]:
         """See the protocol."""
         check_max_windows(window, x.shape[2:])
-        values, index = core.max_pool2d(ready(x), window.kernel, *_placement(window))
+        values, index = core.max_pool2d(ready(x), window.kernel, _placement(window))
         return values, index
 
     def _choose_max_pool2d_grad(

@@ -49,7 +49,7 @@ class CpuMatmul(CpuCore):
             rows = self.matmul(a.reshape(math.prod(a.shape[:-1]), a.shape[-1]), b, bias)
             return rows.reshape(*a.shape[:-1], b.shape[-1])
         sides = (a, b)
-        if not core.takes_matrices(a, b):  # no neighbours in memory along a matrix's axis
+        if not core.supports_matmul(a, b):  # no neighbours in memory along a matrix's axis
             sides = (ready(a), ready(b))
         return core.matmul(*sides, None if bias is None else ready(bias))
 
@@ -69,7 +69,7 @@ class CpuMatmul(CpuCore):
             return core.bf16_matmul(*sides)
         if plan.kind == "int8":
             return core.int8_matmul(*sides)
-        return core.block_matmul(*sides, plan.step)
+        return core.block_scaled_matmul(*sides, plan.step)
 
     def _choose_weight_only(self, x: Array, w: QuantArray) -> tuple[Array] | Unsupported:
         """The float32 activations, which are looked at, if the core takes them."""
@@ -80,7 +80,7 @@ class CpuMatmul(CpuCore):
     @runs_in_core(_choose_weight_only)
     def weight_only_matmul(self, wide: tuple[Array], x: Array, w: QuantArray) -> Array:
         """See the protocol. Widens bfloat16."""
-        return self.core.weight_matmul(ready(wide[0]), paths.matrix(self.core, w))
+        return self.core.weight_only_matmul(ready(wide[0]), paths.matrix(self.core, w))
 
     def _choose_product(
         self, a: Any, b: Any, dtype: str = "float32", bias: Array | None = None

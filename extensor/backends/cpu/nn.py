@@ -122,7 +122,7 @@ class CpuNn(CpuCore):
         self, core: Any, x: Array, labels: Array, smoothing: float
     ) -> tuple[Array, Array]:
         """See the protocol. Kept are each row's largest score and its sum of exponentials."""
-        losses, kept = core.losses(ready(x), _class_numbers(labels), smoothing)
+        losses, kept = core.cross_entropy(ready(x), _class_numbers(labels), smoothing)
         return losses, kept
 
     def _choose_cross_entropy_grad(
@@ -136,7 +136,9 @@ class CpuNn(CpuCore):
     ) -> Array:
         """See the protocol."""
         weight = ready(weight.astype(np.float32, copy=False))
-        return core.losses_grad(weight, ready(x), _class_numbers(labels), ready(kept), smoothing)
+        return core.cross_entropy_grad(
+            weight, ready(x), _class_numbers(labels), ready(kept), smoothing
+        )
 
     @runs_in_core(first_arrays(3))
     def attention(
@@ -171,7 +173,7 @@ class CpuNn(CpuCore):
     ) -> None:
         """See the protocol."""
         arrays = (_rows(a) for a in (g, q, k, v, out))
-        core.attention_grad(*arrays, ready(stats), causal, scale, *into)
+        core.attention_grad(tuple(arrays), ready(stats), causal, scale, into)
 
     @runs_in_core(first_arrays(3))
     def layer_norm(

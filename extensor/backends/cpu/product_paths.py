@@ -85,7 +85,7 @@ def choose_block_product(core: Any, a: QuantArray, b: QuantArray) -> BlockProduc
     if isinstance(step, Unsupported):
         return step
     other = "integer" if step else "float"
-    if not core.gemm_has_tiles():
+    if not core.gemm_has_amx():
         return BlockProduct(other, step)
     if step and _on_int8_tiles(a, b):
         return BlockProduct("int8", step)
@@ -172,7 +172,7 @@ def operand_factors(core: Any, a: Any, b: Any) -> tuple[float, float] | Unsuppor
     bfloat16 times a factor, which comes of their largest value. Those with many float32 scales are
     not.
     """
-    if not core.gemm_has_tiles():
+    if not core.gemm_has_amx():
         return Unsupported(f"no tiles of bfloat16 at {core.gemm_level()}; BLAS")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         return Unsupported("not (M, K) and (N, K)")

@@ -15,7 +15,7 @@ from extensor.backends.protocol import Array, SpecPair, StreamPair
 from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray, QuantStats
 from extensor.quant.recipe_state import Counts
-from extensor.quant.reference import FLOATS, check_previous, narrow
+from extensor.quant.reference import FLOATS, check_previous, round_to
 from extensor.quant.spec import QuantSpec
 from extensor.random import Stream
 
@@ -52,7 +52,7 @@ class CpuQuantize(CpuCore):
         if spec.row.outliers:
             q, stats = outliers.quantize(self, x, plan.spec, stream)
             return outliers.dequantize(self, q), stats
-        values, *lost = self.core.operand(
+        values, *lost = self.core.fake_quantize(
             plan.plan, _as_input(x), plan.layout, plan.coded, _stream_words(stream)
         )
         return values, QuantStats(plan.count, *lost)
@@ -124,7 +124,7 @@ class CpuQuantize(CpuCore):
     def dequantize(self, plan: LoweredSpec, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
         if q.spec.row.outliers:
-            return narrow(outliers.dequantize(self, q), dtype)
+            return round_to(outliers.dequantize(self, q), dtype)
         return self.decode(plan, q, dtype)
 
     def decode(self, plan: LoweredSpec, q: QuantArray, dtype: str = "float32") -> Array:
@@ -154,7 +154,7 @@ class CpuQuantize(CpuCore):
         self, plans: LoweredPair, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
     ) -> tuple[tuple[Array, Counts], tuple[Array, Counts]]:
         """See the protocol."""
-        results = self.core.operand_pair(
+        results = self.core.fake_quantize_rowwise_columnwise(
             tuple(plan.plan for plan in plans),
             _as_input(x),
             tuple(plan.layout for plan in plans),
@@ -181,7 +181,7 @@ class CpuQuantize(CpuCore):
         self, plans: LoweredPair, x: Array, specs: SpecPair, streams: StreamPair = (None, None)
     ) -> tuple[tuple[QuantArray, QuantStats], tuple[QuantArray, QuantStats]]:
         """See the protocol."""
-        results = self.core.quantize_pair(
+        results = self.core.quantize_rowwise_columnwise(
             tuple(plan.plan for plan in plans),
             _as_input(x),
             tuple(plan.layout for plan in plans),

@@ -64,7 +64,7 @@ class GenericQuantize(GenericCore):
 
     def dequantize(self, q: QuantArray, dtype: str = "float32") -> Array:
         """See the protocol."""
-        return reference.narrow(reference.dequantize(q, self.xp), dtype)
+        return reference.round_to(reference.dequantize(q, self.xp), dtype)
 
     @staticmethod
     def _input_reason(x: Array, spec: QuantSpec, stream: Stream | None) -> str | None:
@@ -82,7 +82,7 @@ class GenericQuantize(GenericCore):
         if spec.rebased:
             q, stats = self.quantize(x, spec, stream)
             return self.dequantize(q), stats
-        return reference.operand(x, spec, stream, self.xp)
+        return reference.fake_quantize(x, spec, stream, self.xp)
 
     def quantize_rowwise_columnwise(
         self, x: Array, specs: SpecPair, streams: StreamPair = (None, None)

@@ -296,18 +296,18 @@ def test_the_core_checks_what_it_is_given() -> None:
         return
     a, b = (product_paths.matrix(CORE, quantized((4, k), MXFP4, 0)) for k in (64, 32))
     with pytest.raises(ValueError, match="differ in k"):
-        CORE.block_matmul(a, b, 32)
+        CORE.block_scaled_matmul(a, b, 32)
     for step in (-4, 3, 24, 512, 8196):
         with pytest.raises(ValueError, match="step"):
-            CORE.block_matmul(a, a, step)
-    if CORE.gemm_has_tiles():
+            CORE.block_scaled_matmul(a, a, step)
+    if CORE.gemm_has_amx():
         with pytest.raises(ValueError, match="one float32 scale a row"):
             CORE.int8_matmul(a, a)
     fp8 = product_paths.matrix(CORE, quantized((4, 64), QuantSpec("mxfp8_e4m3"), 0))
     with pytest.raises(ValueError, match="small integers"):
-        CORE.block_matmul(a, fp8, 32)
+        CORE.block_scaled_matmul(a, fp8, 32)
     with pytest.raises(ValueError, match="1 to 32"):
-        CORE.weight_matmul(np.ones((33, 64), np.float32), a)
+        CORE.weight_only_matmul(np.ones((33, 64), np.float32), a)
     with pytest.raises(ValueError, match="wanted one of scalar"):
         CORE.set_gemm_level("neon")
     whole = quantized((4, 64), MXFP4, 0)

@@ -33,7 +33,7 @@ from tests.product_cases import (
 def on_tiles(a: QuantArray, b: QuantArray) -> np.ndarray | None:
     """Their product on tiles of bfloat16, where there are any."""
     if "amx" not in VARIANTS:
-        assert CORE is None or not CORE.gemm_has_tiles()
+        assert CORE is None or not CORE.gemm_has_amx()
         return None
     CORE.set_gemm_level("amx")
     try:
@@ -128,7 +128,7 @@ def test_what_tiles_cannot_hold() -> None:
     ):
         q = quantized((4, 64), spec, 0)
         assert reason in str(product_paths._bf16_gap(good, q))
-        if CORE is not None and CORE.gemm_has_tiles():
+        if CORE is not None and CORE.gemm_has_amx():
             with pytest.raises(ValueError, match="scales as bytes, and no zero points"):
                 CORE.bf16_matmul(product_paths.matrix(CORE, good), product_paths.matrix(CORE, q))
     if CORE is None:

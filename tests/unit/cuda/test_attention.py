@@ -76,7 +76,7 @@ def test_no_kernel_spills_or_serialises(kernel: str, d: int) -> None:
 
 def test_the_problems_fields_lie_where_the_kernels_read_them(tmp_path: Path, compiler: str) -> None:
     text = kernels.source(kernels.KERNELS[0], 64).text
-    check_fields(text, "Problem", kernels._Problem, compiler, tmp_path)
+    check_fields(text, "Problem", kernels._parameters(), compiler, tmp_path)
 
 
 def side_by_side(parts: list[np.ndarray]) -> np.ndarray:
@@ -181,7 +181,7 @@ def check(case: Case, xp: Any) -> None:
         if len(bad):
             failed.append(
                 f"{text}: {len(bad)} of {ratio.size} beyond, first {bad[0]}, last {bad[-1]}, "
-                f"got {got[worst]}, wanted {wanted[worst]} within {bound[worst]}"
+                f"got {got[worst]}, expected {wanted[worst]} within {bound[worst]}"
             )
     assert not failed, f"{case}: " + "; ".join(failed)
 

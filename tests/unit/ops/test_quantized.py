@@ -20,7 +20,7 @@ from extensor.ops.quantized import layer_context, quantized_conv2d, quantized_ma
 from extensor.quant.recipe import SLOTS, Gemm, LayerRecipe
 from extensor.quant.recipe_state import LayerContext
 from extensor.quant.recipes import RECIPES
-from extensor.quant.reference import operand
+from extensor.quant.reference import fake_quantize
 from extensor.quant.spec import QuantSpec
 
 RNG = np.random.default_rng(7)
@@ -34,7 +34,7 @@ def _values(x: np.ndarray, context: LayerContext, slot: str, axis: int) -> np.nd
         return np.asarray(et.from_numpy(x).to(wanted).to("float32").numpy())
     spec = wanted.replace(axis=axis)
     stream = context.stream(slot, axis in (0, -2)) if spec.rounding == "stochastic" else None
-    return operand(np.ascontiguousarray(x), spec, stream)[0]
+    return fake_quantize(np.ascontiguousarray(x), spec, stream)[0]
 
 
 def _close(actual: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> None:
@@ -110,7 +110,7 @@ def test_large_products_take_the_tiles(monkeypatch: pytest.MonkeyPatch, conv: bo
             continue
         assert len(paths) == 3 or conv  # some are quantized and multiplied patch by patch
         core = x.backend.core
-        if core is None or not core.gemm_has_tiles():
+        if core is None or not core.gemm_has_amx():
             assert all(path.startswith("generic: ") for path in paths)
         else:
             assert all(path == "core (amx, bf16)" for path in paths), (name, paths)

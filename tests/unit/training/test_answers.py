@@ -22,7 +22,7 @@ from training.data.corpora import Corpus
 from training.loop import Trainer
 from training.page import ReportArgs, write_page
 from training.page.answers import _png, answers
-from training.ptq import restored
+from training.ptq import load_run
 from training.rundir import UsageError
 from training.runs import defaults
 from training.train import train
@@ -37,7 +37,7 @@ def trained(config: RunConfig, out: Path) -> tuple[Trainer, str]:
     page = write_page(ReportArgs(run=out)).read_text(encoding="utf-8")
     found = re.search(r"<h2>Answers</h2>(.*?)</section>", page, re.DOTALL)
     assert found
-    return restored(out), found.group(1)
+    return load_run(out), found.group(1)
 
 
 def test_images(small: Callable[..., RunConfig], tmp_path: Path) -> None:

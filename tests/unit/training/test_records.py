@@ -16,7 +16,7 @@ from sklearn import metrics as sklearn_metrics
 from training.callbacks.files import EVERY_STEPS
 from training.config import RunConfig
 from training.metrics import ClassScores, TokenScores, confusion_matrix, top_k_hits
-from training.ptq import restored
+from training.ptq import load_run
 from training.rundir import METRICS
 from training.train import train
 
@@ -42,7 +42,7 @@ def test_a_run_leaves_the_same_figures_in_both(
 ) -> None:
     config = small(recipe="mxfp4_all", epochs=5, val_share=0.2)
     train(config, tmp_path / "run", resume=False, console=QUIET)
-    history = restored(tmp_path / "run").history
+    history = load_run(tmp_path / "run").history
     kept = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
     assert kept == [report.as_dict() for report in history]
     assert [row["epoch"] for row in kept] == [1, 2, 3, 4, 5]
