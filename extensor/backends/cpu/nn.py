@@ -52,7 +52,8 @@ class CpuNn(CpuCore):
     def _choose_add(self, a: Array, b: Array) -> Any:
         if a.size < _WORTH or a.shape != b.shape:
             return _SMALL
-        if not all(x.flags.c_contiguous and x.flags.aligned for x in (a, b)):
+        one, two = a.flags, b.flags
+        if not (one.c_contiguous and two.c_contiguous and one.aligned and two.aligned):
             return _LAYOUT
         return self.float32_core(a, b)
 
