@@ -82,11 +82,11 @@ def quantize(
     scales = xp.empty(grid, dtype=np.float32)
     made = Quantized(out[:, :k], scales, counters)
     written = x, stream, out, scales, counters, xp
-    by_lines = spec.axis == 1 and float_scaled_rowwise.lines_of(
+    by_lines = spec.axis == 1 and float_scaled_rowwise.rowwise_plan(
         spec, (1, rows, 1, columns), (1, tall, 1, wide), (1, grid[0], 1, grid[1])
     )
-    by_panels = spec.axis == 0 and float_scaled_columnwise.panels_of(
-        spec, x.shape, extent, turned=True
+    by_panels = spec.axis == 0 and float_scaled_columnwise.columnwise_plan(
+        spec, x.shape, extent, transposed=True
     )
     if by_lines and _is_aligned(x):
         float_scaled_rowwise.quantize(by_lines, *written, most=amax)

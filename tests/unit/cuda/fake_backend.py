@@ -119,7 +119,7 @@ def fake_quantize(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
 
 def fake_pair(x: Any, plan: Any, streams: Any, xp: Any) -> Any:
     counters, streams = Counters(2 * SLOTS, xp), plan.ordered(streams)
-    sides = (plan.along.spec, 0), (plan.down.spec, 1)
+    sides = (plan.rowwise.spec, 0), (plan.columnwise.spec, 1)
     made = [
         counted(x, spec, streams[i], counters, (i * SLOTS, (i + 1) * SLOTS), xp)
         for spec, i in sides

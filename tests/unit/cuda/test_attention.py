@@ -76,7 +76,7 @@ def test_no_kernel_spills_or_serialises(kernel: str, d: int) -> None:
 
 def test_the_problems_fields_lie_where_the_kernels_read_them(tmp_path: Path, compiler: str) -> None:
     text = kernels.source(kernels.KERNELS[0], 64).text
-    check_fields(text, "Problem", kernels._Problem, compiler, tmp_path)
+    check_fields(text, "Problem", kernels._parameters(), compiler, tmp_path)
 
 
 def side_by_side(parts: list[np.ndarray]) -> np.ndarray:

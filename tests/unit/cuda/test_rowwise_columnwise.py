@@ -14,8 +14,8 @@ from extensor.random import Stream
 from extensor_cuda.kernels.quantize import rowwise_columnwise
 from extensor_cuda.runtime.compile import compile_cubin
 from tests.oracle.compare import same_bytes
-from tests.unit.cuda.test_bits import COVERED, DTYPES, KINDS, ROUNDINGS, host, values
 from tests.unit.cuda.test_compile import properties
+from tests.unit.cuda.test_quantize import COVERED, DTYPES, KINDS, ROUNDINGS, host, values
 
 STREAMS = (Stream(0x123456789ABCDEF0, 7, 3, 2), Stream(0x123456789ABCDEF0, 7, 3, 2, column=True))
 SHAPES = ((64, 512), (64, 256), (37, 70), (1, 40), (70, 1), (33, 516))
@@ -27,9 +27,9 @@ def specs_of(name: str, **options: Any) -> tuple[QuantSpec, QuantSpec]:
     ).resolve(2)
 
 
-def plan_of(name: str, shape: tuple[int, int], **options: Any) -> rowwise_columnwise.PairPlan:
-    plan = rowwise_columnwise.pair_plan(specs_of(name, **options), shape)
-    assert isinstance(plan, rowwise_columnwise.PairPlan)
+def plan_of(name: str, shape: tuple[int, int], **options: Any) -> rowwise_columnwise.RowColumnPlan:
+    plan = rowwise_columnwise.row_column_plan(specs_of(name, **options), shape)
+    assert isinstance(plan, rowwise_columnwise.RowColumnPlan)
     return plan
 
 
@@ -45,7 +45,7 @@ def test_no_kernel_spills(name: str, rounding: str, arch: str) -> None:
             ("bfloat16", True, True),
             ("float32", False, True),
         ):
-            source = rowwise_columnwise.pair_source(plan, dtype, out, whole, stats)
+            source = rowwise_columnwise.row_column_source(plan, dtype, out, whole, stats)
             code, log = compile_cubin(source, arch)
             assert "warning" not in log, log
             for numbers in properties(code).values():
@@ -61,10 +61,13 @@ def test_what_one_launch_does_not_cover_has_a_reason() -> None:
         (specs_of("mxfp4", tile=(1, 128)), "blocks above"),
         (specs_of("mxfp4", scale_window=4), "window"),
     ):
-        plan = rowwise_columnwise.pair_plan(specs, (64, 64))
+        plan = rowwise_columnwise.row_column_plan(specs, (64, 64))
         assert isinstance(plan, Unsupported) and word in plan.reason
-    swapped = rowwise_columnwise.pair_plan((columns, rows), (64, 64))
-    assert isinstance(swapped, rowwise_columnwise.PairPlan) and swapped.ordered((1, 2)) == (2, 1)
+    swapped = rowwise_columnwise.row_column_plan((columns, rows), (64, 64))
+    assert isinstance(swapped, rowwise_columnwise.RowColumnPlan) and swapped.ordered((1, 2)) == (
+        2,
+        1,
+    )
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS, ids=str)

@@ -13,8 +13,8 @@ from extensor.backends.generic import GenericBackend
 from extensor_cuda.kernels.nn import softmax
 from tests.kernels import nn as cases
 from tests.oracle.compare import same_bytes
-from tests.unit.cuda.test_optimizer import shifted
-from tests.unit.cuda.test_training import ELEMENTS, UNIT, strided
+from tests.unit.cuda.test_multi_tensor import shifted
+from tests.unit.cuda.test_nn import ELEMENTS, UNIT, strided
 
 CPU = GenericBackend("cpu", np)
 HALF = np.dtype(ml_dtypes.bfloat16)

@@ -10,20 +10,24 @@ rows alone, of both directions and of `extensor_cuda.kernels.nn.norm` may differ
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from extensor.backends.unsupported import Unsupported
 from extensor.quant.array import QuantArray
 from extensor_cuda.kernels.quantize import quantize as kernels
 from extensor_cuda.kernels.quantize.quantize import SLOTS
-from extensor_cuda.kernels.quantize.rowwise_columnwise import PairPlan
+from extensor_cuda.kernels.quantize.rowwise_columnwise import RowColumnPlan
 from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.c_struct import structure
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.counters import Counters
 
-__all__ = ["norm_quantize", "norm_quantize_source", "reason"]
+__all__ = ["Norm", "norm_quantize", "norm_quantize_source", "unsupported"]
 
 Array = Any
 
@@ -35,23 +39,27 @@ _TILE, _STAGES, _ROW_THREADS = (32768, 65536), (6, 3), (256, 512)
 _COLUMN_THREADS, _LEAD = 256, 3  # tiles that sums are ahead
 
 
-class _Norm(ctypes.Structure):
-    """As in norm.cuh."""
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """The norm of rows.
 
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("codes", ctypes.c_void_p * 2),
-        ("scales", ctypes.c_void_p * 2),
-        ("counters", ctypes.c_void_p),
-        ("posts", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("mean", ctypes.c_void_p),
-        ("rstd", ctypes.c_void_p),
-        ("rows", ctypes.c_longlong),
-        ("columns", ctypes.c_longlong),
-        ("eps", ctypes.c_float),
-    )
+    Attributes:
+        weight: float32 (columns,), each column's factor.
+        bias: likewise, each column's term; or None.
+        eps: added to the variance.
+        centred: LayerNorm, else RMSNorm.
+    """
+
+    weight: Array
+    bias: Array | None = None
+    eps: float = 1e-5
+    centred: bool = False
+
+
+@cache
+def _parameters() -> type[ctypes.Structure]:
+    """The kernel's parameter struct."""
+    return structure(Path(__file__).with_name("norm.cuh").read_text(encoding="utf-8"), "Norm")
 
 
 def _tile(columns: int, dtype: str, only_rows: bool) -> tuple[int, int, int]:
@@ -70,49 +78,58 @@ def _threads(only_rows: bool) -> int:
     return _ROW_THREADS[only_rows] + (0 if only_rows else _COLUMN_THREADS + 32)
 
 
-def reason(
-    x: Array, weight: Array, bias: Array | None, plan: PairPlan, capability: str
-) -> str | None:
+def unsupported(x: Array, norm: Norm, plan: RowColumnPlan, capability: str) -> Unsupported | None:
     """Why there is no such kernel; None if there is.
 
     Args:
         x: (rows, columns).
-        weight: one factor for each column.
-        bias: one term for each column, or None.
+        norm: of the rows.
         plan: of x's shape.
         capability: compute capability of the GPU, such as "90".
     """
+    weight, bias = norm.weight, norm.bias
     if capability != "90":
-        return f"compute capability {capability}; blocks share memory on 90 alone"
+        return Unsupported(f"compute capability {capability}; blocks share memory on 90 alone")
     if x.dtype.name not in _INPUTS or any(
         a is not None and a.dtype != np.float32 for a in (weight, bias)
     ):
-        return f"{x.dtype} rows, {weight.dtype} weights; wanted float32 or bfloat16, under float32"
+        return Unsupported(
+            f"{x.dtype} rows, {weight.dtype} weights; expected float32 or bfloat16, under float32"
+        )
     columns = x.shape[1]
     vectors = [a for a in (weight, bias) if a is not None]
     if not x.size or any(a.shape != (columns,) for a in vectors):
-        return f"x {x.shape} under {[a.shape for a in vectors]}; wanted ({columns},), nothing empty"
+        return Unsupported(
+            f"x {x.shape} under {[a.shape for a in vectors]}; expected ({columns},), nothing empty"
+        )
     each, most = (n // _INPUTS[x.dtype.name] for n in (16, _MOST_GROUP * _LINE))
     if columns % each or columns > most:
-        return f"rows of {columns} {x.dtype}; wanted a multiple of {each}, up to {most}"
+        return Unsupported(
+            f"rows of {columns} {x.dtype}; expected a multiple of {each}, up to {most}"
+        )
     if any(not a.flags.c_contiguous or a.data.ptr % 16 for a in (x, *vectors)):
-        return "arrays that are not contiguous from a multiple of 16 bytes on"
-    spec = plan.along.spec
-    if plan.along.activation:
-        return f"{plan.along.activation} of what is normalized"
-    if plan.along.needs_tensor:
-        return f"{spec.format} needs the largest of the whole tensor first"
-    if plan.along.block > _TALL or kernels.columns_of(plan.down, "bfloat16") != 4:
-        return "blocks above 32, or random bits: a thread has too many values"
+        return Unsupported("arrays that are not contiguous from a multiple of 16 bytes on")
+    spec = plan.rowwise.spec
+    if plan.rowwise.activation:
+        return Unsupported(f"{plan.rowwise.activation} of what is normalized")
+    if plan.rowwise.needs_tensor:
+        return Unsupported(f"{spec.format} needs the largest of the whole tensor first")
+    if plan.rowwise.block > _TALL or kernels.columns_of(plan.columnwise, "bfloat16") != 4:
+        return Unsupported("blocks above 32, or random bits: a thread has too many values")
     return None
 
 
 @lru_cache(maxsize=256)
 def norm_quantize_source(
-    plan: PairPlan, dtype: str, centred: bool, biased: bool, only_rows: bool, stats: bool
+    plan: RowColumnPlan,
+    dtype: str,
+    centred: bool,
+    biased: bool,
+    only_rows: bool,
+    stats: bool,
 ) -> Source:
     """The program for input of a dtype."""
-    rows, columns = plan.along.shape
+    rows, columns = plan.rowwise.shape
     tall, wide, group = _tile(columns, dtype, only_rows)
     extra = {
         "QUANT_ROWWISE_COLUMNWISE": 1,
@@ -133,38 +150,33 @@ def norm_quantize_source(
     }
     whole = rows % tall == 0 and columns % wide == 0
     return kernels.quantize_source(
-        plan.along, "bfloat16", "codes", whole, stats, tuple(extra.items())
+        plan.rowwise, "bfloat16", "codes", whole, stats, tuple(extra.items())
     )
 
 
 def norm_quantize(
     x: Array,
-    weight: Array,
-    bias: Array | None,
-    eps: float,
-    plan: PairPlan,
+    norm: Norm,
+    plan: RowColumnPlan,
     xp: Any,
     *,
-    centred: bool = False,
     only_rows: bool = False,
     stats: bool = True,
 ) -> tuple[QuantArray, QuantArray | None, Array | None, Array, Counters | None]:
     """Rows and columns of the norm of x, quantized, its means, rstds and counters; does not wait.
 
     Args:
-        x: C-contiguous (rows, columns) that `reason` accepts.
-        weight: float32 (columns,).
-        bias: likewise, or None.
-        eps: added to the variance.
-        plan: from `extensor_cuda.kernels.quantize.rowwise_columnwise.pair_plan`.
+        x: C-contiguous (rows, columns) that `unsupported` finds nothing against.
+        norm: of the rows.
+        plan: from `extensor_cuda.kernels.quantize.rowwise_columnwise.row_column_plan`.
         xp: cupy.
-        centred: LayerNorm, else RMSNorm.
         only_rows: leave the columns out.
         stats: count saturated and flushed values.
     """
+    weight, bias, centred = norm.weight, norm.bias, norm.centred
     rows, columns = x.shape
     made = []
-    for side in (plan.along,) if only_rows else (plan.along, plan.down):
+    for side in (plan.rowwise,) if only_rows else (plan.rowwise, plan.columnwise):
         codes, scales = (xp.empty(s, dtype=xp.uint8) for s in (side.codes_shape, side.scales_shape))
         made.append(QuantArray(codes, scales, side.spec, side.shape))
     rstd = xp.empty((rows, 1), dtype=np.float32)
@@ -184,7 +196,7 @@ def norm_quantize(
         shared += (_LEAD + 1) * (4 * tall * (1 + centred) + 8) + 8 * (ring + posts * (group == 1))
         posted = xp.zeros(max(1, groups) * posts, dtype=np.uint64) if together else None
     sides = (made[0], made[-1])
-    given = _Norm(
+    given = _parameters()(
         x.data.ptr,
         tuple(q.codes.data.ptr for q in sides),
         tuple(q.scales.data.ptr for q in sides),
@@ -193,7 +205,7 @@ def norm_quantize(
         *(None if a is None else a.data.ptr for a in (weight, bias, mean, rstd)),
         rows,
         columns,
-        eps,
+        norm.eps,
     )
     source = norm_quantize_source(plan, x.dtype.name, centred, bias is not None, only_rows, stats)
     kernel, threads = "quantize_normed" + "_rows" * only_rows, _threads(only_rows)

@@ -266,7 +266,7 @@ def test_no_kernel_down_columns_spills(element: str, shape: tuple[int, ...], til
         for dtype in DTYPES:
             for turned in {False, plan.per == 1}:
                 panels = replace(plan.panels, turned=turned)
-                source = float_scaled_columnwise.panels_source(panels, dtype)
+                source = float_scaled_columnwise.columnwise_source(panels, dtype)
                 check_compiles(source, ("sm_80", "sm_89", "sm_90a")[number])
 
 
