@@ -39,6 +39,7 @@ _BEHIND = 64  # floats that may be read behind the last row's: a tile's width
 
 
 def supports(x: Array, spec: QuantSpec) -> QuantSpec | Unsupported:
+    """The spec, or why the kernel does not make such an operand of x."""
     if x.strides != (x.shape[-1] * x.itemsize, x.itemsize) or x.strides[0] % 16 or x.data.ptr % 16:
         return Unsupported(
             f"strides {x.strides}; the kernel reads contiguous rows, multiples of 16 bytes"
@@ -79,11 +80,21 @@ def _batches(specs: tuple[QuantSpec, ...]) -> bool:
 
 
 def batch_key(specs: Sequence[Any], dtype: str) -> Hashable | None:
+    """What matrices that go in one launch have in common; None: each is a launch of its own."""
     key = tuple(specs)
     return (key, dtype) if _batches(key) else None
 
 
 def run(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any, state: State) -> Prepared:
+    """Operands of a contiguous matrix under one spec, or one of rows and one of columns.
+
+    Args:
+        x: that `supports` each spec.
+        specs: resolved.
+        streams: one per spec, given exactly under stochastic rounding.
+        xp: cupy.
+        state: the tensor's amax state, from the call before; None: nothing is known of it.
+    """
     if len(specs) == 2 and not _transposes(specs[0], specs[1]):
         sides = zip(specs, streams, strict=True)
         return [run(x, [spec], [stream], xp, None)[0] for spec, stream in sides]
