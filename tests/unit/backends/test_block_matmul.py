@@ -308,7 +308,7 @@ def test_the_core_checks_what_it_is_given() -> None:
         CORE.block_scaled_matmul(a, fp8, 32)
     with pytest.raises(ValueError, match="1 to 32"):
         CORE.weight_only_matmul(np.ones((33, 64), np.float32), a)
-    with pytest.raises(ValueError, match="wanted one of scalar"):
+    with pytest.raises(ValueError, match="expected one of scalar"):
         CORE.set_gemm_level("neon")
     whole = quantized((4, 64), MXFP4, 0)
     for part in ("codes", "scales"):
