@@ -91,8 +91,8 @@ def activations(backend: Any, rng: Any) -> int:
     for name, shape in (("mxfp4", (64, 2048)), ("mxfp8_e4m3", (37, 1032))):
         specs = QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2)
         x = xp.asarray(rng.standard_normal(shape).astype("float32")).astype("bfloat16")
-        plan = rowwise_columnwise.pair_plan(specs, shape, "gelu")
-        assert isinstance(plan, rowwise_columnwise.PairPlan)
+        plan = rowwise_columnwise.row_column_plan(specs, shape, "gelu")
+        assert isinstance(plan, rowwise_columnwise.RowColumnPlan)
         rowwise_columnwise.quantize_raw(x, plan, (None, None), xp)
         for spec in specs:
             side = quantize.plan_of(spec, shape, False, "relu")
@@ -105,21 +105,21 @@ def activations(backend: Any, rng: Any) -> int:
 def norms(backend: Any, rng: Any) -> int:
     """Norms that are quantized as they are made."""
     from extensor_cuda.kernels.quantize import rowwise_columnwise
-    from extensor_cuda.norm_quantize import norm_quantize
+    from extensor_cuda.kernels.quantize.norm_quantize import Norm, norm_quantize
 
     xp, count = backend.xp, 0
     for name, shape in (("mxfp4", (64, 2048)), ("mxfp8_e4m3", (37, 1032))):
         specs = QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2)
         x = xp.asarray(rng.standard_normal(shape).astype("float32"))
         plan, weight = (
-            rowwise_columnwise.pair_plan(specs, shape),
+            rowwise_columnwise.row_column_plan(specs, shape),
             xp.ones(shape[1], dtype="float32"),
         )
-        assert isinstance(plan, rowwise_columnwise.PairPlan)
+        assert isinstance(plan, rowwise_columnwise.RowColumnPlan)
         for centred, only_rows in ((False, True), (True, False)):
-            given = {"centred": centred, "only_rows": only_rows}
+            given = Norm(weight, weight if centred else None, centred=centred)
             for a in (x, x.astype("bfloat16")):
-                norm_quantize(a, weight, weight if centred else None, 1e-5, plan, xp, **given)
+                norm_quantize(a, given, plan, xp, only_rows=only_rows)
                 count += 1
     return count
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from extensor.backends import windows
+from extensor.backends.generic import conv_pool
 from extensor.backends.protocol import Window
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.dispatch import Call, contiguous, dtype_gap
@@ -26,7 +26,7 @@ def conv2d_grad_x(
         return gap
 
     def call() -> Any:
-        patches = windows.patches_grad(g, w, shape, window, groups, xp)
+        patches = conv_pool.patches_grad(g, w, shape, window, groups, xp)
         return kernels.fold(contiguous(xp, patches), shape, window, xp)
 
     return call
@@ -38,7 +38,7 @@ def max_pool2d(xp: Any, x: Array, window: Window) -> Call:
         return gap
 
     def call() -> Any:
-        out = windows.check_max_windows(window, x.shape[2:])
+        out = conv_pool.check_max_windows(window, x.shape[2:])
         return kernels.max_pool(contiguous(xp, x), window, out, xp)
 
     return call

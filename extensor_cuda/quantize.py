@@ -184,14 +184,14 @@ def _fake_quantize_rebased(
 def dequantize(xp: Any, q: QuantArray, dtype: str = "float32") -> Call:
     """See the protocol."""
     plan = plan_of(q.spec, q.shape, decoding=True)
-    return (lambda: reference.narrow(plan.dequantize(q, xp), dtype)) if plan else plan
+    return (lambda: reference.round_to(plan.dequantize(q, xp), dtype)) if plan else plan
 
 
-def _both_plan(x: Array, specs: SpecPair, streams: StreamPair) -> both.PairPlan | Unsupported:
+def _both_plan(x: Array, specs: SpecPair, streams: StreamPair) -> both.RowColumnPlan | Unsupported:
     for spec, stream in zip(specs, streams, strict=True):
         if (gap := input_gap(x, spec, stream)) is not None:
             return gap
-    return both.pair_plan(specs, tuple(x.shape))
+    return both.row_column_plan(specs, tuple(x.shape))
 
 
 def quantize_rowwise_columnwise(

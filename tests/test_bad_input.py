@@ -60,12 +60,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shapes": (
         lambda: zeros(2, 3) + zeros(4),
         ValueError,
-        "add: wanted shapes that broadcast (equal, or 1",
+        "add: expected shapes that broadcast (equal, or 1",
     ),
     "where": (
         lambda: et.where(zeros(2) > 0, zeros(3), 1.0),
         ValueError,
-        "where: wanted shapes that broa",
+        "where: expected shapes that broa",
     ),
     "write beyond the end": (
         lambda: zeros(2, 3).__setitem__(5, 1.0),
@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "tensordot axes": (
         lambda: et.tensordot(zeros(2), zeros(2), 3),
         ValueError,
-        "axes: wanted 0..1 for shapes (2,)",
+        "axes: expected 0..1 for shapes (2,)",
     ),
     "no tokens": (
         lambda: nn.MultiheadAttention(8, 2)(zeros(2, 0, 8)),
@@ -130,7 +130,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "class below": (
         lambda: et.nll(zeros(2, 3), labels(0, -1)),
         ValueError,
-        "nll: labels: wanted 0..2 for 3 clas",
+        "nll: labels: expected 0..2 for 3 clas",
     ),
     "no classes": (
         lambda: et.cross_entropy(zeros(2, 0), labels(0, 0)),

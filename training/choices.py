@@ -96,7 +96,7 @@ def parse_options(kind: str, name: str, text: str, epoch_steps: int = 1) -> dict
 
 
 def _value(kind: Any, text: str, epoch_steps: int) -> Any:
-    """A text as a value of an annotation."""
+    """Parse a text as a value of an annotated type."""
     if kind is bool:
         if text.lower() not in ("true", "false"):
             raise ValueError(f"expected true or false, got {text!r}")

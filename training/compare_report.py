@@ -35,7 +35,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe over its seeds, in the metric's scale; the gap is what the metric says it is.
+    """Results of one recipe over its seeds, in the metric's scale.
 
     A value that is not finite is None, and so is a mean over it. ``sd`` is None with one seed,
     ``gap`` without runs of a baseline (named in ``baseline``), shares in float32. ``gap_sd`` is the
@@ -201,7 +201,7 @@ def _limits(metric: Metric, rows: Sequence[Row]) -> tuple[float, float]:
 def _curve_limits(
     metric: Metric, finished: Sequence[Finished], low: float, high: float
 ) -> tuple[float, float]:
-    """Curves start badly: show them from their second epoch on, where there is one."""
+    """The range shown of the curves, without their first epoch, which is often far off."""
     later = [metric.scale * v for run in finished for v in run.curve[1:] if v is not None]
     shown = [v for v in later if low - metric.far <= v <= high + metric.far]
     if metric.higher_is_better:

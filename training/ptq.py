@@ -41,7 +41,7 @@ CALIBRATION_BATCH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class PtqArgs:
-    """What to quantize, and how."""
+    """Flags of `ptq`: the run to quantize, and how."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, such as runs/lenet-digits-fp32-s0."""
@@ -75,7 +75,7 @@ class PtqArgs:
 
     @property
     def kept(self) -> list[str]:
-        """The layers to leave alone."""
+        """The layers that stay in float32."""
         return [name.strip() for name in self.keep.split(",") if name.strip()]
 
     @property
@@ -85,14 +85,14 @@ class PtqArgs:
 
 
 def ptq(args: PtqArgs, console: Console) -> None:
-    """Quantize, judge, print and write.
+    """Quantize a run under each scheme, evaluate the results, print and write them.
 
     Raises:
         UsageError: if the folder holds no run with a checkpoint, or a scheme does not fit.
         CheckpointError: if the checkpoint is damaged.
         DataError: if the data set is missing or damaged.
     """
-    trainer = restored(args.run)
+    trainer = load_run(args.run)
     float_model = trainer.fresh_model()
     float_model.load_state_dict(trainer.model.state_dict())
     metric, config = trainer.task.metric, trainer.config
@@ -117,7 +117,7 @@ def ptq(args: PtqArgs, console: Console) -> None:
     write_results(args.folder, config, metric, [dense, *rows], settings, console)
 
 
-def restored(folder: Path) -> Trainer:
+def load_run(folder: Path) -> Trainer:
     """The run in a folder as its last checkpoint left it.
 
     Raises:
@@ -222,5 +222,5 @@ def _beside(
 
 
 def _decibels(value: float) -> float | None:
-    """JSON has no infinity: an exact layer counts as 200 dB; NaN is None."""
+    """Decibels as JSON: an exact layer counts as 200 dB, NaN becomes None."""
     return finite(min(value, 200.0))

@@ -256,7 +256,8 @@ def _blocks(q: QuantArray, expected: QuantSpec, layout: str, along: int = 0) -> 
     """Check an array for a layout; its unpacked codes, uint8 (..., blocks, block size)."""
     spec, row = q.spec, expected.row
     tile = row.tile
-    if spec.format not in (row.name, f"{row.name}_fp8exact") or spec.tile != tile or spec.transform:
+    same = (spec.row.element, spec.row.scale, spec.tile) == (row.element, row.scale, tile)
+    if not same or spec.transform:
         raise ValueError(
             f"{layout}: expected {row.name} in blocks of {tile} without a transform, got "
             f"{spec.format}, tile {spec.tile}, transform {spec.transform}; quantize it so first"

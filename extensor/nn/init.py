@@ -77,10 +77,7 @@ def xavier_normal(shape: Shape, rng: Seed = None, gain: float = 1.0) -> Array:
 
 
 def kaiming_uniform(
-    shape: Shape,
-    rng: Seed = None,
-    gain: float | str = "relu",
-    fan: Literal["in", "out"] = "in",
+    shape: Shape, rng: Seed = None, gain: float | str = "relu", fan: Literal["in", "out"] = "in"
 ) -> Array:
     """Uniform in +-gain sqrt(3 / fan) (arXiv 1502.01852).
 
@@ -94,10 +91,7 @@ def kaiming_uniform(
 
 
 def kaiming_normal(
-    shape: Shape,
-    rng: Seed = None,
-    gain: float | str = "relu",
-    fan: Literal["in", "out"] = "in",
+    shape: Shape, rng: Seed = None, gain: float | str = "relu", fan: Literal["in", "out"] = "in"
 ) -> Array:
     """Normal with standard deviation gain / sqrt(fan); arguments as for `kaiming_uniform`."""
     return _normal(shape, _kaiming(shape, gain, fan), rng)

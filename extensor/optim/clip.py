@@ -23,9 +23,7 @@ def grad_arrays(params: Iterable[ExTensor]) -> list[tuple[Array, Any]]:
 
 
 def clip_grad_norm(
-    params: Iterable[ExTensor],
-    max_norm: float,
-    nonfinite: Literal["raise", "return"] = "raise",
+    params: Iterable[ExTensor], max_norm: float, nonfinite: Literal["raise", "return"] = "raise"
 ) -> float | ExTensor:
     """Scale all gradients together, in place, so that their joint 2-norm is at most ``max_norm``.
 

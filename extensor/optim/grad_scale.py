@@ -20,7 +20,7 @@ import numpy as np
 from extensor.autograd.apply import wrap
 from extensor.autograd.tensor import ExTensor
 from extensor.backends.capture import HostMirror, HostMirrors, StepCapture
-from extensor.backends.training import rescale
+from extensor.backends.generic.optim import rescale
 from extensor.inspect.health import SlotHealth, slot_health
 from extensor.optim.clip import grad_arrays
 from extensor.optim.optimizer import Optimizer

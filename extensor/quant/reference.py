@@ -24,7 +24,7 @@ from extensor.random import Stream
 
 __all__ = [
     "FLOATS", "RunningAmax", "check_previous", "dequantize",
-    "narrow", "operand", "quantize", "rebase",
+    "fake_quantize", "quantize", "rebase", "round_to",
 ]  # fmt: skip
 
 Array = Any
@@ -115,7 +115,7 @@ def dequantize(q: QuantArray, xp: Any = np) -> Array:
     return xp.ascontiguousarray(xp.moveaxis(values, -1, q.spec.axis))
 
 
-def narrow(values: Array, dtype: str) -> Array:
+def round_to(values: Array, dtype: str) -> Array:
     """Round float32 values to another dtype of `FLOATS`, to nearest even.
 
     Raises:
@@ -127,7 +127,7 @@ def narrow(values: Array, dtype: str) -> Array:
         return values if dtype == "float32" else values.astype(dtype)
 
 
-def operand(
+def fake_quantize(
     x: Array, spec: QuantSpec, stream: Stream | None = None, xp: Any = np
 ) -> tuple[Array, QuantStats]:
     """The float32 values that a GEMM multiplies: quantized and decoded, a transform not undone."""

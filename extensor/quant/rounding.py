@@ -19,11 +19,7 @@ Array = Any
 
 
 def round_magnitude(
-    x: Array,
-    element: ElementFormat,
-    words: Array | None = None,
-    ties: Ties = "even",
-    xp: Any = np,
+    x: Array, element: ElementFormat, words: Array | None = None, ties: Ties = "even", xp: Any = np
 ) -> Array:
     """Round |x| to the element's grid, continued without an upper end: int64 codes.
 
@@ -64,11 +60,7 @@ def _stochastic_up(rest: Array, shift: Array, words: Array, xp: Any) -> Array:
 
 
 def encode(
-    x: Array,
-    element: ElementFormat,
-    words: Array | None = None,
-    ties: Ties = "even",
-    xp: Any = np,
+    x: Array, element: ElementFormat, words: Array | None = None, ties: Ties = "even", xp: Any = np
 ) -> tuple[Array, Array]:
     """Round float32 values to the grid, saturating.
 

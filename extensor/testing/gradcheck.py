@@ -127,10 +127,7 @@ def _check_direction(
             for i, x in enumerate(points)
         ]
         terms = [y.numpy() * w.numpy() for y, w in zip(_outputs(f(*shifted)), weights, strict=True)]
-        return (
-            float(sum(t.sum() for t in terms)),
-            float(sum(np.abs(t).sum() for t in terms)),
-        )
+        return (float(sum(t.sum() for t in terms)), float(sum(np.abs(t).sum() for t in terms)))
 
     (plus, scale), (minus, _) = at(_STEP), at(-_STEP)
     slope = (plus - minus) / (2 * _STEP)

@@ -271,8 +271,9 @@ def _fp8_operands(a: QuantArray, b: QuantArray, accumulate: str, xp: Any) -> Ope
             return Unsupported(f"FP8 does not hold {q.spec.format}")
     if exact:
         return Unsupported("an operand is not MXFP4")
-    flag, lost = None, []
-    sides = []
+    flag: Array | None = None
+    lost: list[Inexact | None] = []
+    sides: list[GemmOperand] = []
     for q, rebased in zip((a, b), rebases, strict=True):
         if rebased:
             side, inexact = rebase_mxfp8(q, xp)
@@ -327,7 +328,7 @@ def _batch(a: QuantArray, b: QuantArray, xp: Any) -> Product | Unsupported:
         return Unsupported(f"a batch of {a.shape} and {b.shape}, one matrix or empty")
     if count * max(m, n) > _MOST_ROWS:
         return Unsupported(f"{count * max(m, n)} rows, beyond {_MOST_ROWS}")
-    left, right = views.rows(a), views.rows(b)
+    left, right = views.as_matrix(a), views.as_matrix(b)
     if left is None or right is None:
         tile = (a if left is None else b).spec.tile
         return Unsupported(f"tiles {tile} that do not divide the rows of each matrix")

@@ -59,7 +59,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set.
+    """A data set of labelled images.
 
     Attributes:
         name: its name in `DATASETS`.
@@ -146,7 +146,7 @@ def batches(
 
 
 def evenly_spaced(members: np.ndarray, count: int) -> np.ndarray:
-    """So many members, evenly spaced in order."""
+    """Pick ``count`` members, evenly spaced in their order."""
     places = (np.arange(count) + 0.5) * len(members) / count
     return members[places.astype(int)]
 

@@ -106,7 +106,7 @@ def _search(
     remedy: str,
     offline: str = "digits",
 ) -> tuple[Path, T]:
-    """The path of a file that passes ``check``, and what ``check`` gave."""
+    """Find a file that passes ``check``; its path, and the result of ``check``."""
     cache = cache_directory() / dataset
     names = dict.fromkeys((file.stored, file.name))
     tried = []

@@ -28,7 +28,7 @@ __all__ = ["ReportArgs", "write_page"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReportArgs:
-    """Which run."""
+    """Flags of `report`: the run."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, finished or not."""
@@ -57,7 +57,7 @@ def write_page(args: ReportArgs) -> Path:
         said=facts.answers,
         missing=facts.missing or "",
         curves=charts.curves(facts),
-        operands=charts.operands(facts.seen),
+        operands=charts.operands(facts.histograms),
         telemetry=charts.telemetry(facts.telemetry),
         recipe=recipe,
         activations=ACTIVATIONS[facts.config.activations] or recipe.activations,

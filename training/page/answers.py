@@ -11,12 +11,12 @@ from PIL import Image
 
 from extensor import no_grad
 from extensor.nn.module import evaluating
-from training.generate import Draw, go_on
+from training.generate import Sampling, sample_tokens
 from training.loop import Trainer
 from training.rundir import UsageError
 from training.tasks.classification import Classification
 from training.tasks.language import Causal, Masked
-from training.text.masking import NOT_ASKED
+from training.text.masking import IGNORE_LABEL
 
 __all__ = ["answers"]
 
@@ -47,22 +47,22 @@ def answers(trainer: Trainer, result: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _text(trainer: Trainer, task: Causal) -> tuple[str, str]:
-    """The beginning of the test text, and what the model writes after it."""
+    """The beginning of the test text, and the model's continuation."""
     context = trainer.config.context
     prompt = [int(token) for token in task.test_tokens[:context]]
-    draw = Draw(count=TOKENS, temperature=0.8, top_k=200, seed=0)
-    text = go_on(trainer.model, prompt, context, draw, trainer.config.device)
+    how = Sampling(count=TOKENS, temperature=0.8, top_k=200, seed=0)
+    text = sample_tokens(trainer.model, prompt, context, how, trainer.config.device)
     return task.tokenizer.decode(prompt), task.tokenizer.decode(text)
 
 
 def _filled(trainer: Trainer, task: Masked) -> list[list[tuple[str, str | None]]]:
-    """Test windows as texts: each beside the truth where a token was hidden, else beside None."""
+    """Test windows as texts: each with the truth where a token was masked, else with None."""
     batch = next(task.test(WINDOWS))
     scores, _, _ = trainer.forward(batch)
     guesses = iter(_finite(scores.to("cpu").numpy()).argmax(-1))
 
     def token(label: int, given: int) -> tuple[str, str | None]:
-        if label == NOT_ASKED:
+        if label == IGNORE_LABEL:
             return task.tokenizer.decode([given]), None
         return task.tokenizer.decode([int(next(guesses))]), task.tokenizer.decode([label])
 
@@ -73,7 +73,7 @@ def _filled(trainer: Trainer, task: Masked) -> list[list[tuple[str, str | None]]
 
 
 def _mistakes(trainer: Trainer, task: Classification) -> tuple[list[dict[str, Any]], int, int]:
-    """The worst mistakes, how many there are, and among how many images."""
+    """The worst mistakes, the number of all mistakes, and the number of images."""
     found: list[tuple[float, np.ndarray, int, int, float]] = []
     seen = 0
     for batch in task.test(task.eval_batch):

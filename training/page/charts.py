@@ -7,8 +7,8 @@ from typing import Any
 from markupsafe import Markup
 
 from training.callbacks import NOISE_RATIO
+from training.histograms import Histograms, OperandHistogram
 from training.page.facts import Facts
-from training.snapshot import Operands, Seen
 from training.svg import Line, bars, lines
 
 __all__ = ["curves", "operands", "telemetry"]
@@ -100,7 +100,7 @@ def telemetry(records: list[dict[str, Any]]) -> list[Markup]:
     )
 
 
-def operands(seen: Operands) -> list[tuple[str, list[Markup]]]:
+def operands(seen: Histograms) -> list[tuple[str, list[Markup]]]:
     """Histograms of each layer's operands on their grids."""
     return [
         (path, _drawn([_histogram(SLOT_TITLES[slot], row) for slot, row in slots.items()]))
@@ -108,7 +108,7 @@ def operands(seen: Operands) -> list[tuple[str, list[Markup]]]:
     ]
 
 
-def _histogram(title: str, seen: Seen) -> str:
+def _histogram(title: str, seen: OperandHistogram) -> str:
     top = max((abs(v) for v, _ in seen.grid), default=0.0)
     few = [v for v, _ in seen.grid if abs(v) in (0.0, top) or v in (-top / 2, top / 2)]
     return bars(

@@ -25,6 +25,6 @@ def _template() -> Template:
 
 
 def render(**values: Any) -> str:
-    """The page."""
+    """Fill the template."""
     style = Markup((FOLDER / "page.css").read_text(encoding="utf-8"))
     return _template().render(style=style, **values)

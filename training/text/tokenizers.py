@@ -77,7 +77,7 @@ class Tokenizer(ABC):
 
 
 class Characters(Tokenizer):
-    """One token per letter of ``letters``, each of which stands there once."""
+    """One token per letter; ``letters`` holds each letter once."""
 
     kind, part = "char", "letters"
 
@@ -204,7 +204,7 @@ TOKENIZERS: dict[str, type[Tokenizer]] = {cls.kind: cls for cls in (Characters, 
 
 
 def from_state(state: Any) -> Tokenizer:
-    """The tokenizer that `Tokenizer.state` was asked of.
+    """Make the tokenizer that `Tokenizer.state` describes.
 
     Raises:
         TokenizerError: for a state of no known kind, or a damaged one.

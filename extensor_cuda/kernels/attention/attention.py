@@ -1,4 +1,4 @@
-"""Placing attention in bfloat16 on Hopper's tensor cores: arrays -> tensor maps and launches.
+"""Launches attention in bfloat16 on Hopper's tensor cores: arrays -> tensor maps and launches.
 
 After Dao, FlashAttention-2 (arXiv 2307.08691, section 3) and Shah et al., FlashAttention-3 (arXiv
 2407.08608, section 3): no array of scores is ever written. Sums are float32; weights, and the
@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import numpy as np
 from extensor.backends.unsupported import Unsupported
 from extensor_cuda.kernels.common.wgmma import wgmma
 from extensor_cuda.runtime import driver
+from extensor_cuda.runtime.c_struct import structure
 from extensor_cuda.runtime.compile import Source
 
 __all__ = ["KERNELS", "Forward", "attention", "attention_grad", "source", "unsupported"]
@@ -40,24 +41,11 @@ _ROWS, _BOX, _THREADS, _WARPS, _SLACK = 128, 64, 384, 8, 1024
 _PARTS = {KERNELS[0]: (1, 128, 0), KERNELS[1]: (3, 128, 0), KERNELS[2]: (2, 128, 512)}
 
 
-class _Problem(ctypes.Structure):
-    """As in attention.cuh."""
-
-    _fields_ = (
-        ("spread", ctypes.c_void_p),
-        ("along", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-        ("scale2", ctypes.c_float),
-        ("heads", ctypes.c_int),
-        ("shared", ctypes.c_int),
-        ("queries", ctypes.c_int),
-        ("keys", ctypes.c_int),
-        ("padded", ctypes.c_int),
-        ("tiles", ctypes.c_int),
-        ("items", ctypes.c_int),
-        ("paired", ctypes.c_int),
-        ("causal", ctypes.c_int),
-    )
+@cache
+def _parameters() -> type[ctypes.Structure]:
+    """The kernels' parameter struct."""
+    text = Path(__file__).with_suffix(".cuh").read_text(encoding="utf-8")
+    return structure(text, "Problem")
 
 
 def _memory(kernel: str, d: int) -> tuple[int, int]:
@@ -94,7 +82,7 @@ def source(kernel: str, d: int, guard: bool = False) -> Source:
 def unsupported(q: Array, k: Array, v: Array, scale: float, device: int) -> Unsupported | None:
     """Why these kernels do not compute attention of bfloat16 arrays; None where they do."""
     if any(a.dtype.name != "bfloat16" for a in (q, k, v)):
-        return Unsupported(f"arrays of {q.dtype}, {k.dtype} and {v.dtype}; wanted bfloat16 alone")
+        return Unsupported(f"arrays of {q.dtype}, {k.dtype} and {v.dtype}; expected bfloat16 alone")
     if q.shape[-1] not in HEADS or v.shape[-1] != q.shape[-1]:
         return Unsupported(
             f"heads of {q.shape[-1]} and {v.shape[-1]} elements; the kernel is for 64 and 128"
@@ -149,9 +137,9 @@ def _launch(
     pairs = batch * heads * -(-tiles // 2)
     paired = bool(problem["causal"]) and pairs >= blocks
     items = pairs if paired else batch * heads * tiles
-    structure = _Problem(heads=heads, tiles=tiles, items=items, paired=int(paired), **problem)
+    parameters = _parameters()(heads=heads, tiles=tiles, items=items, paired=int(paired), **problem)
     maps = [_map(a, _BOX) for a in read] + [_map(a, 16) for a in written]
-    driver.launch(function, min(blocks, items), _THREADS, shared, maps, structure)
+    driver.launch(function, min(blocks, items), _THREADS, shared, maps, parameters)
 
 
 def _problem(q: Array, k: Array, causal: bool, scale: float, spread: Array) -> dict[str, Any]:

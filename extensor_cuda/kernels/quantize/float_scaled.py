@@ -70,19 +70,21 @@ class FloatPlan:
     scales_shape: tuple[int, ...]
 
     @cached_property
-    def lines(self) -> float_scaled_rowwise.Lines | None:
-        """How faster kernels take blocks along rows, where they do."""
+    def rowwise(self) -> float_scaled_rowwise.RowwisePlan | None:
+        """The plan of the faster kernels for blocks along rows, where they fit."""
         if self.fast != _COLUMNS or self.bytes * self.per != self.sizes[3]:
             return None
-        return float_scaled_rowwise.lines_of(self.spec, self.sizes, self.each, self.grid)
+        return float_scaled_rowwise.rowwise_plan(self.spec, self.sizes, self.each, self.grid)
 
     @cached_property
-    def panels(self) -> float_scaled_columnwise.Panels | None:
-        """How faster kernels take blocks down a matrix's columns, where they do."""
+    def columnwise(self) -> float_scaled_columnwise.ColumnwisePlan | None:
+        """The plan of the faster kernels for blocks down a matrix's columns, where they fit."""
         if self.fast != _ROWS or len(self.shape) != 2 or self.bytes * self.per != self.shape[0]:
             return None
         extent = self.each[3], self.each[1]
-        return float_scaled_columnwise.panels_of(self.spec, self.shape, extent, turned=False)
+        return float_scaled_columnwise.columnwise_plan(
+            self.spec, self.shape, extent, transposed=False
+        )
 
     @property
     def per(self) -> int:
@@ -190,11 +192,11 @@ def start(
     counts = OperandCounts(counters, (0, 2 * SLOTS), x.size)
     q = QuantArray(codes, scales, spec, plan.shape, zero_points=zeros)
     written = x, stream, codes, scales, counters, xp
-    if plan.lines and x.data.ptr % 16 == 0:
-        float_scaled_rowwise.quantize(plan.lines, *written, zeros)
+    if plan.rowwise and x.data.ptr % 16 == 0:
+        float_scaled_rowwise.quantize(plan.rowwise, *written, zeros)
         return q, counts
-    if plan.panels and x.data.ptr % 16 == 0:
-        float_scaled_columnwise.quantize(plan.panels, *written)
+    if plan.columnwise and x.data.ptr % 16 == 0:
+        float_scaled_columnwise.quantize(plan.columnwise, *written)
         return q, counts
     groups = -(-(columns, inner, rows)[plan.fast] // 4)
     lines = outer * (1 if plan.fast == _ROWS else rows)

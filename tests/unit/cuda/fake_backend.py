@@ -81,7 +81,7 @@ def counted(
     """A quantizer's launch: the reference, with the step that the device has."""
     clock = capture.clock_of([stream])
     values = fake.plain(x)
-    decoded, stats = reference.operand(values, spec, stream)
+    decoded, stats = reference.fake_quantize(values, spec, stream)
     out, adds = fake.made(decoded), fake.plain(counters.array)
     memory = fake.plain(out)
     lost = Counters(2, xp) if spec.rebased else None
@@ -91,7 +91,7 @@ def counted(
         now = stream
         if isinstance(clock, np.ndarray):
             now = replace(stream, step=int(fake.plain(clock)))
-        made, found = reference.operand(values, spec, now)
+        made, found = reference.fake_quantize(values, spec, now)
         memory[...] = made
         adds[part[0] : part[0] + 2] += np.array([found.saturated, found.flushed], np.uint64)
         if changed is not None:
@@ -119,7 +119,7 @@ def fake_quantize(x: Any, plan: Any, stream: Any, xp: Any) -> Any:
 
 def fake_pair(x: Any, plan: Any, streams: Any, xp: Any) -> Any:
     counters, streams = Counters(2 * SLOTS, xp), plan.ordered(streams)
-    sides = (plan.along.spec, 0), (plan.down.spec, 1)
+    sides = (plan.rowwise.spec, 0), (plan.columnwise.spec, 1)
     made = [
         counted(x, spec, streams[i], counters, (i * SLOTS, (i + 1) * SLOTS), xp)
         for spec, i in sides

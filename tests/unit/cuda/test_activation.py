@@ -66,16 +66,16 @@ def test_no_kernel_spills(name: str) -> None:
             source = kernels.quantize_source(plan, "bfloat16", "codes", whole, True)
             check_compiles(source, "sm_80", "sm_89", "sm_90a")
     for whole in (True, False):
-        source = rowwise_columnwise.pair_source(
+        source = rowwise_columnwise.row_column_source(
             both_of(name, (256, 512), "gelu"), "bfloat16", "codes", whole, True
         )
         check_compiles(source, "sm_80", "sm_89", "sm_90a")
 
 
-def both_of(name: str, shape: tuple[int, int], activation: str) -> rowwise_columnwise.PairPlan:
+def both_of(name: str, shape: tuple[int, int], activation: str) -> rowwise_columnwise.RowColumnPlan:
     specs = (QuantSpec(name, axis=1).resolve(2), QuantSpec(name, axis=0).resolve(2))
-    plan = rowwise_columnwise.pair_plan(specs, shape, activation)
-    assert isinstance(plan, rowwise_columnwise.PairPlan)
+    plan = rowwise_columnwise.row_column_plan(specs, shape, activation)
+    assert isinstance(plan, rowwise_columnwise.RowColumnPlan)
     return plan
 
 

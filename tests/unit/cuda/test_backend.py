@@ -140,6 +140,6 @@ def test_out_of_memory_names_the_bytes() -> None:
     runtime = types.SimpleNamespace(memGetInfo=lambda: (100, 1000))
     cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(memory=errors, runtime=runtime))
     pool = types.SimpleNamespace(malloc=malloc)
-    with pytest.raises(MemoryError, match="wanted 101 bytes, 100 of 1000 are free"):
+    with pytest.raises(MemoryError, match="requested 101 bytes, 100 of 1000 are free"):
         memory.allocate(cupy, pool, 101)
     assert memory.allocate(cupy, pool, 100) == 100
