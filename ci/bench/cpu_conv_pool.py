@@ -132,7 +132,7 @@ def main() -> None:
     args = arguments(parser)
     backend = make_backend()
     if backend.core is None:
-        raise SystemExit(f"cpu_conv_pool: wanted the C++ core, but {backend.core_missing}")
+        raise SystemExit(f"cpu_conv_pool: expected the C++ core, but {backend.core_missing}")
     torch.set_num_threads(num_threads())
     windows = []
     for batch in (int(n) for n in args.batches.split(",")):

@@ -66,7 +66,7 @@ def main() -> None:
     args = arguments(parser)
     backend = make_backend()
     if backend.core is None:
-        raise SystemExit(f"cpu_nn: wanted the C++ core, but {backend.core_missing}")
+        raise SystemExit(f"cpu_nn: expected the C++ core, but {backend.core_missing}")
     rows = []
     for shape in SHAPES:
         for operation in OPERATIONS:

@@ -68,6 +68,13 @@ def layer_context(layer: LayerRecipe, seed: int = 0) -> LayerContext:
     return context
 
 
+_MXFP4 = layer_context(get_recipe("mxfp4").layers)
+
+
+def _ones(*shape: int) -> np.ndarray[Any, Any]:
+    return np.ones(shape, np.float32)
+
+
 def _scaled(out: Array, gemm: Gemm, xp: Any) -> Array:
     """A GEMM's product times its output scale."""
     return out if gemm.output_scale == 1.0 else out * xp.float32(gemm.output_scale)
@@ -88,7 +95,7 @@ def _product(
     backend: Backend, a: Any, b: Any, gemm: Gemm, dtype: np.dtype[Any], bias: Array | None = None
 ) -> Array:
     """A b^T of what `make_operands` gave, scaled, plus a bias, rounded to ``dtype`` once."""
-    # Rounded operands may fit bfloat16 tiles, which is looked for; float32 ones do not.
+    # The backend checks whether rounded operands fit bfloat16 tiles; float32 ones do not.
     if "float32" in (gemm.a, gemm.b):
         out = backend.matmul(a, b.T)
     elif gemm.output_scale == 1.0:
@@ -162,8 +169,8 @@ def _matmul_vjp(
     x_columnwise, w_columnwise = saved
     rows = backend.xp.ascontiguousarray(g.reshape(-1, w.shape[0]))
     sizes, layer = (len(rows), *w.shape), context.layer
-    wanted = [slot for slot, need in zip(_G, needs, strict=False) if need]
-    gradients = operands.make_operands(backend, rows, context, wanted, sizes)  # read once for both
+    needed = [slot for slot, need in zip(_G, needs, strict=False) if need]
+    gradients = operands.make_operands(backend, rows, context, needed, sizes)  # read once for both
     dx = dw = None
     if needs[0]:
         if w_columnwise is None:
@@ -197,26 +204,13 @@ def _matmul_samples(rng: np.random.Generator) -> Iterator[Sample]:
     samples=_matmul_samples,
     errors=(
         BadInput(
-            (
-                np.ones((2, 3), np.float32),
-                np.ones((4, 5), np.float32),
-                layer_context(get_recipe("mxfp4").layers),
-            ),
+            (_ones(2, 3), _ones(4, 5), _MXFP4),
             ValueError,
             "quantized_matmul: expected x (..., K) and w (N, K)",
         ),
+        BadInput((_ones(2, 3), _ones(4, 3), "mxfp4"), TypeError, "expected a LayerContext"),
         BadInput(
-            (np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), "mxfp4"),
-            TypeError,
-            "expected a LayerContext",
-        ),
-        BadInput(
-            (
-                np.ones((2, 3), np.float32),
-                np.ones((4, 3), np.float32),
-                layer_context(get_recipe("mxfp4").layers),
-                np.ones(3, np.float32),
-            ),
+            (_ones(2, 3), _ones(4, 3), _MXFP4, _ones(3)),
             ValueError,
             "bias: expected shape (4,), got (3,)",
         ),
@@ -284,12 +278,14 @@ def _conv_forward(
     gemm, start = context.layer.fprop, bias[0] if bias else None
     early = start if gemm.output_scale == 1.0 else None  # added where the sums begin
     kernels = operands.slot_values(backend, _stacked(w, groups), context, "fprop.w", -1)
-    wanted = context.operand("fprop.x")
-    if isinstance(wanted, str):
-        a = dense_values(backend, x, wanted)
+    requested = context.operand("fprop.x")
+    if isinstance(requested, str):
+        a = dense_values(backend, x, requested)
         out = backend.conv2d(a, kernels.reshape(w.shape), window, groups, early)
     else:
-        spec, stream = operands.slot_spec(context, "fprop.x", wanted, -2, 2 if groups == 1 else 3)
+        spec, stream = operands.slot_spec(
+            context, "fprop.x", requested, -2, 2 if groups == 1 else 3
+        )
         out, stats = backend.quantized_conv2d(x, kernels, spec, stream, w.shape, window, early)
         context.record("fprop.x", stats)
     out = _scaled(out, gemm, backend.xp)
@@ -327,9 +323,9 @@ def _conv_dgrad(
     gemm, (n, _, ho, wo) = context.layer.dgrad, g.shape
     kernels = operands.slot_values(backend, _stacked(w, groups), context, "dgrad.w", -2)
     rows = kernels.shape[-2] * groups  # a transform may have padded the output channels
-    wanted = context.operand("dgrad.g")
-    if isinstance(wanted, str):
-        values = dense_values(backend, g, wanted)
+    requested = context.operand("dgrad.g")
+    if isinstance(requested, str):
+        values = dense_values(backend, g, requested)
     else:
         matrix = operands.slot_values(
             backend, _pixels_last(g, groups, backend.xp), context, "dgrad.g", -2
@@ -350,19 +346,19 @@ def _conv_wgrad(
     groups: int,
 ) -> Array:
     gemm, (n, _, ho, wo), xp = context.layer.wgrad, g.shape, backend.xp
-    wanted_g, wanted_x = context.operand("wgrad.g"), context.operand("wgrad.x")
-    if isinstance(wanted_g, str):
-        values = dense_values(backend, g, wanted_g)
-        matrix = None if isinstance(wanted_x, str) else _pixels_last(values, groups, xp)
+    g_spec, x_spec = context.operand("wgrad.g"), context.operand("wgrad.x")
+    if isinstance(g_spec, str):
+        values = dense_values(backend, g, g_spec)
+        matrix = None if isinstance(x_spec, str) else _pixels_last(values, groups, xp)
     else:
         matrix = operands.slot_values(backend, _pixels_last(g, groups, xp), context, "wgrad.g", -1)
         values = g
-    if isinstance(wanted_x, str):
-        a = dense_values(backend, x, wanted_x)
+    if isinstance(x_spec, str):
+        a = dense_values(backend, x, x_spec)
         if matrix is not None:
             values = xp.swapaxes(matrix.reshape(shape[0], n, ho, wo), 0, 1)
         return _scaled(backend.conv2d_grad_w(values, a, shape, window, groups), gemm, xp)
-    spec, stream = operands.slot_spec(context, "wgrad.x", wanted_x, -1, 2 if groups == 1 else 3)
+    spec, stream = operands.slot_spec(context, "wgrad.x", x_spec, -1, 2 if groups == 1 else 3)
     assert matrix is not None
     out, stats = backend.quantized_conv2d_grad_w(matrix, x, spec, stream, shape, window)
     context.record("wgrad.x", stats)
@@ -389,22 +385,9 @@ def _conv_samples(rng: np.random.Generator) -> Iterator[Sample]:
     reads="inputs",
     samples=_conv_samples,
     errors=(
+        BadInput((_ones(2, 3, 8, 8), _ones(4, 5, 3, 3), _MXFP4), ValueError, "channels"),
         BadInput(
-            (
-                np.ones((2, 3, 8, 8), np.float32),
-                np.ones((4, 5, 3, 3), np.float32),
-                layer_context(get_recipe("mxfp4").layers),
-            ),
-            ValueError,
-            "channels",
-        ),
-        BadInput(
-            (
-                np.ones((2, 3, 8, 8), np.float32),
-                np.ones((4, 3, 3, 3), np.float32),
-                layer_context(get_recipe("mxfp4").layers),
-                *(1, 0, 1, 1, np.ones(3, np.float32)),
-            ),
+            (_ones(2, 3, 8, 8), _ones(4, 3, 3, 3), _MXFP4, 1, 0, 1, 1, _ones(3)),
             ValueError,
             "bias: expected shape",
         ),

@@ -248,7 +248,8 @@ def _mxfp4(
     counters = Counters(len(specs) * _SLOTS, xp)
     held = xp.empty(len(specs), dtype=np.uint64)
     exponent = xp.empty(1, dtype=xp.int32)
-    sides, made = [], []
+    sides: list[Side] = []
+    made: Prepared = []
     for i, (spec, stream) in enumerate(zip(specs, streams, strict=True)):
         start, stop = i * _SLOTS, (i + 1) * _SLOTS
         out = _empty(x, spec.axis, xp.uint8, xp)
@@ -287,7 +288,8 @@ def _wide(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any) -> Pr
     # Two more counters make the flags, so that one array is all that has to be zero.
     counters = Counters(len(specs) * (_SLOTS + 1), xp)
     held = counters.array[len(specs) * _SLOTS :]
-    sides, made = [], []
+    sides: list[Side] = []
+    made: Prepared = []
     for i, (spec, stream) in enumerate(zip(specs, streams, strict=True)):
         start, stop = i * _SLOTS, (i + 1) * _SLOTS
         out, flag = _empty(x, spec.axis, xp.uint16, xp), held[i : i + 1].view(np.uint32)[0]
@@ -301,7 +303,8 @@ def _wide(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any) -> Pr
 def _rebased(x: Array, specs: Sequence[QuantSpec], streams: Streams, xp: Any) -> Prepared:
     """MXFP8 with a power of two for each 128 x 128, and counts that include what changed."""
     counters = Counters(2 * len(specs) * _SLOTS, xp)  # saturated and flushed; changed and flushed
-    sides, made = [], []
+    sides: list[Side] = []
+    made: Prepared = []
     for i, (spec, stream) in enumerate(zip(specs, streams, strict=True)):
         start, middle, stop = (2 * i * _SLOTS, (2 * i + 1) * _SLOTS, 2 * (i + 1) * _SLOTS)
         out, blocks = _empty(x, spec.axis, xp.uint8, xp), _tile_scales(x, spec, xp)

@@ -2,10 +2,10 @@
 
 For cubes of growing size and each way to make operands, a forward product of bfloat16 matrices
 with everything included (quantizing both operands, multiplying) is timed through our kernels and
-through cupy, whose operands are float32 values. A path is taken from the smallest size on from which
-it wins at every larger one: the table goes to `extensor_cuda.matmul.tuned`. Beside them the same product
-without quantizing, in bfloat16, says from which size on a quantized one is quicker than that; no
-choice follows from it. The curves go to an SVG.
+through cupy, whose operands are float32 values. A path is taken from the smallest size on from
+which it wins at every larger one: the table goes to `extensor_cuda.matmul.tuned`. Beside them the
+same product without quantizing, in bfloat16, says from which size on a quantized one is quicker
+than that; no choice follows from it. The curves go to an SVG.
 
 Everything is timed as a captured training step runs it, from CUDA graphs (`CudaGraph`), small
 products many in one graph: it is the GPU's work that is compared. Called by Python, products below

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 from functools import cache
+from typing import Any
 
 __all__ = ["structure"]
 
@@ -35,15 +36,16 @@ def structure(text: str, name: str) -> type[ctypes.Structure]:
     found = re.search(rf"\bstruct {name} \{{(.*?)\n\}};", _COMMENT.sub("", text), re.DOTALL)
     if found is None:
         raise ValueError(f"structure: no struct {name} in the text")
-    fields: list[tuple[str, type]] = []
+    fields: list[tuple[str, Any]] = []
     for statement in found[1].split(";")[:-1]:
         declared = _DECLARATION.fullmatch(statement.strip())
-        for part in declared[2].split(",") if declared else ():
+        declarators = declared[2].split(",") if declared else [""]
+        for part in declarators:
             field = _DECLARATOR.fullmatch(part.strip())
-            kind = ctypes.c_void_p if field and field[1] else _TYPES.get(declared[1])
+            kind: Any = None
+            if field and declared:
+                kind = ctypes.c_void_p if field[1] else _TYPES.get(declared[1])
             if field is None or kind is None:
                 raise ValueError(f"structure: struct {name}: cannot read {statement.strip()!r}")
             fields.append((field[2], kind * int(field[3]) if field[3] else kind))
-        if declared is None:
-            raise ValueError(f"structure: struct {name}: cannot read {statement.strip()!r}")
     return type(name, (ctypes.Structure,), {"_fields_": fields})

@@ -65,7 +65,7 @@ class Normalize(Transform):
     std: float | tuple[float, ...]
 
     def __post_init__(self) -> None:
-        good = np.isfinite(self.mean).all() and np.all(np.asarray(self.std) > 0)
+        good = bool(np.isfinite(self.mean).all() and np.all(np.asarray(self.std) > 0))
         self._require(good, f"a finite mean and a std above 0, got {self.mean}, {self.std}")
 
     def apply(self, images: np.ndarray, draws: Draws) -> np.ndarray:

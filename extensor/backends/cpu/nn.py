@@ -52,7 +52,8 @@ class CpuNn(CpuCore):
     def _choose_add(self, a: Array, b: Array) -> Any:
         if a.size < _WORTH or a.shape != b.shape:
             return _SMALL
-        if not all(x.flags.c_contiguous and x.flags.aligned for x in (a, b)):
+        one, two = a.flags, b.flags
+        if not (one.c_contiguous and two.c_contiguous and one.aligned and two.aligned):
             return _LAYOUT
         return self.float32_core(a, b)
 
@@ -135,7 +136,9 @@ class CpuNn(CpuCore):
     ) -> Array:
         """See the protocol."""
         weight = ready(weight.astype(np.float32, copy=False))
-        return core.cross_entropy_grad(weight, ready(x), _class_numbers(labels), ready(kept), smoothing)
+        return core.cross_entropy_grad(
+            weight, ready(x), _class_numbers(labels), ready(kept), smoothing
+        )
 
     @runs_in_core(first_arrays(3))
     def attention(

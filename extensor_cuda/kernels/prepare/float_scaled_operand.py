@@ -7,6 +7,7 @@ for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ def _is_aligned(x: Array) -> bool:
     return bool(x.data.ptr % 16 == 0)
 
 
-def shared_amax(x: Array, specs: list[QuantSpec], xp: Any) -> Array | None:
+def shared_amax(x: Array, specs: Sequence[QuantSpec], xp: Any) -> Array | None:
     """The largest magnitude of x where several specs have one scale for all of it; else None."""
     of_all = all(tile_extent(spec, x.shape) == x.shape for spec in specs)
     shared = len(specs) > 1 and of_all and _is_aligned(x) and x.size % 16 == 0
@@ -73,7 +74,8 @@ def quantize(
     """
     rows, columns = x.shape
     lines, k = (rows, columns) if spec.axis == 1 else (columns, rows)
-    tall, wide = extent = tile_extent(spec, x.shape)
+    tall, wide = tile_extent(spec, x.shape)
+    extent = tall, wide
     grid = -(-rows // tall), -(-columns // wide)
     counters = Counters(2 * kernels.SLOTS, xp)
     out = xp.empty((lines, -(-k // 16) * 16), dtype=np.uint8)

@@ -35,8 +35,8 @@ from tests.oracle.compare import same_bytes
 from tests.unit.cuda.emulator import Cupy
 from tests.unit.cuda.places import PLACES, place
 from tests.unit.cuda.test_compile import check_compiles
+from tests.unit.cuda.test_float_scaled_product import sent
 from tests.unit.cuda.test_gemm import operand
-from tests.unit.cuda.test_scaled import sent
 
 BF16 = ml_dtypes.bfloat16
 
@@ -137,7 +137,7 @@ def test_bytes_are_those_of_the_bfloat16_result(hopper: Any, tile: int, spec: Qu
             a[m - 1] = 0x7F  # NaN in every column, and beyond the last one
         rows, columns = (hopper.asarray(rng.integers(-9, 9, s), dtype=np.int32) for s in (m, n))
 
-        call = partial(gemm, a, b, row_exponent=rows, column_exponent=columns)
+        call = partial(gemm, a, b, epilogue=Epilogue(Scales((rows, columns))))
         y = compare(hopper, spec, Config.of(tile_n=tile, epilogue_tiles=2), m, n, call)
         assert len(np.unique(y.view(np.uint16))) > min(m * n // 8, 100)
 
@@ -187,7 +187,7 @@ WAYS = (
     ("mxfp4", "mxfp4", "promote", "FP8 tensor cores"),
     ("mxfp4", "mxfp4", "exact", "int8 tensor cores"),
     ("nvfp4_fp8exact", "mxfp6_e2m3", "promote", "FP8 tensor cores"),
-    ("mxfp8_e4m3", "mxfp8_e5m2", "near", "FP8 tensor cores, rebased operands"),
+    ("mxfp8_e4m3", "mxfp8_e5m2", "rebased", "FP8 tensor cores, rebased operands"),
     ("mxfp8_e4m3", "nvfp4", "bf16", "bf16 tensor cores: asked for"),
     ("fp8_e4m3", "fp8_e4m3", "promote", "FP8 tensor cores"),
 )

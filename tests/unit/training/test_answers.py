@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib import image as reader
-from rich.console import Console
 
 import training.tasks.language as language
 from extensor import no_grad
+from tests.unit.training.conftest import QUIET
 from training.config import RunConfig
 from training.data.corpora import Corpus
 from training.loop import Trainer
@@ -27,7 +27,6 @@ from training.rundir import UsageError
 from training.runs import defaults
 from training.train import train
 
-QUIET = Console(file=io.StringIO(), width=100)
 TEXT = "to be, or not to be: that is <b>the</b> question & more. " * 60
 
 
@@ -84,9 +83,9 @@ def language_run(model: str, **changes: Any) -> RunConfig:
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(one_text: Callable[[str], None]) -> None:
     """The data set is one sentence, with marks that HTML would read."""
-    monkeypatch.setattr(language, "load_dataset", lambda name: Corpus.of(name, [TEXT]))
+    one_text(TEXT)
 
 
 def test_text(tiny: None, tmp_path: Path) -> None:

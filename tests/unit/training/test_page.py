@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from extensor.formats import FORMATS
 from extensor.quant.recipes import RECIPES
 from extensor.quant.reference import dequantize, quantize
 from extensor.quant.spec import QuantSpec
+from tests.unit.training.conftest import QUIET, Make
 from training import page
 from training.cli import main
-from training.config import RunConfig
 from training.data import DataError
 from training.histograms import histogram_on_grid
 from training.rundir import LAST, METRICS, TELEMETRY
 from training.svg import Line, bars, lines, ticks
 from training.train import train
 
-Make = Callable[..., RunConfig]
-QUIET = Console(file=io.StringIO(), width=100)
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 import extensor as et
+from tests.unit.training.conftest import QUIET, Make
 from training import ptq as quantizing
 from training.cli import main
 from training.config import RunConfig
@@ -20,9 +18,6 @@ from training.ptq import calibration_set, load_run, nbytes
 from training.rundir import LAST
 from training.runs import defaults
 from training.train import train
-
-Make = Callable[..., RunConfig]
-QUIET = Console(file=io.StringIO(), width=100)
 
 
 @pytest.fixture

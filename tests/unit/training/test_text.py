@@ -222,9 +222,9 @@ SMALL = {
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(one_text: Callable[[str], None]) -> None:
     """The data set is one sentence."""
-    monkeypatch.setattr(language, "load_dataset", lambda name: Corpus.of(name, [TEXT]))
+    one_text(TEXT)
 
 
 def flags(**changes: Any) -> list[str]:

@@ -169,7 +169,7 @@ def test_the_curve_is_a_picture_with_a_line_a_way() -> None:
     held = timings({64: 0.1, 512: 4.0}) + timings({64: 1.0, 512: 2.0}, "bf16")
     root = ElementTree.fromstring(curve(held, "A GPU", (0.5, 1, 2, 9)))
     words = {element.text for element in root if element.tag.endswith("text")}
-    labels = {"scaled (fp8_block)", "dense (bf16)"}
+    labels = {"float scales (fp8_block)", "bf16 (bf16)"}
     assert {"A GPU", "64", "512", "0.5x", "1x", "2x"} | labels <= words
     assert "9x" not in words
     assert [line.get("stroke-dasharray") for line in lines(root)] == [None, None]
@@ -200,7 +200,7 @@ def test_numbers_lie_beside_the_picture_and_what_was_not_measured_does_not(tmp_p
     assert record["gpu"] == "A GPU" and record["what"] == "what"
     assert record["timings"] == [
         {
-            "way": "float scales",
+            "path": "float scales",
             "size": 64,
             "ours": 1.0,
             "other": 4.0,
@@ -208,7 +208,7 @@ def test_numbers_lie_beside_the_picture_and_what_was_not_measured_does_not(tmp_p
             "ratio": 4.0,
             "bf16_ratio": 0.25,
         },
-        {"way": "bf16", "size": 64, "ours": 2.0, "other": 4.0, "ratio": 2.0},
+        {"path": "bf16", "size": 64, "ours": 2.0, "other": 4.0, "ratio": 2.0},
     ]
 
 

@@ -354,7 +354,7 @@ def test_it_is_asked_for_and_never_silent(xp: Any) -> None:
         )
         for f in ("mxfp4", "nvfp4")
     )
-    with pytest.raises(ValueError, match="'near' is for MXFP8, got mxfp4 and mxfp4"):
+    with pytest.raises(ValueError, match="'rebased' is for MXFP8, got mxfp4 and mxfp4"):
         matmul(fp4, fp4, xp, accumulate="rebased")
     mixed = matmul(a, nvfp4, xp, accumulate="rebased")
     assert isinstance(mixed, Product) and mixed.inexact == (None, None)

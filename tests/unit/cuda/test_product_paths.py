@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,9 @@ from extensor_cuda.kernels.weight_only import (
     w4w8a16_sm80,
     w4w8a16_sm90_wgmma,
 )
+from extensor_cuda.matmul import stored as stored_products
 from extensor_cuda.matmul import weight_only
+from extensor_cuda.matmul.product import Product
 from extensor_cuda.matmul.stored import (
     grouped_gap,
     grouped_matmul,
@@ -35,8 +36,8 @@ from extensor_cuda.matmul.weight_only import (
     EXPANDED,
 )
 from tests.product_cases import exact
-from tests.unit.cuda.decoding import sent
 from tests.unit.cuda.places import PLACES, place
+from tests.unit.cuda.weight_only_cases import sent
 
 K = 192
 
@@ -135,7 +136,7 @@ def test_a_batch_is_one_launch(
     lead: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CudaBackend, "_product", None)  # one after the other
+    monkeypatch.setattr(stored_products, "_matmul", None)  # one after the other
     a, b = pair(name, tile, (*lead, 20, K), (*lead, 33, K))
     left, right = (wrap(sent(q, backend.xp), backend) for q in (a, b))
     y = left @ right.swapaxes(-1, -2)
@@ -163,15 +164,15 @@ def test_what_is_no_single_launch_is_one_product_after_the_other(
     def host(q: QuantArray) -> np.ndarray:
         return decoded(replace(q, **{name: part.get() for name, part in q.parts.items()}))
 
-    def each(self: Any, one: QuantArray, other: QuantArray) -> Any:
+    def each(one: QuantArray, other: QuantArray, *rest: Any) -> Product:
         seen.append((one.shape, other.shape))
-        return SimpleNamespace(
-            out=backend.xp.asarray((host(one) @ host(other).T).astype(np.float32))
-        )
+        out = backend.xp.asarray((host(one) @ host(other).T).astype(np.float32))
+        return Product(out, "")
 
-    monkeypatch.setattr(CudaBackend, "_product", each)
     path = backend.path("block_scaled_matmul", left, right)
     assert path.startswith("one after the other: ") and why in path
+    monkeypatch.setattr(stored_products, "_matmul", each)
+    monkeypatch.setattr(stored_products, "stored_gap", lambda *given: None)
     got = backend.block_scaled_matmul(left, right)
     assert seen == [((20, K), (33, K))] * 3
     check(got, decoded(a), decoded(b), BF16)

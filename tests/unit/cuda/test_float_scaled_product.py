@@ -224,11 +224,11 @@ def test_rows_too_wide_for_integers_say_so(xp: Any) -> None:
         rebase_mxfp4(sent(wide, xp), flag, xp, integers=True)
         assert int(flag) == 1
     flag = xp.zeros((), dtype=np.uint32)
-    made = rebase_mxfp4(sent(a, xp), flag, xp, integers=True)
+    whole = rebase_mxfp4(sent(a, xp), flag, xp, integers=True)
     assert int(flag) == 0
-    assert made.scale.exponent is not None
-    exponents = made.scale.exponent
-    held = made.codes.get().view(np.int8).astype(np.float64)
+    assert whole.scale.exponent is not None
+    exponents = whole.scale.exponent
+    held = whole.codes.get().view(np.int8).astype(np.float64)
     np.testing.assert_array_equal(np.ldexp(held, exponents.get()[:, None]), exact(a))
 
 
