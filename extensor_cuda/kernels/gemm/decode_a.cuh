@@ -151,8 +151,9 @@ constexpr float kDecodedLift =
 // stages from `start` on. Each product's left side is decoded while the one before runs. What
 // bounds this is instructions, two warps a scheduler.
 __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (&part)[kRegisters],
-                                                 const Epilogue& e, const Memory& m, int row,
-                                                 int start, int stages, Ring& at) {
+                                                 const Epilogue& e, const u8* memory,
+                                                 const float* scales, u32 full, u32 empty, int row,
+                                                 int start, int stages, int& stage, u32& parity) {
     using namespace decoding;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quarter = lane % 4,
               first = row + warp % 4 * 16;
@@ -166,7 +167,7 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
     keep(mine);
     // What two products take, of the stage at hand.
     const auto read_half = [&](int half, int stage, Stage& now) {
-        const u8* const packed = m.bytes + stage * kStage + mine;
+        const u8* const packed = memory + stage * kStage + mine;
 #pragma unroll
         for (int i = 0; i < 2 * kUnits; ++i) {
             const int unit = half * kUnits + i / 2;  // rows of 64 bytes are swizzled
@@ -177,18 +178,19 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
     const auto read = [&](int k, Stage& now) {
         now.k = start + k;
         if (k >= stages) return;
-        wait(m.full + 8 * at.stage, at.parity);
-        read_half(0, at.stage, now);
+        wait(full + 8 * stage, parity);
+        read_half(0, stage, now);
         if (CODEC_BITS == 4)
-            read_half(1, at.stage, now);  // of eight bits it comes later, for want of registers
+            read_half(1, stage, now);  // of eight bits it comes later, for want of registers
         beside.of_stage(start + k, now.four);
     };
     u32 left[2][4] = {};
     int last = -1;  // a stage whose products have been begun
     const auto step = [&](int k, Stage& now, Stage& next) {
-        const u64 b = descriptor<GEMM_B_MN_MAJOR>(m.base + at.stage * kStage + kABytes, kBoxBytes);
-        const int within = GEMM_PROMOTE ? k % GEMM_PROMOTE : k, current = at.stage;
-        at.advance();
+        const u64 b = descriptor<GEMM_B_MN_MAJOR>(shared_address(memory) + stage * kStage + kABytes,
+                                                  kBoxBytes);
+        const int within = GEMM_PROMOTE ? k % GEMM_PROMOTE : k, current = stage;
+        if (++stage == kStages) stage = 0, parity ^= 1;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             now.decode(i, zero, quarter, left[i % 2]);
@@ -198,19 +200,19 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
             end_products();
             finish<1>(part);  // the product before
             was_read(left[(i + 1) % 2]);
-            if (i == 0 && last >= 0) release(m.empty + 8 * last, lane);
+            if (i == 0 && last >= 0) release(empty + 8 * last, lane);
             if (i == 0 && CODEC_BITS == 8) read_half(1, current, now);
             if (i == 2) read(k + 1, next);
         }
         last = current;
 #if GEMM_PROMOTE
         if (within + 1 < GEMM_PROMOTE && k + 1 < stages) return;
-        const Scales of_stage(m.scales + last * kScales, warp, lane);
+        const Scales of_stage(scales + last * kScales, warp, lane);
         end_block(of_stage.latest());
         finish<0>(part);
         of_stage.promote(total, part);
         __syncwarp();
-        release(m.empty + 8 * last, lane);
+        release(empty + 8 * last, lane);
         last = -1;
 #endif
     };
@@ -219,5 +221,5 @@ __device__ __forceinline__ void multiply_decoded(Sum (&total)[kRegisters], Sum (
     for (int k = 0; k < stages; k += 2) step(k, two[0], two[1]), step(k + 1, two[1], two[0]);
     finish<0>(part);
     was_read(left[1]);
-    if (last >= 0) release(m.empty + 8 * last, lane);
+    if (last >= 0) release(empty + 8 * last, lane);
 }

@@ -147,31 +147,65 @@ typedef float Sum;
 
 #include "common/swizzle.cuh"
 
-// The block's memory: a ring of stages, results on their way out, tables of factors, barriers.
-struct Memory {
-    u8* bytes;
-    u32 base;
-    u8* patches;
-    float* scales;  // 16 bytes aligned
-    int* tables;
-    u32 full, empty;
-    u32 handed;  // GEMM_REQUANTIZED: two barriers a patch, of all lanes
+struct Tile {
+    int row, column;
 };
-
-struct Ring {
-    int stage;
-    u32 parity;
-    __device__ __forceinline__ void advance() {
-        if (++stage == kStages) stage = 0, parity ^= 1;
-    }
-};
-
-#include "gemm/schedule.cuh"
-#include "gemm/float_scales.cuh"
 
 // To the next step of K, in a descriptor's units.
 constexpr int kAStep = GEMM_A_MN_MAJOR ? 16 * kRowBytes / 16 : 2,
               kBStep = GEMM_B_MN_MAJOR ? 16 * kRowBytes / 16 : 2;
+
+// Brings `rows` of A or B, from `first` on, of stage k along K.
+template <bool kDown, bool kForAll>
+__device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int k, int first, int rows,
+                                          u32 barrier) {
+#pragma unroll
+    for (int from = 0; from < (kDown ? rows : 1); from += kBox) {
+        const int byte = kDown ? 2 * (first + from) : k * kRowBytes, row = kDown ? k * kBox : first;
+        if (kForAll)
+            load_for_all(to + from * kRowBytes, map, byte, row, barrier);
+        else
+            load(to + from * kRowBytes, map, byte, row, barrier);
+    }
+}
+
+// Neighbouring clusters work on a square patch of C, whose operands then stay in the cache.
+__device__ __forceinline__ Tile tile_of(int index, int tall, int wide) {
+    const int group = index / (kGroup * wide), within = index % (kGroup * wide);
+    const int first = group * kGroup, height = min(kGroup, tall - first);
+    return {first + within % height, within / height};
+}
+
+#if GEMM_GROUPED
+// The groups one after the other; `index` must not fall from call to call.
+struct Walk {
+    int wide, group, before, start, end;
+    __device__ __forceinline__ int tall() const {
+        return (end - start + kTileM * kCluster - 1) / (kTileM * kCluster);
+    }
+    __device__ __forceinline__ bool find(int index, const Epilogue& e) {
+        for (; group < e.groups; ++group) {
+            start = e.offsets[group], end = e.offsets[group + 1];
+            if (index < before + tall() * wide) return true;
+            before += tall() * wide;
+        }
+        return false;
+    }
+    __device__ __forceinline__ Tile tile(int index) const {
+        return tile_of(index - before, tall(), wide);
+    }
+};
+#endif
+
+// GEMM_PING_PONG: what both warpgroups wait for in turn.
+__device__ __forceinline__ void take_turn(int warpgroup) {
+    if (GEMM_PING_PONG) asm volatile("bar.sync %0, 256;" ::"r"(4 + warpgroup) : "memory");
+}
+__device__ __forceinline__ void give_turn(int warpgroup) {
+    if (GEMM_PING_PONG) asm volatile("bar.arrive %0, 256;" ::"r"(5 - warpgroup) : "memory");
+}
+
+#include "gemm/float_scales.cuh"
 
 #if GEMM_DECODE_A
 #include "gemm/decode_a.cuh"
@@ -185,37 +219,6 @@ constexpr float kDecodedLift = 1.0f;
 #include "gemm/expand_a.cuh"
 #endif
 
-#include "gemm/producer.cuh"
-#include "gemm/consumer.cuh"
-
-// How the block's shared memory is laid out.
-__device__ __forceinline__ Memory lay_out(u8* raw) {
-    Memory m;
-    m.bytes = raw + (1024 - (shared_address(raw) & 1023)) % 1024;
-    m.base = shared_address(m.bytes);
-    m.patches = m.bytes + kStages * kStage;
-    m.tables = reinterpret_cast<int*>(m.patches + kWarps * kPatches * kPatch);
-    m.scales = reinterpret_cast<float*>(m.tables);
-    if (GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K)
-        m.tables = reinterpret_cast<int*>(m.scales + kStages * kScales);
-    m.full = shared_address(m.tables + (GEMM_VECTORS ? 4 * kTables : 0));
-    m.empty = m.full + 8 * kStages;
-    m.handed = m.empty + 8 * kStages;
-    return m;
-}
-
-__device__ __forceinline__ void set_up_barriers(const Memory& m) {
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < kStages; ++s) {
-            barrier_init(m.full + 8 * s, 1);
-            barrier_init(m.empty + 8 * s, kWarps * kCluster);
-        }
-        for (int p = 0; GEMM_REQUANTIZED && p < 2 * kWarps * kPatches; ++p)
-            barrier_init(m.handed + 8 * p, 32);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-}
-
 extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
     gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
          const __grid_constant__ TensorMap c_map, const __grid_constant__ Epilogue e) {
@@ -226,30 +229,256 @@ extern "C" __global__ void GEMM_CLUSTER_DIMS __launch_bounds__(384, 1)
     }
     if (e.runs && blockIdx.x == 0 && threadIdx.x == 0) atomicAdd(e.runs, 1u);
     extern __shared__ u8 raw_memory[];
+    u8* memory = raw_memory + (1024 - (shared_address(raw_memory) & 1023)) % 1024;
+    const u32 base = shared_address(memory);
+    u8* patches = memory + kStages * kStage;
+    int* tables = reinterpret_cast<int*>(patches + kWarps * kPatches * kPatch);
+    float* scales = reinterpret_cast<float*>(tables);  // 16 bytes aligned
+    if (GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K)
+        tables = reinterpret_cast<int*>(scales + kStages * kScales);
+    const u32 full = shared_address(tables + (GEMM_VECTORS ? 4 * kTables : 0)),
+              empty = full + 8 * kStages;
+    const u32 handed = empty + 8 * kStages;  // GEMM_REQUANTIZED: two barriers a patch, of all lanes
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
     const int rank = kCluster > 1 ? static_cast<int>(rank_in_cluster()) : 0;
-    const Memory m = lay_out(raw_memory);
-    set_up_barriers(m);
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < kStages; ++s) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, kWarps * kCluster);
+        }
+        for (int p = 0; GEMM_REQUANTIZED && p < 2 * kWarps * kPatches; ++p)
+            barrier_init(handed + 8 * p, 32);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
     if (kCluster > 1)
         cluster_sync();
     else
         __syncthreads();
-    Schedule schedule = Schedule::of(e);
-    const int step = gridDim.x / kCluster;
-    Ring at = {0, 0};
+
+#if GEMM_GROUPED
+    const int wide = (e.columns + kTileN - 1) / kTileN, step = gridDim.x / kCluster;
+    Walk walk = {wide, 0, 0, 0, 0};
+    const int &start = walk.start, &end_of_rows = walk.end, &group = walk.group;
+#define GEMM_TILES walk.find(index, e)
+#define GEMM_TILE walk.tile(index)
+#else
+    const int tall = (e.rows + kTileM * kCluster - 1) / (kTileM * kCluster);
+    const int wide = (e.columns + kTileN - 1) / kTileN;
+    const int tiles = tall * wide, step = gridDim.x / kCluster;
+    constexpr int start = 0, group = 0;
+#if GEMM_SPLIT_K
+    const int all_tiles = tiles * e.parts,
+              end_of_rows = GEMM_C_TRANSPOSED ? e.rows : tall * kCluster * kTileM * e.parts;
+#define GEMM_TILES index < all_tiles
+#define GEMM_TILE tile_of(index % tiles, tall, wide)
+#else
+    const int end_of_rows = e.rows;
+#define GEMM_TILES index < tiles
+#define GEMM_TILE tile_of(index, tall, wide)
+#endif
+#endif
+#if GEMM_SPLIT_K
+#define GEMM_FIRST_STAGE (index / tiles * e.stages_of_part)
+#define GEMM_END_STAGE min((index / tiles + 1) * e.stages_of_part, e.stages_of_k)
+#if GEMM_C_TRANSPOSED  // of the parts before
+#define GEMM_ROWS_BEFORE 0
+#define GEMM_COLUMNS_BEFORE (index / tiles * wide * kTileN)
+#else
+#define GEMM_ROWS_BEFORE (index / tiles * tall * kCluster * kTileM)
+#define GEMM_COLUMNS_BEFORE 0
+#endif
+#else
+#define GEMM_FIRST_STAGE 0
+#define GEMM_END_STAGE e.stages_of_k
+#define GEMM_ROWS_BEFORE 0
+#define GEMM_COLUMNS_BEFORE 0
+#endif
+    int stage = 0;
+    u32 parity = 0;
 
     if (warpgroup == 2) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kBeside));
-        if (threadIdx.x == 256) produce(&a_map, &b_map, e, m, schedule, at, step, rank);
+        if (threadIdx.x == 256) {
+            for (int index = blockIdx.x / kCluster; GEMM_TILES; index += step) {
+                const Tile tile = GEMM_TILE;
+                const int row = start + (tile.row * kCluster + rank) * kTileM;
+                const int column = group * e.columns + tile.column * kTileN;
+#if GEMM_EXPAND_A
+                await_rows(e, row);
+#endif
+                for (int k = GEMM_FIRST_STAGE; k < GEMM_END_STAGE; ++k) {
+                    wait(empty + 8 * stage, parity ^ 1);
+                    const u32 to = base + stage * kStage, barrier = full + 8 * stage;
+                    expect_bytes(barrier, kStage + 4 * kScales);
+                    if (GEMM_DECODE_A)
+                        load(to, &a_map, k * kARow, row, barrier);
+                    else
+                        load_tile<GEMM_A_MN_MAJOR, false>(to, &a_map, k, row, kTileM, barrier);
+                    if (kCluster == 1) {
+                        load_tile<GEMM_B_MN_MAJOR, false>(to + kABytes, &b_map, k, column, kTileN,
+                                                          barrier);
+                    } else {
+                        constexpr int kPart = kTileN / kCluster;
+                        load_tile<GEMM_B_MN_MAJOR, true>(to + kABytes + rank * kPart * kRowBytes,
+                                                         &b_map, k, column + rank * kPart, kPart,
+                                                         barrier);
+                    }
+#if GEMM_SCALES_1D2D
+                    const u32 factors = shared_address(scales + stage * kScales);
+                    constexpr int kRowLine = 4 * kTileM / GEMM_A_SCALE_ROWS,
+                                  kColumnLine = 4 * kTileN / GEMM_B_SCALE_ROWS;
+                    load_line(factors,
+                              e.row_blocks + k * e.row_block_pitch + row / GEMM_A_SCALE_ROWS,
+                              kRowLine, barrier);
+                    load_line(
+                        factors + kRowLine,
+                        e.column_blocks + k * e.column_block_pitch + column / GEMM_B_SCALE_ROWS,
+                        kColumnLine, barrier);
+#elif GEMM_SCALE_GROUP_K
+                    const u32 factors = shared_address(scales + stage * kScales);
+#pragma unroll
+                    for (int i = 0; i < kLines; ++i)
+                        load_line(factors + 4 * i * kTileM,
+                                  e.row_blocks +
+                                      (k / GEMM_PROMOTE * kLines + i) * e.row_block_pitch + row,
+                                  4 * kTileM, barrier);
+#endif
+                    if (++stage == kStages) stage = 0, parity ^= 1;
+                }
+            }
+        }
 #if GEMM_EXPAND_A
         if (threadIdx.x >= 288) expanding::expand_rows(e, lane);
 #elif GEMM_REQUANTIZED
-        if (threadIdx.x >= 288)
-            quantize_tiles(e, m, schedule, step, rank, threadIdx.x / 32 - 9, lane);
+        if (threadIdx.x >= 288) {
+            u32 turn = 0;
+            for (int index = blockIdx.x / kCluster; GEMM_TILES; index += step) {
+                const Tile tile = GEMM_TILE;
+                quantize_tile(patches, handed, e, start + (tile.row * kCluster + rank) * kTileM,
+                              end_of_rows, tile.column * kTileN, turn, threadIdx.x / 32 - 9, lane);
+            }
+        }
 #endif
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplying));
-        consume(&c_map, e, m, schedule, at, step, rank, warpgroup, lane);
+        const int warp = threadIdx.x / 32;
+        u8* patch = patches + (GEMM_C_TRANSPOSED ? warpgroup * 4 : warp) * kPatches * kPatch;
+        const u32 mine = handed + 16 * warp * kPatches;
+        u32 turn = 0;
+        int* table = tables + warpgroup * 2 * kTables;
+        Factors factors = {1.0f, 1.0f, table};
+        if (!GEMM_VECTORS) {
+            int exponent = (e.row_exponent ? *e.row_exponent : 0) +
+                           (e.column_exponent ? *e.column_exponent : 0);
+            exponent = min(max(exponent, -252), 254);
+            factors.first = power_of_two(exponent >> 1) * kDecodedLift;
+            factors.second = power_of_two(exponent - (exponent >> 1));
+        }
+#if GEMM_PING_PONG
+        static_assert(GEMM_PROMOTE > 0, "warpgroups promote in turn");
+        if (warpgroup == 1) give_turn(1);  // the first begins
+#endif
+        bool there = false;  // the next stage, as far as was seen while the last one was multiplied
+        for (int index = blockIdx.x / kCluster; GEMM_TILES; index += step) {
+            const Tile tile = GEMM_TILE;
+            const int row = start + (tile.row * kCluster + rank) * kTileM + warpgroup * 64;
+            const int column = tile.column * kTileN;
+            if (GEMM_VECTORS) fetch_tables(table, e, row, column, end_of_rows, group * e.columns);
+#if GEMM_PROMOTE
+#define GEMM_TOTAL sum
+#else
+#define GEMM_TOTAL part
+#endif
+            Sum part[kRegisters];
+#if GEMM_PROMOTE
+            float sum[kRegisters];
+#pragma unroll
+            for (int i = 0; i < kRegisters; ++i) sum[i] = 0.0f;
+#endif
+#if GEMM_SPLIT_K
+            const int stages = GEMM_END_STAGE - GEMM_FIRST_STAGE;
+#else
+            const int& stages = e.stages_of_k;
+#endif
+#if GEMM_DECODE_A
+            multiply_decoded(GEMM_TOTAL, part, e, memory, scales, full, empty, row,
+                             GEMM_FIRST_STAGE, stages, stage, parity);
+#else
+            for (int k = 0; k < stages;) {
+                const int end = GEMM_PROMOTE == 1 ? k + 1
+                                : GEMM_PROMOTE    ? min(k + GEMM_PROMOTE, stages)
+                                                  : stages;
+                int last = -1;
+                for (int more = 0; k < end; ++k) {
+                    if (!there) wait(full + 8 * stage, parity);
+                    const u64 a = descriptor<GEMM_A_MN_MAJOR>(
+                        base + stage * kStage + warpgroup * 64 * kRowBytes, kBoxBytes);
+                    const u64 b =
+                        descriptor<GEMM_B_MN_MAJOR>(base + stage * kStage + kABytes, kBoxBytes);
+#pragma unroll
+                    for (int line = 0; line < kLines; ++line) {
+                        take_turn(warpgroup);
+                        hold(part);
+                        begin_products();
+#pragma unroll
+                        for (int i = line * 4 / kLines; i < (line + 1) * 4 / kLines; ++i) {
+                            wgmma(part, a + kAStep * i, b + kBStep * i, more);
+                            more = 1;
+                        }
+                        end_products();
+                        give_turn(warpgroup);
+#if GEMM_SCALE_GROUP_K && GEMM_SCALE_GROUP_K < 64
+                        if (line + 1 == kLines) break;  // the last is promoted as whole stages are
+                        const Scales of_line(scales + stage * kScales + line * kTileM, warp, lane);
+                        end_block(of_line.latest());
+                        finish<0>(part);
+                        of_line.promote(sum, part);
+                        more = 0;
+#endif
+                    }
+                    const int now = stage;
+                    if (++stage == kStages) stage = 0, parity ^= 1;
+                    if (kPeeks) there = is_over(full + 8 * stage, parity);
+                    if (GEMM_PROMOTE != 1) finish<1>(part);
+                    if (last >= 0) release(empty + 8 * last, lane);
+                    last = now;
+                }
+#if GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K
+                const Scales of_stage(scales + last * kScales + (kLines - 1) * kTileM, warp, lane);
+                end_block(of_stage.latest());
+#endif
+                finish<0>(part);
+#if GEMM_SCALES_1D2D || GEMM_SCALE_GROUP_K
+                of_stage.promote(sum, part);
+                __syncwarp();
+#endif
+                release(empty + 8 * last, lane);
+#if GEMM_PROMOTE && !GEMM_SCALES_1D2D && !GEMM_SCALE_GROUP_K
+#pragma unroll
+                for (int i = 0; i < kRegisters; ++i) sum[i] += part[i];
+#endif
+            }
+#endif
+            const int first = GEMM_ROWS_BEFORE + row + warp % 4 * 16,
+                      first_column = GEMM_COLUMNS_BEFORE + column;
+#if GEMM_VECTORS
+            await_tables(warpgroup);
+            factors.table = table;
+            if (GEMM_VECTORS == 2 || are_near(table, lane))
+                write_rows<true>(GEMM_TOTAL, e, &c_map, factors, first, end_of_rows, first_column,
+                                 group, patch, mine, turn, lane);
+            else
+                write_rows<false>(GEMM_TOTAL, e, &c_map, factors, first, end_of_rows, first_column,
+                                  group, patch, mine, turn, lane);
+            // The other table next: slower warps may still read this one.
+            table = table == tables + warpgroup * 2 * kTables ? table + kTables : table - kTables;
+#else
+            write_rows<true>(GEMM_TOTAL, e, &c_map, factors, first, end_of_rows, first_column,
+                             group, patch, mine, turn, lane);
+#endif
+        }
+        if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
     // A block's shared memory must stay while its neighbour may still write to it.
     if (kCluster > 1) cluster_sync();

@@ -65,16 +65,3 @@ __device__ __forceinline__ void quantize_tile(u8* patches, u32 handed, const Epi
         turn = turn + 1 == kTurns ? 0 : turn + 1;
     }
 }
-
-// One of kCoders warps' share of the block's tiles.
-__device__ __forceinline__ void quantize_tiles(const Epilogue& e, const Memory& m,
-                                               Schedule& schedule, int step, int rank, int coder,
-                                               int lane) {
-    u32 turn = 0;
-    for (int index = blockIdx.x / kCluster; schedule.has(index, e); index += step) {
-        const Tile tile = schedule.tile(index);
-        quantize_tile(m.patches, m.handed, e,
-                      schedule.start + (tile.row * kCluster + rank) * kTileM, schedule.end_of_rows,
-                      tile.column * kTileN, turn, coder, lane);
-    }
-}
